@@ -1,0 +1,1 @@
+"""The client side: one NumPyClient for each method, and the ClientApp that calls them."""

@@ -1,0 +1,315 @@
+"""The part of a client that all methods share.
+
+A method writes its round as a generator that yields :class:`~posy.training.Train` and
+:class:`~posy.training.Forward` requests and receives their results, so that it reads like the paper's
+algorithm while the training loop, evaluation, state and reply stay in one place.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812
+from flwr.client import NumPyClient
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from client_app.workspace import Workspace
+from models.architecture import Architecture
+from posy.parameters import FloatArray, Layout
+from posy.randomness import torch_generator
+from posy.state import State
+from posy.training import Forward, Samples, Train, Trained
+
+Config = Mapping[str, Any]
+Arrays = list[npt.NDArray[np.generic]]
+R = TypeVar("R")
+Steps = Generator[Train | Forward, Any, R]
+
+
+@dataclass
+class Member:
+    """One model of an ensemble: parameters ``(d,)``, its network and its coefficient."""
+
+    parameters: Tensor
+    architecture: Architecture
+    coefficient: float = 1.0
+
+
+@dataclass
+class Predictor:
+    """What a client predicts with: one model, or several whose probabilities are summed.
+
+    Attributes
+    ----------
+    members : list of Member
+        The models.
+    chosen : str
+        What the method chose for this client, for the record (FedFew: the server model's number).
+    """
+
+    members: list[Member]
+    chosen: str = ""
+
+
+@dataclass
+class Update:
+    """What a client hands in after a round.
+
+    Attributes
+    ----------
+    arrays : list of numpy.ndarray
+        Arrays for the server.
+    loss : float
+        Mean training loss of the last local epoch.
+    local : Predictor or None
+        The local model, after training; None where the method makes it only in an evaluation.
+    metrics : dict
+        Further numbers for the server.
+    """
+
+    arrays: Arrays
+    loss: float
+    local: Predictor | None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mean loss and accuracy on n samples."""
+
+    loss: float
+    accuracy: float
+    count: int
+
+
+class PersonalClient(NumPyClient):
+    """A NumPyClient for one client of a method.
+
+    Subclasses write :meth:`local_round` and, where it is not the plain model, :meth:`served_model`.
+
+    Parameters
+    ----------
+    client : int
+        Index of the client, 0..M-1: its partition.
+    workspace : Workspace
+        Data, networks and trainer of this process.
+    state : State
+        What this client has kept.
+    """
+
+    def __init__(self, client: int, workspace: Workspace, state: State) -> None:
+        self.client = client
+        self.workspace = workspace
+        self.state = state
+        self.settings = workspace.settings
+        self.method: Any = workspace.settings.method
+        self.device = workspace.device
+        self.data = workspace.client_data(client)
+        self.architecture = self.network_for(workspace.architecture)
+        self.round = 0
+        self.lr = 0.0
+        self.acknowledgement: dict[str, float] = {}
+        """What the server is told with every reply, after training and evaluation alike."""
+
+    # -- what a method contributes -----------------------------------------------------------------
+
+    personal_in_every_evaluation = False
+    """Whether the local model is scored in evaluations, not in the training round itself."""
+
+    def network_for(self, plain: Architecture) -> Architecture:
+        """Return the network that the method trains; by default the plain one."""
+        return plain
+
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+        """Train for one round on what the server sent."""
+        raise NotImplementedError
+
+    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+        """Return the model that the client holds after the server's message, before training."""
+        return self.plain(received[0])
+        yield  # a generator, like the overrides that do need to compute
+
+    def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
+        """Return the local model of a client that has not trained in this round, if there is one."""
+        return None
+        yield
+
+    # -- NumPyClient ---------------------------------------------------------------------------------
+
+    def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
+        """Train; and score the local model on the client's test split when the config asks for it."""
+        return self._drive(self._fit(parameters, config), config)
+
+    def evaluate(self, parameters: Arrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Score the served model, and the personal model if one is kept, on the client's test split."""
+        return self._drive(self._evaluate(parameters, config), config)
+
+    # -- helpers for methods -------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Order of the tensors in the method's flat vector."""
+        return self.architecture.layout
+
+    @property
+    def num_train(self) -> int:
+        """Number of training samples n_i."""
+        return len(self.data.y_train)
+
+    def plain(self, parameters: Tensor, chosen: str = "") -> Predictor:
+        """Return a single model of the method's network as a predictor."""
+        return Predictor([Member(parameters, self.architecture)], chosen)
+
+    def initial(self) -> Tensor:
+        """Return the common initialisation ``(d,)`` that server and clients build from the seed."""
+        return torch.from_numpy(self.architecture.initial(self.settings.run.seed)).to(self.device)
+
+    def recall(self, name: str) -> Tensor | None:
+        """Return a kept array as a tensor, or None."""
+        array = self.state.get(name)
+        return None if array is None else torch.from_numpy(array).to(self.device)
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor in the client's state."""
+        self.state[name] = array_of(tensor)
+
+    def class_distribution(self) -> Tensor:
+        """Return the empirical class distribution p_i ``(C,)`` of the training samples."""
+        counts = torch.bincount(self.data.y_train, minlength=self.data.num_classes)
+        return counts / counts.sum()
+
+    def samples(self, split: str) -> Samples:
+        """Return the samples of a split."""
+        if split == "train":
+            return Samples(self.data.x_train, self.data.y_train)
+        return Samples(self.data.x_test, self.data.y_test)
+
+    def predict(self, predictor: Predictor, split: str) -> Steps[Tensor]:
+        """Return log-probabilities ``(n, C)``; an ensemble averages probabilities by coefficient.
+
+        If all coefficients are zero the members count alike.
+        """
+        outputs = []
+        for member in predictor.members:
+            logits = yield Forward(member.parameters, split, member.architecture)  # type: ignore[arg-type]
+            outputs.append(F.log_softmax(logits[0] if isinstance(logits, tuple) else logits, dim=-1))
+        if len(outputs) == 1:
+            return outputs[0]
+        coefficients = torch.tensor([member.coefficient for member in predictor.members], device=self.device)
+        if not bool(coefficients.any()):
+            coefficients = torch.ones_like(coefficients)
+        mixture = torch.einsum("t,tnc->nc", coefficients / coefficients.sum(), torch.stack(outputs).exp())
+        return mixture.clamp_min(1e-12).log()
+
+    def train_losses(self, models: Tensor) -> Steps[Tensor]:
+        """Return the training loss of each of K models ``(K, d)`` as ``(K,)``."""
+        logits = yield Forward(models, "train", self.architecture)
+        k, n, _ = logits.shape
+        return F.cross_entropy(logits.flatten(0, 1), self.data.y_train.repeat(k), reduction="none").view(k, n).mean(1)
+
+    def score(self, predictor: Predictor, split: str) -> Steps[Scores]:
+        """Return loss and accuracy of a predictor on a split."""
+        log_probabilities = yield from self.predict(predictor, split)
+        return scores(log_probabilities, self.samples(split).y)
+
+    # -- one round -----------------------------------------------------------------------------------
+
+    def _fit(self, parameters: Arrays, config: Config) -> Steps[tuple[Arrays, int, dict[str, Any]]]:
+        update = yield from self.local_round(self._received(parameters), config)
+        if not np.isfinite(update.loss):
+            raise ArithmeticError(f"client {self.client}: the training loss is {update.loss}")
+        metrics: dict[str, Any] = {**update.metrics, "train-loss": update.loss, "num-test": len(self.data.y_test)}
+        if update.local is not None:
+            if config.get("evaluate-local") and len(self.data.y_test):
+                result = yield from self.score(update.local, "test")
+                metrics |= {"local-accuracy": result.accuracy, "local-loss": result.loss}
+            self._save(update.local, config)
+        return update.arrays, self.num_train, metrics | self.acknowledgement
+
+    def _evaluate(self, parameters: Arrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
+        metrics: dict[str, Any] = {"num-train": self.num_train}
+        received = self._received(parameters)
+        loss, best = 0.0, None
+        if received:
+            best = served = yield from self.served_model(received, config)
+            metrics["chosen"] = served.chosen
+            if len(self.data.y_test):
+                result = yield from self.score(served, "test")
+                loss = result.loss
+                metrics |= {"served-accuracy": result.accuracy, "served-loss": result.loss}
+        if self.personal_in_every_evaluation or config.get("evaluate-personal"):
+            personal = yield from self.personal_model(received, config)
+            if personal is not None:
+                best = personal
+                if len(self.data.y_test):
+                    result = yield from self.score(personal, "test")
+                    metrics |= {"local-accuracy": result.accuracy, "local-loss": result.loss}
+        if best is not None:
+            self._save(best, config)
+        return loss, len(self.data.y_test), metrics | self.acknowledgement
+
+    def _received(self, parameters: Arrays) -> list[Tensor]:
+        return [torch.from_numpy(np.asarray(array)).to(self.device) for array in parameters]
+
+    def _drive(self, steps: Steps[R], config: Config) -> R:
+        """Carry out a method's requests one after the other."""
+        self.round = int(config["server-round"])
+        self.lr = float(config.get("lr", self.settings.train.lr))
+        answer: Any = None
+        try:
+            while True:
+                answer = self._carry_out(steps.send(answer))
+        except StopIteration as finished:
+            return finished.value  # type: ignore[no-any-return]
+
+    def _carry_out(self, work: Train | Forward) -> Trained | Any:
+        network = self.workspace.network(work.network or self.architecture)
+        trainer = self.workspace.trainer
+        if isinstance(work, Forward):
+            return trainer.forward(work, network, self.samples(work.split))
+        generator = torch_generator(self.settings.run.seed, "batches", self.round, self.client, work.stream)
+        return trainer.train(work, network, self.samples("train"), generator, self.lr, self.workspace.augment)
+
+    def _save(self, predictor: Predictor, config: Config) -> None:
+        """Write the personal model to the folder that the config names (simulation: the run's own)."""
+        folder = config.get("save-models-to")
+        if not folder:
+            return
+        path = Path(str(folder))
+        path.mkdir(parents=True, exist_ok=True)
+        several = len(predictor.members) > 1
+        arrays: dict[str, FloatArray] = {}
+        for number, member in enumerate(predictor.members, start=1):
+            named = member.architecture.named_arrays(array_of(member.parameters))
+            prefix = f"stage{number}." if several else ""
+            arrays |= {prefix + name: array for name, array in named.items()}
+            if several:
+                arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
+        temporary = path / f".client-{self.client}.safetensors"
+        save_file(arrays, temporary, metadata={"client": str(self.client), "chosen": predictor.chosen})
+        temporary.rename(path / f"client-{self.client}.safetensors")
+
+
+def scores(log_probabilities: Tensor, labels: Tensor) -> Scores:
+    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
+
+    Raises
+    ------
+    ArithmeticError
+        If a log-probability is NaN: a diverged model has no accuracy.
+    """
+    if bool(torch.isnan(log_probabilities).any()):
+        raise ArithmeticError("the model's outputs are not numbers (it has diverged)")
+    loss = F.nll_loss(log_probabilities, labels)
+    accuracy = (log_probabilities.argmax(dim=-1) == labels).float().mean()
+    return Scores(float(loss), float(accuracy), len(labels))
+
+
+def array_of(tensor: Tensor) -> FloatArray:
+    """Return a tensor as a NumPy array on the host."""
+    return tensor.detach().cpu().numpy()

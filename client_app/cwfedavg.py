@@ -1,0 +1,33 @@
+"""cwFedAvg's client: FedAvg's, with the weight distribution regulariser."""
+
+import torch
+from torch import Tensor
+
+from client_app.base import Config, Steps, Update, array_of
+from client_app.fedavg import FedAvgClient
+from posy.training import Batch, Context, Net, Train, cross_entropy
+
+
+class CwFedAvgClient(FedAvgClient):
+    """Minimise cross-entropy + λ ||p_i − p̃_i||₂ (Eq. 8)."""
+
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+        """Train as FedAvg does; send the class distribution too in the `empirical` ablation."""
+        update = yield from super().local_round(received, config)
+        if self.method.distribution == "empirical":
+            update.arrays.append(array_of(self.class_distribution()))
+        return update
+
+    def work(self, start: Tensor) -> Train:
+        """Return local training with the regulariser."""
+        if not self.method.wdr or not self.method.wdr_lambda:
+            return Train(start)
+        strength = torch.tensor(self.method.wdr_lambda, device=self.device)
+        return Train(start, regularised, {"distribution": self.class_distribution(), "lambda": strength})
+
+
+def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
+    """Return cross-entropy + λ ||p − p̃||₂, differentiated through the norms of the output rows (Eqs. 4, 8)."""
+    norms = torch.linalg.vector_norm(net["head.weight"], dim=1)
+    distance = torch.linalg.vector_norm(context["distribution"] - norms / norms.sum())
+    return cross_entropy(net(batch.x), batch) + context["lambda"] * distance

@@ -1,0 +1,7 @@
+"""FedACS's client: plain local SGD from the mixed model u_i."""
+
+from client_app.fedavg import FedAvgClient
+
+
+class FedACSClient(FedAvgClient):
+    """Start from u_i and take local steps (FedACS, Eq. 5); there is no proximal term."""

@@ -1,0 +1,14 @@
+"""FedProx's client: FedAvg's, with a pull towards the received model."""
+
+from torch import Tensor
+
+from client_app.fedavg import FedAvgClient
+from posy.training import Pull, Train
+
+
+class FedProxClient(FedAvgClient):
+    """Minimise F_i(w) + mu/2 ||w - w_t||^2 (FedProx, Eq. 2)."""
+
+    def work(self, start: Tensor) -> Train:
+        """Return local training with the proximal term."""
+        return Train(start, pull=Pull(start, self.method.mu))

@@ -1,0 +1,105 @@
+"""What a client process keeps resident: data set, partition, networks, the clients' tensors."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.augment import random_resized_crop
+from data.client import ClientData, client_data
+from data.datasets import Dataset, load_dataset
+from data.partitions import Partition, partition
+from models.architecture import Architecture, architecture_for
+from posy.config import Settings, from_json
+from posy.settings import SettingsError
+from posy.training import Network, Trainer
+
+CACHED_BYTES = 2 << 30
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that a setting names.
+
+    Raises
+    ------
+    SettingsError
+        If the name is not a device, or the device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f"device = {name!r}: it must be auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+class Workspace:
+    """Data, networks and trainer of one process, shared by all clients that it serves."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.device = choose_device(settings.train.device)
+        if self.device.type == "cpu" and settings.train.threads:
+            torch.set_num_threads(settings.train.threads)
+        self.trainer = Trainer(settings.train, self.device)
+        self._networks: dict[Architecture, Network] = {}
+        self._clients: OrderedDict[int, ClientData] = OrderedDict()
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The data set, loaded once."""
+        return load_dataset(self.settings.data, Path(self.settings.data.data_dir), self.settings.run.seed)
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Which samples each client has."""
+        return partition(self.dataset, self.settings.data, self.settings.run.seed)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The plain network of the run."""
+        return architecture_for(self.settings.train.model, self.dataset.task)
+
+    @property
+    def augment(self) -> Callable[[Tensor, torch.Generator], Tensor] | None:
+        """Training augmentation, if the settings ask for one."""
+        return random_resized_crop if self.settings.data.augment == "crop" else None
+
+    def client_data(self, client: int) -> ClientData:
+        """Return a client's tensors, made when it is first asked for and kept while they fit."""
+        if client not in self._clients:
+            self._clients[client] = client_data(
+                self.dataset, self.partition, client, self.settings.data, self.device
+            )
+            while len(self._clients) > 1 and sum(map(_size, self._clients.values())) > CACHED_BYTES:
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(client)
+        return self._clients[client]
+
+    def network(self, architecture: Architecture) -> Network:
+        """Return the resident network of an architecture."""
+        if architecture not in self._networks:
+            self._networks[architecture] = Network(architecture.build, architecture.layout, self.device)
+        return self._networks[architecture]
+
+
+_workspace: tuple[str, Workspace] | None = None
+
+
+def workspace_for(settings_json: str) -> Workspace:
+    """Return this process's workspace for some settings; a change of settings replaces it."""
+    global _workspace
+    if _workspace is None or _workspace[0] != settings_json:
+        _workspace = (settings_json, Workspace(from_json(settings_json)))
+    return _workspace[1]
+
+
+def _size(client: ClientData) -> int:
+    tensors = (client.x_train, client.y_train, client.x_test, client.y_test)
+    return sum(t.numel() * t.element_size() for t in tensors)

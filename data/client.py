@@ -1,0 +1,75 @@
+"""The tensors of one client, ready for training."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.dataset import Dataset
+from data.partitions import Partition
+from data.shifts import apply_shift, check_shift, shift_of
+from posy.settings import DataSettings
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """Training and test data of one client, on its device.
+
+    Attributes
+    ----------
+    x_train, x_test : Tensor
+        Images: float32 ``(n, C, H, W)``, normalised, channels_last; features: float32 ``(n, F)``;
+        text: int64 ``(n, L)``. A client with a single sample has an empty test.
+    y_train, y_test : Tensor
+        int64 ``(n,)``.
+    num_classes : int
+        Number of classes C of the task.
+    """
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    num_classes: int
+
+
+def client_data(
+    dataset: Dataset, part: Partition, client: int, settings: DataSettings, device: torch.device
+) -> ClientData:
+    """Gather, shift and normalise the samples of one client.
+
+    Raises
+    ------
+    SettingsError
+        If a covariate shift is asked for that the data or the number of clients does not allow.
+    IndexError
+        If there is no such client.
+    """
+    if not 0 <= client < len(part.train):
+        raise IndexError(f"client {client}: there are {len(part.train)} clients, numbered from 0")
+    if settings.shift != "none":
+        is_pixels = dataset.task.kind == "image" and dataset.x.dtype == np.uint8
+        check_shift(settings.shift, len(part.train), dataset.x.shape[-1] if is_pixels else 0)
+    tensors = []
+    for indices in (part.train[client], part.test[client]):
+        tensors += [_inputs(dataset, indices, client, settings, device), torch.from_numpy(dataset.y[indices])]
+    x_train, y_train, x_test, y_test = tensors
+    return ClientData(x_train, y_train.to(device), x_test, y_test.to(device), dataset.task.num_classes)
+
+
+def _inputs(
+    dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device
+) -> Tensor:
+    x = torch.from_numpy(dataset.x[indices])
+    if dataset.task.kind == "text":
+        return x.to(device)
+    if dataset.task.kind == "image" and settings.shift != "none":
+        # On the CPU, so that every device trains on the same pixels.
+        shifted = apply_shift(x.permute(0, 3, 1, 2), shift_of(settings.shift, client))
+        x = shifted.permute(0, 2, 3, 1).contiguous()
+    x = x.to(device)
+    mean, std = torch.from_numpy(dataset.mean).to(device), torch.from_numpy(dataset.std).to(device)
+    scale = 255.0 if x.dtype == torch.uint8 else 1.0
+    x = x.float().sub_(mean * scale).div_(std * scale)
+    return x.permute(0, 3, 1, 2) if dataset.task.kind == "image" else x

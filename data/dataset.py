@@ -1,0 +1,173 @@
+"""A data set in memory, and the checks that every loader shares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.errors import DataError
+from data.task import Task
+
+Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """All samples of a data set, train and test pooled.
+
+    Attributes
+    ----------
+    name : str
+        Name or path that it was loaded under.
+    task : Task
+        Kind, shape and classes.
+    x : np.ndarray
+        ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` float32 features; or
+        ``(N, L)`` int64 tokens.
+    y : np.ndarray
+        ``(N,)`` int64 labels 0..C-1.
+    mean, std : np.ndarray
+        float32, what is subtracted and divided by: per channel of pixels/255 for uint8 images, per
+        feature for features; 0 and 1 for values that are taken as they are.
+    groups : np.ndarray or None
+        ``(N,)`` int64 natural group of each sample: writer, user, medical centre.
+    given : tuple or None
+        (train, test) indices of each client, when the data comes already partitioned.
+    """
+
+    name: str
+    task: Task
+    x: np.ndarray
+    y: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    groups: np.ndarray | None = None
+    given: Indices | None = None
+
+    def __len__(self) -> int:
+        """Return the number of samples N."""
+        return len(self.y)
+
+
+def image_dataset(
+    name: str, x: np.ndarray, y: np.ndarray, class_names: Sequence[str], groups: np.ndarray | None = None
+) -> Dataset:
+    """Build a data set of ``(N, H, W, C)`` images.
+
+    uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels stay.
+    """
+    height, width, channels = x.shape[1:]
+    centre = 0.5 if x.dtype == np.uint8 else 0.0
+    mean = np.full(channels, centre, np.float32)
+    std = np.full(channels, centre or 1.0, np.float32)
+    return Dataset(name, Task("image", (channels, height, width), tuple(class_names)), x, y, mean, std, groups)
+
+
+def feature_dataset(
+    name: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    class_names: Sequence[str],
+    groups: np.ndarray | None = None,
+    *,
+    standardise: bool = True,
+) -> Dataset:
+    """Build a data set of ``(N, F)`` float32 features; a constant feature is only centred."""
+    width = x.shape[1]
+    mean, std = np.zeros(width, np.float32), np.ones(width, np.float32)
+    if standardise:
+        mean, std = x.mean(0, np.float64).astype(np.float32), x.std(0, np.float64).astype(np.float32)
+        std[std < 1e-12] = 1.0
+    return Dataset(name, Task("features", (width,), tuple(class_names)), x, y, mean, std, groups)
+
+
+def text_dataset(
+    name: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    class_names: Sequence[str],
+    vocabulary: int,
+    groups: np.ndarray | None = None,
+) -> Dataset:
+    """Build a data set of ``(N, L)`` int64 tokens below ``vocabulary``; 0 is padding."""
+    task = Task("text", (x.shape[1],), tuple(class_names), vocabulary)
+    return Dataset(name, task, x, y, np.zeros(1, np.float32), np.ones(1, np.float32), groups)
+
+
+def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
+    """Return the labels of a published data set as int64.
+
+    Raises
+    ------
+    DataError
+        If a label is not a whole number in 0..C-1, with its index.
+    """
+    whole = _whole_labels(np.asarray(y).reshape(-1), where)
+    bad = np.flatnonzero((whole < 0) | (whole >= num_classes))
+    if bad.size:
+        raise DataError(f"{where}: label {whole[bad[0]]} at index {bad[0]}; allowed are 0 to {num_classes - 1}")
+    return whole
+
+
+def mapped_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Map the distinct labels of a user's data, sorted, to 0..C-1.
+
+    Parameters
+    ----------
+    y : np.ndarray
+        ``(N,)`` or ``(N, 1)`` whole numbers or texts.
+    where : str
+        File, for the message of an error.
+
+    Returns
+    -------
+    tuple
+        ``(N,)`` int64 labels, and the C names.
+
+    Raises
+    ------
+    DataError
+        If a label is not a whole number or a text, or all are the same.
+    """
+    y = np.asarray(y)
+    if y.ndim > 1 and y.size == len(y):
+        y = y.reshape(-1)
+    if y.ndim != 1:
+        raise DataError(f"{where}: labels of shape {y.shape}; one label for each sample is allowed, (N,)")
+    values, labels = np.unique(y if y.dtype.kind == "U" else _whole_labels(y, where), return_inverse=True)
+    if len(values) < 2:
+        raise DataError(f"{where}: {len(values)} distinct labels {values.tolist()}; a task needs at least 2 classes")
+    return labels.astype(np.int64), tuple(str(value) for value in values)
+
+
+def check_lengths(where: str, **lengths: int) -> None:
+    """Raise :class:`DataError` unless all lengths are one and the same and not 0."""
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise DataError(f"{where}: arrays of unequal length ({listed}); each sample needs one entry in each")
+    if not all(lengths.values()):
+        raise DataError(f"{where}: no samples; at least one is needed")
+
+
+def check_finite(x: np.ndarray, where: str) -> None:
+    """Raise :class:`DataError` with the index of the first sample that holds NaN or infinity."""
+    if x.dtype.kind != "f" or np.isfinite(x.sum(dtype=np.float64)):
+        return  # one NaN or infinity makes the sum one
+    bad = np.argwhere(~np.isfinite(x))
+    if len(bad):
+        position = tuple(bad[0].tolist())
+        raise DataError(f"{where}: {x[position]} at index {position}; only finite numbers are allowed")
+
+
+def _whole_labels(y: np.ndarray, where: str) -> np.ndarray:
+    kind = y.dtype.kind
+    if kind in "iub":
+        return y.astype(np.int64)
+    if kind != "f":
+        raise DataError(f"{where}: labels of type {y.dtype}; whole numbers are allowed")
+    bad = np.flatnonzero(~np.isfinite(y) | (y != np.floor(y)))
+    if bad.size:
+        first: Any = y[bad[0]]
+        raise DataError(f"{where}: label {first} at index {bad[0]}; whole numbers are allowed")
+    return y.astype(np.int64)

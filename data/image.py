@@ -1,0 +1,400 @@
+"""Images: the published sets through torchvision or .npz, and folders of image files."""
+
+import csv
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import INFO
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+from filelock import FileLock
+from flwr.common.logger import log
+from PIL import Image, ImageOps
+
+from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels
+from data.errors import DataError, missing
+from data.npz import NpzFile
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
+DEFAULT_SIDE = 64
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published set of images that torchvision reads.
+
+    Attributes
+    ----------
+    reader : str
+        Class in ``torchvision.datasets``.
+    folder : str
+        Where torchvision keeps it, below the data directory.
+    shape : tuple of int
+        ``(H, W, C)`` of one image.
+    class_names : tuple of str
+        In the order of the labels.
+    options : dict
+        Further arguments of the reader.
+    convert : callable or None
+        From what torchvision holds to upright images and labels from 0.
+    """
+
+    reader: str
+    folder: str
+    shape: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    convert: Callable[[np.ndarray, np.ndarray], Arrays] | None = None
+
+
+CIFAR20 = {
+    "aquatic_mammals": "beaver dolphin otter seal whale",
+    "fish": "aquarium_fish flatfish ray shark trout",
+    "flowers": "orchid poppy rose sunflower tulip",
+    "food_containers": "bottle bowl can cup plate",
+    "fruit_and_vegetables": "apple mushroom orange pear sweet_pepper",
+    "household_electrical_devices": "clock keyboard lamp telephone television",
+    "household_furniture": "bed chair couch table wardrobe",
+    "insects": "bee beetle butterfly caterpillar cockroach",
+    "large_carnivores": "bear leopard lion tiger wolf",
+    "large_man-made_outdoor_things": "bridge castle house road skyscraper",
+    "large_natural_outdoor_scenes": "cloud forest mountain plain sea",
+    "large_omnivores_and_herbivores": "camel cattle chimpanzee elephant kangaroo",
+    "medium_mammals": "fox porcupine possum raccoon skunk",
+    "non-insect_invertebrates": "crab lobster snail spider worm",
+    "people": "baby boy girl man woman",
+    "reptiles": "crocodile dinosaur lizard snake turtle",
+    "small_mammals": "hamster mouse rabbit shrew squirrel",
+    "trees": "maple_tree oak_tree palm_tree pine_tree willow_tree",
+    "vehicles_1": "bicycle bus motorcycle pickup_truck train",
+    "vehicles_2": "lawn_mower rocket streetcar tank tractor",
+}
+CIFAR100_NAMES = tuple(sorted(name for members in CIFAR20.values() for name in members.split()))
+_SUPERCLASS = {name: label for label, members in enumerate(CIFAR20.values()) for name in members.split()}
+TO_SUPERCLASS = np.array([_SUPERCLASS[name] for name in CIFAR100_NAMES])
+
+PUBLISHED = {
+    "mnist": Published("MNIST", "MNIST/raw", (28, 28, 1), tuple("0123456789")),
+    "fmnist": Published(
+        "FashionMNIST",
+        "FashionMNIST/raw",
+        (28, 28, 1),
+        ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
+    ),
+    "cifar10": Published(
+        "CIFAR10",
+        "cifar-10-batches-py",
+        (32, 32, 3),
+        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    ),
+    "cifar100": Published("CIFAR100", "cifar-100-python", (32, 32, 3), CIFAR100_NAMES),
+    "emnist-letters": Published(
+        "EMNIST",
+        "EMNIST/raw",
+        (28, 28, 1),
+        tuple("abcdefghijklmnopqrstuvwxyz"),
+        options=(("split", "letters"),),
+        # The files hold the images transposed, and count the letters from 1.
+        convert=lambda x, y: (np.ascontiguousarray(x.swapaxes(1, 2)), y - 1),
+    ),
+}
+
+
+def load_digits() -> Dataset:
+    """Return scikit-learn's 1,797 images of 8x8 pixels; grey values 0..16 become 0..255."""
+    from sklearn.datasets import load_digits as bundled
+
+    bunch = bundled()
+    x = np.rint(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
+    return image_dataset("digits", x, bunch.target.astype(np.int64), tuple("0123456789"))
+
+
+def load_published(name: str, data_dir: Path, download: bool) -> Dataset:
+    """Read ``<data-dir>/<name>.npz``, or else torchvision's own layout, downloading it if allowed.
+
+    Raises
+    ------
+    DataError
+        If it is neither there nor to be had, or damaged.
+    """
+    source = PUBLISHED[name]
+    npz = data_dir / f"{name}.npz"
+    if npz.exists():
+        return load_npz(name, npz, source.class_names, source.shape)
+    x, y = _torchvision(name, source, data_dir, download, npz)
+    if source.convert is not None:
+        x, y = source.convert(x, y)
+    x = x.reshape(len(x), *source.shape)
+    return image_dataset(name, x, known_labels(y, len(source.class_names), name), source.class_names)
+
+
+def load_cifar20(data_dir: Path, download: bool) -> Dataset:
+    """Return CIFAR-100 with its 20 superclasses, or ``<data-dir>/cifar20.npz`` as it is."""
+    npz = data_dir / "cifar20.npz"
+    if npz.exists():
+        return load_npz("cifar20", npz, tuple(CIFAR20), (32, 32, 3))
+    fine = load_published("cifar100", data_dir, download)
+    return image_dataset("cifar20", fine.x, TO_SUPERCLASS[fine.y], tuple(CIFAR20))
+
+
+def load_npz(
+    name: str, path: Path, class_names: Sequence[str], shape: tuple[int, int, int] | None = None
+) -> Dataset:
+    """Read a published set from ``x_train, y_train[, x_test, y_test]``."""
+    x, y = read_xy(path)
+    x = as_images(x, str(path))
+    if shape is not None and x.shape[1:] != shape:
+        raise DataError(f"{path}: images of shape {x.shape[1:]}; those of {name} are {shape} (height, width, channels)")
+    return image_dataset(name, x, known_labels(y, len(class_names), str(path)), class_names)
+
+
+def read_xy(path: Path) -> Arrays:
+    """Return the pooled x and y of an .npz file.
+
+    Raises
+    ------
+    DataError
+        If keys are missing, or x and y differ in length.
+    """
+    archive = NpzFile(path)
+    splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} <= set(archive.names)]
+    if "train" not in splits:
+        raise DataError(f"{path}: holds {list(archive.names)}; needed are x_train, y_train and perhaps x_test, y_test")
+    for split in splits:
+        lengths = {f"{k}_{split}": (archive.shape(f"{k}_{split}")[0] or (0,))[0] for k in "xy"}
+        check_lengths(str(path), **lengths)
+    return (
+        archive.pooled(tuple(f"x_{split}" for split in splits)),
+        archive.pooled(tuple(f"y_{split}" for split in splits)),
+    )
+
+
+def as_images(x: np.ndarray, where: str) -> np.ndarray:
+    """Bring images to ``(N, H, W, C)``: whole numbers 0..255 as uint8, other numbers as float32.
+
+    ``(N, H, W)`` is taken as grey, ``(N, C, H, W)`` is turned if only that axis has 1 or 3 entries.
+    """
+    if x.ndim == 3:
+        x = x[..., None]
+    elif x.shape[1] in (1, 3) and x.shape[3] not in (1, 3):
+        x = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+    if x.dtype == np.uint8:
+        return x
+    if x.dtype.kind in "iu":
+        bad = np.argwhere((x < 0) | (x > 255))
+        if len(bad):
+            position = tuple(bad[0].tolist())
+            raise DataError(f"{where}: pixel {x[position]} at index {position}; whole numbers are allowed from 0 to 255")
+        return x.astype(np.uint8)
+    if x.dtype.kind != "f":
+        raise DataError(f"{where}: pixels of type {x.dtype}; allowed are uint8 or floating-point numbers")
+    x = as_float32(x)
+    check_finite(x, where)
+    return x
+
+
+def as_float32(x: np.ndarray) -> np.ndarray:
+    """Return x as float32; what is too large becomes infinite, for :func:`check_finite` to report."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32, copy=False)
+
+
+def load_tiny_imagenet(data_dir: Path) -> Dataset:
+    """Read the published folders: ``train/<wnid>/images`` and ``val`` with ``val_annotations.txt``."""
+    npz = data_dir / "tiny-imagenet.npz"
+    roots = [data_dir / "tiny-imagenet-200", data_dir / "tiny-imagenet"]
+    root = next((root for root in roots if (root / "train").is_dir()), None)
+    if root is None:
+        if npz.exists():
+            return load_npz("tiny-imagenet", npz, [str(i) for i in range(200)], (64, 64, 3))
+        raise missing("tiny-imagenet", [npz, *(r / "train" for r in roots)], "unpack tiny-imagenet-200.zip there")
+    wnids = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
+    label = {wnid: number for number, wnid in enumerate(wnids)}
+    files = [(path, label[wnid]) for wnid in wnids for path in image_files(root / "train" / wnid / "images")]
+    annotations = root / "val" / "val_annotations.txt"
+    if not annotations.is_file():
+        raise missing("tiny-imagenet", [annotations], "the archive's validation images belong there")
+    for number, line in enumerate(annotations.read_text(encoding="utf-8").splitlines(), 1):
+        fields = line.split("\t")
+        if len(fields) < 2 or fields[1] not in label:
+            raise DataError(f"{annotations}: line {number}: {line!r}; needed are an image and one of the folders' wnids")
+        files.append((root / "val" / "images" / fields[0], label[fields[1]]))
+    y = np.array([number for _, number in files], np.int64)
+    return image_dataset("tiny-imagenet", read_images([path for path, _ in files], (64, 64), "RGB"), y, wnids)
+
+
+def load_kvasir(data_dir: Path) -> Dataset:
+    """Read Kvasir's class folders; images are cropped to a centred square and resized to 64x64."""
+    npz = data_dir / "kvasir.npz"
+    roots = [data_dir / "kvasir", data_dir / "kvasir-dataset-v2", data_dir / "kvasir-dataset"]
+    root = next((root for root in roots if root.is_dir()), None)
+    if root is not None:
+        x, y, names = read_class_folders(root, (DEFAULT_SIDE, DEFAULT_SIDE))
+        return image_dataset("kvasir", x, y, names)
+    if npz.exists():
+        return load_npz("kvasir", npz, [str(i) for i in range(8)])
+    raise missing("kvasir", [npz, *roots], "unpack the Kvasir data set there: one folder of images a class")
+
+
+def load_fedisic(data_dir: Path) -> Dataset:
+    """Read Fed-ISIC2019 as FLamby prepares it: the images and its ``train_test_split``.
+
+    The centre of each image is its group; images are cropped to a centred square and resized to 64x64.
+    """
+    names = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+    root = data_dir / "fedisic"
+    tables = [root / "train_test_split", root / "train_test_split.csv", root / "train_test_folds.csv"]
+    folders = [root / "ISIC_2019_Training_Input_preprocessed", root / "ISIC_2019_Training_Input"]
+    table = next((path for path in tables if path.is_file()), None)
+    folder = next((path for path in folders if path.is_dir()), None)
+    if table is None or folder is None:
+        raise missing("fedisic", tables + folders, "put FLamby's train_test_split and one of its image folders there")
+    with table.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    files, labels, centres = [], [], []
+    for number, row in enumerate(rows, 2):
+        try:
+            labels.append(int(row["target"]))
+            centres.append(int(row["center"]))
+            files.append(folder / f"{row['image']}.jpg")
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
+    check_lengths(str(table), rows=len(files))
+    y = known_labels(np.array(labels), len(names), str(table))
+    x = read_images(files, (DEFAULT_SIDE, DEFAULT_SIDE), "RGB")
+    return image_dataset("fedisic", x, y, names, np.array(centres, np.int64))
+
+
+def read_class_folders(root: Path, size: tuple[int, int] | None = None) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Read a folder of class folders, or of train/test folders of class folders, pooled.
+
+    Parameters
+    ----------
+    root : Path
+        The folder; hidden folders and files that are no images are passed over.
+    size : tuple of int or None
+        Width and height; ``None``: that of the images if they all agree, else 64x64.
+
+    Returns
+    -------
+    tuple
+        ``(N, H, W, C)`` uint8 images, ``(N,)`` int64 labels, and the names of the folders.
+
+    Raises
+    ------
+    DataError
+        If there is no class folder, one holds no image, or an image cannot be read.
+    """
+    folders = _folders(root)
+    if folders and {folder.name.lower() for folder in folders} <= SPLITS:
+        folders = [inner for split in folders for inner in _folders(split)]
+    names = sorted({folder.name for folder in folders})
+    if len(names) < 2:
+        raise DataError(f"{root}: {len(names)} class folders; needed are two or more, each with the images of a class")
+    files, labels = [], []
+    for folder in folders:
+        found = image_files(folder)
+        files += found
+        labels += [names.index(folder.name)] * len(found)
+    return read_images(files, size), np.array(labels, np.int64), names
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Return the image files of a folder in order of name; none is a :class:`DataError`."""
+    found = sorted(path for path in folder.iterdir() if _is_image(path)) if folder.is_dir() else []
+    if not found:
+        raise DataError(f"{folder}: no images; allowed are {', '.join(sorted(SUFFIXES))}")
+    return found
+
+
+def read_images(files: Sequence[Path], size: tuple[int, int] | None = None, mode: str | None = None) -> np.ndarray:
+    """Decode image files to one uint8 array ``(N, H, W, C)``.
+
+    Images of another size are cropped to the target's aspect ratio around their centre and resized. If
+    all files are grey the result has one channel, else three.
+    """
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        if size is None or mode is None:
+            kinds = set(pool.map(_kind, files))
+            sizes = {kind[0] for kind in kinds}
+            size = size or (sizes.pop() if len(sizes) == 1 else (DEFAULT_SIDE, DEFAULT_SIDE))
+            mode = mode or ("L" if all(kind[1] in ("L", "1") for kind in kinds) else "RGB")
+        out = np.empty((len(files), size[1], size[0], 1 if mode == "L" else 3), np.uint8)
+
+        def decode(number: int) -> None:
+            with _opened(files[number]) as image:
+                converted = image.convert(mode)
+                if converted.size != size:
+                    converted = ImageOps.fit(converted, size, Image.Resampling.BILINEAR)
+                out[number] = np.asarray(converted).reshape(out.shape[1:])
+
+        list(pool.map(decode, range(len(files))))
+    return out
+
+
+def _kind(path: Path) -> tuple[tuple[int, int], str]:
+    with _opened(path) as image:
+        return image.size, image.mode
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    """Open an image file; whatever is wrong with it becomes a DataError."""
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise DataError(f"{path}: pixels of mode {image.mode}; allowed are images of 8 bits a channel")
+            yield image
+    except DataError:
+        raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: not an image that can be read ({error})") from error
+
+
+def _torchvision(name: str, source: Published, data_dir: Path, download: bool, npz: Path) -> Arrays:
+    """Return the pooled arrays of torchvision's reader; its CIFAR files are checked by MD5 before unpickling."""
+    from torchvision import datasets
+
+    reader = getattr(datasets, source.reader)
+
+    def read(fetch: bool) -> Arrays:
+        parts = [reader(str(data_dir), train=part, download=fetch, **dict(source.options)) for part in (True, False)]
+        return (
+            np.concatenate([np.asarray(part.data) for part in parts]),
+            np.concatenate([np.asarray(part.targets) for part in parts]),
+        )
+
+    try:
+        return read(False)
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        problem: Exception = error
+    if download:
+        log(INFO, "Downloading %s to %s", name, data_dir.absolute())
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            with FileLock(data_dir / f".{name}.lock"):  # clients in other processes may want it as well
+                return read(True)
+        except (RuntimeError, URLError, OSError, ValueError, AssertionError) as error:
+            problem = error
+    raise missing(
+        name,
+        [npz, data_dir / source.folder],
+        "put there either an .npz with x_train, y_train, x_test, y_test or the published files in torchvision's "
+        f"layout{'' if download else ', or set download = true'} ({problem})",
+    ) from problem
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")

@@ -1,0 +1,56 @@
+"""FEMNIST in LEAF's layout."""
+
+import json
+import string
+from pathlib import Path
+
+import numpy as np
+
+from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels
+from data.errors import DataError, missing
+
+
+def load_femnist(data_dir: Path) -> Dataset:
+    """Read FEMNIST from LEAF's JSON files; the writer is the group.
+
+    Raises
+    ------
+    DataError
+        If there are no files, or one is not as LEAF writes it.
+    """
+    names = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+    roots = [data_dir / "femnist", data_dir / "femnist" / "data"]
+    files = [path for root in roots for split in ("train", "test") for path in sorted((root / split).glob("*.json"))]
+    if not files:
+        looked_for = [root / split / "*.json" for root in roots for split in ("train", "test")]
+        raise missing("femnist", looked_for, "put there the .json files that LEAF's preprocessing writes")
+    images, labels, writers = [], [], []
+    for path in files:
+        for user, x, y in _users(path):
+            where = f"{path}: user {user}"
+            check_lengths(where, x=len(x), y=len(y))
+            try:
+                pixels = np.array(x, np.float32)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{where}: x is not 784 numbers a sample ({error})") from error
+            if pixels.shape != (len(y), 784):
+                raise DataError(f"{where}: x of shape {pixels.shape}; needed are 784 pixels a sample")
+            check_finite(pixels, where)
+            if pixels.min() < 0 or pixels.max() > 1:
+                raise DataError(f"{where}: pixels from {pixels.min()} to {pixels.max()}; allowed are 0 to 1")
+            images.append(np.rint(pixels * 255).astype(np.uint8).reshape(-1, 28, 28, 1))
+            labels.append(known_labels(np.array(y), len(names), where))
+            writers += [user] * len(y)
+    check_lengths(str(files[0].parent.parent), samples=len(writers))
+    number = {writer: i for i, writer in enumerate(sorted(set(writers)))}
+    groups = np.array([number[writer] for writer in writers], np.int64)
+    return image_dataset("femnist", np.concatenate(images), np.concatenate(labels), names, groups)
+
+
+def _users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
+    try:
+        content = json.loads(path.read_bytes())
+        found = [(user, content["user_data"][user]["x"], content["user_data"][user]["y"]) for user in content["users"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f'{path}: not a LEAF file with "users" and "user_data" ({error!r})') from error
+    return [entry for entry in found if len(entry[2]) or len(entry[1])]

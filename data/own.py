@@ -1,0 +1,133 @@
+"""People's own data: .npz, .csv, a folder of class folders, a PFLlib directory."""
+
+from logging import INFO
+from pathlib import Path
+
+import numpy as np
+from flwr.common.logger import log
+
+from data.dataset import Dataset, check_finite, feature_dataset, image_dataset, mapped_labels, text_dataset
+from data.errors import DataError
+from data.image import as_float32, as_images, read_class_folders, read_xy
+from data.pfllib import is_pfllib, load_pfllib
+from data.text import rows_of, tokenise
+
+
+def load_own(path: Path, name: str) -> Dataset:
+    """Read a file or directory of one of the four formats.
+
+    Raises
+    ------
+    DataError
+        If it is none of them, or holds what cannot be used.
+    """
+    if path.is_dir():
+        if is_pfllib(path):
+            return load_pfllib(path, name)
+        x, y, names = read_class_folders(path)
+        return image_dataset(name, x, y, names)
+    readers = {".npz": _read_npz, ".csv": _read_csv}
+    if path.suffix.lower() not in readers:
+        raise DataError(f"{path}: allowed are .npz, .csv, a folder of class folders and a PFLlib directory")
+    return readers[path.suffix.lower()](path, name)
+
+
+def _read_npz(path: Path, name: str) -> Dataset:
+    """Read x_train, y_train and perhaps x_test, y_test.
+
+    ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)`` are images (whole numbers: pixels 0..255;
+    other numbers: taken as they are); ``(N, F)`` are features, standardised.
+    """
+    x, y = read_xy(path)
+    labels, names = mapped_labels(y, str(path))
+    if x.ndim in (3, 4):
+        return image_dataset(name, as_images(x, str(path)), labels, names)
+    if x.ndim != 2 or x.dtype.kind not in "fiub":
+        raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed are numbers in 2, 3 or 4 axes")
+    x = as_float32(x)
+    check_finite(x, str(path))
+    return feature_dataset(name, x, labels, names)
+
+
+def _read_csv(path: Path, name: str) -> Dataset:
+    """Read a table with a header.
+
+    The labels are the column ``label``, else the last; a column ``group`` gives natural groups. A
+    column ``text``, or the only other column if it does not hold numbers, becomes tokens; otherwise
+    all other columns are features, standardised.
+    """
+    rows = rows_of(path)
+    _, header = next(rows, (0, []))
+    header = [title.strip() for title in header]
+    lower = [title.lower() for title in header]
+    if len(header) < 2:
+        raise DataError(f"{path}: header {header}; needed is a header row with two columns or more")
+    if all(_number(title) is not None for title in header):
+        raise DataError(f"{path}: the first row holds only numbers; needed is a header row with the columns' names")
+    numbers, table = [], []
+    for number, row in rows:
+        if len(row) != len(header):
+            raise DataError(f"{path}: row {number} has {len(row)} columns; the header has {len(header)}")
+        numbers.append(number)
+        table.append(row)
+    if not table:
+        raise DataError(f"{path}: no rows below the header; at least one is needed")
+    columns = list(zip(*table, strict=True))
+    label = lower.index("label") if "label" in lower else len(header) - 1
+    labels, names = _labels(columns[label], path, header[label], numbers)
+    groups = None
+    if "group" in lower and lower.index("group") != label:
+        groups = np.unique(np.array(columns[lower.index("group")]), return_inverse=True)[1].astype(np.int64)
+    inputs = [i for i in range(len(header)) if i != label and lower[i] != "group"]
+    if "text" in lower:
+        text = lower.index("text")
+    else:
+        text = inputs[0] if len(inputs) == 1 and any(_number(cell) is None for cell in columns[inputs[0]]) else -1
+    if text in inputs:
+        log(INFO, "%s: column %s is the text, %s the label", path.name, header[text], header[label])
+        tokens, vocabulary = tokenise(columns[text])
+        return text_dataset(name, tokens, labels, names, vocabulary, groups)
+    if not inputs:
+        raise DataError(f"{path}: columns {header}; needed is at least one beside the label")
+    log(INFO, "%s: %s columns are features, %s the label", path.name, len(inputs), header[label])
+    x = np.empty((len(table), len(inputs)), np.float32)
+    for target, column in enumerate(inputs):
+        cells = [_number(cell) for cell in columns[column]]
+        if None in cells:
+            first = cells.index(None)
+            raise DataError(
+                f"{path}: row {numbers[first]}, column {header[column]}: {columns[column][first]!r}; numbers are allowed "
+                "(a column of texts must be named text)"
+            )
+        x[:, target] = as_float32(np.array(cells))
+        bad = np.flatnonzero(~np.isfinite(x[:, target]))
+        if bad.size:
+            raise DataError(
+                f"{path}: row {numbers[bad[0]]}, column {header[column]}: {columns[column][bad[0]]!r}; "
+                "only finite numbers are allowed"
+            )
+    return feature_dataset(name, x, labels, names, groups)
+
+
+def _labels(cells: tuple[str, ...], path: Path, title: str, numbers: list[int]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Map the label column; numbers, if all are, are ordered as numbers and must be whole."""
+    cells = tuple(cell.strip() for cell in cells)
+    if "" in cells:
+        raise DataError(f"{path}: row {numbers[cells.index('')]}, column {title}: the label is missing")
+    values = [_number(cell) for cell in cells]
+    if None in values:
+        return mapped_labels(np.array(cells), str(path))
+    fractions = [i for i, value in enumerate(values) if value is not None and not value.is_integer()]
+    if fractions:
+        raise DataError(
+            f"{path}: row {numbers[fractions[0]]}, column {title}: {cells[fractions[0]]!r}; "
+            "labels are whole numbers or texts"
+        )
+    return mapped_labels(np.array(values), str(path))
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None

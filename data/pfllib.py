@@ -1,0 +1,249 @@
+"""Data sets that PFLlib's generate scripts wrote, taken with their partition as it is.
+
+PFLlib stores a pickled dict in each .npz file. It is read by an unpickler that builds nothing but
+dicts, lists, tuples, numbers, texts and plain NumPy arrays: the few NumPy names that such a pickle
+calls are answered by our own, and every other name is refused.
+"""
+
+import dataclasses
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from data.dataset import (
+    Dataset,
+    check_finite,
+    feature_dataset,
+    image_dataset,
+    mapped_labels,
+    text_dataset,
+)
+from data.errors import DataError
+from data.npz import NpzFile
+
+
+def is_pfllib(path: Path) -> bool:
+    """Tell whether a directory is laid out as PFLlib does: train/0.npz, test/0.npz."""
+    return (path / "train" / "0.npz").is_file() and (path / "test").is_dir()
+
+
+def load_pfllib(path: Path, name: str) -> Dataset:
+    """Read a PFLlib directory.
+
+    Float images stay as they are, ``(C, H, W)`` or ``(H, W)``; vectors are features; rows of whole
+    numbers, or (tokens, length) pairs, are text.
+
+    Returns
+    -------
+    Dataset
+        With ``given``: the indices of each client's training and test samples.
+
+    Raises
+    ------
+    DataError
+        If a file is missing or damaged, or would make Python objects.
+    """
+    xs: list[np.ndarray] = []
+    ys: list[np.ndarray] = []
+    given, start = [], 0
+    for client in range(_num_clients(path)):
+        pair = []
+        for split in ("train", "test"):
+            file = path / split / f"{client}.npz"
+            x, y = _read(file)
+            if len(y):
+                xs.append(x)
+                ys.append(y)
+            pair.append(np.arange(start, start + len(y)))
+            start += len(y)
+        given.append((pair[0], pair[1]))
+    if not xs:
+        raise DataError(f"{path}: no samples; at least one is needed")
+    if all(x.dtype.kind in "iu" and x.ndim == 2 for x in xs):
+        length = max(x.shape[1] for x in xs)  # clients may be padded to unequal lengths
+        xs = [np.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in xs]
+    if len({x.shape[1:] for x in xs}) > 1:
+        raise DataError(f"{path}: samples of unequal shape: {sorted({x.shape[1:] for x in xs})}")
+    x = np.concatenate(xs)
+    y, names = mapped_labels(np.concatenate(ys), str(path))
+    return dataclasses.replace(_dataset(name, x, y, names, str(path)), given=tuple(given))
+
+
+def _dataset(name: str, x: np.ndarray, y: np.ndarray, names: tuple[str, ...], where: str) -> Dataset:
+    if x.dtype.kind in "iu" and x.ndim == 2:
+        if x.min() < 0:
+            raise DataError(f"{where}: token {x.min()}; allowed are whole numbers from 0 (padding)")
+        return text_dataset(name, x.astype(np.int64), y, names, int(x.max()) + 1)
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "fiu":
+        raise DataError(f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes")
+    with np.errstate(over="ignore"):
+        x = x.astype(np.float32, copy=False)
+    check_finite(x, where)
+    if x.ndim == 2:
+        return feature_dataset(name, x, y, names, standardise=False)
+    x = x[..., None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+    return image_dataset(name, x, y, names)
+
+
+def _num_clients(path: Path) -> int:
+    """Return the number of client files, which must run from 0 and agree with config.json."""
+    counts = {}
+    for split in ("train", "test"):
+        numbers = sorted(int(file.stem) for file in (path / split).glob("*.npz") if file.stem.isdigit())
+        if numbers != list(range(len(numbers))):
+            absent = min(set(range(len(numbers))) - set(numbers))
+            raise DataError(f"{path / split}: {absent}.npz is missing; clients are numbered from 0 without gaps")
+        counts[f"files in {split}"] = len(numbers)
+    config = path / "config.json"
+    if config.is_file():
+        try:
+            counts["num_clients in config.json"] = int(json.loads(config.read_bytes())["num_clients"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{config}: no number num_clients ({error!r})") from error
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{what}: {count}" for what, count in counts.items())
+        raise DataError(f"{path}: unequal numbers of clients ({listed})")
+    return next(iter(counts.values()))
+
+
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of one client's file."""
+
+    def unpickle(stream: IO[bytes]) -> Any:
+        try:
+            return _plain(_ArrayUnpickler(stream, path).load())
+        except DataError:
+            raise
+        except Exception as error:  # a hostile or damaged pickle can fail in any way
+            raise DataError(f"{path}: the pickled dict cannot be read ({type(error).__name__}: {error})") from error
+
+    archive = NpzFile(path, unpickle)
+    content = archive.read("data") if "data" in archive.names else None
+    if isinstance(content, np.ndarray) and content.shape == ():
+        content = content.item()
+    if not isinstance(content, dict) or not {"x", "y"} <= set(content):
+        raise DataError(f"{path}: needed is the array data that holds a dict with x and y")
+    x, y = _samples(content["x"], path), np.asarray(content["y"]).reshape(-1)
+    if len(x) != len(y):
+        raise DataError(f"{path}: arrays of unequal length (x: {len(x)}, y: {len(y)})")
+    return x, y
+
+
+def _samples(x: Any, path: Path) -> np.ndarray:
+    """Return samples as an array of numbers; (tokens, length) pairs as padded tokens."""
+    if isinstance(x, np.ndarray) and x.dtype != object:
+        return x
+    samples = list(x)
+    if samples and all(len(s) == 2 and np.ndim(s[0]) == 1 and np.ndim(s[1]) == 0 for s in samples):
+        samples = [tokens[:length] for tokens, length in samples]
+    try:
+        rows = [np.asarray(sample) for sample in samples]
+    except ValueError as error:
+        raise DataError(f"{path}: a sample is not an array of numbers ({error})") from error
+    if rows and all(row.ndim == 1 and row.dtype.kind in "iu" for row in rows):
+        padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for target, row in zip(padded, rows, strict=True):
+            target[: len(row)] = row
+        return padded
+    if rows and (len({row.shape for row in rows}) > 1 or rows[0].dtype.kind not in "fiu"):
+        raise DataError(f"{path}: x is neither an array of numbers nor a list of tokens, or of (tokens, length)")
+    return np.array(rows)
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """An unpickler that knows plain NumPy arrays and nothing else."""
+
+    def __init__(self, stream: IO[bytes], path: Path) -> None:
+        super().__init__(stream)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return our own stand-in for a name of NumPy, or refuse it."""
+        module = re.sub(r"^numpy\.core\.", "numpy._core.", module)
+        if (module, name) not in _STAND_INS:
+            raise DataError(
+                f"{self._path}: the pickle asks for {module}.{name}, which is refused; allowed are plain NumPy arrays"
+            )
+        return _StandIn(_STAND_INS[module, name])
+
+
+class _StandIn:
+    """What a name stands for: it can be called, and nothing else."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("it changes a function, which is refused")
+
+
+class _DType:
+    """A dtype as it stands in a pickle: its code, then (in its state) its byte order."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.code, self.order = code, "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.order = state[1]
+
+    def dtype(self) -> np.dtype[Any]:
+        """Return the dtype of a plain number, text or truth value."""
+        if not isinstance(self.code, str) or not re.fullmatch(r"b1|[iu][1248]|f[248]|U\d{1,6}", self.code):
+            raise ValueError(f"it holds an array of type {self.code!r}; allowed are numbers and texts")
+        return np.dtype({">": ">", "<": "<"}.get(self.order, "=") + self.code)
+
+
+class _Array:
+    """An array as it stands in a pickle, filled in by its state."""
+
+    content: Any = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, fortran, data = state
+        if isinstance(data, list):  # an array of objects
+            flat = np.fromiter(map(_plain, data), object, len(data))
+            self.content = flat.reshape(shape, order="F" if fortran else "C")
+        else:
+            self.content = _from_bytes(data, dtype, shape, "F" if fortran else "C")
+
+
+def _plain(item: Any) -> Any:
+    """Replace the stand-ins for arrays in what was unpickled."""
+    if isinstance(item, _Array):
+        return item.content
+    if isinstance(item, dict):
+        return {key: _plain(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(_plain(value) for value in item)
+    return item
+
+
+def _from_bytes(data: bytes, dtype: _DType, shape: tuple[int, ...], order: Any) -> np.ndarray:
+    return np.frombuffer(data, dtype.dtype()).reshape(shape, order=order)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Protocol 2 spells bytes as a text in Latin-1."""
+    if encoding != "latin1":
+        raise ValueError(f"it encodes a text as {encoding!r}; allowed is latin1")
+    return text.encode("latin-1")
+
+
+_STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy", "ndarray"): lambda *_: None,
+    ("numpy", "dtype"): _DType,
+    ("numpy._core.multiarray", "_reconstruct"): lambda *_: _Array(),
+    ("numpy._core.multiarray", "scalar"): lambda dtype, data: _from_bytes(data, dtype, (), "C")[()],
+    ("numpy._core.numeric", "_frombuffer"): _from_bytes,
+    ("_codecs", "encode"): _encode,
+}

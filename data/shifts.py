@@ -1,0 +1,81 @@
+"""FedDRM's covariate shift: each client sees its images through its own colours."""
+
+import itertools
+from typing import NamedTuple
+
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from posy.settings import SettingsError
+
+
+class Shift(NamedTuple):
+    """What is done to a client's images, in FedDRM's order: saturation, hue, gamma, then posterising."""
+
+    gamma: float
+    hue: float
+    saturation: float
+    bits: int = 8
+
+
+_LEVELS = {
+    "low": ((0.9, 1.1), (-0.01, 0.01), (0.9, 1.1), (8,)),
+    "mid": ((0.75, 1.25), (-0.05, 0.05), (0.7, 1.3), (8,)),
+    "high": ((0.6, 1.4), (-0.1, 0.1), (0.5, 1.5), (8,)),
+    "grid": ((0.6, 1.0, 1.4), (-0.15, 0.0, 0.15), (0.4, 1.0, 1.6), (8, 2)),
+}
+# Gamma turns fastest: bit 0 of the client's index picks it, bit 1 the hue, bit 2 the saturation.
+SHIFTS = {
+    name: tuple(
+        Shift(gamma, hue, saturation, bits)
+        for bits, saturation, hue, gamma in itertools.product(all_bits, saturations, hues, gammas)
+    )
+    for name, (gammas, hues, saturations, all_bits) in _LEVELS.items()
+}
+
+
+def shift_of(level: str, client: int) -> Shift:
+    """Return the shift of one client.
+
+    Raises
+    ------
+    SettingsError
+        If the level has fewer shifts than the client's index asks for.
+    """
+    check_shift(level, client + 1)
+    return SHIFTS[level][client]
+
+
+def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
+    """Raise :class:`SettingsError` unless the level has a shift for each client and the images are RGB."""
+    if level == "none":
+        return
+    if channels != 3:
+        raise SettingsError(f"shift = {level!r} needs RGB images; this data set has {channels or 'no'} channels")
+    if num_clients > len(SHIFTS[level]):
+        raise SettingsError(
+            f"shift = {level!r} has {len(SHIFTS[level])} shifts, one a client; num-clients = {num_clients} is too many"
+        )
+
+
+def apply_shift(images: Tensor, shift: Shift) -> Tensor:
+    """Apply a shift (FedDRM, section 5: saturation, hue, gamma).
+
+    Parameters
+    ----------
+    images : Tensor
+        ``(n, 3, H, W)`` uint8; n may be 0.
+    shift : Shift
+        Of the client.
+
+    Returns
+    -------
+    Tensor
+        ``(n, 3, H, W)`` uint8.
+    """
+    if not len(images):
+        return images
+    images = F.adjust_saturation(images, shift.saturation)
+    images = F.adjust_hue(images, shift.hue)
+    images = F.adjust_gamma(images, shift.gamma)
+    return images if shift.bits == 8 else F.posterize(images, shift.bits)

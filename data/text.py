@@ -1,0 +1,113 @@
+"""Texts as tokens: AG News, Sentiment140, and the word vocabulary they share."""
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data.dataset import Dataset, check_lengths, known_labels, text_dataset
+from data.errors import DataError, missing
+
+PADDING, UNKNOWN = 0, 1
+MAX_WORDS = 20_000
+MAX_LENGTH = 200
+_WORD = re.compile(r"\w+(?:'\w+)?")
+_MIN_TEST = 8  # PPFE, appendix A.2: users with fewer test samples are removed
+
+
+def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS) -> tuple[np.ndarray, int]:
+    """Turn texts into numbers of lower-case words.
+
+    Parameters
+    ----------
+    texts : iterable of str
+        N texts.
+    length : int
+        L: longer texts are cut, shorter ones padded with 0. A text without words is one unknown word.
+    max_words : int
+        The vocabulary holds the most frequent words, equally frequent ones in alphabetical order.
+
+    Returns
+    -------
+    tuple
+        ``(N, L)`` int64 tokens: 0 padding, 1 unknown, words from 2; and the number of tokens.
+    """
+    words = [_WORD.findall(text.lower()) for text in texts]
+    counts = Counter(word for line in words for word in line)
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
+    number = {word: token for token, word in enumerate(ranked, UNKNOWN + 1)}
+    tokens = np.full((len(words), length), PADDING, np.int64)
+    for row, line in zip(tokens, words, strict=True):
+        line = line[:length]
+        row[: max(1, len(line))] = [number.get(word, UNKNOWN) for word in line] or UNKNOWN
+    return tokens, len(ranked) + 2
+
+
+def load_agnews(data_dir: Path) -> Dataset:
+    """Read AG News: rows of class 1-4, title, description; 100 words of title and description."""
+    names = ("World", "Sports", "Business", "Sci/Tech")
+    pair = [data_dir / "agnews" / "train.csv", data_dir / "agnews" / "test.csv"]
+    files = [path for path in pair if path.is_file()] or [data_dir / "agnews.csv"]
+    if not files[0].is_file():
+        raise missing("agnews", [*pair, files[0]], "put there the rows: class 1-4, title, description, no header")
+    labels: list[int] = []
+    texts: list[str] = []
+    for path in files:
+        for number, row in rows_of(path):
+            if not labels and row[0].strip().lower() in ("class index", "class", "label"):
+                continue  # some mirrors add a header
+            if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
+                raise DataError(f"{path}: row {number}: {row!r:.80}; needed are class 1 to 4, title, description")
+            labels.append(int(row[0]) - 1)
+            texts.append(f"{row[1]} {row[2]}")
+    check_lengths(str(files[0]), rows=len(labels))
+    tokens, vocabulary = tokenise(texts, 100)
+    return text_dataset("agnews", tokens, np.array(labels, np.int64), names, vocabulary)
+
+
+def load_sent140(data_dir: Path, test_fraction: float) -> Dataset:
+    """Read Sentiment140: polarity 0 or 4, id, date, query, user, text; 64 words of the text.
+
+    The user is the group; users whose test split would have fewer than 8 samples are left out (PPFE,
+    appendix A.2).
+    """
+    published = "training.1600000.processed.noemoticon.csv"
+    places = [data_dir / "sent140" / published, data_dir / published, data_dir / "sent140.csv"]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise missing("sent140", places, "unpack trainingandtestdata.zip there")
+    rows = []
+    for number, row in rows_of(path, "latin-1"):
+        if len(row) != 6 or row[0] not in ("0", "4"):
+            raise DataError(f"{path}: row {number}: {row!r:.80}; needed are polarity 0 or 4, id, date, query, user, text")
+        rows.append((row[4], row[0] == "4", row[5]))
+    tweets = Counter(user for user, _, _ in rows)
+    rows = [row for row in rows if round(tweets[row[0]] * test_fraction) >= _MIN_TEST]
+    if not rows:
+        raise DataError(f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {test_fraction}; raise it")
+    number_of = {user: number for number, user in enumerate(sorted({user for user, _, _ in rows}))}
+    tokens, vocabulary = tokenise((text for _, _, text in rows), 64)
+    y = known_labels(np.array([positive for _, positive, _ in rows]), 2, str(path))
+    groups = np.array([number_of[user] for user, _, _ in rows], np.int64)
+    return text_dataset("sent140", tokens, y, ("negative", "positive"), vocabulary, groups)
+
+
+def rows_of(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:
+    """Yield number (from 1) and fields of the rows of a .csv file; empty lines are passed over.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be read as text or as .csv.
+    """
+    number = 0
+    try:
+        with path.open(encoding=encoding, newline="") as lines:
+            for number, row in enumerate(csv.reader(lines), 1):
+                if row:
+                    yield number, row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: row {number + 1}: not a .csv file that can be read ({error})") from error

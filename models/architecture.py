@@ -1,0 +1,110 @@
+"""A network described in one hashable value that server and clients build alike."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from torch import nn
+
+from data.task import Task
+from models import build_model, resolve
+from models.chain import ChainModel
+from models.two_branch import TwoBranch, shared_blocks
+from posy.parameters import FloatArray, Layout, layout_of
+
+CLIENT_BRANCH = "client-branch"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What network a method trains.
+
+    Attributes
+    ----------
+    model : str
+        Name of a model (:data:`posy.settings.MODELS`).
+    task : Task
+        The data it is for.
+    ranks : tuple of (str, int)
+        Fully connected layers that are replaced by two low-rank factors (PPFE).
+    clients : int
+        Outputs M of FedDRM's client branch; 0: no such branch.
+    sharing : str
+        How many blocks both branches share: none, shallow, mid or deep.
+    """
+
+    model: str
+    task: Task
+    ranks: tuple[tuple[str, int], ...] = ()
+    clients: int = 0
+    sharing: str = "deep"
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """Build the network; the same seed gives the same weights."""
+        chain = build_model(self.model, self.task, seed=seed, ranks=dict(self.ranks))
+        if not self.clients:
+            return chain
+        return TwoBranch(chain, self.clients, shared_blocks(chain, self.sharing), seed=seed)
+
+    def initial(self, seed: int) -> FloatArray:
+        """Return freshly initialised parameters as a flat vector ``(d,)``."""
+        tensors = self.build(seed).state_dict()
+        return self.layout.flatten({e.name: tensors[e.name].numpy() for e in self.layout.entries})
+
+    @property
+    def layout(self) -> Layout:
+        """Order of the tensors in the flat vector; FedDRM's branch is the layer ``client-branch``."""
+        return _layout(self)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Blocks from input to output, then ``head``."""
+        return _chain(self).layer_names
+
+    @property
+    def fully_connected(self) -> tuple[str, ...]:
+        """Those of the layers that are fully connected."""
+        return _chain(self).fully_connected
+
+    def linear_shape(self, layer: str) -> tuple[int, int]:
+        """Return (inputs, outputs) of a fully connected layer."""
+        weight = self.layout.entry(self.weight_name(layer))
+        return weight.shape[1], weight.shape[0]
+
+    def weight_name(self, layer: str) -> str:
+        """Return the name of a dense fully connected layer's weight ``(outputs, inputs)``."""
+        for entry in self.layout.entries:
+            if entry.layer == layer and entry.name.endswith("weight") and len(entry.shape) == 2:
+                return entry.name
+        raise KeyError(f"layer {layer!r} of {self.model} has no dense weight")
+
+    def named_arrays(self, flat: FloatArray) -> dict[str, FloatArray]:
+        """Return a flat vector as named tensors, ready to be stored as safetensors."""
+        return {name: np.ascontiguousarray(view) for name, view in self.layout.views(flat).items()}
+
+
+def architecture_for(model: str, task: Task) -> Architecture:
+    """Return the plain architecture of a model, ``auto`` resolved."""
+    return Architecture(resolve(model, task), task)
+
+
+def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
+    """Return a network's layers by name."""
+    if isinstance(module, TwoBranch):
+        branch = nn.ModuleList([module.client_blocks, module.client_head])
+        return {**layers_of(module.model), CLIENT_BRANCH: branch}
+    assert isinstance(module, ChainModel)
+    return {name: module.layer(name) for name in module.layer_names}
+
+
+@lru_cache(maxsize=64)
+def _layout(architecture: Architecture) -> Layout:
+    module = architecture.build()
+    return layout_of(module, layers_of(module))
+
+
+@lru_cache(maxsize=64)
+def _chain(architecture: Architecture) -> ChainModel:
+    module = architecture.build()
+    return module.model if isinstance(module, TwoBranch) else module  # type: ignore[return-value]

@@ -1,0 +1,126 @@
+"""Blocks that the networks are built of."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Convolution(nn.Module):
+    """Square convolution without padding, optional GroupNorm, 2×2 max-pooling, ReLU.
+
+    Pooling comes before the ReLU: the values are the same, and the ReLU sees a quarter of them.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int, norm_groups: int = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel)
+        self.norm = nn.GroupNorm(norm_groups, out_channels) if norm_groups else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(B, C_in, H, W)`` to ``(B, C_out, (H-k+1)//2, (W-k+1)//2)``."""
+        x = self.conv(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return F.relu(F.max_pool2d(x, 2))
+
+
+class FullyConnected(nn.Module):
+    """Flatten, linear layer (dense or low-rank), optional LayerNorm, ReLU."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int | None = None, norm: bool = False) -> None:
+        super().__init__()
+        self.linear = linear(in_features, out_features, rank)
+        self.norm = nn.LayerNorm(out_features) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(B, ...)`` to ``(B, out_features)``."""
+        x = self.linear(x.flatten(1))
+        if self.norm is not None:
+            x = self.norm(x)
+        return F.relu(x)
+
+
+class LowRankLinear(nn.Module):
+    """Linear layer ``y = (x Vᵀ) Uᵀ + b`` held as two dense factors (PPFE, Section 4 and Appendix A.3).
+
+    Attributes
+    ----------
+    down : nn.Linear
+        V, weight ``(rank, in_features)``, no bias.
+    up : nn.Linear
+        U, weight ``(out_features, rank)``, and the bias b.
+    """
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.down = nn.Linear(in_features, rank, bias=False)
+        self.up = nn.Linear(rank, out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """The product U V, ``(out_features, in_features)``."""
+        return self.up.weight @ self.down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(B, in_features)`` to ``(B, out_features)``."""
+        y: Tensor = self.up(self.down(x))
+        return y
+
+
+def linear(in_features: int, out_features: int, rank: int | None = None) -> nn.Linear | LowRankLinear:
+    """Return a linear layer: of the given rank, capped at what saves parameters, or dense if none does."""
+    capped = None if rank is None else capped_rank(in_features, out_features, rank)
+    return nn.Linear(in_features, out_features) if capped is None else LowRankLinear(in_features, out_features, capped)
+
+
+def low_rank_saves(in_features: int, out_features: int, rank: int) -> bool:
+    """Tell whether two factors of this rank hold fewer weights than the dense matrix."""
+    return rank * (in_features + out_features) < in_features * out_features
+
+
+def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
+    """Return the largest rank up to `rank` that still saves parameters; None if none does.
+
+    Raises
+    ------
+    ValueError
+        If `rank` is below 1.
+    """
+    if rank < 1:
+        raise ValueError(f"rank = {rank}: the rank of a layer must be >= 1")
+    largest = (in_features * out_features - 1) // (in_features + out_features)
+    return min(rank, largest) if largest > 0 else None
+
+
+def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the factors (V, U) of the best approximation of a weight matrix by one of lower rank.
+
+    Top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor takes the square
+    root of the singular values, so that gradients reach both at the same scale.
+
+    Parameters
+    ----------
+    weight : Tensor
+        Dense weight, ``(out_features, in_features)``.
+    rank : int
+        Number of singular values kept, at most ``min(out_features, in_features)``.
+
+    Returns
+    -------
+    down, up : Tensor
+        V ``(rank, in_features)`` and U ``(out_features, rank)``: the weights of a :class:`LowRankLinear`.
+    """
+    u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    root = s[:rank].sqrt()
+    return root[:, None] * vh[:rank], u[:, :rank] * root
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """Draw new initial parameters for a module and all its parts, from the global generator."""
+    # Parts come before what holds them, so that a block's own initialisation has the last word.
+    for part in reversed(list(module.modules())):
+        reset = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()

@@ -1,0 +1,15 @@
+"""Initial weights that depend on a seed alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from the CPU generator as seeded here, and give it back as it was found."""
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would seed the accelerators' generators too.
+        torch.default_generator.manual_seed(seed)
+        yield

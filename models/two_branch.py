@@ -1,0 +1,86 @@
+"""FedDRM's network: one body, a branch that tells classes and a branch that tells clients."""
+
+import copy
+
+from torch import Tensor, nn
+
+from models.chain import ChainModel, run_blocks
+from models.layers import reset_parameters
+from models.seeding import seeded
+from posy.randomness import seed_of
+
+SHARING = ("none", "shallow", "mid", "deep")
+
+
+class TwoBranch(nn.Module):
+    """Class branch and client branch on a shared body (FedDRM, Section 3.1 and Fig. 2).
+
+    The class branch is the model itself. The client branch has the same blocks, with weights of its
+    own, from where sharing ends, and a classifier with one output a client.
+
+    Parameters
+    ----------
+    model : ChainModel
+        The class branch and the shared body; kept, not copied.
+    num_clients : int
+        Number of clients M.
+    shared_blocks : int, optional
+        How many blocks the branches share, see :func:`shared_blocks`; None: all but the last.
+    seed : int
+        Seed of the client branch's initial weights.
+
+    Raises
+    ------
+    ValueError
+        If the model has fewer blocks than are to be shared.
+    """
+
+    def __init__(self, model: ChainModel, num_clients: int, shared_blocks: int | None = None, *, seed: int = 0) -> None:
+        super().__init__()
+        available = len(model.blocks)
+        shared = max(available - 1, 0) if shared_blocks is None else shared_blocks
+        if not 0 <= shared <= available:
+            raise ValueError(f"shared_blocks = {shared}: the model has {available} blocks, so 0 to {available} can be")
+        self.shared_blocks = shared
+        self.model = model
+        self.client_blocks = nn.ModuleDict(
+            {name: copy.deepcopy(block) for name, block in list(model.blocks.items())[shared:]}
+        )
+        with seeded(seed_of(seed, "client-branch")):  # a stream apart from the class branch's
+            reset_parameters(self.client_blocks)
+            self.client_head = nn.Linear(model.embedding_dim, num_clients)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return class logits ``(B, C)`` and client logits ``(B, M)``; shared blocks run once."""
+        blocks = list(self.model.blocks.values())
+        shared = run_blocks(blocks[: self.shared_blocks], x)
+        classes = run_blocks(blocks[self.shared_blocks :], shared).flatten(1)
+        clients = run_blocks(self.client_blocks.values(), shared).flatten(1)
+        return self.model.head(classes), self.client_head(clients)
+
+    def class_features(self, x: Tensor) -> Tensor:
+        """Return the embedding ``(B, E)`` to which any client's classifier can be applied."""
+        return self.model.body(x)
+
+
+def shared_blocks(model: ChainModel, level: str) -> int:
+    """Return how many blocks the branches share at one of FedDRM's levels (Figs. 6 and 12).
+
+    `none` is 0, `shallow` the first block, `deep` all but the last, `mid` half way between the two.
+    The levels differ from each other in networks of four blocks or more; in smaller ones some agree.
+
+    Parameters
+    ----------
+    model : ChainModel
+        The network of the class branch.
+    level : str
+        One of :data:`SHARING`.
+
+    Raises
+    ------
+    KeyError
+        If there is no such level.
+    """
+    deep = max(len(model.blocks) - 1, 0)
+    shallow = min(1, deep)
+    return {"none": 0, "shallow": shallow, "mid": (shallow + deep) // 2, "deep": deep}[level]

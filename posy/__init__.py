@@ -1,0 +1,1 @@
+"""The parts that every method of Posy shares: settings, local training, metrics, results."""

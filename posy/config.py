@@ -1,0 +1,129 @@
+"""From the run config to the settings of a run, and back."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posy.methods import METHODS, settings_class
+from posy.settings import (
+    DataSettings,
+    RunSettings,
+    Scalar,
+    SettingsError,
+    TrainSettings,
+    as_config,
+    check_keys,
+    fields_of,
+    read,
+)
+
+EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a run."""
+
+    run: RunSettings
+    data: DataSettings
+    train: TrainSettings
+    method: Any
+
+    def as_config(self) -> dict[str, Scalar]:
+        """Return the settings as flat keys, the method's own under its name."""
+        groups = (as_config(self.run), as_config(self.data), as_config(self.train))
+        merged = {key: value for group in groups for key, value in group.items()}
+        return {**merged, **as_config(self.method, self.run.method)}
+
+    def to_json(self) -> str:
+        """Return the settings as one line of JSON, as they travel to the clients."""
+        return json.dumps(self.as_config())
+
+
+def defaults() -> dict[str, Scalar]:
+    """Return every key with its default, those of all methods included."""
+    config: dict[str, Scalar] = {}
+    for cls, prefix in _groups():
+        config |= {key: declared.default for key, declared in fields_of(cls, prefix).items()}
+    return config
+
+
+def resolve(config: Mapping[str, Any], where: str = "the run config") -> Settings:
+    """Read and check all settings of a run.
+
+    Values of an ``experiment`` file stand under those of ``config`` that differ from their defaults:
+    Flower hands over all keys and does not say which of them a person has set.
+
+    Raises
+    ------
+    SettingsError
+        For an unknown key or method, a wrong type, or a value out of range.
+    """
+    known = defaults()
+    check_keys(config, known, where)
+    merged: dict[str, Any] = dict(config)
+    experiment = config.get("experiment", "")
+    if experiment:
+        path = experiment_path(str(experiment))
+        from_file = read_yaml(path)
+        check_keys(from_file, known, str(path))
+        own = {key: value for key, value in config.items() if value != known[key]}
+        read_all({**known, **from_file}, str(path))
+        merged = {**known, **from_file, **own}
+    return read_all(merged, where)
+
+
+def read_all(config: Mapping[str, Any], where: str) -> Settings:
+    """Read every group of settings, the other methods' too, so that no wrong value goes unseen."""
+    run = read(RunSettings, config, where=where)
+    chosen: Any = None
+    for method in METHODS:
+        settings = read(settings_class(method), config, method, where)
+        if method == run.method:
+            chosen = settings
+    if chosen is None:
+        raise SettingsError(f"method = {run.method!r} in {where}: it must be one of {', '.join(METHODS)}")
+    return Settings(run, read(DataSettings, config, where=where), read(TrainSettings, config, where=where), chosen)
+
+
+@lru_cache(maxsize=8)
+def from_json(text: str) -> Settings:
+    """Read settings that :meth:`Settings.to_json` has written."""
+    return read_all(json.loads(text), "the server's message")
+
+
+def experiment_path(name: str) -> Path:
+    """Return the YAML file of an experiment: a path, or a name in ``experiments/``.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such file.
+    """
+    candidates = (Path(name).expanduser(), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
+    for path in candidates:
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(p.stem for p in EXPERIMENTS.glob("*.yaml")))
+    raise SettingsError(f"experiment = {name!r}: no such file, and experiments/ holds only {names}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of flat settings."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")
+    return content
+
+
+def _groups() -> list[tuple[type, str]]:
+    own = [(settings_class(method), method) for method in METHODS]
+    return [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *own]

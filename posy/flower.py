@@ -1,0 +1,25 @@
+"""What Posy needs to know of the Flower runtime that it runs in."""
+
+import os
+import sys
+from pathlib import Path
+
+START_DIRECTORY = "POSY_START_DIRECTORY"
+
+
+def isolate_simulation() -> None:
+    """Make Ray's actors import this very code.
+
+    Ray puts the working directory of the process that starts it before everything else on the actors'
+    import path. In a simulation that is where the first ``flwr run`` was typed, so a ``client_app/``
+    lying there would run in place of the submitted one. Called when the ClientApp is loaded, which in
+    the simulation's process comes before Ray starts; the directory left is kept for relative paths.
+    """
+    if Path(sys.argv[0]).name.startswith("flwr-simulation"):
+        os.environ.setdefault(START_DIRECTORY, os.getcwd())
+        os.chdir(Path(__file__).resolve().parent.parent)
+
+
+def absolute(path: str) -> Path:
+    """Return a path from the settings, relative ones taken from where the process was started."""
+    return (Path(os.environ.get(START_DIRECTORY, os.getcwd())) / Path(path).expanduser()).resolve()

@@ -1,0 +1,48 @@
+"""The methods by name: the one place to add to.
+
+Method ``fed-x`` with class name ``FedX`` lives in ``strategies/fed_x.py`` (``FedX``, its settings
+``FedXSettings`` and its server mathematics) and ``client_app/fed_x.py`` (``FedXClient``).
+"""
+
+from importlib import import_module
+from typing import Any
+
+from posy.settings import SettingsError
+
+METHODS = {
+    "fedfew": "FedFew",
+    "cwfedavg": "CwFedAvg",
+    "fedacs": "FedACS",
+    "feddrm": "FedDRM",
+    "ppfe": "PPFE",
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedavg-ft": "FedAvgFT",
+    "fedprox": "FedProx",
+    "fedrep": "FedRep",
+    "ditto": "Ditto",
+    "fedamp": "FedAMP",
+    "ifca": "IFCA",
+}
+
+
+def strategy_class(method: str) -> Any:
+    """Return the Flower strategy of a method."""
+    return _attribute("strategies", method, "")
+
+
+def settings_class(method: str) -> Any:
+    """Return the frozen dataclass with a method's own settings."""
+    return _attribute("strategies", method, "Settings")
+
+
+def client_class(method: str) -> Any:
+    """Return the NumPyClient of a method."""
+    return _attribute("client_app", method, "Client")
+
+
+def _attribute(package: str, method: str, suffix: str) -> Any:
+    if method not in METHODS:
+        raise SettingsError(f"method = {method!r}: it must be one of {', '.join(METHODS)}")
+    module = import_module(f"{package}.{method.replace('-', '_')}")
+    return getattr(module, METHODS[method] + suffix)

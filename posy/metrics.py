@@ -1,0 +1,101 @@
+"""Numbers over clients: how a measure spreads over them, and their majority vote."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Spread(TypedDict):
+    """A measure over M clients: one value a client, summed up.
+
+    ``std`` is that of the population (divided by M), ``weighted`` the mean weighted by the clients'
+    weights, ``jain`` Jain's index J = (Σ a_i)² / (M Σ a_i²), None where every a_i is 0.
+    """
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    weighted: float
+    jain: float | None
+
+
+def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
+    """Sum up a measure over clients.
+
+    Parameters
+    ----------
+    values : sequence of float, length M
+        One value a client, for instance its accuracy in 0..1.
+    weights : sequence of float, length M
+        Weights of the clients (sample counts n_i), not negative, not all 0.
+
+    Returns
+    -------
+    Spread or None
+        None if there are no clients.
+
+    Raises
+    ------
+    ValueError
+        If a value or weight is NaN or infinite, the lengths differ, or the weights are no weights.
+
+    References
+    ----------
+    R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness and Discrimination for Resource
+    Allocation in Shared Computer Systems, 1984, Eq. 2.
+    """
+    a, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    if a.ndim != 1 or a.shape != w.shape:
+        raise ValueError(f"values and weights must be two lists of one length, not of shapes {a.shape} and {w.shape}")
+    if not len(a):
+        return None
+    if not np.isfinite(a).all():
+        raise ValueError(f"the values of clients {np.flatnonzero(~np.isfinite(a)).tolist()} are NaN or infinite")
+    if not np.isfinite(w).all() or (w < 0).any() or not w.any():
+        raise ValueError("weights must be finite, not negative, and not all 0")
+    low, high = float(a.min()), float(a.max())
+    scale = max(abs(low), abs(high)) or 1.0
+    unit = a / scale  # squares of a diverged loss would overflow
+    # Rounding must not carry a mean out of [min, max].
+    mean, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), a @ (w / w.sum())))
+    return Spread(mean=mean, std=scale * float(unit.std()), min=low, max=high, weighted=weighted, jain=_jain(unit))
+
+
+def majority_vote(predictions: npt.ArrayLike, num_classes: int) -> npt.NDArray[np.int64]:
+    """Return the class most models predict for each sample; of equals the lowest class.
+
+    Parameters
+    ----------
+    predictions : integer array (M, n)
+        Predicted classes of M models for n samples.
+    num_classes : int
+        Number of classes C; the predictions lie in 0..C-1.
+
+    Returns
+    -------
+    int64 array (n,)
+
+    Raises
+    ------
+    ValueError
+        If there are no models, or a prediction is not a class.
+    """
+    votes = np.asarray(predictions)
+    if votes.ndim != 2 or not len(votes) or not np.issubdtype(votes.dtype, np.integer):
+        raise ValueError(f"predictions must be integers (M, n) with M >= 1, not {votes.dtype} {votes.shape}")
+    if votes.size and not (votes.min() >= 0 and votes.max() < num_classes):
+        raise ValueError(f"predictions reach from {votes.min()} to {votes.max()}; classes are 0..{num_classes - 1}")
+    samples = np.arange(votes.shape[1])
+    counts = np.zeros((len(samples), num_classes), dtype=np.int32)
+    for model in votes:  # one model at a time: memory stays O(n C)
+        counts[samples, model] += 1
+    winners: npt.NDArray[np.int64] = counts.argmax(axis=1)  # the first of equals
+    return winners
+
+
+def _jain(a: npt.NDArray[np.float64]) -> float | None:
+    squares = float(a @ a)
+    return min(1.0, float(a.sum()) ** 2 / (len(a) * squares)) if squares else None

@@ -1,0 +1,153 @@
+"""A model's parameters as one flat vector, and named parts of it.
+
+Messages, personal state and server mathematics work on flat float32 vectors of length d; a
+:class:`Layout` says which entries belong to which tensor and to which layer of the model.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+FloatArray = npt.NDArray[np.float32]
+A = TypeVar("A")  # a NumPy array or a tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a model inside the flat vector."""
+
+    name: str
+    layer: str
+    shape: tuple[int, ...]
+    start: int
+    trainable: bool
+
+    @property
+    def stop(self) -> int:
+        """End of the entry in the flat vector."""
+        return self.start + math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the flat vector: sorted, disjoint slices."""
+
+    slices: tuple[slice, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the part."""
+        return sum(s.stop - s.start for s in self.slices)
+
+    def take(self, flat: Any) -> Any:
+        """Return the part of ``(..., d)`` as ``(..., size)``; a view where it is one slice."""
+        if not self.slices:
+            return flat[..., :0]
+        if len(self.slices) == 1:
+            return flat[..., self.slices[0]]
+        pieces = [flat[..., s] for s in self.slices]
+        return np.concatenate(pieces, axis=-1) if isinstance(flat, np.ndarray) else torch.cat(pieces, dim=-1)
+
+    def put(self, flat: A, values: Any) -> A:
+        """Write ``(..., size)`` values into the part of ``(..., d)`` in place, and return it."""
+        done = 0
+        for s in self.slices:
+            width = s.stop - s.start
+            flat[..., s] = values[..., done : done + width]  # type: ignore[index]
+            done += width
+        return flat
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Order, shape and layer of the tensors in a flat vector of length ``size``."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def size(self) -> int:
+        """Length d of the flat vector."""
+        return self.entries[-1].stop if self.entries else 0
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, in the order of the flat vector."""
+        return tuple(dict.fromkeys(entry.layer for entry in self.entries))
+
+    def part(self, layers: Iterable[str]) -> Part:
+        """Return the part that some layers take.
+
+        Raises
+        ------
+        KeyError
+            If a layer does not exist.
+        """
+        wanted = set(layers)
+        if unknown := wanted - set(self.layers):
+            raise KeyError(f"no layer {sorted(unknown)}; the model has {self.layers}")
+        return self.select(lambda entry: entry.layer in wanted)
+
+    def without(self, layers: Iterable[str]) -> Part:
+        """Return the part that all other layers take."""
+        left_out = set(layers)
+        return self.select(lambda entry: entry.layer not in left_out)
+
+    def select(self, condition: Callable[[Entry], bool]) -> Part:
+        """Return the part of the entries for which a condition holds, neighbours merged."""
+        slices: list[slice] = []
+        for entry in filter(condition, self.entries):
+            if slices and slices[-1].stop == entry.start:
+                slices[-1] = slice(slices[-1].start, entry.stop)
+            else:
+                slices.append(slice(entry.start, entry.stop))
+        return Part(tuple(slices))
+
+    def entry(self, name: str) -> Entry:
+        """Return the entry of one tensor by its name in the model."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"no tensor {name!r}; the model has {[e.name for e in self.entries]}")
+
+    def views(self, flat: Any) -> dict[str, Any]:
+        """Return the tensors ``(..., *shape)`` of ``(..., d)`` as views by name."""
+        lead = tuple(flat.shape[:-1])
+        return {e.name: flat[..., e.start : e.stop].reshape(lead + e.shape) for e in self.entries}
+
+    def flatten(self, named: Mapping[str, npt.ArrayLike]) -> FloatArray:
+        """Return named tensors as one flat vector."""
+        return np.concatenate([np.asarray(named[e.name], np.float32).ravel() for e in self.entries])
+
+
+def layout_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> Layout:
+    """Describe a module's floating-point parameters and buffers as a flat vector.
+
+    Integer buffers (BatchNorm's batch counter) are not part of it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model.
+    layers : Mapping of str to torch.nn.Module
+        Its layers; each tensor belongs to the layer whose module holds it.
+    """
+    owner = {
+        id(tensor): name
+        for name, layer in layers.items()
+        for tensor in (*layer.parameters(), *layer.buffers())
+    }
+    parameters = {name for name, _ in module.named_parameters()}
+    entries: list[Entry] = []
+    start = 0
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            entry = Entry(name, owner[id(tensor)], tuple(tensor.shape), start, name in parameters)
+            entries.append(entry)
+            start = entry.stop
+    return Layout(tuple(entries))

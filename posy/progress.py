@@ -1,0 +1,202 @@
+"""What a run shows while it lasts, and the table at its end."""
+
+import io
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+_MAX_LINES = 200
+
+
+class Progress:
+    """Show the rounds of a run: a live bar in a terminal, plain lines in a log.
+
+    Flower copies what the server process writes to ``flwr log``; there, and wherever the stream is
+    no terminal, one line is printed a round, or every n-th so that about 200 come out.
+
+    Parameters
+    ----------
+    rounds : int
+        Number of rounds R of the run.
+    enabled : bool
+        False shows nothing.
+    stream : text stream, optional
+        Where to write; standard output if not given.
+    """
+
+    def __init__(self, rounds: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
+        self._rounds = rounds
+        self._stream = stream or sys.stdout
+        self._every = max(1, math.ceil(rounds / _MAX_LINES))
+        self._enabled = enabled
+        self._bar = _bar(self._stream) if enabled and _is_live(self._stream) else None
+        self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        self._known: dict[str, tuple[int, str]] = {}
+        # Start and end times of the last rounds: the first one also loads data and starts processes.
+        self._times: deque[tuple[int, float]] = deque([(0, time.monotonic())], maxlen=20)
+
+    def __enter__(self) -> Self:
+        self._times = deque([(0, time.monotonic())], maxlen=20)
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._rounds, figures="")
+            self._redirect_logs()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            for handler, stream in self._redirected:
+                handler.setStream(stream)
+            self._redirected.clear()
+            self._bar.stop()
+
+    def update(self, server_round: int, served: float | None, local: float | None, loss: float | None = None) -> None:
+        """Show that a round is finished.
+
+        Parameters
+        ----------
+        server_round : int
+            The round, from 1 on.
+        served, local : float or None
+            Mean accuracy (0..1) of the served and of the local models; None if the round had no
+            evaluation, in which case the latest is shown with its round.
+        loss : float or None
+            Mean training loss.
+        """
+        self._times.append((server_round, time.monotonic()))
+        for name, value, text in (
+            ("served", served, f"{100 * (served or 0):.2f} %"),
+            ("local", local, f"{100 * (local or 0):.2f} %"),
+            ("loss", loss, f"{loss or 0:.4f}"),
+        ):
+            if value is not None:
+                self._known[name] = server_round, text
+        if self._bar is not None:
+            figures = "  ".join(self._figures(server_round) + self._pace(server_round))
+            self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
+        elif self._enabled and (server_round in (1, self._rounds) or server_round % self._every == 0):
+            parts = [f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}"]
+            line = "  ".join(parts + self._figures(server_round) + self._pace(server_round))
+            self._stream.write(line + "\n")  # in one piece: the log is shared with other writers
+            self._stream.flush()
+
+    def _figures(self, server_round: int) -> list[str]:
+        return [
+            f"{name} {text}" + ("" if at == server_round else f" (round {at})")
+            for name, (at, text) in self._known.items()
+        ]
+
+    def _pace(self, server_round: int) -> list[str]:
+        (first, start), (last, end) = self._times[0], self._times[-1]
+        pace = (end - start) / max(1, last - first)
+        left = self._rounds - server_round
+        return [f"{pace:.2f} s/round"] + ([f"{duration(pace * left)} left"] if left > 0 else [])
+
+    def _redirect_logs(self) -> None:
+        """Send log lines through the bar's console, which keeps them above the bar."""
+        for logger in (logging.getLogger(), logging.getLogger("flwr")):
+            for handler in logger.handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stdout__, sys.__stderr__):
+                    self._redirected.append((handler, handler.stream))
+                    handler.setStream(sys.stdout)  # by now the bar's own
+
+
+def results_table(summary: Mapping[str, Any], path: Path) -> str:
+    """Return the end of a run as text of at most 100 columns.
+
+    Parameters
+    ----------
+    summary : Mapping
+        What :meth:`posy.results.RunDirectory.write_summary` returned.
+    path : Path
+        Directory of the run.
+    """
+    title = (
+        f"{summary['method']} on {summary['dataset']}: {summary['status']} after {_count(summary['rounds'], 'round')}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("accuracy")
+    for name in ("round", "mean ± std", "min", "max", "weighted", "Jain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in ("served", "local"):
+        for which in ("last", "best"):
+            row = summary[point][which]
+            table.add_row(f"{point} model, {which}", *(_cells(row) if row else ("not evaluated", *[""] * 5)))
+    notes = {
+        "system accuracy": _percent(summary["system-accuracy"]),
+        "clients": str(summary["num-clients"]),
+        "seed": str(summary["seed"]),
+        "time": duration(summary["seconds"]),
+        "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",
+        "dropped replies": ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()),
+        "results": str(path),
+    }
+    width = max(map(len, notes))
+    console = Console(file=io.StringIO(), width=100, color_system=None, force_terminal=False)
+    console.print(table)
+    head = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    return "\n".join([title, *head, *(f"{key:<{width}}  {text}" for key, text in notes.items() if text)])
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: ``46 s``, ``1 min 46 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in words, in powers of 1000: ``1.23 MB``."""
+    value = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def _is_live(stream: TextIO) -> bool:
+    # Flower mirrors a stream by replacing its `write`: a bar drawn there would fill `flwr log` with escape codes.
+    return stream.isatty() and "write" not in vars(stream)
+
+
+def _bar(stream: TextIO) -> Bar:
+    return Bar(
+        TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[figures]}", markup=False),
+        console=Console(file=stream),
+        refresh_per_second=2,
+    )
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    mean, std = 100 * row["mean"], 100 * row["std"]
+    jain = "" if row["jain"] is None else f"{row['jain']:.4f}"
+    shares = (_percent(row[key]) for key in ("min", "max", "weighted"))
+    return (str(row["round"]), f"{mean:.2f} ± {std:.2f} %", *shares, jain)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.2f} %"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

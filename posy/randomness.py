@@ -1,0 +1,22 @@
+"""Random streams that depend on nothing but (seed, purpose, round, partition)."""
+
+import zlib
+
+import numpy as np
+import torch
+
+
+def seed_of(seed: int, purpose: str, *key: int) -> int:
+    """Return a 63-bit seed for one purpose, for example ``("batches", round, partition)``."""
+    words = [seed, zlib.crc32(purpose.encode()), *key]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+
+
+def numpy_generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
+    """Return a NumPy generator for one purpose."""
+    return np.random.default_rng(seed_of(seed, purpose, *key))
+
+
+def torch_generator(seed: int, purpose: str, *key: int) -> torch.Generator:
+    """Return a PyTorch generator (on the CPU, so that every device draws the same numbers)."""
+    return torch.Generator().manual_seed(seed_of(seed, purpose, *key))

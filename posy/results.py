@@ -1,0 +1,318 @@
+"""What a run leaves behind: one directory of configuration, rounds, clients, summary, models, figures.
+
+Everything is on disk after each round, so that a run that is killed keeps what it had finished.
+"""
+
+import csv
+import importlib.metadata
+import io
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+import yaml
+
+from posy.metrics import Spread
+from posy.settings import SettingsError
+
+Point = Literal["served", "local"]
+"""An evaluation point: the model a client is served, or the one it has after its training."""
+
+Status = Literal["running", "completed", "stopped", "failed"]
+
+CLIENT_COLUMNS = (
+    "round",
+    "partition",
+    "n_train",
+    "n_test",
+    "served_accuracy",
+    "served_loss",
+    "local_accuracy",
+    "local_loss",
+    "train_loss",
+    "chosen",
+    "bytes_up",
+    "bytes_down",
+)
+
+
+class Evaluation(NamedTuple):
+    """A measure over the clients in one round."""
+
+    round: int
+    over_clients: Spread
+
+
+@dataclass
+class History:
+    """A measure over the rounds, at both evaluation points; rounds without a figure are left out.
+
+    Use one for accuracy and one for loss; ``best`` looks for the highest mean.
+    """
+
+    served: list[Evaluation] = field(default_factory=list)
+    local: list[Evaluation] = field(default_factory=list)
+
+    def add(self, server_round: int, served: Spread | None = None, local: Spread | None = None) -> None:
+        """Record a round; None where a point was not evaluated."""
+        if served is not None:
+            self.served.append(Evaluation(server_round, served))
+        if local is not None:
+            self.local.append(Evaluation(server_round, local))
+
+    def last(self, point: Point) -> Evaluation | None:
+        """Return the latest evaluation of a point, or None."""
+        points = self.at(point)
+        return points[-1] if points else None
+
+    def best(self, point: Point) -> Evaluation | None:
+        """Return the evaluation with the highest mean, of equals the earliest, or None."""
+        return max(self.at(point), key=lambda e: e.over_clients["mean"], default=None)
+
+    def at(self, point: Point) -> list[Evaluation]:
+        """Return all evaluations of a point, in the order of the rounds."""
+        return self.served if point == "served" else self.local
+
+
+class RunDirectory:
+    """The directory of one run; none that exists is ever written into.
+
+    Parameters
+    ----------
+    output_dir : Path
+        Directory that holds the runs; created if need be.
+    run_name : str
+        Name of the folder. If it exists, ``-2``, ``-3``, … is appended.
+
+    Attributes
+    ----------
+    path, models, figures : Path
+        The directory of the run, and those of its models and figures in it.
+
+    Raises
+    ------
+    SettingsError
+        If the name is not that of a folder, or the directory cannot be created.
+    """
+
+    def __init__(self, output_dir: Path, run_name: str) -> None:
+        if not _is_plain(run_name):
+            raise SettingsError(
+                f"run-name = {run_name!r} in the run config: it must be the name of a folder, without / or \\, not . "
+                "or .., of at most 200 bytes"
+            )
+        try:
+            self.path = _new_folder(Path(output_dir).absolute(), run_name)
+            self.models = self.path / "models"
+            self.figures = self.path / "figures"
+            self.models.mkdir()
+            self.figures.mkdir()
+        except OSError as error:
+            raise SettingsError(
+                f"output-dir = {str(output_dir)!r} in the run config: it must be a directory that can be written to "
+                f"({error})"
+            ) from error
+
+    def write_config(self, settings: Mapping[str, Any], gpu: str | None = None) -> None:
+        """Write ``config.yaml``: every resolved setting, the versions, the machine.
+
+        Parameters
+        ----------
+        settings : Mapping
+            All settings of the run by key.
+        gpu : str, optional
+            Name of the accelerator the server sees.
+        """
+        text = yaml.safe_dump(
+            {
+                "settings": plain(settings),
+                "seed": plain(settings.get("seed")),
+                "versions": {"python": platform.python_version()}
+                | {name: _version(name) for name in ("posy", "flwr", "torch", "numpy")},
+                "machine": {
+                    "system": platform.platform(),
+                    "cpu": _cpu_model(),
+                    "cpus": os.cpu_count(),
+                    "gpu": gpu,
+                },
+            },
+            sort_keys=False,
+            allow_unicode=True,
+        )
+        _write_text(self.path / "config.yaml", text)
+
+    def append_round(self, row: Mapping[str, Any]) -> None:
+        """Append one round to ``rounds.jsonl``: a JSON object a line; NaN and infinity become null."""
+        _append(self.path / "rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
+
+    def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append the clients of a round to ``clients.csv``; what is missing, None or NaN stays empty.
+
+        Raises
+        ------
+        ValueError
+            If a row has a column that is not one of :data:`CLIENT_COLUMNS`.
+        """
+        path, text = self.path / "clients.csv", io.StringIO()
+        writer = csv.DictWriter(text, CLIENT_COLUMNS, restval="", lineterminator="\n")
+        if not path.exists():
+            writer.writeheader()
+        writer.writerows(plain(row) for row in rows)
+        _append(path, text.getvalue())
+
+    def write_summary(
+        self,
+        *,
+        status: Status,
+        method: str,
+        dataset: str,
+        num_clients: int,
+        rounds: int,
+        seed: int,
+        seconds: float,
+        bytes_up: int,
+        bytes_down: int,
+        accuracy: History,
+        system_accuracy: float | None = None,
+        dropped: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
+        """Write ``summary.json`` in place of the one before, and return what it holds.
+
+        Parameters
+        ----------
+        status : str
+            ``running`` after each round, then ``completed``, ``stopped`` or ``failed``.
+        rounds : int
+            Rounds finished.
+        accuracy : History
+            Accuracy over the clients, from which the last and the best round are taken.
+        dropped : Mapping, optional
+            Number of replies left out, by reason.
+        """
+        summary: dict[str, Any] = plain(
+            {
+                "status": status,
+                "method": method,
+                "dataset": dataset,
+                "num-clients": num_clients,
+                "rounds": rounds,
+                "seed": seed,
+                "seconds": seconds,
+                "bytes-up": bytes_up,
+                "bytes-down": bytes_down,
+                "served": {"last": _flat(accuracy.last("served")), "best": _flat(accuracy.best("served"))},
+                "local": {"last": _flat(accuracy.last("local")), "best": _flat(accuracy.best("local"))},
+                "system-accuracy": system_accuracy,
+                "dropped": dropped or {},
+            }
+        )
+        text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+        _write_text(self.path / "summary.json", text)
+        return summary
+
+    def save_arrays(
+        self, name: str, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str] | None = None
+    ) -> Path:
+        """Write arrays to ``models/<name>.safetensors`` and return its path.
+
+        Raises
+        ------
+        ValueError
+            If the name is not that of a file.
+        """
+        if not _is_plain(name):
+            raise ValueError(f"{name!r} is not a name for a file of arrays")
+        # safetensors writes the memory as it lies, whatever the strides: copy what is not in C order.
+        dense = {key: np.asarray(array, order="C") for key, array in arrays.items()}
+        path = self.models / f"{name}.safetensors"
+        _replace(path, lambda temporary: safetensors.numpy.save_file(dense, temporary, dict(metadata or {})))
+        return path
+
+
+def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays of a ``.safetensors`` file."""
+    return safetensors.numpy.load_file(path)
+
+
+def plain(value: Any) -> Any:
+    """Return a value in the types of JSON and YAML: no NumPy, no tuples, None for NaN and infinity."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
+def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    return None if evaluation is None else {"round": evaluation.round, **evaluation.over_clients}
+
+
+def _is_plain(name: str) -> bool:
+    return (
+        name not in ("", ".", "..")
+        and name == name.strip()
+        and name.isprintable()
+        and not set(name) & set("/\\")
+        and len(name.encode()) <= 200
+    )
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()  # also settles which of two runs started at once gets the name
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+def _write_text(path: Path, text: str) -> None:
+    _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place and move it there: a reader sees the old or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # an app bundle runs without being installed
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

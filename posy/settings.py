@@ -1,0 +1,233 @@
+"""Settings of a run: flat kebab-case keys, read once into frozen dataclasses.
+
+The fields below are the only place where a key, its default, its range and its meaning are written.
+``[tool.flwr.app.config]`` in ``pyproject.toml`` repeats the defaults (Flower admits only keys that
+stand there); ``posy settings`` prints that table, and a test compares the two.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Scalar = bool | int | float | str
+T = TypeVar("T")
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, of the wrong type, or outside its range."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a setting may be, and what it means."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    minimum: float = -math.inf
+    above: float = -math.inf
+    maximum: float = math.inf
+
+    def describe(self, kind: type) -> str:
+        """Return the allowed values in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        noun = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
+        bounds = []
+        if self.minimum > -math.inf:
+            bounds.append(f">= {self.minimum:g}")
+        if self.above > -math.inf:
+            bounds.append(f"> {self.above:g}")
+        if self.maximum < math.inf:
+            bounds.append(f"<= {self.maximum:g}")
+        return noun + (" " + " and ".join(bounds) if bounds else "")
+
+    def admits(self, value: Scalar) -> bool:
+        """Tell whether a value of the right type lies in the range."""
+        if self.choices:
+            return value in self.choices
+        if isinstance(value, str):
+            return True
+        return math.isfinite(value) and self.minimum <= value <= self.maximum and value > self.above
+
+
+def setting(
+    default: Any,
+    help: str,  # noqa: A002 - the word argparse and click use for it
+    *,
+    choices: Iterable[str] = (),
+    minimum: float = -math.inf,
+    above: float = -math.inf,
+    maximum: float = math.inf,
+) -> Any:
+    """Declare a field of a settings dataclass with its default, its meaning and its range."""
+    rule = Rule(help, tuple(choices), minimum, above, maximum)
+    return field(default=default, metadata={"rule": rule})
+
+
+PARTITIONS = ("dirichlet", "iid", "classes", "shards", "natural", "file", "given")
+DATASETS = (
+    "digits",
+    "mnist",
+    "fmnist",
+    "cifar10",
+    "cifar100",
+    "cifar20",
+    "emnist-letters",
+    "femnist",
+    "tiny-imagenet",
+    "agnews",
+    "sent140",
+    "kvasir",
+    "fedisic",
+)
+MODELS = (
+    "auto",
+    "linear",
+    "mlp",
+    "cnn",
+    "cnn-3fc",
+    "resnet18-gn",
+    "resnet18-bn",
+    "lenet-gn",
+    "fasttext",
+    "textcnn",
+)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which data, and how it is spread over the clients."""
+
+    dataset: str = setting(
+        "digits",
+        "a name (" + ", ".join(DATASETS) + ") or a path: .npz, .csv, an image folder, a PFLlib directory",
+    )
+    data_dir: str = setting("datasets", "directory that holds the data sets")
+    download: bool = setting(True, "let torchvision download what is missing, where it can")
+    partition: str = setting("dirichlet", "how samples are assigned to clients", choices=PARTITIONS)
+    num_clients: int = setting(10, "number of clients M", minimum=1, maximum=1_000_000)
+    dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0)
+    classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
+    samples_per_client: int = setting(
+        0, "`classes` and `iid`: give each client so many samples before the train/test split; 0: all", minimum=0
+    )
+    shards_per_client: int = setting(2, "label-homogeneous shards per client of the partition `shards`", minimum=1)
+    partition_file: str = setting("", "JSON file of the partition `file`: lists of sample indices, one a client")
+    max_samples: int = setting(0, "use a random subset of so many samples of the data set; 0: all", minimum=0)
+    train_samples: int = setting(0, "cap on the training samples of each client (FedACS: 50); 0: none", minimum=0)
+    test_fraction: float = setting(0.25, "part of each client's samples kept for its test", above=0, maximum=0.9)
+    shift: str = setting(
+        "none",
+        "FedDRM's covariate shift of client i's images",
+        choices=("none", "low", "mid", "high", "grid"),
+    )
+    augment: str = setting("none", "training augmentation of images", choices=("none", "crop"))
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The local training of one client."""
+
+    model: str = setting("auto", "network; `auto` picks one that suits the data", choices=MODELS)
+    local_epochs: int = setting(1, "passes over the client's training data a round", minimum=1)
+    local_steps: int = setting(0, "SGD steps a round instead of epochs; 0: use local-epochs", minimum=0)
+    batch_size: int = setting(10, "samples in a mini-batch", minimum=1)
+    lr: float = setting(0.05, "learning rate", above=0)
+    lr_schedule: str = setting("constant", "learning rate over the rounds", choices=("constant", "cosine"))
+    momentum: float = setting(0.0, "SGD momentum, fresh each round", minimum=0, maximum=0.9999)
+    weight_decay: float = setting(0.0, "L2 weight decay", minimum=0)
+    device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`")
+    threads: int = setting(1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0)
+    stack: str = setting(
+        "auto",
+        "train several models one after the other or as one stacked computation (vmap); `auto`: vmap on a GPU",
+        choices=("auto", "loop", "vmap"),
+    )
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run: method, rounds, participation, evaluation, what it leaves."""
+
+    method: str = setting("fedfew", "which method to run")
+    engine: str = setting("ray", "what delivers the messages", choices=("ray",))
+    experiment: str = setting("", "YAML file of settings (a name in experiments/ or a path), under the keys given")
+    num_server_rounds: int = setting(10, "communication rounds", minimum=1)
+    fraction_train: float = setting(1.0, "part of the clients sampled in each round", above=0, maximum=1)
+    min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
+    round_timeout: float = setting(3600.0, "seconds to wait for the replies of a round", above=0)
+    evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
+    system_accuracy: str = setting(
+        "auto",
+        "accuracy on the pooled test sets: FedDRM's routing, else a majority vote; `auto`: FedDRM only",
+        choices=("auto", "on", "off"),
+    )
+    seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1)
+    output_dir: str = setting("runs", "directory that holds the runs")
+    run_name: str = setting("", "folder of this run; empty: method, data set, seed and time")
+    save_models: bool = setting(True, "write the server's state and the personal models as safetensors")
+
+
+def key_of(name: str, prefix: str = "") -> str:
+    """Return the kebab-case key of a field: ``mu`` of ``fedfew`` is ``fedfew-mu``."""
+    return "-".join(filter(None, (prefix, name.replace("_", "-"))))
+
+
+def fields_of(cls: type, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
+    """Return the fields of a settings dataclass by key."""
+    return {key_of(f.name, prefix): f for f in dataclasses.fields(cls)}
+
+
+def read(cls: type[T], config: Mapping[str, Any], prefix: str = "", where: str = "the run config") -> T:
+    """Build one settings dataclass from a flat mapping.
+
+    Parameters
+    ----------
+    cls : type
+        A frozen dataclass whose fields were declared with :func:`setting`.
+    config : Mapping
+        Flat settings; keys of other dataclasses are left alone, missing keys take their defaults.
+    prefix : str
+        Prefix of the keys: the name of a method, or empty.
+    where : str
+        Where the values come from, for the message of an error.
+
+    Raises
+    ------
+    SettingsError
+        If a value has the wrong type or lies outside its range.
+    """
+    values = {}
+    for key, declared in fields_of(cls, prefix).items():
+        if key in config:
+            values[declared.name] = checked(key, config[key], declared, where)
+    return cls(**values)
+
+
+def checked(key: str, value: Any, declared: "dataclasses.Field[Any]", where: str) -> Scalar:
+    """Return a value in the type of its field, or raise :class:`SettingsError`."""
+    rule: Rule = declared.metadata["rule"]
+    kind = type(declared.default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind or not rule.admits(value):
+        raise SettingsError(f"{key} = {value!r} in {where}: it must be {rule.describe(kind)} ({rule.help})")
+    return value
+
+
+def check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Raise :class:`SettingsError` for keys that are not settings, naming the nearest that are."""
+    known = list(known)
+    for key in config:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`posy settings` lists all keys"
+            raise SettingsError(f"{key} in {where} is not a setting; {hint}")
+
+
+def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
+    """Return a settings dataclass as a flat mapping of kebab-case keys."""
+    return {key_of(f.name, prefix): getattr(settings, f.name) for f in dataclasses.fields(settings)}

@@ -1,0 +1,1 @@
+"""The ServerApp: from the run config to a finished run."""

@@ -1,0 +1,176 @@
+"""The record of a run: what the strategy did, round by round, as files, a progress line and pictures."""
+
+import time
+from collections import Counter
+from logging import WARNING
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.common.logger import log
+
+from client_app.workspace import Workspace
+from posy import figures
+from posy.config import Settings
+from posy.metrics import Spread, spread
+from posy.progress import Progress, results_table
+from posy.results import Evaluation, History, RunDirectory
+from server_app.system import system_accuracy
+from strategies.base import PersonalisedStrategy, RoundRecord
+
+DRAW_SECONDS = 30.0
+
+
+class Recorder:
+    """Writes the files of a run and shows its progress.
+
+    Parameters
+    ----------
+    settings : Settings
+        All settings, with absolute paths.
+    strategy : PersonalisedStrategy
+        The strategy whose rounds are recorded.
+    workspace : Workspace
+        The server's view of data and partition.
+    """
+
+    def __init__(self, settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace) -> None:
+        self.settings = settings
+        self.strategy = strategy
+        self.workspace = workspace
+        run, data = settings.run, settings.data
+        name = run.run_name or f"{run.method}-{data.dataset.rstrip('/').split('/')[-1]}-seed{run.seed}-" + time.strftime(
+            "%Y%m%d-%H%M%S"
+        )
+        self.directory = RunDirectory(Path(run.output_dir), name)
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self.directory.write_config(settings.as_config(), gpu)
+        if run.save_models:
+            strategy.models_folder = self.directory.models
+        self.accuracy = History()
+        self.loss = History()
+        self.last_rows: dict[int, dict[str, Any]] = {}
+        self.dropped: Counter[str] = Counter()
+        self.bytes_up = self.bytes_down = self.rounds = 0
+        self.system_accuracy: float | None = None
+        self.summary: dict[str, Any] = {}
+        self._started = time.perf_counter()
+        self._drawn = 0.0
+        self._progress = Progress(run.num_server_rounds)
+
+    def __enter__(self) -> Self:
+        self._draw_partition()
+        self._write_summary("running")
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+        status = "completed" if kind is None else ("failed" if issubclass(kind, Exception) else "stopped")
+        if self.settings.run.save_models:
+            self.directory.save_arrays("server", self.strategy.server_state())
+        if kind is None:
+            self.system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
+        self._draw(final=True)
+        self._write_summary(status)
+        print(results_table(self.summary, self.directory.path), flush=True)
+
+    def finish_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Write down a finished round; Flower's strategy calls it last in every round."""
+        record = self.strategy.record
+        if server_round == 0 or record.number != server_round:
+            return None
+        self.rounds = server_round
+        rows = {client: record.clients[client] for client in sorted(record.clients)}
+        accuracy = {point: _spread(rows, f"{point}_accuracy") for point in ("served", "local")}
+        loss = {point: _spread(rows, f"{point}_loss") for point in ("served", "local")}
+        self.accuracy.add(server_round, accuracy["served"], accuracy["local"])
+        self.loss.add(server_round, loss["served"], loss["local"])
+        train = _spread(rows, "train_loss")
+        self.bytes_up += record.bytes_up
+        self.bytes_down += record.bytes_down
+        self.dropped.update(reason for _, reason in record.dropped)
+        self.last_rows.update(rows)
+        self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
+        self.directory.append_round(_round_row(record, accuracy, loss, train))
+        self._write_summary("running")
+        self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train))
+        if time.perf_counter() - self._drawn > DRAW_SECONDS:
+            self._draw()
+        return None
+
+    def _write_summary(self, status: Any) -> None:
+        settings = self.settings
+        self.summary = self.directory.write_summary(
+            status=status,
+            method=settings.run.method,
+            dataset=settings.data.dataset,
+            num_clients=settings.data.num_clients,
+            rounds=self.rounds,
+            seed=settings.run.seed,
+            seconds=time.perf_counter() - self._started,
+            bytes_up=self.bytes_up,
+            bytes_down=self.bytes_down,
+            accuracy=self.accuracy,
+            system_accuracy=self.system_accuracy,
+            dropped=self.dropped,
+        )
+
+    def _draw_partition(self) -> None:
+        dataset = self.workspace.dataset
+        counts = self.workspace.partition.counts(dataset.y, dataset.task.num_classes)
+        self.strategy.class_counts = counts
+        figures.partition(counts, self.directory.figures / "partition.png", class_names=dataset.task.class_names)
+
+    def _draw(self, *, final: bool = False) -> None:
+        """Draw the pictures; a run must not end because one could not be drawn."""
+        folder = self.directory.figures
+        try:
+            figures.accuracy_over_rounds(_lines(self.accuracy), folder / "accuracy.png")
+            if final:
+                figures.loss_over_rounds(_lines(self.loss), folder / "loss.png")
+                served, local = (
+                    [self.last_rows.get(c, {}).get(column) for c in range(self.settings.data.num_clients)]
+                    for column in ("served_accuracy", "local_accuracy")
+                )
+                figures.client_accuracies(served, local, folder / "clients.png")
+                self.strategy.draw(folder)
+        except (ValueError, OSError, ArithmeticError) as error:
+            log(WARNING, "a picture could not be drawn: %r", error)
+        self._drawn = time.perf_counter()
+
+
+def _round_row(
+    record: RoundRecord, accuracy: dict[str, Spread | None], loss: dict[str, Spread | None], train: Spread | None
+) -> dict[str, Any]:
+    return {
+        "round": record.number,
+        "cohort": len(record.cohort),
+        "train_loss": train,
+        "served_accuracy": accuracy["served"],
+        "served_loss": loss["served"],
+        "local_accuracy": accuracy["local"],
+        "local_loss": loss["local"],
+        "bytes_up": record.bytes_up,
+        "bytes_down": record.bytes_down,
+        "seconds": record.seconds,
+        "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
+        **record.quantities,
+    }
+
+
+def _spread(rows: dict[int, dict[str, Any]], column: str) -> Spread | None:
+    having = [row for row in rows.values() if column in row]
+    return spread([row[column] for row in having], [row["n_train"] for row in having])
+
+
+def _lines(history: History) -> dict[str, list[Evaluation]]:
+    return {"served model": history.served, "local model": history.local}
+
+
+def _mean(value: Spread | None) -> float | None:
+    return None if value is None else value["mean"]

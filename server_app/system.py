@@ -1,0 +1,84 @@
+"""System accuracy: how well the federation as a whole answers a query that names no client."""
+
+from logging import INFO
+
+import numpy as np
+import torch
+from flwr.common.logger import log
+from torch import Tensor
+
+from client_app.workspace import Workspace
+from models.architecture import Architecture
+from posy.config import Settings
+from posy.metrics import majority_vote
+from posy.parameters import FloatArray
+from posy.results import RunDirectory, load_arrays
+from posy.training import Forward, Samples
+from strategies.base import PersonalisedStrategy
+
+
+def system_accuracy(
+    settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace, directory: RunDirectory
+) -> float | None:
+    """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for.
+
+    A strategy that routes queries (FedDRM) answers by itself; for all other methods the local models of
+    all clients vote (methods as in the FedDRM paper, Section 3.2).
+    """
+    wanted = settings.run.system_accuracy
+    routes = getattr(strategy, "route", None)
+    if wanted == "off" or (wanted == "auto" and routes is None):
+        return None
+    if not settings.run.save_models:
+        log(INFO, "system accuracy needs save-models = true")
+        return None
+    x, y, owner = pooled_test(workspace)
+    if routes is not None:
+        return float(routes(workspace, directory.models, x, y, owner))
+    votes = []
+    for client in range(settings.data.num_clients):
+        path = directory.models / f"client-{client}.safetensors"
+        if path.exists():
+            arrays = load_arrays(path)
+            votes.append(predict_classes(workspace, strategy.architecture, arrays, x, y))
+    if not votes:
+        return None
+    winners = majority_vote(np.stack(votes), workspace.dataset.task.num_classes)
+    return float((winners == y.cpu().numpy()).mean())
+
+
+def pooled_test(workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the test samples, labels and true client of all clients' test splits."""
+    clients = [workspace.client_data(c) for c in range(len(workspace.partition.test))]
+    x = torch.cat([c.x_test for c in clients])
+    y = torch.cat([c.y_test for c in clients])
+    owner = torch.cat([torch.full((len(c.y_test),), i) for i, c in enumerate(clients)])
+    return x, y, owner
+
+
+def predict_classes(
+    workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
+) -> FloatArray:
+    """Return the classes that a stored model or ensemble predicts ``(n,)``."""
+    return stored_probabilities(workspace, architecture, arrays, x, y).argmax(dim=-1).cpu().numpy()
+
+
+def stored_probabilities(
+    workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
+) -> Tensor:
+    """Return the probabilities ``(n, C)`` of a model as :class:`~client_app.base.PersonalClient` stored it."""
+    stages = sorted({name.partition(".")[0] for name in arrays if name.startswith("stage")})
+    total: Tensor | None = None
+    for stage in stages or [""]:
+        prefix = f"{stage}." if stage else ""
+        own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+        coefficient = float(own.pop("coefficient", np.ones(1))[0])
+        flat = torch.from_numpy(architecture.layout.flatten(own)).to(workspace.device)
+        network = workspace.network(architecture)
+        logits = workspace.trainer.forward(Forward(flat), network, Samples(x, y))
+        if isinstance(logits, tuple):
+            logits = logits[0]
+        part = coefficient * logits.softmax(dim=-1)
+        total = part if total is None else total + part
+    assert total is not None
+    return total

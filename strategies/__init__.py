@@ -1,0 +1,1 @@
+"""The server side: one Flower Strategy for each method, its settings and its mathematics."""

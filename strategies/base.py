@@ -1,0 +1,434 @@
+"""The part of a Flower strategy that all methods share.
+
+A method's strategy holds the server's state as arrays, says what a client is sent
+(:meth:`PersonalisedStrategy.serve`) and how replies change the state
+(:meth:`PersonalisedStrategy.aggregate`). Cohorts, messages, checks of the replies, failures, evaluation
+and the record of a round are here, once.
+"""
+
+import math
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from models.architecture import Architecture
+from posy.config import Settings
+from posy.parameters import FloatArray
+from posy.randomness import numpy_generator
+
+Arrays = list[npt.NDArray[np.generic]]
+MAX_EXAMPLES = 1_000_000_000
+
+
+@dataclass
+class Update:
+    """One client's good reply after training.
+
+    Attributes
+    ----------
+    client : int
+        Index of the client.
+    arrays : list of numpy.ndarray
+        What it sent, shapes checked and every value finite.
+    num_examples : int
+        Its training samples n_i.
+    loss : float
+        Its mean training loss over the last local epoch.
+    metrics : Mapping of str to float
+        Further numbers it sent.
+    """
+
+    client: int
+    arrays: Arrays
+    num_examples: int
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Member:
+    """What the server knows of one client: its node and how many samples it has."""
+
+    client: int
+    node_id: int
+    num_train: int
+    num_test: int
+
+
+@dataclass
+class RoundRecord:
+    """What happened in one round, for the files that a run leaves."""
+
+    number: int
+    cohort: tuple[int, ...] = ()
+    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
+    quantities: dict[str, Any] = field(default_factory=dict)
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def row(self, client: int) -> dict[str, Any]:
+        """Return the client's row, made when first asked for."""
+        return self.clients.setdefault(client, {"bytes_up": 0, "bytes_down": 0})
+
+
+class BadReplyError(ValueError):
+    """A reply that must not enter the server's state."""
+
+
+class PersonalisedStrategy(Strategy):
+    """Base of all strategies.
+
+    Parameters
+    ----------
+    settings : Settings
+        All settings of the run.
+    plain : Architecture
+        The plain network of the run; see :meth:`network_for`.
+    """
+
+    def __init__(self, settings: Settings, plain: Architecture) -> None:
+        self.settings = settings
+        self.method: Any = settings.method
+        self.architecture = self.network_for(plain)
+        self.num_clients = settings.data.num_clients
+        self.members: dict[int, Member] = {}
+        self.record = RoundRecord(0)
+        self.models_folder: Path | None = None
+        self.class_counts: npt.NDArray[np.int64] | None = None
+        """Training samples by client and class, for the pictures, where the server knows the partition."""
+        self._sent: list[Message] = []
+        self._clock = time.perf_counter()
+        self.initialise()
+
+    # -- what a method contributes -----------------------------------------------------------------
+
+    def network_for(self, plain: Architecture) -> Architecture:
+        """Return the network that the method trains; by default the plain one."""
+        return plain
+
+    @abstractmethod
+    def initialise(self) -> None:
+        """Set up the server's state."""
+
+    @abstractmethod
+    def serve(self, client: int) -> Arrays:
+        """Return the arrays that a client is sent."""
+
+    @abstractmethod
+    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the arrays that a client sends after training."""
+
+    @abstractmethod
+    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
+        """Change the server's state; return the method's own quantities for the record.
+
+        ``updates`` is never empty and comes in the order of the clients' indices, so that sums do not
+        depend on which reply came first.
+        """
+
+    @abstractmethod
+    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the server's state by name, all that :meth:`load_server_state` needs."""
+
+    @abstractmethod
+    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take up a state that :meth:`server_state` returned."""
+
+    def cohort(self, server_round: int) -> list[int]:
+        """Return the clients that train in a round, drawn from (seed, round) alone."""
+        if self.settings.run.fraction_train >= 1:
+            return list(range(self.num_clients))
+        size = max(1, math.ceil(self.settings.run.fraction_train * self.num_clients - 1e-9))
+        generator = numpy_generator(self.settings.run.seed, "cohort", server_round)
+        return sorted(generator.choice(self.num_clients, size, replace=False).tolist())
+
+    def train_config(self, server_round: int, client: int) -> dict[str, Any]:
+        """Return what a method tells a client besides the arrays."""
+        return {}
+
+    def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
+        """Take note of a good reply, after training or evaluation."""
+
+    def lost(self, client: int) -> None:
+        """Take note of a reply that failed or did not come."""
+
+    def draw(self, folder: Path) -> None:
+        """Draw the method's own pictures into a folder."""
+
+    def extra_summary(self) -> dict[str, Any]:
+        """Return the method's own results for the summary."""
+        return {}
+
+    # -- Flower's Strategy -----------------------------------------------------------------------------
+
+    def summary(self) -> None:
+        """Log the configuration of the strategy."""
+        run, train = self.settings.run, self.settings.train
+        log(INFO, "\t├──> Network: %s, %s parameters", self.architecture.model, f"{self.architecture.layout.size:,}")
+        log(INFO, "\t├──> Clients: %s, of which %.0f %% train in a round", self.num_clients, 100 * run.fraction_train)
+        log(INFO, "\t├──> Local training: %s, batch %s, lr %g",
+            f"{train.local_steps} steps" if train.local_steps else f"{train.local_epochs} epoch(s)",
+            train.batch_size, train.lr)
+        log(INFO, "\t└──> Method: %s", self.method)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Make one message for each client of the round's cohort."""
+        self._begin_round(server_round, grid)
+        clients = [c for c in self.cohort(server_round) if c in self.members]
+        self.record.cohort = tuple(clients)
+        log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.members))
+        last = server_round == self.settings.run.num_server_rounds
+        messages = []
+        for client in clients:
+            extra = {
+                "lr": self.learning_rate(server_round),
+                "evaluate-local": self.evaluates(server_round),
+                **({"save-models-to": str(self.models_folder)} if last and self.models_folder else {}),
+                **self.train_config(server_round, client),
+            }
+            messages.append(self._message(MessageType.TRAIN, server_round, client, config, extra))
+        self._sent = messages
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the replies, change the server's state with the good ones, and record the round."""
+        self._lap("train")
+        updates = self._collect(replies, self._read_update)
+        if len(updates) < self.settings.run.min_train_replies:
+            log(WARNING, "aggregate_train: %s good replies, min-train-replies is %s: the state stays as it is",
+                len(updates), self.settings.run.min_train_replies)
+            return None, None
+        updates.sort(key=lambda update: update.client)
+        self.record.quantities = self.aggregate(server_round, updates)
+        self._lap("aggregate")
+        return None, MetricRecord({"train-loss": float(np.mean([update.loss for update in updates]))})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Send every client what it is served now, in the rounds that are evaluated."""
+        self._sent = []
+        if not self.evaluates(server_round):
+            return []
+        last = server_round == self.settings.run.num_server_rounds
+        trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
+        messages = []
+        for client in sorted(self.members):
+            save = last and self.models_folder and client not in trained
+            extra = {
+                "evaluate-personal": client not in trained,
+                **({"save-models-to": str(self.models_folder)} if save else {}),
+                **self.train_config(server_round, client),
+            }
+            messages.append(self._message(MessageType.EVALUATE, server_round, client, config, extra))
+        self._sent = messages
+        return messages
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Record each client's scores."""
+        results = self._collect(replies, self._read_evaluation)
+        self._lap("evaluate")
+        served = [row["served_accuracy"] for row in self.record.clients.values() if "served_accuracy" in row]
+        return MetricRecord({"served-accuracy": float(np.mean(served))}) if results and served else None
+
+    # -- helpers for methods ---------------------------------------------------------------------------
+
+    def learning_rate(self, server_round: int) -> float:
+        """Return the learning rate of a round: constant, or cosine from ``lr`` towards 0."""
+        train = self.settings.train
+        if train.lr_schedule == "constant":
+            return train.lr
+        done = (server_round - 1) / self.settings.run.num_server_rounds
+        return train.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+    def evaluates(self, server_round: int) -> bool:
+        """Tell whether a round is evaluated."""
+        run = self.settings.run
+        return server_round % run.evaluate_every == 0 or server_round == run.num_server_rounds
+
+    @property
+    def size(self) -> int:
+        """Number of parameters d."""
+        return self.architecture.layout.size
+
+    def initial(self, offset: int = 0) -> FloatArray:
+        """Return freshly initialised parameters ``(d,)``; each offset is an independent seed."""
+        return self.architecture.initial(self.settings.run.seed + offset)
+
+    # -- messages --------------------------------------------------------------------------------------
+
+    def _begin_round(self, server_round: int, grid: Grid) -> None:
+        self.record = RoundRecord(server_round)
+        self._clock = time.perf_counter()
+
+    def _message(
+        self, kind: str, server_round: int, client: int, config: ConfigRecord, extra: Mapping[str, Any]
+    ) -> Message:
+        arrays = ArrayRecord({str(i): Array(np.ascontiguousarray(a)) for i, a in enumerate(self.serve(client))})
+        told = ConfigRecord({**config, "server-round": server_round, "client": client, **extra})
+        size = arrays.count_bytes()
+        self.record.bytes_down += size
+        self.record.row(client)["bytes_down"] += size
+        content = RecordDict({"arrays": arrays, "config": told})
+        node = self.members[client].node_id
+        return Message(content, dst_node_id=node, message_type=kind, group_id=str(server_round))
+
+    def _collect(self, replies: Iterable[Message], read: Any) -> list[Any]:
+        """Read the replies; drop and record those that are errors or must not be used."""
+        good, dropped = [], []
+        # A lost node's error comes from the SuperLink: only the message it answers tells whose it is.
+        waiting = {m.metadata.message_id: _client_of(m) for m in self._sent}
+        for reply in replies:
+            client = waiting.pop(reply.metadata.reply_to_message_id, -1)
+            try:
+                if client < 0:
+                    raise BadReplyError("a reply to no message of this phase, or a second one")
+                if reply.has_error():
+                    raise BadReplyError(f"error {reply.error.code}: {reply.error.reason}")
+                good.append(read(client, reply.content))
+            except (BadReplyError, KeyError, TypeError, ValueError) as error:
+                reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
+                dropped.append((client, reason))
+        dropped += [(client, "no reply before round-timeout") for client in waiting.values()]
+        self.record.dropped += dropped
+        for client, _ in dropped:
+            if client >= 0:
+                self.lost(client)
+        if dropped:
+            reasons = Counter(reason for _, reason in dropped)
+            log(WARNING, "round %s: dropped %s", self.record.number,
+                "; ".join(f"{count} x {reason}" for reason, count in reasons.items()))
+        return good
+
+    def _read_update(self, client: int, content: RecordDict) -> Update:
+        record = content.array_records["arrays"]
+        metrics: dict[str, Any] = dict(content.metric_records["metrics"])
+        arrays = [array.numpy() for array in record.values()]
+        count, loss = metrics.pop("num-examples"), metrics.pop("train-loss")
+        if not 0 < count < MAX_EXAMPLES or count != int(count):
+            raise BadReplyError(f"num-examples = {count}")
+        shapes = self.expected_shapes(client)
+        if [a.shape for a in arrays] != shapes:
+            raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
+        if not math.isfinite(loss) or not all(np.isfinite(a).all() for a in arrays):
+            raise BadReplyError("NaN or Inf in the reply")
+        size = record.count_bytes()
+        self.record.bytes_up += size
+        row = self.record.row(client)
+        row["bytes_up"] += size
+        row |= {"n_train": int(count), "n_test": metrics.pop("num-test"), "train_loss": loss}
+        row |= {f"local_{name}": metrics.pop(f"local-{name}") for name in ("accuracy", "loss")
+                if f"local-{name}" in metrics}
+        self.acknowledged(client, metrics)
+        return Update(client, arrays, int(count), float(loss), metrics)
+
+    def _read_evaluation(self, client: int, content: RecordDict) -> int:
+        metrics = content.metric_records["metrics"]
+        row = self.record.row(client)
+        row |= {"n_train": metrics["num-train"], "n_test": metrics["num-examples"]}
+        for key in ("served-accuracy", "served-loss", "local-accuracy", "local-loss"):
+            if key in metrics:
+                if not math.isfinite(float(metrics[key])):  # type: ignore[arg-type]
+                    raise BadReplyError(f"{key} = {metrics[key]}")
+                row.setdefault(key.replace("-", "_"), metrics[key])
+        chosen = content.config_records["config"].get("chosen", "")
+        if chosen:
+            row["chosen"] = chosen
+        self.acknowledged(client, metrics)
+        return client
+
+    def _lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + now - self._clock
+        self._clock = now
+
+
+class SingleModelStrategy(PersonalisedStrategy):
+    """Base of the strategies whose server keeps one vector that all clients are sent.
+
+    The vector holds the layers that :meth:`shared_layers` names; replies are averaged with weights
+    n_i / Σ n_j, as FedAvg does (McMahan et al., 2017).
+    """
+
+    def shared_layers(self) -> tuple[str, ...]:
+        """Return the layers that are shared; by default all."""
+        return self.architecture.layout.layers
+
+    def initialise(self) -> None:
+        """Start from the common initialisation."""
+        self.shared = self.architecture.layout.part(self.shared_layers())
+        self.model: FloatArray = np.ascontiguousarray(self.shared.take(self.initial()))
+
+    def serve(self, client: int) -> Arrays:
+        """Send the shared vector."""
+        return [self.model]
+
+    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+        """Expect the shared vector back."""
+        return [self.model.shape]
+
+    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
+        """Average the replies."""
+        self.model = weighted_mean(stacked(updates), num_examples(updates))
+        return {}
+
+    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the shared vector."""
+        return {"model": self.model}
+
+    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take up a shared vector."""
+        self.model = np.asarray(arrays["model"], np.float32)
+
+
+def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
+    """Return Σ_i weights_i rows_i / Σ_i weights_i.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray, float32, (M, d)
+        Stacked vectors.
+    weights : array_like, (M,)
+        Non-negative weights, not all zero.
+
+    Raises
+    ------
+    ValueError
+        If the weights sum to zero or one is negative.
+    """
+    w = np.asarray(weights, np.float64)
+    if (w < 0).any() or not w.sum() > 0:
+        raise ValueError(f"weights must be non-negative with a positive sum, got {w.tolist()}")
+    return (w / w.sum()).astype(np.float32) @ rows
+
+
+def stacked(updates: list[Update], position: int = 0) -> FloatArray:
+    """Return one array of every update as a matrix ``(M, ...)``."""
+    return np.stack([np.asarray(update.arrays[position], np.float32) for update in updates])
+
+
+def _client_of(message: Message) -> int:
+    return int(message.content.config_records["config"]["client"])  # type: ignore[arg-type]
+
+
+def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
+    """Return the numbers of training samples n_i ``(M,)``."""
+    return np.array([update.num_examples for update in updates], np.float64)

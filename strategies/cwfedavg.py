@@ -1,0 +1,177 @@
+"""cwFedAvg: class-wise federated averaging with a weight distribution regulariser (WDR).
+
+"cwFedAvg: class-wise FedAvg": every class has a global model, averaged over the clients in proportion to
+their share of the class; every client is served the mix of class models that fits its own distribution.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from posy import figures
+from posy.parameters import FloatArray
+from posy.settings import setting
+from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CwFedAvgSettings:
+    """Settings of cwFedAvg."""
+
+    layers: str = setting(
+        "output", "layers averaged class-wise (Table 3)", choices=("output", "fc-output", "all")
+    )
+    distribution: str = setting(
+        "approx",
+        "class distribution: read off the output layer, or the empirical one, which the clients then send",
+        choices=("approx", "empirical"),
+    )
+    wdr: bool = setting(True, "regularise the clients' weight distribution (Eq. 8)")
+    wdr_lambda: float = setting(10.0, "lambda of the regulariser: 10 for ten classes, 1000-2000 for 100-200", minimum=0)
+
+
+class CwFedAvg(PersonalisedStrategy):
+    """Average some layers class-wise, the others as FedAvg does (Eqs. 4-7)."""
+
+    def initialise(self) -> None:
+        """Start every class model from the common initialisation; p̃_i = 1/C for clients not seen yet."""
+        layout = self.architecture.layout
+        self.classwise = layout.part(self._classwise_layers())
+        self.averaged = layout.without(self._classwise_layers())
+        self.output = layout.entry(self.architecture.weight_name("head"))
+        start = self.initial()
+        self.num_classes = self.architecture.task.num_classes
+        self.model: FloatArray = self.averaged.take(start).copy()
+        self.class_models: FloatArray = np.tile(self.classwise.take(start), (self.num_classes, 1))
+        self.distributions = np.full((self.num_clients, self.num_classes), 1 / self.num_classes)
+        self.local_norms = np.full((self.num_clients, self.num_classes), np.nan)
+
+    def serve(self, client: int) -> Arrays:
+        """Send w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise layers, the average in the others."""
+        whole = np.empty(self.size, np.float32)
+        self.averaged.put(whole, self.model)
+        self.classwise.put(whole, self.distributions[client].astype(np.float32) @ self.class_models)
+        return [whole]
+
+    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+        """Expect the local model ``(d,)``, and the empirical distribution ``(C,)`` where that is used."""
+        empirical = [(self.num_classes,)] if self.method.distribution == "empirical" else []
+        return [(self.size,), *empirical]
+
+    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
+        """Average class-wise (Eqs. 5, 6) and read the clients' class distributions anew (Eq. 4)."""
+        models = stacked(updates)
+        n = num_examples(updates)
+        weights = models[:, self.output.start : self.output.stop].reshape(len(updates), *self.output.shape)
+        norms = np.linalg.norm(weights.astype(np.float64), axis=2)
+        if self.method.distribution == "empirical":
+            distributions = stacked(updates, 1).astype(np.float64)
+        else:
+            distributions = weight_distribution(weights)
+        self.class_models = class_models(self.classwise.take(models), distributions, n, self.class_models)
+        self.model = weighted_mean(self.averaged.take(models), n)
+        clients = [update.client for update in updates]
+        self.distributions[clients] = distributions
+        self.local_norms[clients] = norms
+        return {"largest_class_share": float(distributions.max(axis=1).mean())}
+
+    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the averaged layers, the class models ``(C, d_cw)`` and the distributions ``(M, C)``."""
+        return {"model": self.model, "class_models": self.class_models, "distributions": self.distributions}
+
+    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take up the server's state."""
+        self.model = np.asarray(arrays["model"], np.float32)
+        self.class_models = np.asarray(arrays["class_models"], np.float32)
+        self.distributions = np.asarray(arrays["distributions"], np.float64)
+
+    def draw(self, folder: Path) -> None:
+        """Draw the norms of the output rows of local and class models (Fig. 3) and p̃ against p (Fig. 8)."""
+        panels = [figures.Panel(self.local_norms, title="local models: row norms", xlabel="class", ylabel="client")]
+        if self.class_counts is not None:
+            panels.insert(0, figures.Panel(self.class_counts, title="samples", xlabel="class", ylabel="client"))
+            share = self.class_counts / self.class_counts.sum(axis=1, keepdims=True)
+            figures.scatter(share.ravel(), self.distributions.ravel(), folder / "distribution.png", 
+                            title="Class distribution of the clients", xlabel="empirical p", ylabel="read off the weights")
+        heads = self._class_heads()
+        if heads is not None:
+            norms = np.linalg.norm(heads, axis=2)
+            panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
+        figures.heatmaps(panels, folder / "norms.png", title="Data and output weights")
+
+    def _classwise_layers(self) -> tuple[str, ...]:
+        chosen = {
+            "output": ("head",),
+            "fc-output": self.architecture.fully_connected,
+            "all": self.architecture.layer_names,
+        }
+        return chosen[self.method.layers]
+
+    def _class_heads(self) -> FloatArray | None:
+        """Return the output weights of the class models ``(C, C, E)``."""
+        whole = np.zeros((self.num_classes, self.size), np.float32)
+        self.classwise.put(whole, self.class_models)
+        return whole[:, self.output.start : self.output.stop].reshape(self.num_classes, *self.output.shape)
+
+
+def weight_distribution(output_weights: FloatArray) -> Float64:
+    """Return p̃_ij = ||w_ij||₂ / Σ_k ||w_ik||₂ (Eq. 4).
+
+    Parameters
+    ----------
+    output_weights : numpy.ndarray, float32, (M, C, E)
+        Weights of the last linear layer of M models; row j belongs to class j.
+
+    Returns
+    -------
+    numpy.ndarray, float64, (M, C)
+        Rows sum to 1; a layer of zeros tells nothing and gives 1/C.
+    """
+    norms = np.linalg.norm(np.asarray(output_weights, np.float64), axis=2)
+    total = norms.sum(axis=1, keepdims=True)
+    return np.divide(norms, total, out=np.full_like(norms, 1 / norms.shape[1]), where=total > 0)
+
+
+def class_weights(distributions: Float64, n: Float64) -> Float64:
+    """Return q_ji = p_i p̃_ij / Σ_i p_i p̃_ij (Eqs. 5 and 6).
+
+    Parameters
+    ----------
+    distributions : numpy.ndarray, (M, C)
+        p̃.
+    n : numpy.ndarray, (M,)
+        Numbers of training samples; p_i = n_i / N.
+
+    Returns
+    -------
+    numpy.ndarray, (C, M)
+        Rows sum to 1; the row of a class that no client has is zero.
+    """
+    joint = (n / n.sum())[:, None] * distributions
+    total = joint.sum(axis=0)
+    return np.divide(joint, total, out=np.zeros_like(joint), where=total > 0).T
+
+
+def class_models(rows: FloatArray, distributions: Float64, n: Float64, before: FloatArray) -> FloatArray:
+    """Return w_j^G = Σ_i q_ij w_i ``(C, d)`` as one matrix product; a class that no client has keeps its model.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray, float32, (M, d)
+        Local models (their class-wise layers).
+    distributions, n
+        As for :func:`class_weights`.
+    before : numpy.ndarray, float32, (C, d)
+        Class models of the round before.
+    """
+    weights = class_weights(distributions, n)
+    models: FloatArray = weights.astype(np.float32) @ rows
+    absent = ~weights.any(axis=1)
+    models[absent] = before[absent]
+    return models

@@ -1,0 +1,61 @@
+"""FedAMP (Huang et al., 2021): attentive message passing between similar clients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from posy.parameters import FloatArray
+from posy.settings import setting
+from strategies.attention import AttentionStrategy
+
+
+@dataclass(frozen=True)
+class FedAMPSettings:
+    """Settings of FedAMP."""
+
+    alpha: float = setting(1000.0, "step size alpha of the server's gradient step", above=0)
+    strength: float = setting(1.0, "lambda of the clients' proximal term", minimum=0)
+    sigma: float = setting(0.1, "sigma of the attention-inducing function 1 - exp(-x / sigma)", above=0)
+
+
+class FedAMP(AttentionStrategy):
+    """Send client i u_i = Σ_j ξ_ij w_j (Eq. 6); clients pull their models towards it (Eq. 4)."""
+
+    def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
+        """Return ξ ``(M, M)``."""
+        return message_weights(models, self.method.alpha, self.method.sigma)
+
+
+def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArray[np.float64]:
+    """Return ξ_ij = α A'(||w_i − w_j||²) for j ≠ i and ξ_ii = 1 − Σ_j ξ_ij, with A(x) = 1 − exp(−x/σ).
+
+    The paper takes α small enough for ξ_ii ≥ 0; where a row's others exceed 1 they are scaled to 1, so
+    that u_i stays a convex combination.
+
+    Parameters
+    ----------
+    models : numpy.ndarray, float32, (M, d)
+        The clients' models.
+    """
+    squared = squared_distances(models)
+    weights = alpha * np.exp(-squared / sigma) / sigma
+    np.fill_diagonal(weights, 0.0)
+    others = weights.sum(axis=1, keepdims=True)
+    weights /= np.maximum(others, 1.0)
+    np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
+    return weights
+
+
+def squared_distances(models: FloatArray) -> npt.NDArray[np.float64]:
+    """Return ||w_i − w_j||² ``(M, M)``, never negative.
+
+    Differences to the first model are taken before the inner products: models that have hardly parted
+    would lose all digits of their distance in ||w_i||² + ||w_j||² − 2 <w_i, w_j>.
+    """
+    centred = models - models.mean(axis=0)
+    gram = (centred @ centred.T).astype(np.float64)
+    norms = np.diag(gram)
+    return np.maximum(norms[:, None] + norms[None, :] - 2 * gram, 0.0)

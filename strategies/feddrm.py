@@ -1,0 +1,140 @@
+"""FedDRM: a density ratio model whose routing head guides each query to the best client.
+
+"FedDRM: federated density ratio model": one body, a class branch with personal classifiers, and a client
+branch that tells whose data a sample looks like.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from client_app.workspace import Workspace
+from models.architecture import Architecture
+from posy import figures
+from posy.results import load_arrays
+from posy.settings import SettingsError, setting
+from posy.training import Forward, Samples
+from strategies.base import SingleModelStrategy
+
+
+@dataclass(frozen=True)
+class FedDRMSettings:
+    """Settings of FedDRM."""
+
+    class_weight: float = setting(0.8, "lambda: weight of the class loss; 1 - lambda weighs the client loss", minimum=0,
+                                  maximum=1)
+    routing: str = setting(
+        "density", "match a query by density ratio (Eq. 3) or by posterior (Remark 2.4)", choices=("density", "posterior")
+    )
+    sharing: str = setting(
+        "deep", "blocks that the two branches share (Fig. 6)", choices=("none", "shallow", "mid", "deep")
+    )
+
+
+class FedDRM(SingleModelStrategy):
+    """Average all but the class classifiers with weights n_i / N (Algorithm 1, line 17)."""
+
+    def network_for(self, plain: Architecture) -> Architecture:
+        """Add the client branch."""
+        return two_branches(plain, self.settings.data.num_clients, self.method.sharing)
+
+    def shared_layers(self) -> tuple[str, ...]:
+        """Share all layers but the class classifier."""
+        return tuple(layer for layer in self.architecture.layout.layers if layer != "head")
+
+    def initialise(self) -> None:
+        """Start from the common initialisation."""
+        super().initialise()
+        self.routed: npt.NDArray[np.int64] | None = None
+        self.routing_accuracy: float | None = None
+
+    def route(self, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor) -> float:
+        """Return the system accuracy: route each pooled test sample, answer with that client's classifier.
+
+        Parameters
+        ----------
+        workspace : Workspace
+            Networks and trainer of this process.
+        models : Path
+            Folder with the clients' stored models, whose class classifiers are used.
+        x, y, owner : Tensor, (n, ...), (n,), (n,)
+            Pooled test samples, labels, and the client that each is from.
+        """
+        layout = self.architecture.layout
+        whole = np.empty(self.size, np.float32)
+        self.shared.put(whole, self.model)
+        sizes = np.array([self.members[c].num_train for c in sorted(self.members)], np.float64)
+        head = layout.part(["head"])
+        network = workspace.network(self.architecture)
+        chosen: Tensor | None = None
+        correct = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        for client in sorted(self.members):
+            arrays = load_arrays(models / f"client-{client}.safetensors")
+            head.put(whole, head.take(layout.flatten(arrays)))
+            classes, clients = workspace.trainer.forward(
+                Forward(torch.from_numpy(whole).to(workspace.device)), network, Samples(x, y)
+            )
+            if chosen is None:  # the same for every classifier: routing uses shared layers alone
+                chosen = route_queries(clients, sizes, self.method.routing)
+            mine = chosen == client
+            correct[mine] = classes[mine].argmax(dim=-1) == y[mine]
+        assert chosen is not None
+        self.routed = routing_matrix(owner.cpu().numpy(), chosen.cpu().numpy(), self.num_clients)
+        self.routing_accuracy = float(np.trace(self.routed) / self.routed.sum())
+        return float(correct.float().mean())
+
+    def draw(self, folder: Path) -> None:
+        """Draw the routing matrix: true client by chosen client."""
+        if self.routed is not None:
+            figures.heatmap(self.routed, folder / "routing.png", title="Routing of the pooled test samples",
+                            xlabel="chosen client", ylabel="true client", label="samples")
+
+    def extra_summary(self) -> dict[str, Any]:
+        """Return the routing accuracy."""
+        return {"routing-accuracy": self.routing_accuracy}
+
+
+def two_branches(plain: Architecture, num_clients: int, sharing: str) -> Architecture:
+    """Return FedDRM's network for a plain one.
+
+    Raises
+    ------
+    SettingsError
+        If there are fewer than two clients to tell apart.
+    """
+    if num_clients < 2:
+        raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to tell apart")
+    return Architecture(plain.model, plain.task, clients=num_clients, sharing=sharing)
+
+
+def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str = "density") -> Tensor:
+    """Return the client that each query is sent to.
+
+    Parameters
+    ----------
+    client_logits : Tensor, (n, M)
+        Outputs of the client branch.
+    n : numpy.ndarray, (M,)
+        Numbers of training samples of the clients.
+    routing : str
+        ``density``: argmax of logits − log(n_i / N), the density ratio of Eq. 3, in which large clients have
+        no advantage. ``posterior``: argmax of the logits (Remark 2.4).
+    """
+    if routing == "density":
+        log_prior = torch.as_tensor(np.log(n / n.sum()), dtype=client_logits.dtype, device=client_logits.device)
+        client_logits = client_logits - log_prior
+    return client_logits.argmax(dim=-1)
+
+
+def routing_matrix(
+    owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], num_clients: int
+) -> npt.NDArray[np.int64]:
+    """Return how many samples of each client (row) were routed to each client (column)."""
+    matrix = np.zeros((num_clients, num_clients), np.int64)
+    np.add.at(matrix, (owner, chosen), 1)
+    return matrix

@@ -1,0 +1,161 @@
+"""FedFew: K server models for M clients by smooth Tchebycheff set scalarisation (STCH-Set).
+
+"Few-for-Many Personalized Federated Learning", arXiv:2603.11992.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from posy import figures
+from posy.parameters import FloatArray
+from posy.settings import setting
+from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples, stacked
+
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class FedFewSettings:
+    """Settings of FedFew."""
+
+    models: int = setting(3, "number K of server models", minimum=1, maximum=1000)
+    mu: float = setting(0.01, "smoothing parameter of STCH-Set", above=0)
+    server_lr: float = setting(1.0, "server step size eta_s", above=0)
+    weigh_losses: bool = setting(True, "multiply each client's losses by n_i / N before weighting (footnote 2)")
+    initialisation: str = setting("distinct", "K independent seeds or one", choices=("distinct", "same"))
+    personal_head: bool = setting(False, "keep the classifier heads on the clients; only the body is aggregated")
+
+
+class STCHWeights(NamedTuple):
+    """Weights of one round: inner w ``(M, K)``, outer α ``(M,)``, objective g."""
+
+    inner: Float64
+    outer: Float64
+    objective: float
+
+
+class FedFew(PersonalisedStrategy):
+    """Send K models, move each by Σ_i α_i w_ik Δ_ik (Eq. 13 and Algorithm 1, lines 12-16)."""
+
+    def initialise(self) -> None:
+        """Start from K independent initialisations, or from one."""
+        distinct = self.method.initialisation == "distinct"
+        layers = [x for x in self.architecture.layout.layers if not (self.method.personal_head and x == "head")]
+        self.shared = self.architecture.layout.part(layers)
+        starts = [self.shared.take(self.initial(k if distinct else 0)) for k in range(self.method.models)]
+        self.models: FloatArray = np.stack(starts)
+        self.losses = np.full((self.num_clients, self.method.models), np.nan)
+        self.weights = np.full_like(self.losses, np.nan)
+        self.objectives: list[tuple[int, float]] = []
+
+    def serve(self, client: int) -> Arrays:
+        """Send all K models ``(K, d)``."""
+        return [self.models]
+
+    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+        """Expect the updates Δ_i ``(K, d)`` and the losses L_i ``(K,)``."""
+        return [self.models.shape, (len(self.models),)]
+
+    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
+        """Weigh the updates and move the K models."""
+        losses = np.stack([update.arrays[1] for update in updates]).astype(np.float64)
+        n = num_examples(updates)
+        weights = stch_weights(weighted_losses(losses, n) if self.method.weigh_losses else losses, self.method.mu)
+        self.models = server_step(self.models, [u.arrays[0] for u in updates], weights, self.method.server_lr)
+        clients = [update.client for update in updates]
+        self.losses[clients] = losses
+        self.weights[clients] = weights.inner
+        self.objectives.append((server_round, weights.objective))
+        return {
+            "objective": weights.objective,
+            "inner_entropy": float(entropy(weights.inner).mean()),
+            "inner_max": float(weights.inner.max(axis=1).mean()),
+            "outer_cv": float(weights.outer.std() / weights.outer.mean()),
+            "clients_of_model": np.bincount(losses.argmin(axis=1), minlength=len(self.models)).tolist(),
+        }
+
+    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the K models."""
+        return {"models": self.models}
+
+    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take up K models."""
+        self.models = np.asarray(arrays["models"], np.float32)
+
+    def draw(self, folder: Path) -> None:
+        """Draw the objective, and which models serve which clients."""
+        figures.lines({"g": self.objectives}, folder / "objective.png", title="STCH-Set objective",
+                      xlabel="round", ylabel="g")
+        figures.heatmaps(
+            [
+                figures.Panel(self.losses, title="training loss", xlabel="server model", ylabel="client"),
+                figures.Panel(self.weights, title="inner weight w_ik", xlabel="server model", ylabel="client"),
+            ],
+            folder / "models.png",
+            title="Clients and server models in their last round",
+        )
+
+
+def weighted_losses(losses: Float64, n: Float64) -> Float64:
+    """Return (n_i / Σ_j n_j) L_ik (the paper's footnote 2).
+
+    Parameters
+    ----------
+    losses : numpy.ndarray, (M, K)
+        L_ik, mean training loss of client i with model k.
+    n : numpy.ndarray, (M,)
+        Numbers of training samples.
+    """
+    return (n / n.sum())[:, None] * losses
+
+
+def stch_weights(losses: Float64, mu: float) -> STCHWeights:
+    """Return the STCH-Set weights (Eqs. 9, 11 and 12), computed in log space.
+
+    Parameters
+    ----------
+    losses : numpy.ndarray, (M, K)
+        L_ik.
+    mu : float
+        Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
+    """
+    scaled = -np.asarray(losses, np.float64) / mu
+    log_s = logsumexp(scaled, axis=1)
+    inner = np.exp(scaled - log_s[:, None])
+    log_outer = -log_s - logsumexp(-log_s, axis=0)
+    return STCHWeights(inner, np.exp(log_outer), float(mu * logsumexp(-log_s, axis=0)))
+
+
+def server_step(models: FloatArray, deltas: list[Any], weights: STCHWeights, server_lr: float) -> FloatArray:
+    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L).
+
+    Parameters
+    ----------
+    models : numpy.ndarray, float32, (K, d)
+        θ.
+    deltas : list of M numpy.ndarray, float32, (K, d)
+        Δ_i, summed in this order without being stacked.
+    """
+    result = models.copy()
+    products = (server_lr * weights.outer[:, None] * weights.inner).astype(np.float32)
+    for product, delta in zip(products, deltas, strict=True):
+        for k in range(len(models)):
+            result[k] += product[k] * delta[k]
+    return result
+
+
+def entropy(rows: Float64) -> Float64:
+    """Return −Σ_k w_ik log w_ik ``(M,)``, with 0 log 0 = 0."""
+    return -(rows * np.log(rows, out=np.zeros_like(rows), where=rows > 0)).sum(axis=1)
+
+
+def logsumexp(values: Float64, axis: int) -> Float64:
+    """Return log Σ exp along an axis without overflow."""
+    top = values.max(axis=axis, keepdims=True)
+    total: Float64 = np.log(np.exp(values - top).sum(axis=axis, keepdims=True)) + top
+    return total.squeeze(axis)

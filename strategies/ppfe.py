@@ -1,0 +1,310 @@
+"""PPFE: progressive personalised federated ensembles.
+
+Training goes through T stages. Stage 1 is FedAvg; in stage t the last t − 1 layers are personal, made
+smaller when they become personal. Between stages each client reweights its samples by the errors of the
+ensemble so far, as AdaBoost does, and gives the finished stage its coefficient.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.common.logger import log
+from torch import Tensor
+
+from models.architecture import Architecture
+from models.layers import capped_rank, low_rank_factors
+from posy.config import Settings
+from posy.parameters import FloatArray, Part
+from posy.randomness import torch_generator
+from posy.settings import SettingsError, setting
+from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+
+PAPER_ROUNDS = (30, 50, 40, 40)
+FIRST_MASKED, LATER_MASKED = 0.3, 0.1
+
+
+@dataclass(frozen=True)
+class PPFESettings:
+    """Settings of PPFE."""
+
+    stages: int = setting(4, "stages T; at most one more than the network has layers to personalise", minimum=1)
+    stage_rounds: str = setting(
+        "", "rounds of each stage, as in 30,50,40,40; empty: num-server-rounds in the paper's proportions"
+    )
+    reduction: str = setting(
+        "svd", "what makes newly personal fully connected layers smaller", choices=("svd", "sparse", "none")
+    )
+    ranks: str = setting(
+        "100,50,24;80,40,16",
+        "svd: ranks of the last fully connected layers, one list for each personal stage (the last list goes on)",
+    )
+    body_lr_factor: float = setting(0.1, "factor on lr for the shared layers from stage 2 on", minimum=0)
+    beta: str = setting("samme", "coefficient of a stage", choices=("samme", "adaboost"))
+    loss: str = setting(
+        "zero-one", "loss of a sample in the reweighting: 0/1, or 1 - p(label)", choices=("zero-one", "probability")
+    )
+    reweighting: bool = setting(True, "reweight samples between stages (off: ablation WPW)")
+    ensemble: bool = setting(True, "predict with all stages (off: with the current one alone; ablations M1-M3)")
+    fixed_head: int = setting(
+        0, "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its network, its personal layers, and those that become personal with it."""
+
+    number: int
+    architecture: Architecture
+    personal: tuple[str, ...]
+    newly: tuple[str, ...]
+    rounds: int
+
+    @property
+    def shared_part(self) -> Part:
+        """The shared layers in the flat vector."""
+        return self.architecture.layout.without(self.personal)
+
+    @property
+    def personal_part(self) -> Part:
+        """The personal layers in the flat vector."""
+        return self.architecture.layout.part(self.personal)
+
+
+class PPFE(PersonalisedStrategy):
+    """Average the shared layers of the stage, uniformly over its clients (Algorithm 1, line 18)."""
+
+    def initialise(self) -> None:
+        """Begin stage 1."""
+        self.stages = plan_stages(self.settings, self.architecture)
+        self.stage = self.stages[0]
+        self.rounds_done = 0
+        self.model: FloatArray = self.initial()
+        self.finished: list[FloatArray] = []
+        self.informed = np.zeros(self.num_clients, np.int64)
+        ends = np.cumsum([stage.rounds for stage in self.stages])
+        self.ends = set(ends.tolist())
+        log(INFO, "PPFE: %s", "; ".join(f"stage {s.number}: {s.rounds} rounds, personal {s.personal}, "
+                                        f"ranks {dict(s.architecture.ranks)}" for s in self.stages))
+
+    def cohort(self, server_round: int) -> list[int]:
+        """Take all clients at the end of a stage, else the usual sample."""
+        return list(range(self.num_clients)) if server_round in self.ends else super().cohort(server_round)
+
+    def serve(self, client: int) -> Arrays:
+        """Send the shared layers of this stage, and those of finished stages that the client lacks."""
+        return [self.model, *self.finished[self.informed[client] :]]
+
+    def train_config(self, server_round: int, client: int) -> dict[str, Any]:
+        """Tell the stage, which finished stages come along, and whether the stage has been trained yet."""
+        return {
+            "stage": self.stage.number,
+            "first-finished": int(self.informed[client]) + 1,
+            "rounds-done": self.rounds_done,
+        }
+
+    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+        """Expect the shared layers of this stage."""
+        return [self.model.shape]
+
+    def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
+        """Remember which finished stages a client has."""
+        self.informed[client] = int(metrics["stages-closed"])
+
+    def lost(self, client: int) -> None:
+        """Send all finished stages again: the client may have lost what it had."""
+        self.informed[client] = 0
+
+    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
+        """Average; at the end of a stage keep its shared layers and begin the next one."""
+        weights = num_examples(updates) if self.stage.number == 1 else np.ones(len(updates))
+        self.model = weighted_mean(stacked(updates), weights)
+        self.rounds_done += 1
+        quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}
+        if server_round in self.ends:
+            self._end_stage()
+        return quantities
+
+    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the shared layers of this stage and of the finished ones."""
+        finished = {f"finished-{i}": model for i, model in enumerate(self.finished, start=1)}
+        progress = np.array([self.stage.number, self.rounds_done], np.int64)
+        return {"model": self.model, "progress": progress, "informed": self.informed, **finished}
+
+    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take up the server's state."""
+        number, self.rounds_done = arrays["progress"].tolist()
+        self.stage = self.stages[number - 1]
+        self.model = np.asarray(arrays["model"], np.float32)
+        self.informed = np.asarray(arrays["informed"], np.int64)
+        count = sum(name.startswith("finished-") for name in arrays)
+        self.finished = [np.asarray(arrays[f"finished-{i}"], np.float32) for i in range(1, count + 1)]
+
+    def _end_stage(self) -> None:
+        self.finished.append(self.model)
+        self.rounds_done = 0
+        if self.stage.number < len(self.stages):
+            before, self.stage = self.stage, self.stages[self.stage.number]
+            whole = np.zeros(before.architecture.layout.size, np.float32)
+            before.shared_part.put(whole, self.model)
+            staying = before.architecture.layout.without(self.stage.personal)
+            self.model = np.ascontiguousarray(staying.take(whole))
+
+
+def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
+    """Return the stages of a run.
+
+    Raises
+    ------
+    SettingsError
+        If the rounds of the stages do not fit the run, or a list of numbers is malformed.
+    """
+    own: PPFESettings = settings.method
+    names = plain.layer_names
+    if own.fixed_head >= len(names) + 1:
+        raise SettingsError(f"ppfe-fixed-head = {own.fixed_head}: {plain.model} has the layers {', '.join(names)}")
+    possible = own.stages if own.fixed_head else min(own.stages, len(names))
+    if possible < own.stages:
+        log(INFO, "PPFE: %s has %s layers, so %s stages instead of %s", plain.model, len(names), possible, own.stages)
+    rounds = stage_rounds(own.stage_rounds, possible, settings.run.num_server_rounds)
+    rank_lists = [_numbers("ppfe-ranks", text) for text in own.ranks.split(";")]
+    stages = [Stage(1, plain, (), (), rounds[0])]
+    for number in range(2, possible + 1):
+        before = stages[-1]
+        depth = own.fixed_head or number - 1
+        personal = names[len(names) - depth :]
+        newly = tuple(layer for layer in personal if layer not in before.personal)
+        ranks = dict(before.architecture.ranks)
+        if own.reduction == "svd":
+            ranks |= new_ranks(plain, newly, rank_lists[min(number - 2, len(rank_lists) - 1)])
+        stages.append(Stage(number, replace(plain, ranks=tuple(ranks.items())), personal, newly, rounds[number - 1]))
+    return stages
+
+
+def stage_rounds(text: str, stages: int, total: int) -> list[int]:
+    """Return the number of rounds of each stage.
+
+    Parameters
+    ----------
+    text : str
+        The setting ``ppfe-stage-rounds``; empty: the paper's proportions 30:50:40:40.
+    stages, total : int
+        Number of stages, and of rounds in all.
+    """
+    if text:
+        rounds = _numbers("ppfe-stage-rounds", text)
+        if len(rounds) != stages or sum(rounds) != total:
+            raise SettingsError(
+                f"ppfe-stage-rounds = {text!r}: it must be {stages} numbers that sum to num-server-rounds = {total}"
+            )
+        return rounds
+    if total < stages:
+        raise SettingsError(f"num-server-rounds = {total}: PPFE with {stages} stages needs at least {stages}")
+    shares = np.array([PAPER_ROUNDS[min(i, len(PAPER_ROUNDS) - 1)] for i in range(stages)], np.float64)
+    ends = np.rint(np.cumsum(shares) / shares.sum() * total).astype(int)
+    for i in range(stages):  # every stage has a round
+        ends[i] = min(max(ends[i], i + 1, ends[i - 1] + 1 if i else 1), total - (stages - 1 - i))
+    return np.diff(ends, prepend=0).tolist()
+
+
+def new_ranks(plain: Architecture, newly: tuple[str, ...], ranks: list[int]) -> dict[str, int]:
+    """Return the ranks of newly personal layers, each capped at what still saves parameters.
+
+    ``ranks`` belongs to the last fully connected layers in order: its last number to the head.
+    """
+    layers = plain.fully_connected[-len(ranks) :]
+    wanted = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))
+    capped = {layer: capped_rank(*plain.linear_shape(layer), wanted[layer]) for layer in newly if layer in wanted}
+    return {layer: rank for layer, rank in capped.items() if rank is not None}
+
+
+def open_stage(before: Stage, after: Stage, whole: Tensor) -> Tensor:
+    """Return the parameters ``(d',)`` with which a client begins a stage.
+
+    Newly personal layers are replaced by the two factors of their best low-rank approximation
+    (Section 4.1); all else is taken over.
+
+    Parameters
+    ----------
+    before, after : Stage
+        The finished stage and the one that begins.
+    whole : Tensor, (d,)
+        The client's model at the end of the finished stage.
+    """
+    old = before.architecture.layout.views(whole)
+    result = torch.empty(after.architecture.layout.size, device=whole.device)
+    new = after.architecture.layout.views(result)
+    for name, view in new.items():
+        if name in old and old[name].shape == view.shape:
+            view.copy_(old[name])
+        elif name.endswith("down.weight"):
+            stem = name.removesuffix("down.weight")
+            down, up = low_rank_factors(old[stem + "weight"], view.shape[0])
+            view.copy_(down)
+            new[stem + "up.weight"].copy_(up)
+            new[stem + "up.bias"].copy_(old[stem + "bias"])
+    return result
+
+
+def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
+    """Return the 0/1 mask ``(d,)`` of a stage for the reduction `sparse`.
+
+    Of the personal fully connected weights 30 % are masked in the first personal stage, and 10 % of each
+    layer that becomes personal later (Appendix A.3). The same seed gives every client the same mask.
+    """
+    layout = stages[number - 1].architecture.layout
+    mask = torch.ones(layout.size)
+    for stage in stages[1:number]:
+        fraction = FIRST_MASKED if stage.number == 2 else LATER_MASKED
+        fully_connected = set(stage.newly) & set(stage.architecture.fully_connected)
+        for entry in layout.entries:
+            if entry.layer in fully_connected and len(entry.shape) == 2:
+                count = math.prod(entry.shape)
+                generator = torch_generator(seed, "mask", entry.start)
+                order = torch.randperm(count, generator=generator)
+                mask[entry.start + order[: round(fraction * count)]] = 0.0
+    return mask
+
+
+def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
+    """Return (β, ω') after a stage (Algorithm 1, Reweight).
+
+    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` plus
+    ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. (The paper's Eq. 7 has
+    the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.)
+
+    Parameters
+    ----------
+    losses : Tensor, (n,)
+        ℓ_i in [0, 1] of the ensemble so far.
+    weights : Tensor, (n,)
+        ω_i, all positive.
+    num_classes : int
+        C.
+    beta_rule : str
+        ``samme`` or ``adaboost``.
+    """
+    error = float((weights * losses).sum() / weights.sum())
+    error = min(max(error, 1e-6), 1 - 1e-6)
+    beta = 0.5 * math.log((1 - error) / error)
+    if beta_rule == "samme":
+        beta = max(0.0, beta + 0.5 * math.log(max(num_classes - 1, 1)))
+    new = weights * torch.exp(beta * losses)
+    return beta, new * (len(new) / new.sum())
+
+
+def _numbers(key: str, text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise SettingsError(f"{key} holds {text!r}: it must be whole numbers >= 1 with commas between them")
+    return numbers

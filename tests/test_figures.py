@@ -1,0 +1,149 @@
+"""Figures: drawn for small and large input, not at all for none, and without global state."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+import pytest
+from matplotlib.image import imread
+
+from posy import figures
+from posy.figures import Panel
+from posy.metrics import spread
+from posy.results import Evaluation, History
+
+RNG = np.random.default_rng(0)
+NAN = float("nan")
+
+
+def history(rounds: int, clients: int) -> History:
+    made = History()
+    for server_round in range(1, rounds + 1):
+        values = RNG.uniform(size=clients).tolist()
+        made.add(server_round, spread(values, [1] * clients), spread(values, [1] * clients))
+    return made
+
+
+def points(rounds: int, clients: int) -> dict[str, list[Evaluation]]:
+    made = history(rounds, clients)
+    return {"served model": made.served, "local model": made.local}
+
+
+def values(count: int) -> list[float | None]:
+    return [*RNG.uniform(size=count - 1).tolist(), None]
+
+
+def counts(clients: int, classes: int) -> npt.NDArray[np.int64]:
+    return RNG.integers(0, 500, (clients, classes)) * (RNG.random((clients, classes)) < 0.5)
+
+
+DRAWN: dict[str, Callable[[Path], bool]] = {
+    "accuracy, 1 round": lambda path: figures.accuracy_over_rounds(points(1, 2), path),
+    "accuracy, 2000 rounds": lambda path: figures.accuracy_over_rounds(points(2000, 5), path),
+    "accuracy, one point only": lambda path: figures.accuracy_over_rounds({"a": history(3, 2).served, "b": []}, path),
+    "loss": lambda path: figures.loss_over_rounds(points(10, 500), path),
+    "2 clients": lambda path: figures.client_accuracies([0.5, 0.6], [0.7, 0.6], path),
+    "500 clients, one unknown": lambda path: figures.client_accuracies(values(500), values(500), path),
+    "clients, served only": lambda path: figures.client_accuracies(values(20), None, path),
+    "clients, local only": lambda path: figures.client_accuracies([None] * 20, values(20), path),
+    "partition 2 x 2": lambda path: figures.partition([[3, 0], [0, 1]], path),
+    "partition 500 x 200": lambda path: figures.partition(counts(500, 200), path),
+    "partition 1 x 1": lambda path: figures.partition([[3]], path),
+    "partition, empty clients": lambda path: figures.partition([[0] * 3, [1, 2, 3], [0] * 3], path),
+    "partition, names": lambda path: figures.partition([[1, 2]], path, class_names=["$a$ $\\frac", "a" * 80]),
+    "partition, many names": lambda path: figures.partition(
+        counts(20, 100), path, class_names=[f"class {i}" for i in range(100)]
+    ),
+    "heat map with holes": lambda path: figures.heatmap([[1, NAN], [NAN, 2]], path, title="t", label="l"),
+    "heat map of a constant": lambda path: figures.heatmap(np.ones((3, 3)), path),
+    "heat map of choices": lambda path: figures.heatmap(
+        RNG.integers(0, 3, (10, 40)), path, categories=["a", "b", "c"], xticks=[str(r) for r in range(1, 41)]
+    ),
+    "heat maps side by side": lambda path: figures.heatmaps([Panel(counts(20, 10)) for _ in range(3)], path),
+    "heat maps over rounds": lambda path: figures.heatmaps(
+        [Panel(RNG.random((100, 100)), f"round {r}") for r in range(7)] + [Panel([[NAN]])], path, shared=True
+    ),
+    "one line of one point": lambda path: figures.lines({"a": [(1, 2.0)]}, path),
+    "lines with gaps": lambda path: figures.lines(
+        {"a": [(1, 2.0), (20, None), (30, NAN), (400, 1.0)], "b": []}, path, logx=True, logy=True
+    ),
+    "500 lines": lambda path: figures.lines(
+        {str(i): [(r, r * i / 500) for r in range(20)] for i in range(500)}, path, percent=True
+    ),
+    "scatter": lambda path: figures.scatter(RNG.random((500, 100)), RNG.random((500, 100)), path),
+    "scatter of one point": lambda path: figures.scatter([0.5], [0.5], path),
+}
+
+EMPTY: dict[str, Callable[[Path], bool]] = {
+    "accuracy": lambda path: figures.accuracy_over_rounds({"served model": [], "local model": []}, path),
+    "loss": lambda path: figures.loss_over_rounds({}, path),
+    "clients": lambda path: figures.client_accuracies([None, NAN], [None, None], path),
+    "no clients": lambda path: figures.client_accuracies(None, None, path),
+    "partition": lambda path: figures.partition(np.empty((0, 10)), path),
+    "heat map": lambda path: figures.heatmap(np.array([[None, NAN]]), path),
+    "heat map without cells": lambda path: figures.heatmap([[]], path),
+    "heat maps": lambda path: figures.heatmaps([], path),
+    "lines": lambda path: figures.lines({"a": [], "b": [(1, None)]}, path),
+    "scatter": lambda path: figures.scatter([NAN], [1.0], path),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN.keys())
+def test_a_picture_is_written(draw: Callable[[Path], bool], tmp_path: Path) -> None:
+    path = tmp_path / "figure.png"
+    assert draw(path) is True
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = imread(path)
+    height, width = pixels.shape[:2]
+    assert 1200 <= width <= 2400
+    assert 400 <= height <= 2400
+    middle = pixels[height // 5 : -height // 4, width // 8 : -width // 8, :3].reshape(-1, 3)
+    assert len(np.unique(middle, axis=0)) > 1, "nothing is drawn inside the axes"
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (edge[:, :3] == 1).all(), "something is cut off at the edge"
+
+
+@pytest.mark.parametrize("draw", EMPTY.values(), ids=EMPTY.keys())
+def test_nothing_to_draw_writes_nothing(draw: Callable[[Path], bool], tmp_path: Path) -> None:
+    assert draw(tmp_path / "figure.png") is False
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_heat_map_shows_each_value_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "figure.png"
+    figures.heatmap([[0, 1], [1, 0]], path)
+    pixels = imread(path)[..., :3]
+    dark, light = (matplotlib.colormaps["viridis"](x)[:3] for x in (0.0, 1.0))
+    found = [
+        [np.isclose(quarter, colour, atol=0.01).all(axis=-1).sum() for colour in (dark, light)]
+        for half in np.array_split(pixels[:, :1000], 2)
+        for quarter in np.array_split(half, 2, axis=1)
+    ]
+    assert [int(dark_count < light_count) for dark_count, light_count in found] == [0, 1, 1, 0]
+
+
+def test_pyplot_is_not_used_and_nothing_global_changes(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    figures.accuracy_over_rounds(points(3, 3), tmp_path / "figure.png")
+    assert dict(matplotlib.rcParams) == before
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or not pyplot.get_fignums()
+
+
+def test_clients_with_similar_data_come_together() -> None:
+    groups = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2])
+    table = np.array([[90, 5, 5], [5, 90, 5], [5, 5, 90]])[groups] * np.arange(1, 10)[:, None]
+    order = figures.similarity_order(table)
+    assert sorted(order) == list(range(9))
+    assert np.count_nonzero(np.diff(groups[order])) == 2  # three runs of equals
+
+
+@pytest.mark.parametrize("clients", [0, 1, 2, 3, 500])
+def test_similarity_order_is_a_permutation_also_of_clients_without_data(clients: int) -> None:
+    table = counts(clients, 10)
+    table[: clients // 2] = 0
+    assert sorted(figures.similarity_order(table)) == list(range(clients))

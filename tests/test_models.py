@@ -1,0 +1,419 @@
+"""The networks: sizes worked by hand, order of layers, seeds, stacking, low rank, two branches."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from data.task import Task
+from models import ChainModel, build_model, resolve
+from models.layers import (
+    FullyConnected,
+    LowRankLinear,
+    capped_rank,
+    low_rank_factors,
+    low_rank_saves,
+    reset_parameters,
+)
+from models.resnet import ResidualBlock
+from models.two_branch import SHARING, TwoBranch, shared_blocks
+from posy.settings import MODELS, SettingsError
+
+TEN = tuple("0123456789")
+CIFAR = Task("image", (3, 32, 32), TEN)
+MNIST = Task("image", (1, 28, 28), TEN)
+DIGITS = Task("image", (1, 8, 8), TEN)
+FEATURES = Task("features", (20,), ("a", "b", "c"))
+NEWS = Task("text", (12,), ("world", "sports", "business", "science"), vocabulary=50)
+
+SUITED = {
+    "linear": FEATURES,
+    "mlp": FEATURES,
+    "cnn": CIFAR,
+    "cnn-3fc": CIFAR,
+    "resnet18-gn": CIFAR,
+    "resnet18-bn": CIFAR,
+    "lenet-gn": CIFAR,
+    "fasttext": NEWS,
+    "textcnn": NEWS,
+}
+
+
+def batch(task: Task, size: int = 2, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if task.kind == "text":
+        return torch.randint(0, task.vocabulary, (size, *task.input_shape), generator=generator)
+    return torch.randn(size, *task.input_shape, generator=generator)
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def count_layers(model: ChainModel) -> list[int]:
+    return [count(model.layer(name)) for name in model.layer_names]
+
+
+def test_every_model_has_a_test_task() -> None:
+    assert set(SUITED) | {"auto"} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", SUITED)
+def test_form_of_the_chain(name: str) -> None:
+    task = SUITED[name]
+    model = build_model(name, task, seed=1)
+    x = batch(task)
+    embedding = model.body(x)
+    assert embedding.shape == (2, model.embedding_dim)
+    assert torch.equal(model(x), model.head(embedding))
+    assert model(x).shape == (2, task.num_classes)
+    assert model.layer_names[-1] == "head" == model.fully_connected[-1]
+    assert all(count(model.layer(layer)) > 0 for layer in model.layer_names)
+    assert sum(count_layers(model)) == count(model)
+    assert all(isinstance(model.layer(layer), FullyConnected) for layer in model.fully_connected[:-1])
+
+
+@pytest.mark.parametrize("name", SUITED)
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    model = build_model(name, SUITED[name], seed=1)
+    model(batch(SUITED[name])).square().sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "counts"),
+    [
+        # 3·25·32+32, 32·25·64+64, 64·25·512+512, 512·10+10
+        ("cnn", CIFAR, {"conv1": 2_432, "conv2": 51_264, "fc1": 819_712, "head": 5_130}),
+        # 25·32+32, the same, 64·16·512+512, the same: 582,026 together
+        ("cnn", MNIST, {"conv1": 832, "conv2": 51_264, "fc1": 524_800, "head": 5_130}),
+        # 3·25·64+64, 64·25·64+64, 1600·120+120, 120·84+84, 84·10+10: 310,462 together
+        ("cnn-3fc", CIFAR, {"conv1": 4_864, "conv2": 102_464, "fc1": 192_120, "fc2": 10_164, "head": 850}),
+        # 3·25·6+6 and 2·6 of the norm, 6·25·16+16 and 2·16, 400·120+120, 120·84+84 and 2·84, 84·10+10
+        ("lenet-gn", CIFAR, {"conv1": 468, "conv2": 2_448, "fc1": 48_120, "fc2": 10_332, "head": 850}),
+        # 27·64+128; 4·(576·64+128); halves: 576·128+1152·128·3+64·128+5·256 and so on; 512·256+256+512; 2,570
+        (
+            "resnet18-gn",
+            CIFAR,
+            {
+                "stem": 1_856,
+                "layer1": 147_968,
+                "layer2": 525_568,
+                "layer3": 2_099_712,
+                "layer4": 8_393_728,
+                "neck": 131_840,
+                "head": 2_570,
+            },
+        ),
+        ("mlp", FEATURES, {"fc1": 20 * 128 + 128, "fc2": 128 * 64 + 64, "head": 64 * 3 + 3}),
+        ("mlp", DIGITS, {"fc1": 64 * 128 + 128, "fc2": 128 * 64 + 64, "head": 650}),
+        ("linear", CIFAR, {"head": 3072 * 10 + 10}),
+        ("fasttext", NEWS, {"embedding": 50 * 64, "fc1": 64 * 64 + 64, "head": 64 * 4 + 4}),
+        # three convolutions of 100 channels: 64·100·(3+4+5) + 300
+        ("textcnn", NEWS, {"embedding": 50 * 64, "convs": 77_100, "head": 300 * 4 + 4}),
+    ],
+)
+def test_parameter_counts_by_hand(name: str, task: Task, counts: dict[str, int]) -> None:
+    model = build_model(name, task, seed=0)
+    assert dict(zip(model.layer_names, count_layers(model), strict=True)) == counts
+    assert model.layer_names == tuple(counts)  # input to output
+
+
+@pytest.mark.parametrize(("task", "total"), [(CIFAR, 878_538), (MNIST, 582_026)])
+def test_size_of_the_papers_cnn(task: Task, total: int) -> None:
+    assert count(build_model("cnn", task, seed=0)) == total
+
+
+def test_convolution_pools_before_relu_and_equals_relu_before_pooling() -> None:
+    block = build_model("cnn", CIFAR, seed=0).blocks["conv1"]
+    x = batch(CIFAR)
+    expected = nn.functional.max_pool2d(torch.relu(block.conv(x)), 2)
+    assert torch.equal(block(x), expected)
+
+
+def test_small_and_large_images_get_their_stem() -> None:
+    at_most_64 = build_model("resnet18-gn", Task("image", (1, 64, 64), TEN), seed=0)
+    above = build_model("resnet18-gn", Task("image", (3, 65, 65), TEN), seed=0)
+    assert at_most_64.blocks["stem"](torch.randn(1, 1, 64, 64)).shape == (1, 64, 64, 64)
+    assert above.blocks["stem"](torch.randn(1, 3, 65, 65)).shape == (1, 64, 17, 17)
+    assert count(above.blocks["stem"]) == 3 * 49 * 64 + 128
+
+
+# Seeds
+
+
+@pytest.mark.parametrize("name", SUITED)
+def test_seed_alone_decides_the_weights(name: str) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first = build_model(name, SUITED[name], seed=3)
+    assert torch.equal(torch.rand(3), expected)  # the global generator was left as it was
+    second = build_model(name, SUITED[name], seed=3)
+    other = build_model(name, SUITED[name], seed=4)
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[key]), key
+    assert not torch.equal(first.head.weight, other.head.weight)
+
+
+@pytest.mark.parametrize("name", SUITED)
+def test_reset_draws_new_weights_of_the_same_kind(name: str) -> None:
+    model = build_model(name, SUITED[name], seed=3)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    reset_parameters(model)
+    for key, value in model.state_dict().items():
+        drawn = before[key].unique().numel() > 1
+        assert torch.equal(value, before[key]) != drawn, key
+        if value.numel() > 1000 and drawn:
+            assert value.std().item() == pytest.approx(before[key].std().item(), rel=0.1), key
+
+
+# Stacking
+
+
+@pytest.mark.parametrize("name", SUITED)
+@pytest.mark.parametrize("training", [True, False])
+def test_vmap_over_stacked_models_equals_a_loop(name: str, training: bool) -> None:
+    task = SUITED[name] if SUITED[name] is not CIFAR else Task("image", (3, 16, 16), TEN)
+    models = [build_model(name, task, seed=seed).train(training) for seed in range(2)]
+    parameters, buffers = stack_module_state(models)
+    x = batch(task, size=3)
+
+    def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = functional_call(models[0], (parameters, buffers), (x,))
+        return logits.square().mean(), logits
+
+    gradients, logits = vmap(torch.func.grad(loss, has_aux=True))(parameters, buffers)
+    for k, model in enumerate(models):
+        single = model(x)
+        single.square().mean().backward()
+        torch.testing.assert_close(logits[k], single, rtol=1e-4, atol=1e-5)
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[key][k], parameter.grad, rtol=1e-3, atol=1e-4)
+        for key, buffer in model.named_buffers():
+            torch.testing.assert_close(buffers[key][k], buffer, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_norm_keeps_running_statistics_and_no_counter() -> None:
+    model = build_model("resnet18-bn", DIGITS, seed=0)
+    assert all(buffer.is_floating_point() for buffer in model.buffers())
+    assert not any("num_batches_tracked" in key for key in model.state_dict())
+    stem = model.blocks["stem"]
+    x = batch(DIGITS, 8)
+    model(x)
+    # from mean 0 and variance 1, with momentum 0.1
+    convolved = stem.conv(x)
+    torch.testing.assert_close(stem.norm.running_mean, 0.1 * convolved.mean((0, 2, 3)))
+    torch.testing.assert_close(stem.norm.running_var, 0.9 + 0.1 * convolved.var((0, 2, 3)))
+    other = build_model("resnet18-bn", DIGITS, seed=1)
+    other.load_state_dict(dict(model.state_dict()))  # a plain dict, as it arrives in a message
+    assert torch.equal(other.eval()(x), model.eval()(x))
+    before = stem.norm.running_mean.clone()
+    model(x)
+    assert torch.equal(stem.norm.running_mean, before)  # evaluation leaves them alone
+
+
+@pytest.mark.parametrize("name", ["resnet18-gn", "resnet18-bn"])
+def test_residual_blocks_start_as_their_shortcut(name: str) -> None:
+    model = build_model(name, CIFAR, seed=2)
+    residual = [part for part in model.modules() if isinstance(part, ResidualBlock)]
+    assert len(residual) == 8
+    assert all(not block.norm2.weight.any() for block in residual)
+    x = torch.randn(2, 64, 8, 8).relu()
+    assert torch.equal(model.blocks["layer1"](x), x)
+    halved = model.blocks["layer2"]
+    shortcut = halved[0].shortcut
+    assert shortcut is not None
+    assert torch.equal(halved(x), shortcut(x).relu())
+    assert model.blocks["stem"].conv.weight.std().item() == pytest.approx(math.sqrt(2 / (9 * 64)), rel=0.05)
+
+
+# Text
+
+
+@pytest.mark.parametrize("name", ["fasttext", "textcnn"])
+def test_padding_counts_for_nothing(name: str) -> None:
+    model = build_model(name, NEWS, seed=0)
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 3, 0, 0, 0, 0, 0, 0]])
+    rows = model.layer("embedding").state_dict()
+    (table,) = rows.values()
+    assert not table[0].any()
+    if name == "fasttext":
+        mean = table[[5, 6, 7, 8, 9, 3]].mean(0, keepdim=True)
+        torch.testing.assert_close(model.layer("embedding")(tokens), mean)
+        torch.testing.assert_close(model(tokens), model(tokens[:, :6]))
+        assert not model.layer("embedding")(torch.zeros(1, 12, dtype=torch.int64)).any()
+    model(tokens).sum().backward()
+    (embedding,) = (p for p in model.layer("embedding").parameters())
+    assert embedding.grad is not None
+    assert embedding.grad[5].any()
+    assert not embedding.grad[0].any()
+
+
+# Low rank
+
+
+def test_capped_rank_by_hand() -> None:
+    assert capped_rank(1600, 120, 100) == 100  # 172,000 of 192,000
+    assert capped_rank(1600, 120, 500) == 111  # 111·1720 = 190,920; 112·1720 = 192,640
+    assert capped_rank(120, 84, 50) == 49  # 49·204 = 9,996 of 10,080
+    assert capped_rank(84, 10, 24) == 8  # 8·94 = 752 of 840; 9·94 = 846
+    assert capped_rank(4, 4, 9) == 1  # 2·8 = 16 saves nothing of 16
+    assert capped_rank(2, 2, 1) is None  # 1·4 of 4
+    assert capped_rank(100, 1, 1) is None
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(7, 3), (64, 10), (5, 5), (2, 3)])
+def test_capped_rank_is_the_largest_that_saves(inputs: int, outputs: int) -> None:
+    saving = [rank for rank in range(1, 100) if low_rank_saves(inputs, outputs, rank)]
+    assert capped_rank(inputs, outputs, 100) == (saving[-1] if saving else None)
+
+
+def test_full_rank_factors_reproduce_the_dense_layer() -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(9, 6)
+    low = LowRankLinear(9, 6, rank=6)
+    down, up = low_rank_factors(dense.weight, 6)
+    low.load_state_dict({"down.weight": down, "up.weight": up, "up.bias": dense.bias})
+    x = torch.randn(4, 9)
+    torch.testing.assert_close(low(x), dense(x))
+    torch.testing.assert_close(low.weight, dense.weight)
+    assert low.down.bias is None
+
+
+def test_factors_keep_the_largest_singular_values() -> None:
+    weight = torch.diag(torch.tensor([4.0, 1.0, 9.0]))
+    down, up = low_rank_factors(weight, 2)
+    torch.testing.assert_close(up @ down, torch.diag(torch.tensor([4.0, 0.0, 9.0])))
+    torch.testing.assert_close(down.norm(dim=1), torch.tensor([3.0, 2.0]))  # roots of 9 and 4, on either side
+    torch.testing.assert_close(up.norm(dim=0), torch.tensor([3.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "total", "reduction"),
+    [
+        ((100, 50, 24), 290_290, 0.0650),  # saves 20,000 + 84 + 88
+        ((80, 40, 16), 254_054, 0.1817),  # saves 54,400 + 1,920 + 88
+    ],
+)
+def test_reduced_models_of_ppfe(ranks: tuple[int, int, int], total: int, reduction: float) -> None:
+    wanted = dict(zip(("fc1", "fc2", "head"), ranks, strict=True))
+    dense = build_model("cnn-3fc", CIFAR, seed=0)
+    low = build_model("cnn-3fc", CIFAR, seed=0, ranks=wanted)
+    assert dense.fully_connected == ("fc1", "fc2", "head") == low.fully_connected
+    assert count(low) == total
+    assert 1 - count(low) / count(dense) == pytest.approx(reduction, abs=5e-5)
+    assert low(batch(CIFAR)).shape == (2, 10)
+    assert low.embedding_dim == 84
+
+
+def test_ranks_name_fully_connected_layers() -> None:
+    with pytest.raises(ValueError, match=r"conv1.*fc1, fc2, head"):
+        build_model("cnn-3fc", CIFAR, seed=0, ranks={"conv1": 3})
+    with pytest.raises(ValueError, match="rank = 0"):
+        build_model("cnn-3fc", CIFAR, seed=0, ranks={"fc1": 0})
+
+
+# Two branches
+
+
+def test_sharing_levels() -> None:
+    lenet = build_model("lenet-gn", CIFAR, seed=0)
+    assert [shared_blocks(lenet, level) for level in SHARING] == [0, 1, 2, 3]
+    resnet = build_model("resnet18-gn", DIGITS, seed=0)
+    assert [shared_blocks(resnet, level) for level in SHARING] == [0, 1, 3, 5]
+    assert [shared_blocks(build_model("linear", CIFAR, seed=0), level) for level in SHARING] == [0, 0, 0, 0]
+
+
+def test_two_branches_by_sharing_level() -> None:
+    """LeNet's blocks hold 468, 2,448, 48,120 and 10,332 parameters; a head of 5 clients 84·5+5."""
+    expected = {"none": 61_368, "shallow": 60_900, "mid": 58_452, "deep": 10_332}
+    for level, own in expected.items():
+        model = build_model("lenet-gn", CIFAR, seed=0)
+        two = TwoBranch(model, 5, shared_blocks(model, level))
+        assert count(two.client_blocks) == own
+        assert count(two) == count(model) + own + 425
+
+
+@pytest.mark.parametrize("name", SUITED)
+def test_two_branches_share_the_body_and_not_the_rest(name: str) -> None:
+    task = SUITED[name]
+    model = build_model(name, task, seed=0)
+    two = TwoBranch(model, 7)
+    x = batch(task)
+    calls = []
+    for block in list(model.blocks.values())[: two.shared_blocks]:
+        block.register_forward_hook(lambda *_: calls.append(1))
+    classes, clients = two(x)
+    assert len(calls) == two.shared_blocks  # once each
+    assert tuple(two.client_blocks) == model.layer_names[:-1][-1:]
+    assert classes.shape == (2, task.num_classes)
+    assert clients.shape == (2, 7)
+    assert torch.equal(classes, model(x))
+    assert torch.equal(two.class_features(x), model.body(x))
+    gradients = torch.autograd.grad(clients.sum(), list(model.parameters()), allow_unused=True)
+    deep = {id(p) for b in list(model.blocks.values())[: two.shared_blocks] for p in b.parameters()}
+    assert all((g is not None) == (id(p) in deep) for g, p in zip(gradients, model.parameters(), strict=True))
+
+
+def test_client_branch_has_weights_of_its_own_from_its_seed() -> None:
+    model = build_model("lenet-gn", CIFAR, seed=0)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first, second, other = (TwoBranch(model, 10, 0, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.rand(3), expected)
+    own = dict(first.client_blocks.named_parameters())
+    for key, parameter in second.client_blocks.named_parameters():
+        assert torch.equal(own[key], parameter)
+    weights = {key: p for key, p in model.blocks.named_parameters() if p.dim() > 1}
+    assert all(not torch.equal(own[key], p) for key, p in weights.items())
+    assert all(abs(torch.corrcoef(torch.stack([own[k].ravel(), p.ravel()]))[0, 1]) < 0.25 for k, p in weights.items())
+    assert not torch.equal(first.client_head.weight, model.head.weight)
+    assert not torch.equal(first.client_head.weight, other.client_head.weight)
+
+
+def test_all_blocks_shared_and_too_many() -> None:
+    model = build_model("cnn", CIFAR, seed=0)
+    assert len(TwoBranch(model, 3, 3).client_blocks) == 0
+    with pytest.raises(ValueError, match="3 blocks"):
+        TwoBranch(model, 3, 4)
+
+
+# Which network for which data
+
+
+def test_auto() -> None:
+    assert resolve("auto", CIFAR) == resolve("auto", Task("image", (1, 20, 20), TEN)) == "cnn"
+    assert resolve("auto", DIGITS) == resolve("auto", Task("image", (1, 32, 19), TEN)) == "mlp"
+    assert resolve("auto", FEATURES) == "mlp"
+    assert resolve("auto", NEWS) == "fasttext"
+    assert resolve("textcnn", NEWS) == "textcnn"
+    assert build_model("auto", DIGITS, seed=0).layer_names == ("fc1", "fc2", "head")
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "allowed"),
+    [
+        ("cnn", NEWS, "one of auto, fasttext, textcnn"),
+        ("cnn", DIGITS, "one of auto, linear, mlp, resnet18-gn, resnet18-bn"),
+        ("resnet18-gn", FEATURES, "one of auto, linear, mlp"),
+        ("mlp", NEWS, "one of auto, fasttext, textcnn"),
+        ("fasttext", CIFAR, "auto, linear, mlp, cnn, cnn-3fc"),
+        ("textcnn", Task("text", (4,), TEN, vocabulary=9), "one of auto, fasttext"),
+        ("vgg", FEATURES, "one of auto, linear, mlp"),
+    ],
+)
+def test_wrong_combinations_name_what_suits(name: str, task: Task, allowed: str) -> None:
+    with pytest.raises(SettingsError, match=f"^model = '{name}'.*{allowed}"):
+        build_model(name, task, seed=0)
+
+
+def test_smallest_images_of_the_convolutional_networks() -> None:
+    smallest = Task("image", (1, 16, 16), TEN)
+    assert build_model("cnn", smallest, seed=0)(batch(smallest)).shape == (2, 10)
+    with pytest.raises(SettingsError, match="1×15×16"):
+        build_model("cnn", Task("image", (1, 15, 16), TEN), seed=0)

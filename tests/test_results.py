@@ -1,0 +1,340 @@
+"""The directory of a run, its history, and what a run shows."""
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors
+import yaml
+
+from posy.metrics import Spread, spread
+from posy.progress import Progress, duration, results_table, size
+from posy.results import CLIENT_COLUMNS, History, RunDirectory, Status, load_arrays
+from posy.settings import SettingsError
+
+
+def of(*values: float) -> Spread:
+    over = spread(values, [1] * len(values))
+    assert over is not None
+    return over
+
+
+def summarise(run: RunDirectory, accuracy: History, status: Status = "running", **more: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"method": "fedavg", "dataset": "digits", "num_clients": 2, "rounds": 3, "seed": 1}
+    return run.write_summary(
+        status=status, **facts, seconds=4.5, bytes_up=1000, bytes_down=2000, accuracy=accuracy, **more
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "runs", "a run")
+
+
+@pytest.fixture
+def history() -> History:
+    history = History()
+    history.add(1, of(0.2, 0.4))
+    history.add(2, of(0.7, 0.9), of(0.8, 0.8))
+    history.add(3, of(0.5, 0.7))
+    return history
+
+
+class TestHistory:
+    def test_last_and_best_differ(self, history: History) -> None:
+        last, best = history.last("served"), history.best("served")
+        assert last is not None
+        assert best is not None
+        assert (last.round, best.round) == (3, 2)
+        assert last.over_clients["mean"] == pytest.approx(0.6)
+        assert best.over_clients["mean"] == pytest.approx(0.8)
+
+    def test_a_point_keeps_the_rounds_in_which_it_was_evaluated(self, history: History) -> None:
+        last = history.last("local")
+        assert last is not None
+        assert last.round == 2
+        assert [e.round for e in history.at("served")] == [1, 2, 3]
+
+    def test_of_equals_the_earliest_is_best(self) -> None:
+        history = History()
+        for server_round in (1, 2, 3):
+            history.add(server_round, of(0.5, 0.5))
+        best = history.best("served")
+        assert best is not None
+        assert best.round == 1
+
+    def test_nothing_evaluated(self) -> None:
+        assert History().last("local") is None
+        assert History().best("local") is None
+
+
+class TestRunDirectory:
+    def test_a_run_never_writes_into_another(self, tmp_path: Path) -> None:
+        names = [RunDirectory(tmp_path, "x").path.name for _ in range(3)]
+        assert names == ["x", "x-2", "x-3"]
+
+    def test_runs_started_at_once_get_folders_of_their_own(self, tmp_path: Path) -> None:
+        paths: list[Path] = []
+        threads = [threading.Thread(target=lambda: paths.append(RunDirectory(tmp_path, "x").path)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(paths)) == 8
+
+    @pytest.mark.parametrize(
+        "name", ["", ".", "..", "../x", "a/b", "/tmp", "a\\b", "a\0b", "a\nb", " a", "x" * 201, "é" * 101]
+    )
+    def test_a_name_that_is_no_folder_is_refused(self, tmp_path: Path, name: str) -> None:
+        inside = tmp_path / "runs"
+        with pytest.raises(SettingsError, match="run-name"):
+            RunDirectory(inside, name)
+        assert not inside.exists()
+
+    def test_a_file_in_place_of_the_output_directory(self, tmp_path: Path) -> None:
+        (tmp_path / "runs").write_text("")
+        with pytest.raises(SettingsError, match="output-dir"):
+            RunDirectory(tmp_path / "runs", "x")
+
+    def test_config(self, run: RunDirectory) -> None:
+        settings = {"method": "fedavg", "seed": np.int64(7), "lr": np.float32(0.5), "save-models": True, "name": "µ: x"}
+        run.write_config(settings, gpu="Some GPU")
+        config = yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))
+        assert config["settings"] == {"method": "fedavg", "seed": 7, "lr": 0.5, "save-models": True, "name": "µ: x"}
+        assert config["seed"] == 7
+        assert config["machine"]["gpu"] == "Some GPU"
+        assert config["machine"]["cpus"] == os.cpu_count()
+        assert config["versions"]["numpy"] == np.__version__
+        assert config["versions"]["python"].startswith("3.")
+
+    def test_rounds(self, run: RunDirectory) -> None:
+        run.append_round({"round": np.int64(1), "loss": math.nan, "each": np.array([1.5, math.inf]), "t": (1, None)})
+        run.append_round({"round": 2, "deep": {"x": -math.inf, "text": "ä\nb"}})
+        rows = [
+            json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+            for line in (run.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        assert rows == [
+            {"round": 1, "loss": None, "each": [1.5, None], "t": [1, None]},
+            {"round": 2, "deep": {"x": None, "text": "ä\nb"}},
+        ]
+
+    def test_clients(self, run: RunDirectory) -> None:
+        run.append_clients([{"round": 1, "partition": 0, "served_accuracy": np.float64(0.5), "chosen": 'model 1, "a"'}])
+        run.append_clients([{"round": 2, "partition": 1, "local_loss": math.nan, "train_loss": None}])
+        with (run.path / "clients.csv").open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            first, second = reader
+        assert tuple(reader.fieldnames or ()) == CLIENT_COLUMNS
+        assert first["served_accuracy"] == "0.5"
+        assert first["chosen"] == 'model 1, "a"'
+        assert {key: value for key, value in second.items() if value} == {"round": "2", "partition": "1"}
+
+    def test_an_unknown_client_column_is_refused_and_nothing_written(self, run: RunDirectory) -> None:
+        with pytest.raises(ValueError, match="accuracy_served"):
+            run.append_clients([{"round": 1, "accuracy_served": 0.5}])
+        assert not (run.path / "clients.csv").exists()
+
+    def test_summary(self, run: RunDirectory, history: History) -> None:
+        returned = summarise(run, history, system_accuracy=math.nan, dropped={"timeout": 2})
+        summary = json.loads((run.path / "summary.json").read_text())
+        assert summary == returned
+        assert summary["served"]["best"] == {"round": 2, **of(0.7, 0.9)}
+        assert summary["served"]["last"] == {"round": 3, **of(0.5, 0.7)}
+        assert summary["local"]["last"]["round"] == 2
+        assert (summary["bytes-up"], summary["bytes-down"], summary["num-clients"]) == (1000, 2000, 2)
+        assert summary["system-accuracy"] is None
+        assert summary["dropped"] == {"timeout": 2}
+
+    def test_summary_of_a_run_without_evaluations(self, run: RunDirectory) -> None:
+        summary = summarise(run, History(), "failed")
+        assert summary["served"] == summary["local"] == {"last": None, "best": None}
+        assert (summary["status"], summary["dropped"]) == ("failed", {})
+
+    def test_a_write_that_fails_leaves_the_file_before(self, run: RunDirectory, history: History) -> None:
+        summarise(run, history)
+        before = (run.path / "summary.json").read_text()
+        with pytest.raises(TypeError):
+            summarise(run, history, dropped={"x": object()})  # JSON has no such value
+        run.save_arrays("server", {"w": np.ones(2)})
+        with pytest.raises(safetensors.SafetensorError):
+            run.save_arrays("server", {"w": np.array([object()])})
+        assert (run.path / "summary.json").read_text() == before
+        assert load_arrays(run.models / "server.safetensors")["w"].tolist() == [1, 1]
+        assert not list(run.path.rglob("*.part"))
+
+    def test_arrays_come_back_as_they_were(self, run: RunDirectory) -> None:
+        square = np.arange(6, dtype=np.float32).reshape(2, 3)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "transposed": square.T,
+            "every second": np.arange(10)[::2],
+            "scalar": np.array(3.5),
+            "empty": np.empty((0, 4), dtype=np.float16),
+            "mask": np.array([True, False]),
+        }
+        path = run.save_arrays("client-3", arrays, {"method": "fedavg"})
+        assert path == run.models / "client-3.safetensors"
+        loaded = load_arrays(path)
+        assert loaded.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert loaded[name].dtype == array.dtype
+            assert loaded[name].shape == array.shape
+            np.testing.assert_array_equal(loaded[name], array)
+        with safetensors.safe_open(path, "np") as file:
+            assert file.metadata() == {"method": "fedavg"}
+
+    @pytest.mark.parametrize("name", ["../x", "a/b", "", ".."])
+    def test_arrays_stay_in_the_directory(self, run: RunDirectory, name: str) -> None:
+        with pytest.raises(ValueError, match="name"):
+            run.save_arrays(name, {"w": np.ones(1)})
+
+    def test_a_killed_run_leaves_readable_files(self, tmp_path: Path) -> None:
+        program = """
+import os, signal, sys
+from pathlib import Path
+from posy.metrics import spread
+from posy.results import History, RunDirectory
+run, history = RunDirectory(Path(sys.argv[1]), "x"), History()
+run.write_config({"seed": 1})
+for r in (1, 2, 3):
+    history.add(r, spread([r / 10, r / 5], [1, 1]))
+    run.append_round({"round": r})
+    run.append_clients({"round": r, "partition": i} for i in range(2))
+    run.write_summary(status="running", method="m", dataset="d", num_clients=2, rounds=r, seed=1, seconds=1.0,
+                      bytes_up=1, bytes_down=1, accuracy=history)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        root = Path(__file__).resolve().parents[1]
+        environment = os.environ | {"PYTHONPATH": str(root)}
+        done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=False)
+        assert done.returncode == -signal.SIGKILL
+        path = tmp_path / "x"
+        assert [json.loads(line)["round"] for line in (path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
+        with (path / "clients.csv").open(newline="") as file:
+            assert [(row["round"], row["partition"]) for row in csv.DictReader(file)] == [
+                (str(r), str(i)) for r in (1, 2, 3) for i in range(2)
+            ]
+        summary = json.loads((path / "summary.json").read_text())
+        assert (summary["status"], summary["rounds"]) == ("running", 3)
+        assert summary["served"]["last"]["mean"] == pytest.approx(0.45)
+        assert yaml.safe_load((path / "config.yaml").read_text())["settings"] == {"seed": 1}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestProgress:
+    @pytest.mark.parametrize(("rounds", "lines"), [(1, 1), (12, 12), (200, 200), (2000, 201), (999, 201)])
+    def test_a_log_gets_about_200_lines_at_most(self, rounds: int, lines: int) -> None:
+        log = io.StringIO()
+        with Progress(rounds, stream=log) as shown:
+            for server_round in range(1, rounds + 1):
+                shown.update(server_round, 0.5, None)
+        text = log.getvalue().splitlines()
+        assert len(text) == lines
+        assert text[0].startswith(f"round {1:{len(str(rounds))}d}/{rounds}")
+        assert text[-1].startswith(f"round {rounds}/{rounds}")
+        assert "\x1b" not in log.getvalue()
+
+    def test_a_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = iter([0.0, 0.0, 10.0, 14.0])
+        monkeypatch.setattr("posy.progress.time.monotonic", lambda: next(clock))
+        log = io.StringIO()
+        with Progress(10, stream=log) as shown:
+            shown.update(1, 0.61234, 0.74, 0.8125)
+            shown.update(2, None, 0.75, math.nan)
+        assert log.getvalue().splitlines() == [
+            "round  1/10  served 61.23 %  local 74.00 %  loss 0.8125  10.00 s/round  1 min 30 s left",
+            # 14 s for 2 rounds; the served models were not evaluated again.
+            "round  2/10  served 61.23 % (round 1)  local 75.00 %  loss nan  7.00 s/round  56 s left",
+        ]
+
+    def test_a_terminal_gets_a_bar(self) -> None:
+        terminal = Terminal()
+        with Progress(3, stream=terminal) as shown:
+            shown.update(1, 0.5, None)
+            shown.update(3, 0.625, None)
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+        assert "\x1b" in terminal.getvalue()
+        assert "round 3/3" in plain
+        assert "served 62.50 %" in plain
+
+    def test_a_terminal_that_flower_mirrors_gets_lines(self) -> None:
+        terminal, mirrored = Terminal(), []
+        original = terminal.write
+
+        def write(text: str) -> int:
+            mirrored.append(text)
+            return original(text)
+
+        terminal.write = write  # type: ignore[method-assign]  # as flwr.supercore.logger.mirror_output_to_queue does
+        with Progress(3, stream=terminal) as shown:
+            shown.update(1, 0.5, None)
+        assert len(mirrored) == 1
+        assert mirrored[0].startswith("round 1/3  served 50.00 %")
+
+    def test_switched_off(self) -> None:
+        terminal = Terminal()
+        with Progress(3, enabled=False, stream=terminal) as shown:
+            shown.update(1, 0.5, 0.5)
+        assert terminal.getvalue() == ""
+
+    def test_an_error_passes_through_and_ends_the_bar(self) -> None:
+        terminal = Terminal()
+        with pytest.raises(KeyError), Progress(3, stream=terminal):
+            raise KeyError
+        assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+class TestResultsTable:
+    def test_table(self, run: RunDirectory, history: History) -> None:
+        summary = summarise(run, history, "completed", system_accuracy=0.5, dropped={"timeout": 2, "not finite": 1})
+        text = results_table(summary, run.path)
+        lines = {line.strip().split("  ")[0]: line for line in text.splitlines()}
+        assert text.startswith("fedavg on digits: completed after 3 rounds")
+        # Population std of (0.5, 0.7) is 0.1; J = 1.2² / (2 · 0.74).
+        assert re.split(" {2,}", lines["served model, last"].strip()) == [
+            "served model, last",
+            "3",
+            "60.00 ± 10.00 %",
+            "50.00 %",
+            "70.00 %",
+            "60.00 %",
+            "0.9730",
+        ]
+        assert lines["served model, best"].split()[3:6] == ["2", "80.00", "±"]
+        assert lines["dropped replies"].endswith("2 timeout, 1 not finite")
+        assert lines["bytes"].endswith("1.00 kB up, 2.00 kB down")
+        assert lines["system accuracy"].endswith(" 50.00 %")
+        assert lines["results"].endswith(str(run.path))
+
+    def test_points_that_were_not_evaluated_say_so(self, run: RunDirectory) -> None:
+        text = results_table(summarise(run, History(), "stopped"), Path("[x]"))
+        assert text.count("not evaluated") == 4
+        assert "system accuracy" not in text
+        assert "dropped" not in text
+        assert text.endswith("[x]")
+
+    @pytest.mark.parametrize(
+        ("seconds", "words"), [(0, "0 s"), (59.6, "1 min 0 s"), (106, "1 min 46 s"), (7530, "2 h 5 min")]
+    )
+    def test_durations(self, seconds: float, words: str) -> None:
+        assert duration(seconds) == words
+
+    @pytest.mark.parametrize(("count", "words"), [(0, "0 bytes"), (999, "999 bytes"), (1_234_567, "1.23 MB")])
+    def test_sizes(self, count: int, words: str) -> None:
+        assert size(count) == words
