@@ -71,7 +71,7 @@ def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: di
     numbers = {k: v for k, v in metrics.items() if not isinstance(v, str)}
     texts = {k: v for k, v in metrics.items() if isinstance(v, str)}
     content = RecordDict({
-        "arrays": ArrayRecord({str(i): Array(np.ascontiguousarray(a)) for i, a in enumerate(arrays)}),
+        "arrays": ArrayRecord({str(i): Array(np.asarray(a, order="C")) for i, a in enumerate(arrays)}),
         "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
         "config": ConfigRecord({**texts, "client": int(message.content.config_records["config"]["client"])}),
     })

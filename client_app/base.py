@@ -249,7 +249,7 @@ class PersonalClient(NumPyClient):
                 if len(self.data.y_test):
                     result = yield from self.score(personal, "test")
                     metrics |= {"local-accuracy": result.accuracy, "local-loss": result.loss}
-        if best is not None:
+        if best is not None and (self.personal_in_every_evaluation or config.get("evaluate-personal")):
             self._save(best, config)
         return loss, len(self.data.y_test), metrics | self.acknowledgement
 

@@ -1,8 +1,8 @@
 """Training augmentation, batched on the device of the images."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 _SMALLEST = 0.9  # part of the image's area that a crop keeps at least (FedDRM)
 
@@ -29,6 +29,6 @@ def random_resized_crop(x: Tensor, generator: torch.Generator) -> Tensor:
     theta = torch.zeros(len(x), 2, 3, dtype=x.dtype, device=x.device)
     theta[:, 0, 0] = theta[:, 1, 1] = side
     theta[:, :, 2] = ((2 * draws[1:] - 1) * (1 - side)).T
-    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
-    cropped = F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
+    cropped = functional.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
     return cropped.contiguous(memory_format=torch.channels_last)

@@ -58,9 +58,7 @@ def client_data(
     return ClientData(x_train, y_train.to(device), x_test, y_test.to(device), dataset.task.num_classes)
 
 
-def _inputs(
-    dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device
-) -> Tensor:
+def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:
     x = torch.from_numpy(dataset.x[indices])
     if dataset.task.kind == "text":
         return x.to(device)

@@ -87,8 +87,9 @@ def text_dataset(
     x: np.ndarray,
     y: np.ndarray,
     class_names: Sequence[str],
-    vocabulary: int,
     groups: np.ndarray | None = None,
+    *,
+    vocabulary: int,
 ) -> Dataset:
     """Build a data set of ``(N, L)`` int64 tokens below ``vocabulary``; 0 is padding."""
     task = Task("text", (x.shape[1],), tuple(class_names), vocabulary)
@@ -139,6 +140,11 @@ def mapped_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...
     if len(values) < 2:
         raise DataError(f"{where}: {len(values)} distinct labels {values.tolist()}; a task needs at least 2 classes")
     return labels.astype(np.int64), tuple(str(value) for value in values)
+
+
+def numbered(values: np.ndarray) -> np.ndarray:
+    """Return for each value the place of it among the distinct values, sorted; int64."""
+    return np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 def check_lengths(where: str, **lengths: int) -> None:

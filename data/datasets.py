@@ -65,7 +65,7 @@ SOURCES = {
     "emnist-letters": _published("emnist-letters", "145,600 grey 28x28 letters, 26 classes"),
     "femnist": Source(
         "grey 28x28 digits and letters, 62 classes; groups: writers",
-        "LEAF's femnist/train/*.json and femnist/test/*.json",
+        "LEAF's femnist/train/*.json and femnist/test/*.json, or femnist.npz",
         False,
         lambda path, s: load_femnist(path),
     ),
@@ -95,7 +95,7 @@ SOURCES = {
     ),
     "fedisic": Source(
         "23,247 RGB skin lesions, 8 classes, resized to 64x64; groups: 6 centres",
-        "FLamby's fedisic/train_test_split and fedisic/ISIC_2019_Training_Input_preprocessed/*.jpg",
+        "FLamby's fedisic/train_test_split and fedisic/ISIC_2019_Training_Input_preprocessed/*.jpg, or fedisic.npz",
         False,
         lambda path, s: image.load_fedisic(path),
     ),
@@ -128,10 +128,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         If the data is missing or damaged.
     """
     name = settings.dataset
-    if name in SOURCES:
-        dataset = SOURCES[name].load(data_dir, settings)
-    else:
-        dataset = load_own(_path_of(name, data_dir), name)
+    dataset = SOURCES[name].load(data_dir, settings) if name in SOURCES else load_own(_path_of(name, data_dir), name)
     return _subset(dataset, settings, seed)
 
 

@@ -16,7 +16,7 @@ from filelock import FileLock
 from flwr.common.logger import log
 from PIL import Image, ImageOps
 
-from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels
+from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels, numbered
 from data.errors import DataError, missing
 from data.npz import NpzFile
 
@@ -41,7 +41,7 @@ class Published:
         ``(H, W, C)`` of one image.
     class_names : tuple of str
         In the order of the labels.
-    options : dict
+    options : tuple
         Further arguments of the reader.
     convert : callable or None
         From what torchvision holds to upright images and labels from 0.
@@ -81,6 +81,17 @@ CIFAR100_NAMES = tuple(sorted(name for members in CIFAR20.values() for name in m
 _SUPERCLASS = {name: label for label, members in enumerate(CIFAR20.values()) for name in members.split()}
 TO_SUPERCLASS = np.array([_SUPERCLASS[name] for name in CIFAR100_NAMES])
 
+KVASIR = (
+    "dyed-lifted-polyps",
+    "dyed-resection-margins",
+    "esophagitis",
+    "normal-cecum",
+    "normal-pylorus",
+    "normal-z-line",
+    "polyps",
+    "ulcerative-colitis",
+)
+FEDISIC = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 PUBLISHED = {
     "mnist": Published("MNIST", "MNIST/raw", (28, 28, 1), tuple("0123456789")),
     "fmnist": Published(
@@ -110,7 +121,7 @@ PUBLISHED = {
 
 def load_digits() -> Dataset:
     """Return scikit-learn's 1,797 images of 8x8 pixels; grey values 0..16 become 0..255."""
-    from sklearn.datasets import load_digits as bundled
+    from sklearn.datasets import load_digits as bundled  # noqa: PLC0415 - needed by this set alone
 
     bunch = bundled()
     x = np.rint(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
@@ -126,10 +137,10 @@ def load_published(name: str, data_dir: Path, download: bool) -> Dataset:
         If it is neither there nor to be had, or damaged.
     """
     source = PUBLISHED[name]
-    npz = data_dir / f"{name}.npz"
-    if npz.exists():
-        return load_npz(name, npz, source.class_names, source.shape)
-    x, y = _torchvision(name, source, data_dir, download, npz)
+    found = from_npz(name, data_dir, source.class_names, source.shape)
+    if found is not None:
+        return found
+    x, y = _torchvision(name, source, data_dir, download)
     if source.convert is not None:
         x, y = source.convert(x, y)
     x = x.reshape(len(x), *source.shape)
@@ -138,26 +149,34 @@ def load_published(name: str, data_dir: Path, download: bool) -> Dataset:
 
 def load_cifar20(data_dir: Path, download: bool) -> Dataset:
     """Return CIFAR-100 with its 20 superclasses, or ``<data-dir>/cifar20.npz`` as it is."""
-    npz = data_dir / "cifar20.npz"
-    if npz.exists():
-        return load_npz("cifar20", npz, tuple(CIFAR20), (32, 32, 3))
+    found = from_npz("cifar20", data_dir, tuple(CIFAR20), (32, 32, 3))
+    if found is not None:
+        return found
     fine = load_published("cifar100", data_dir, download)
     return image_dataset("cifar20", fine.x, TO_SUPERCLASS[fine.y], tuple(CIFAR20))
 
 
-def load_npz(
-    name: str, path: Path, class_names: Sequence[str], shape: tuple[int, int, int] | None = None
-) -> Dataset:
-    """Read a published set from ``x_train, y_train[, x_test, y_test]``."""
-    x, y = read_xy(path)
+def from_npz(
+    name: str, data_dir: Path, class_names: Sequence[str], shape: tuple[int, int, int] | None = None
+) -> Dataset | None:
+    """Read a published set from ``<data-dir>/<name>.npz``, if that is there (see :func:`read_npz`)."""
+    path = data_dir / f"{name}.npz"
+    if not path.exists():
+        return None
+    x, y, groups = read_npz(path)
+    if x.ndim not in (3, 4):
+        raise DataError(f"{path}: x of shape {x.shape}; allowed are images (N, H, W) or (N, H, W, C)")
     x = as_images(x, str(path))
     if shape is not None and x.shape[1:] != shape:
         raise DataError(f"{path}: images of shape {x.shape[1:]}; those of {name} are {shape} (height, width, channels)")
-    return image_dataset(name, x, known_labels(y, len(class_names), str(path)), class_names)
+    return image_dataset(name, x, known_labels(y, len(class_names), str(path)), class_names, groups)
 
 
-def read_xy(path: Path) -> Arrays:
-    """Return the pooled x and y of an .npz file.
+def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return x, y and groups of an .npz file, train and test pooled.
+
+    Read are ``x_train, y_train`` and, if there, ``x_test, y_test`` and ``groups_train, groups_test``
+    (numbers or texts, which become 0, 1, ... in order).
 
     Raises
     ------
@@ -169,12 +188,13 @@ def read_xy(path: Path) -> Arrays:
     if "train" not in splits:
         raise DataError(f"{path}: holds {list(archive.names)}; needed are x_train, y_train and perhaps x_test, y_test")
     for split in splits:
-        lengths = {f"{k}_{split}": (archive.shape(f"{k}_{split}")[0] or (0,))[0] for k in "xy"}
-        check_lengths(str(path), **lengths)
-    return (
-        archive.pooled(tuple(f"x_{split}" for split in splits)),
-        archive.pooled(tuple(f"y_{split}" for split in splits)),
-    )
+        names = [f"{kind}_{split}" for kind in ("x", "y", "groups") if f"{kind}_{split}" in archive.names]
+        check_lengths(str(path), **{name: (archive.shape(name)[0] or (0,))[0] for name in names})
+    groups = None
+    if {f"groups_{split}" for split in splits} <= set(archive.names):
+        groups = numbered(archive.pooled(tuple(f"groups_{split}" for split in splits)))
+    x, y = (archive.pooled(tuple(f"{kind}_{split}" for split in splits)) for kind in "xy")
+    return x, y, groups
 
 
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
@@ -192,7 +212,9 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
         bad = np.argwhere((x < 0) | (x > 255))
         if len(bad):
             position = tuple(bad[0].tolist())
-            raise DataError(f"{where}: pixel {x[position]} at index {position}; whole numbers are allowed from 0 to 255")
+            raise DataError(
+                f"{where}: pixel {x[position]} at index {position}; whole numbers are allowed from 0 to 255"
+            )
         return x.astype(np.uint8)
     if x.dtype.kind != "f":
         raise DataError(f"{where}: pixels of type {x.dtype}; allowed are uint8 or floating-point numbers")
@@ -209,13 +231,14 @@ def as_float32(x: np.ndarray) -> np.ndarray:
 
 def load_tiny_imagenet(data_dir: Path) -> Dataset:
     """Read the published folders: ``train/<wnid>/images`` and ``val`` with ``val_annotations.txt``."""
-    npz = data_dir / "tiny-imagenet.npz"
+    found = from_npz("tiny-imagenet", data_dir, [str(i) for i in range(200)], (64, 64, 3))
+    if found is not None:
+        return found
     roots = [data_dir / "tiny-imagenet-200", data_dir / "tiny-imagenet"]
     root = next((root for root in roots if (root / "train").is_dir()), None)
     if root is None:
-        if npz.exists():
-            return load_npz("tiny-imagenet", npz, [str(i) for i in range(200)], (64, 64, 3))
-        raise missing("tiny-imagenet", [npz, *(r / "train" for r in roots)], "unpack tiny-imagenet-200.zip there")
+        looked_for = [data_dir / "tiny-imagenet.npz", *(root / "train" for root in roots)]
+        raise missing("tiny-imagenet", looked_for, "unpack tiny-imagenet-200.zip there")
     wnids = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
     label = {wnid: number for number, wnid in enumerate(wnids)}
     files = [(path, label[wnid]) for wnid in wnids for path in image_files(root / "train" / wnid / "images")]
@@ -225,7 +248,9 @@ def load_tiny_imagenet(data_dir: Path) -> Dataset:
     for number, line in enumerate(annotations.read_text(encoding="utf-8").splitlines(), 1):
         fields = line.split("\t")
         if len(fields) < 2 or fields[1] not in label:
-            raise DataError(f"{annotations}: line {number}: {line!r}; needed are an image and one of the folders' wnids")
+            raise DataError(
+                f"{annotations}: line {number}: {line!r}; needed are an image and one of the folders' wnids"
+            )
         files.append((root / "val" / "images" / fields[0], label[fields[1]]))
     y = np.array([number for _, number in files], np.int64)
     return image_dataset("tiny-imagenet", read_images([path for path, _ in files], (64, 64), "RGB"), y, wnids)
@@ -233,15 +258,16 @@ def load_tiny_imagenet(data_dir: Path) -> Dataset:
 
 def load_kvasir(data_dir: Path) -> Dataset:
     """Read Kvasir's class folders; images are cropped to a centred square and resized to 64x64."""
-    npz = data_dir / "kvasir.npz"
+    found = from_npz("kvasir", data_dir, KVASIR)
+    if found is not None:
+        return found
     roots = [data_dir / "kvasir", data_dir / "kvasir-dataset-v2", data_dir / "kvasir-dataset"]
     root = next((root for root in roots if root.is_dir()), None)
-    if root is not None:
-        x, y, names = read_class_folders(root, (DEFAULT_SIDE, DEFAULT_SIDE))
-        return image_dataset("kvasir", x, y, names)
-    if npz.exists():
-        return load_npz("kvasir", npz, [str(i) for i in range(8)])
-    raise missing("kvasir", [npz, *roots], "unpack the Kvasir data set there: one folder of images a class")
+    if root is None:
+        looked_for = [data_dir / "kvasir.npz", *roots]
+        raise missing("kvasir", looked_for, "unpack the Kvasir data set there: one folder of images a class")
+    x, y, names = read_class_folders(root, (DEFAULT_SIDE, DEFAULT_SIDE))
+    return image_dataset("kvasir", x, y, names)
 
 
 def load_fedisic(data_dir: Path) -> Dataset:
@@ -249,14 +275,17 @@ def load_fedisic(data_dir: Path) -> Dataset:
 
     The centre of each image is its group; images are cropped to a centred square and resized to 64x64.
     """
-    names = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+    found = from_npz("fedisic", data_dir, FEDISIC)
+    if found is not None:
+        return found
     root = data_dir / "fedisic"
     tables = [root / "train_test_split", root / "train_test_split.csv", root / "train_test_folds.csv"]
     folders = [root / "ISIC_2019_Training_Input_preprocessed", root / "ISIC_2019_Training_Input"]
     table = next((path for path in tables if path.is_file()), None)
     folder = next((path for path in folders if path.is_dir()), None)
     if table is None or folder is None:
-        raise missing("fedisic", tables + folders, "put FLamby's train_test_split and one of its image folders there")
+        looked_for = [data_dir / "fedisic.npz", *tables, *folders]
+        raise missing("fedisic", looked_for, "put FLamby's train_test_split and one of its image folders there")
     with table.open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
     files, labels, centres = [], [], []
@@ -268,9 +297,9 @@ def load_fedisic(data_dir: Path) -> Dataset:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
     check_lengths(str(table), rows=len(files))
-    y = known_labels(np.array(labels), len(names), str(table))
+    y = known_labels(np.array(labels), len(FEDISIC), str(table))
     x = read_images(files, (DEFAULT_SIDE, DEFAULT_SIDE), "RGB")
-    return image_dataset("fedisic", x, y, names, np.array(centres, np.int64))
+    return image_dataset("fedisic", x, y, FEDISIC, np.array(centres, np.int64))
 
 
 def read_class_folders(root: Path, size: tuple[int, int] | None = None) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -359,9 +388,9 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         raise DataError(f"{path}: not an image that can be read ({error})") from error
 
 
-def _torchvision(name: str, source: Published, data_dir: Path, download: bool, npz: Path) -> Arrays:
+def _torchvision(name: str, source: Published, data_dir: Path, download: bool) -> Arrays:
     """Return the pooled arrays of torchvision's reader; its CIFAR files are checked by MD5 before unpickling."""
-    from torchvision import datasets
+    from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
 
     reader = getattr(datasets, source.reader)
 
@@ -386,7 +415,7 @@ def _torchvision(name: str, source: Published, data_dir: Path, download: bool, n
             problem = error
     raise missing(
         name,
-        [npz, data_dir / source.folder],
+        [data_dir / f"{name}.npz", data_dir / source.folder],
         "put there either an .npz with x_train, y_train, x_test, y_test or the published files in torchvision's "
         f"layout{'' if download else ', or set download = true'} ({problem})",
     ) from problem

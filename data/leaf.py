@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels
+from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels, numbered
 from data.errors import DataError, missing
+from data.image import from_npz
 
 
 def load_femnist(data_dir: Path) -> Dataset:
@@ -19,11 +20,18 @@ def load_femnist(data_dir: Path) -> Dataset:
         If there are no files, or one is not as LEAF writes it.
     """
     names = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+    found = from_npz("femnist", data_dir, names)
+    if found is not None:
+        return found
     roots = [data_dir / "femnist", data_dir / "femnist" / "data"]
     files = [path for root in roots for split in ("train", "test") for path in sorted((root / split).glob("*.json"))]
     if not files:
         looked_for = [root / split / "*.json" for root in roots for split in ("train", "test")]
-        raise missing("femnist", looked_for, "put there the .json files that LEAF's preprocessing writes")
+        raise missing(
+            "femnist",
+            [data_dir / "femnist.npz", *looked_for],
+            "put there the .json files that LEAF's preprocessing writes",
+        )
     images, labels, writers = [], [], []
     for path in files:
         for user, x, y in _users(path):
@@ -42,8 +50,7 @@ def load_femnist(data_dir: Path) -> Dataset:
             labels.append(known_labels(np.array(y), len(names), where))
             writers += [user] * len(y)
     check_lengths(str(files[0].parent.parent), samples=len(writers))
-    number = {writer: i for i, writer in enumerate(sorted(set(writers)))}
-    groups = np.array([number[writer] for writer in writers], np.int64)
+    groups = numbered(np.array(writers))
     return image_dataset("femnist", np.concatenate(images), np.concatenate(labels), names, groups)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from flwr.common.logger import log
 
-from data.dataset import Dataset, check_finite, feature_dataset, image_dataset, mapped_labels, text_dataset
+from data.dataset import Dataset, check_finite, feature_dataset, image_dataset, mapped_labels, numbered, text_dataset
 from data.errors import DataError
-from data.image import as_float32, as_images, read_class_folders, read_xy
+from data.image import as_float32, as_images, read_class_folders, read_npz
 from data.pfllib import is_pfllib, load_pfllib
 from data.text import rows_of, tokenise
 
@@ -33,20 +33,20 @@ def load_own(path: Path, name: str) -> Dataset:
 
 
 def _read_npz(path: Path, name: str) -> Dataset:
-    """Read x_train, y_train and perhaps x_test, y_test.
+    """Read what :func:`data.image.read_npz` does.
 
     ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)`` are images (whole numbers: pixels 0..255;
     other numbers: taken as they are); ``(N, F)`` are features, standardised.
     """
-    x, y = read_xy(path)
+    x, y, groups = read_npz(path)
     labels, names = mapped_labels(y, str(path))
     if x.ndim in (3, 4):
-        return image_dataset(name, as_images(x, str(path)), labels, names)
+        return image_dataset(name, as_images(x, str(path)), labels, names, groups)
     if x.ndim != 2 or x.dtype.kind not in "fiub":
         raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed are numbers in 2, 3 or 4 axes")
     x = as_float32(x)
     check_finite(x, str(path))
-    return feature_dataset(name, x, labels, names)
+    return feature_dataset(name, x, labels, names, groups)
 
 
 def _read_csv(path: Path, name: str) -> Dataset:
@@ -77,7 +77,7 @@ def _read_csv(path: Path, name: str) -> Dataset:
     labels, names = _labels(columns[label], path, header[label], numbers)
     groups = None
     if "group" in lower and lower.index("group") != label:
-        groups = np.unique(np.array(columns[lower.index("group")]), return_inverse=True)[1].astype(np.int64)
+        groups = numbered(np.array(columns[lower.index("group")]))
     inputs = [i for i in range(len(header)) if i != label and lower[i] != "group"]
     if "text" in lower:
         text = lower.index("text")
@@ -86,27 +86,27 @@ def _read_csv(path: Path, name: str) -> Dataset:
     if text in inputs:
         log(INFO, "%s: column %s is the text, %s the label", path.name, header[text], header[label])
         tokens, vocabulary = tokenise(columns[text])
-        return text_dataset(name, tokens, labels, names, vocabulary, groups)
-    if not inputs:
-        raise DataError(f"{path}: columns {header}; needed is at least one beside the label")
+        return text_dataset(name, tokens, labels, names, groups, vocabulary=vocabulary)
     log(INFO, "%s: %s columns are features, %s the label", path.name, len(inputs), header[label])
-    x = np.empty((len(table), len(inputs)), np.float32)
-    for target, column in enumerate(inputs):
-        cells = [_number(cell) for cell in columns[column]]
-        if None in cells:
-            first = cells.index(None)
-            raise DataError(
-                f"{path}: row {numbers[first]}, column {header[column]}: {columns[column][first]!r}; numbers are allowed "
-                "(a column of texts must be named text)"
-            )
-        x[:, target] = as_float32(np.array(cells))
-        bad = np.flatnonzero(~np.isfinite(x[:, target]))
+    x = _features([(header[i], columns[i]) for i in inputs], path, numbers)
+    return feature_dataset(name, x, labels, names, groups)
+
+
+def _features(columns: list[tuple[str, tuple[str, ...]]], path: Path, numbers: list[int]) -> np.ndarray:
+    """Return the columns as ``(N, F)`` float32; every cell must be a finite number."""
+    if not columns:
+        raise DataError(f"{path}: no column beside the label; at least one is needed")
+    features = np.empty((len(numbers), len(columns)), np.float32)
+    for target, (title, cells) in zip(features.T, columns, strict=True):
+        values = [_number(cell) for cell in cells]
+        target[:] = as_float32(np.array([np.nan if value is None else value for value in values]))
+        bad = np.flatnonzero(~np.isfinite(target))
         if bad.size:
             raise DataError(
-                f"{path}: row {numbers[bad[0]]}, column {header[column]}: {columns[column][bad[0]]!r}; "
-                "only finite numbers are allowed"
+                f"{path}: row {numbers[bad[0]]}, column {title}: {cells[bad[0]]!r}; finite numbers are allowed "
+                "(a column of texts must be named text)"
             )
-    return feature_dataset(name, x, labels, names, groups)
+    return features
 
 
 def _labels(cells: tuple[str, ...], path: Path, title: str, numbers: list[int]) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -1,14 +1,11 @@
 """Which client holds which samples."""
 
-import contextlib
-import io
 import json
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from logging import INFO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.common.logger import log
@@ -18,12 +15,6 @@ from data.errors import DataError
 from data.shifts import check_shift
 from posy.randomness import numpy_generator
 from posy.settings import DataSettings, SettingsError
-
-if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
-
-_FEW = 10  # samples that every client of a Dirichlet partition should have
-_DRAWS = 8  # partitioners tried, each of which draws 11 times
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +40,9 @@ class Partition:
 def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     """Assign the samples of a data set to clients and split each client's into train and test.
 
-    The same data, settings and seed give the same partition in every process. Assignment is done by
-    flwr-datasets on the labels alone; data that comes partitioned is taken as it is.
+    The same data, settings and seed give the same partition in every process. flwr-datasets
+    assigns samples by their labels alone, except where every client is to have so many samples
+    (``samples_per_client``); data that comes partitioned is taken as it is.
 
     Parameters
     ----------
@@ -71,11 +63,11 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     kind = "given" if dataset.given is not None else settings.partition
     _check(kind, dataset, settings)
     rng = numpy_generator(seed, "partition")
-    pairs = _ASSIGN[kind](dataset, settings, rng)
+    pairs = _assigned(kind, dataset, settings, rng)
     if kind == "given" and settings.partition != "given":
         log(INFO, "%s comes partitioned over %s clients, which is used", dataset.name, len(pairs))
     if settings.train_samples:
-        pairs = [(rng.permutation(train)[: settings.train_samples], test) for train, test in pairs]
+        pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
     for client, (train, _) in enumerate(pairs):
         if not len(train):
             raise DataError(f"partition {kind!r} of {dataset.name}: client {client} has no training sample")
@@ -115,72 +107,35 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
                 f"group); {dataset.name} has none"
             )
         if clients > (groups := len(np.unique(dataset.groups))):
-            raise SettingsError(f"num-clients = {clients}: {dataset.name} has {groups} groups; allowed are 1 to {groups}")
+            raise SettingsError(
+                f"num-clients = {clients}: {dataset.name} has {groups} groups; allowed are 1 to {groups}"
+            )
     is_pixels = dataset.task.kind == "image" and dataset.x.dtype == np.uint8
     check_shift(settings.shift, clients, dataset.x.shape[-1] if is_pixels else 0)
 
 
-def _dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Draw until each client has 10 samples (fewer if the data is small), at last until each has 2."""
-    from flwr_datasets.partitioner import DirichletPartitioner
-
-    clients = settings.num_clients
-    least = min(2, len(dataset) // clients)
-    few = max(least, min(_FEW, len(dataset) // (4 * clients)))
-    for draw in range(_DRAWS):
-        partitioner = DirichletPartitioner(
-            clients,
-            partition_by="label",
-            alpha=settings.dirichlet_alpha,
-            min_partition_size=few if draw < _DRAWS // 2 else least,
-            self_balancing=False,
-            shuffle=False,
-            seed=_word(rng),
-        )
-        with contextlib.suppress(ValueError):  # the partitioner gave up: the next draw has another seed
-            return _split(_run(partitioner, dataset.y, np.arange(len(dataset))), settings, rng)
-    raise SettingsError(
-        f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
-        f"{least} of the {len(dataset)} samples of {dataset.name}; raise alpha or use fewer clients"
-    )
-
-
-def _iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    from flwr_datasets.partitioner import IidPartitioner
-
-    order = rng.permutation(len(dataset))
+def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+    """Return (train, test) of each client."""
+    if kind == "given":
+        return dataset.given or ()
+    if kind == "file":
+        return _from_file(dataset, settings, rng)
     if settings.samples_per_client:
-        train, test = _sizes(settings)
-        needed = settings.num_clients * (train + test)
-        if needed > len(dataset):
-            raise _too_few(settings, f"{needed} samples (train and test), {dataset.name} has {len(dataset)}")
-        parts = _run(IidPartitioner(settings.num_clients), dataset.y, order[:needed])
-        return tuple((part[:train], part[train:]) for part in parts)
-    return _split(_run(IidPartitioner(settings.num_clients), dataset.y, order), settings, rng)
+        return (_equal_classes if kind == "classes" else _equal_iid)(dataset, settings, rng)
+    from data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
+
+    return _split(ASSIGN[kind](dataset, settings, rng), settings, rng)
 
 
-def _classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Give each client S classes: each class shared out evenly, or equal sizes (samples-per-client)."""
-    from flwr_datasets.partitioner import PathologicalPartitioner
-
-    if settings.samples_per_client:
-        return _equal_classes(dataset, settings, rng)
-    partitioner = PathologicalPartitioner(
-        settings.num_clients,
-        partition_by="label",
-        num_classes_per_partition=settings.classes_per_client,
-        class_assignment_mode="first-deterministic",
-        shuffle=False,
-        seed=_word(rng),
-    )
-    try:
-        parts = _run(partitioner, dataset.y, rng.permutation(len(dataset)))
-    except ValueError as error:
-        raise SettingsError(
-            f"classes-per-client = {settings.classes_per_client} with num-clients = {settings.num_clients} does not "
-            f"suit {dataset.name}: {error}"
-        ) from error
-    return _split(parts, settings, rng)
+def _equal_iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+    """Give each client the same number of samples, at random."""
+    train, test = _sizes(settings)
+    size = train + test
+    needed = settings.num_clients * size
+    if needed > len(dataset):
+        raise _too_few(settings, f"{needed} samples (train and test), {dataset.name} has {len(dataset)}")
+    parts = rng.permutation(len(dataset))[:needed].reshape(settings.num_clients, size)
+    return tuple((part[:train], part[train:]) for part in parts)
 
 
 def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
@@ -223,38 +178,7 @@ def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Gene
     return tuple(pairs)
 
 
-def _shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Sort by label, cut into equal shards, and give each client some at random (FedDRM, section 5)."""
-    from flwr_datasets.partitioner import ShardPartitioner
-
-    shards = settings.num_clients * settings.shards_per_client
-    if shards > len(dataset):
-        raise SettingsError(
-            f"shards-per-client = {settings.shards_per_client} with num-clients = {settings.num_clients} makes {shards} "
-            f"shards; {dataset.name} has {len(dataset)} samples, and each shard needs at least one"
-        )
-    partitioner = ShardPartitioner(
-        settings.num_clients,
-        partition_by="label",
-        num_shards_per_partition=settings.shards_per_client,
-        shuffle=False,
-        seed=_word(rng),
-    )
-    return _split(_run(partitioner, dataset.y, rng.permutation(len(dataset))), settings, rng)
-
-
-def _natural(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Give each client one group: the M largest (of equal ones the first), in order of their number."""
-    from flwr_datasets.partitioner import NaturalIdPartitioner
-
-    assert dataset.groups is not None
-    groups, sizes = np.unique(dataset.groups, return_counts=True)
-    chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]
-    order = np.flatnonzero(np.isin(dataset.groups, chosen))
-    return _split(_run(NaturalIdPartitioner("label"), dataset.groups, order), settings, rng)
-
-
-def _file(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Read a list of index lists, or {"train": [...], "test": [...]} with one of each."""
     path = Path(settings.partition_file).expanduser()
     if not settings.partition_file or not path.is_file():
@@ -268,7 +192,9 @@ def _file(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) ->
         raise DataError(f"{path}: not JSON ({error})") from error
     splits = content if isinstance(content, dict) else {"all": content}
     if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
-        raise DataError(f'{path}: allowed are a list of index lists, or {{"train": [...], "test": [...]}} of such lists')
+        raise DataError(
+            f'{path}: allowed are a list of index lists, or {{"train": [...], "test": [...]}} of such lists'
+        )
     for lists in splits.values():
         if len(lists) != settings.num_clients:
             raise SettingsError(f"num-clients = {settings.num_clients}: {path} lists {len(lists)} clients")
@@ -290,46 +216,6 @@ def _given(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
     return dataset.given
 
 
-_ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Any]] = {
-    "dirichlet": _dirichlet,
-    "iid": _iid,
-    "classes": _classes,
-    "shards": _shards,
-    "natural": _natural,
-    "file": _file,
-    "given": _given,
-}
-
-
-def _run(partitioner: "Partitioner", column: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
-    """Let a partitioner divide samples by a column; return the samples' indices.
-
-    Parameters
-    ----------
-    partitioner : Partitioner
-        Of flwr-datasets, with ``label`` as the column.
-    column : np.ndarray
-        ``(N,)`` labels or groups.
-    order : np.ndarray
-        Which samples take part, and in what order.
-    """
-    import datasets
-
-    class Table(datasets.Dataset):  # type: ignore[misc]
-        """Answers a column as one array; the lazy column of ``datasets`` is read value by value."""
-
-        def __getitem__(self, key: Any) -> Any:
-            found = super().__getitem__(key)
-            return found[:] if isinstance(key, str) else found
-
-    memory = datasets.table.InMemoryTable.from_pydict({"label": column[order], "index": order})
-    partitioner.dataset = Table(memory).with_format("numpy")
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # progress bars
-        warnings.simplefilter("ignore")
-        parts = [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
-    return [np.asarray(part.with_format("numpy")["index"][:]) for part in parts]
-
-
 def _split(parts: Sequence[np.ndarray], settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Split each client's samples at random; a client with two or more has both kinds."""
     pairs = []
@@ -349,8 +235,8 @@ def _sizes(settings: DataSettings) -> tuple[int, int]:
 
 def _too_few(settings: DataSettings, needed: str) -> SettingsError:
     return SettingsError(
-        f"samples-per-client = {settings.samples_per_client} with num-clients = {settings.num_clients} and test-fraction "
-        f"= {settings.test_fraction:g} needs {needed}; lower one of them"
+        f"samples-per-client = {settings.samples_per_client} with num-clients = {settings.num_clients} and "
+        f"test-fraction = {settings.test_fraction:g} needs {needed}; lower one of them"
     )
 
 
@@ -359,10 +245,7 @@ def _indices(listed: Any, size: int, where: str) -> np.ndarray:
         raise DataError(f"{where}: {listed!r:.40} is not a list of sample indices")
     for position, index in enumerate(listed):
         if type(index) is not int or not 0 <= index < size:
-            raise DataError(f"{where}: {index!r} at position {position}; allowed are whole numbers from 0 to {size - 1}")
+            raise DataError(
+                f"{where}: {index!r} at position {position}; allowed are whole numbers from 0 to {size - 1}"
+            )
     return np.array(listed, np.int64)
-
-
-def _word(rng: np.random.Generator) -> int:
-    """Return a seed for a partitioner, which takes a single number."""
-    return int(rng.integers(2**32))

@@ -78,9 +78,11 @@ def _dataset(name: str, x: np.ndarray, y: np.ndarray, names: tuple[str, ...], wh
     if x.dtype.kind in "iu" and x.ndim == 2:
         if x.min() < 0:
             raise DataError(f"{where}: token {x.min()}; allowed are whole numbers from 0 (padding)")
-        return text_dataset(name, x.astype(np.int64), y, names, int(x.max()) + 1)
+        return text_dataset(name, x.astype(np.int64), y, names, vocabulary=int(x.max()) + 1)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "fiu":
-        raise DataError(f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes")
+        raise DataError(
+            f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes"
+        )
     with np.errstate(over="ignore"):
         x = x.astype(np.float32, copy=False)
     check_finite(x, where)

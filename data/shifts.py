@@ -4,7 +4,6 @@ import itertools
 from typing import NamedTuple
 
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
 
 from posy.settings import SettingsError
 
@@ -73,9 +72,11 @@ def apply_shift(images: Tensor, shift: Shift) -> Tensor:
     Tensor
         ``(n, 3, H, W)`` uint8.
     """
+    from torchvision.transforms.v2 import functional  # noqa: PLC0415 - takes seconds to import
+
     if not len(images):
         return images
-    images = F.adjust_saturation(images, shift.saturation)
-    images = F.adjust_hue(images, shift.hue)
-    images = F.adjust_gamma(images, shift.gamma)
-    return images if shift.bits == 8 else F.posterize(images, shift.bits)
+    images = functional.adjust_saturation(images, shift.saturation)
+    images = functional.adjust_hue(images, shift.hue)
+    images = functional.adjust_gamma(images, shift.gamma)
+    return images if shift.bits == 8 else functional.posterize(images, shift.bits)

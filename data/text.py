@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import Dataset, check_lengths, known_labels, text_dataset
+from data.dataset import Dataset, check_lengths, known_labels, numbered, text_dataset
 from data.errors import DataError, missing
 
 PADDING, UNKNOWN = 0, 1
@@ -41,8 +41,8 @@ def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MA
     number = {word: token for token, word in enumerate(ranked, UNKNOWN + 1)}
     tokens = np.full((len(words), length), PADDING, np.int64)
     for row, line in zip(tokens, words, strict=True):
-        line = line[:length]
-        row[: max(1, len(line))] = [number.get(word, UNKNOWN) for word in line] or UNKNOWN
+        found = [number.get(word, UNKNOWN) for word in line[:length]] or [UNKNOWN]
+        row[: len(found)] = found
     return tokens, len(ranked) + 2
 
 
@@ -65,7 +65,7 @@ def load_agnews(data_dir: Path) -> Dataset:
             texts.append(f"{row[1]} {row[2]}")
     check_lengths(str(files[0]), rows=len(labels))
     tokens, vocabulary = tokenise(texts, 100)
-    return text_dataset("agnews", tokens, np.array(labels, np.int64), names, vocabulary)
+    return text_dataset("agnews", tokens, np.array(labels, np.int64), names, vocabulary=vocabulary)
 
 
 def load_sent140(data_dir: Path, test_fraction: float) -> Dataset:
@@ -82,17 +82,18 @@ def load_sent140(data_dir: Path, test_fraction: float) -> Dataset:
     rows = []
     for number, row in rows_of(path, "latin-1"):
         if len(row) != 6 or row[0] not in ("0", "4"):
-            raise DataError(f"{path}: row {number}: {row!r:.80}; needed are polarity 0 or 4, id, date, query, user, text")
+            raise DataError(
+                f"{path}: row {number}: {row!r:.80}; needed are polarity 0 or 4, id, date, query, user, text"
+            )
         rows.append((row[4], row[0] == "4", row[5]))
     tweets = Counter(user for user, _, _ in rows)
     rows = [row for row in rows if round(tweets[row[0]] * test_fraction) >= _MIN_TEST]
     if not rows:
         raise DataError(f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {test_fraction}; raise it")
-    number_of = {user: number for number, user in enumerate(sorted({user for user, _, _ in rows}))}
     tokens, vocabulary = tokenise((text for _, _, text in rows), 64)
     y = known_labels(np.array([positive for _, positive, _ in rows]), 2, str(path))
-    groups = np.array([number_of[user] for user, _, _ in rows], np.int64)
-    return text_dataset("sent140", tokens, y, ("negative", "positive"), vocabulary, groups)
+    groups = numbered(np.array([user for user, _, _ in rows]))
+    return text_dataset("sent140", tokens, y, ("negative", "positive"), groups, vocabulary=vocabulary)
 
 
 def rows_of(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:

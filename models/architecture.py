@@ -1,7 +1,7 @@
 """A network described in one hashable value that server and clients build alike."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -82,6 +82,13 @@ class Architecture:
     def named_arrays(self, flat: FloatArray) -> dict[str, FloatArray]:
         """Return a flat vector as named tensors, ready to be stored as safetensors."""
         return {name: np.ascontiguousarray(view) for name, view in self.layout.views(flat).items()}
+
+
+def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Architecture:
+    """Return the architecture with the ranks that stored tensors of a reduced model show."""
+    names = {layer: f"{layer}." if layer == "head" else f"blocks.{layer}.linear." for layer in plain.fully_connected}
+    down = {layer: arrays.get(stem + "down.weight") for layer, stem in names.items()}
+    return replace(plain, ranks=tuple((layer, len(factor)) for layer, factor in down.items() if factor is not None))
 
 
 def architecture_for(model: str, task: Task) -> Architecture:

@@ -308,7 +308,7 @@ def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
     if len(table) < 3:
         return np.arange(len(table))
     # SciPy's clustering takes half a second to import, and only FedACS's picture needs it.
-    from scipy.cluster.hierarchy import leaves_list, linkage  # type: ignore[import-untyped]
+    from scipy.cluster.hierarchy import leaves_list, linkage  # noqa: PLC0415
 
     shares = table / np.maximum(table.sum(axis=1, keepdims=True), 1)
     return np.asarray(leaves_list(linkage(shares, "average", "cityblock", optimal_ordering=True)), dtype=np.int64)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from logging import INFO
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
@@ -62,8 +62,6 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
             initial_arrays=ArrayRecord(),
             num_rounds=settings.run.num_server_rounds,
             timeout=settings.run.round_timeout,
-            train_config=ConfigRecord({"settings": settings.to_json()}),
-            evaluate_config=ConfigRecord({"settings": settings.to_json()}),
             evaluate_fn=recorder.finish_round,
         )
     return recorder

@@ -8,7 +8,7 @@ from flwr.common.logger import log
 from torch import Tensor
 
 from client_app.workspace import Workspace
-from models.architecture import Architecture
+from models.architecture import Architecture, reduced_like
 from posy.config import Settings
 from posy.metrics import majority_vote
 from posy.parameters import FloatArray
@@ -73,8 +73,9 @@ def stored_probabilities(
         prefix = f"{stage}." if stage else ""
         own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
         coefficient = float(own.pop("coefficient", np.ones(1))[0])
-        flat = torch.from_numpy(architecture.layout.flatten(own)).to(workspace.device)
-        network = workspace.network(architecture)
+        reduced = reduced_like(architecture, own)
+        flat = torch.from_numpy(reduced.layout.flatten(own)).to(workspace.device)
+        network = workspace.network(reduced)
         logits = workspace.trainer.forward(Forward(flat), network, Samples(x, y))
         if isinstance(logits, tuple):
             logits = logits[0]

@@ -30,14 +30,14 @@ class AttentionStrategy(PersonalisedStrategy):
         self.seen: list[int] = []
         self.models: FloatArray = np.empty((0, self.size), np.float32)
         self.mixed: FloatArray = self.models
-        self.start = self.initial()
+        self.common_start = self.initial()
         self.pictures: dict[int, npt.NDArray[np.float64]] = {}
 
     def serve(self, client: int) -> Arrays:
         """Send u_i."""
         if client in self.seen:
             return [self.mixed[self.seen.index(client)]]
-        return [self.models.mean(axis=0) if self.seen else self.start]
+        return [self.models.mean(axis=0) if self.seen else self.common_start]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Expect the local model ``(d,)``."""

@@ -30,6 +30,7 @@ from posy.randomness import numpy_generator
 
 Arrays = list[npt.NDArray[np.generic]]
 MAX_EXAMPLES = 1_000_000_000
+SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
 
 
 @dataclass
@@ -110,6 +111,7 @@ class PersonalisedStrategy(Strategy):
         self.models_folder: Path | None = None
         self.class_counts: npt.NDArray[np.int64] | None = None
         """Training samples by client and class, for the pictures, where the server knows the partition."""
+        self._settings_json = settings.to_json()
         self._sent: list[Message] = []
         self._clock = time.perf_counter()
         self.initialise()
@@ -232,10 +234,9 @@ class PersonalisedStrategy(Strategy):
         trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
         messages = []
         for client in sorted(self.members):
-            save = last and self.models_folder and client not in trained
             extra = {
                 "evaluate-personal": client not in trained,
-                **({"save-models-to": str(self.models_folder)} if save else {}),
+                **({"save-models-to": str(self.models_folder)} if last and self.models_folder else {}),
                 **self.train_config(server_round, client),
             }
             messages.append(self._message(MessageType.EVALUATE, server_round, client, config, extra))
@@ -282,8 +283,10 @@ class PersonalisedStrategy(Strategy):
     def _message(
         self, kind: str, server_round: int, client: int, config: ConfigRecord, extra: Mapping[str, Any]
     ) -> Message:
-        arrays = ArrayRecord({str(i): Array(np.ascontiguousarray(a)) for i, a in enumerate(self.serve(client))})
-        told = ConfigRecord({**config, "server-round": server_round, "client": client, **extra})
+        arrays = ArrayRecord({str(i): Array(np.asarray(a, order="C")) for i, a in enumerate(self.serve(client))})
+        told = ConfigRecord({
+            **config, "settings": self._settings_json, "server-round": server_round, "client": client, **extra
+        })
         size = arrays.count_bytes()
         self.record.bytes_down += size
         self.record.row(client)["bytes_down"] += size
@@ -335,8 +338,7 @@ class PersonalisedStrategy(Strategy):
         row = self.record.row(client)
         row["bytes_up"] += size
         row |= {"n_train": int(count), "n_test": metrics.pop("num-test"), "train_loss": loss}
-        row |= {f"local_{name}": metrics.pop(f"local-{name}") for name in ("accuracy", "loss")
-                if f"local-{name}" in metrics}
+        self._take_scores(row, metrics)
         self.acknowledged(client, metrics)
         return Update(client, arrays, int(count), float(loss), metrics)
 
@@ -344,16 +346,20 @@ class PersonalisedStrategy(Strategy):
         metrics = content.metric_records["metrics"]
         row = self.record.row(client)
         row |= {"n_train": metrics["num-train"], "n_test": metrics["num-examples"]}
-        for key in ("served-accuracy", "served-loss", "local-accuracy", "local-loss"):
-            if key in metrics:
-                if not math.isfinite(float(metrics[key])):  # type: ignore[arg-type]
-                    raise BadReplyError(f"{key} = {metrics[key]}")
-                row.setdefault(key.replace("-", "_"), metrics[key])
+        self._take_scores(row, metrics)
         chosen = content.config_records["config"].get("chosen", "")
         if chosen:
             row["chosen"] = chosen
         self.acknowledged(client, metrics)
         return client
+
+    def _take_scores(self, row: dict[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Record a client's scores; those of its training round stand before those of an evaluation."""
+        scores = {key: metrics[key] for key in SCORES if key in metrics}
+        if not all(math.isfinite(value) for value in scores.values()):
+            raise BadReplyError(f"NaN or Inf in {scores}")
+        for key, value in scores.items():
+            row.setdefault(key.replace("-", "_"), value)
 
     def _lap(self, phase: str) -> None:
         now = time.perf_counter()

@@ -91,6 +91,9 @@ class PPFE(PersonalisedStrategy):
         self.informed = np.zeros(self.num_clients, np.int64)
         ends = np.cumsum([stage.rounds for stage in self.stages])
         self.ends = set(ends.tolist())
+        if len(self.stages) < self.method.stages:
+            log(INFO, "PPFE: %s has too few layers for %s stages, so there are %s",
+                self.architecture.model, self.method.stages, len(self.stages))
         log(INFO, "PPFE: %s", "; ".join(f"stage {s.number}: {s.rounds} rounds, personal {s.personal}, "
                                         f"ranks {dict(s.architecture.ranks)}" for s in self.stages))
 
@@ -171,8 +174,6 @@ def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
     if own.fixed_head >= len(names) + 1:
         raise SettingsError(f"ppfe-fixed-head = {own.fixed_head}: {plain.model} has the layers {', '.join(names)}")
     possible = own.stages if own.fixed_head else min(own.stages, len(names))
-    if possible < own.stages:
-        log(INFO, "PPFE: %s has %s layers, so %s stages instead of %s", plain.model, len(names), possible, own.stages)
     rounds = stage_rounds(own.stage_rounds, possible, settings.run.num_server_rounds)
     rank_lists = [_numbers("ppfe-ranks", text) for text in own.ranks.split(";")]
     stages = [Stage(1, plain, (), (), rounds[0])]

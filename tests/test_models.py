@@ -18,6 +18,7 @@ from models.layers import (
     reset_parameters,
 )
 from models.resnet import ResidualBlock
+from models.seeding import seeded
 from models.two_branch import SHARING, TwoBranch, shared_blocks
 from posy.settings import MODELS, SettingsError
 
@@ -216,6 +217,17 @@ def test_batch_norm_keeps_running_statistics_and_no_counter() -> None:
     assert torch.equal(stem.norm.running_mean, before)  # evaluation leaves them alone
 
 
+def test_reset_forgets_the_running_statistics() -> None:
+    model = build_model("resnet18-bn", DIGITS, seed=0)
+    norm = model.blocks["stem"].norm
+    model(batch(DIGITS, 8))
+    assert norm.running_mean.any()
+    with seeded(0):
+        reset_parameters(model)
+    assert not norm.running_mean.any()
+    assert (norm.running_var == 1).all()
+
+
 @pytest.mark.parametrize("name", ["resnet18-gn", "resnet18-bn"])
 def test_residual_blocks_start_as_their_shortcut(name: str) -> None:
     model = build_model(name, CIFAR, seed=2)
@@ -251,6 +263,15 @@ def test_padding_counts_for_nothing(name: str) -> None:
     assert embedding.grad is not None
     assert embedding.grad[5].any()
     assert not embedding.grad[0].any()
+
+
+def test_fasttext_ignores_padding_whatever_its_row_holds() -> None:
+    model = build_model("fasttext", NEWS, seed=0)
+    tokens = torch.tensor([[5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
+    before = model(tokens)
+    with torch.no_grad():
+        model.layer("embedding").tokens.weight[0] = 3.0
+    assert torch.equal(model(tokens), before)
 
 
 # Low rank

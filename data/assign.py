@@ -1,0 +1,158 @@
+"""Assignment of samples to clients by the partitioners of flwr-datasets."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import numpy as np
+from flwr_datasets.partitioner import (
+    DirichletPartitioner,
+    IidPartitioner,
+    NaturalIdPartitioner,
+    Partitioner,
+    PathologicalPartitioner,
+    ShardPartitioner,
+)
+
+from data.dataset import Dataset
+from posy.settings import DataSettings, SettingsError
+
+Parts = list[np.ndarray]
+
+_FEW = 10  # samples that every client of a Dirichlet partition should have
+_DRAWS = 8  # partitioners tried, each of which draws 11 times
+
+
+def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
+    """Share out each class in Dirichlet proportions.
+
+    Draws until each client has 10 samples (fewer if the data is small); where that does not succeed,
+    until each has 2.
+
+    Raises
+    ------
+    SettingsError
+        If no draw succeeds.
+    """
+    clients = settings.num_clients
+    least = min(2, len(dataset) // clients)
+    few = max(least, min(_FEW, len(dataset) // (4 * clients)))
+    for draw in range(_DRAWS):
+        partitioner = DirichletPartitioner(
+            clients,
+            partition_by="label",
+            alpha=settings.dirichlet_alpha,
+            min_partition_size=few if draw < _DRAWS // 2 else least,
+            self_balancing=False,
+            shuffle=False,
+            seed=_seed(rng),
+        )
+        with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has another seed
+            return _divide(partitioner, dataset.y, np.arange(len(dataset)))
+    raise SettingsError(
+        f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
+        f"{least} of the {len(dataset)} samples of {dataset.name}; raise alpha or use fewer clients"
+    )
+
+
+def iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
+    """Share out all samples at random, in parts as equal as can be."""
+    return _divide(IidPartitioner(settings.num_clients), dataset.y, rng.permutation(len(dataset)))
+
+
+def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
+    """Give each client S classes; the clients that have a class share it out evenly."""
+    partitioner = PathologicalPartitioner(
+        settings.num_clients,
+        partition_by="label",
+        num_classes_per_partition=settings.classes_per_client,
+        class_assignment_mode="first-deterministic",
+        shuffle=False,
+        seed=_seed(rng),
+    )
+    try:
+        return _divide(partitioner, dataset.y, rng.permutation(len(dataset)))
+    except ValueError as error:
+        raise SettingsError(
+            f"classes-per-client = {settings.classes_per_client} with num-clients = {settings.num_clients} does not "
+            f"suit {dataset.name}: {error}"
+        ) from error
+
+
+def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
+    """Sort by label, cut into equal shards, give each client some at random (FedDRM, section 5).
+
+    What is left over after the last whole shard is not used.
+    """
+    number = settings.num_clients * settings.shards_per_client
+    if number > len(dataset):
+        raise SettingsError(
+            f"shards-per-client = {settings.shards_per_client} with num-clients = {settings.num_clients} makes "
+            f"{number} shards; {dataset.name} has {len(dataset)} samples, and each shard needs at least one"
+        )
+    partitioner = ShardPartitioner(
+        settings.num_clients,
+        partition_by="label",
+        num_shards_per_partition=settings.shards_per_client,
+        shuffle=False,
+        seed=_seed(rng),
+    )
+    return _divide(partitioner, dataset.y, rng.permutation(len(dataset)))
+
+
+def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
+    """Give each client one group: the M largest (of equal ones the first), in order of their number."""
+    assert dataset.groups is not None
+    groups, sizes = np.unique(dataset.groups, return_counts=True)
+    chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]
+    order = np.flatnonzero(np.isin(dataset.groups, chosen))
+    return _divide(NaturalIdPartitioner("label"), dataset.groups, order)
+
+
+ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]] = {
+    "dirichlet": dirichlet,
+    "iid": iid,
+    "classes": classes,
+    "shards": shards,
+    "natural": natural,
+}
+
+
+class _Table(datasets.Dataset):  # type: ignore[misc]
+    """A table that hands whole columns and index arrays around, which the partitioners do value by value."""
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return found[:] if isinstance(key, str) else found
+
+    def select(self, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return some rows; hashing an array takes a fraction of the time that hashing a list does."""
+        return super().select(np.asarray(indices), *args, **kwargs)
+
+
+def _divide(partitioner: Partitioner, column: np.ndarray, order: np.ndarray) -> Parts:
+    """Let a partitioner divide samples by a column; return the samples' indices.
+
+    Parameters
+    ----------
+    partitioner : Partitioner
+        With ``label`` as the name of the column.
+    column : np.ndarray
+        ``(N,)`` labels or groups.
+    order : np.ndarray
+        Which samples take part, and in what order.
+    """
+    memory = datasets.table.InMemoryTable.from_pydict({"label": column[order], "index": order})
+    partitioner.dataset = _Table(memory).with_format("numpy")
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # hides progress bars
+        warnings.simplefilter("ignore")
+        parts = [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
+    return [np.asarray(part.with_format("numpy")["index"][:], np.int64) for part in parts]
+
+
+def _seed(rng: np.random.Generator) -> int:
+    """Return a seed for a partitioner, which takes a single number."""
+    return int(rng.integers(2**32))
