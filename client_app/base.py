@@ -165,9 +165,9 @@ class PersonalClient(NumPyClient):
         """Return a single model of the method's network as a predictor."""
         return Predictor([Member(parameters, self.architecture)], chosen)
 
-    def initial(self) -> Tensor:
+    def initial(self, offset: int = 0) -> Tensor:
         """Return the common initialisation ``(d,)`` that server and clients build from the seed."""
-        return torch.from_numpy(self.architecture.initial(self.settings.run.seed)).to(self.device)
+        return torch.from_numpy(self.architecture.initial(self.settings.run.seed + offset)).to(self.device)
 
     def recall(self, name: str) -> Tensor | None:
         """Return a kept array as a tensor, or None."""
@@ -203,7 +203,9 @@ class PersonalClient(NumPyClient):
         coefficients = torch.tensor([member.coefficient for member in predictor.members], device=self.device)
         if not bool(coefficients.any()):
             coefficients = torch.ones_like(coefficients)
-        mixture = torch.einsum("t,tnc->nc", coefficients / coefficients.sum(), torch.stack(outputs).exp())
+        mixture = torch.einsum("t,tnc->nc", coefficients / coefficients.abs().sum(), torch.stack(outputs).exp())
+        # Where a coefficient is negative, the missing mass is spread evenly, which leaves the order of the classes.
+        mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
         return mixture.clamp_min(1e-12).log()
 
     def train_losses(self, models: Tensor) -> Steps[Tensor]:

@@ -184,8 +184,8 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         If keys are missing, or x and y differ in length.
     """
     archive = NpzFile(path)
-    splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} <= set(archive.names)]
-    if "train" not in splits:
+    splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} & set(archive.names)]
+    if "train" not in splits or not {f"{kind}_{split}" for kind in "xy" for split in splits} <= set(archive.names):
         raise DataError(f"{path}: holds {list(archive.names)}; needed are x_train, y_train and perhaps x_test, y_test")
     for split in splits:
         names = [f"{kind}_{split}" for kind in ("x", "y", "groups") if f"{kind}_{split}" in archive.names]

@@ -103,8 +103,8 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     if kind == "natural":
         if dataset.groups is None:
             raise SettingsError(
-                f"partition = 'natural' needs data with groups (femnist, sent140, fedisic, or a .csv with a column "
-                f"group); {dataset.name} has none"
+                "partition = 'natural' needs data with groups (femnist, sent140, fedisic, a .csv with a column group, "
+                f"an .npz with groups_train); {dataset.name} has none"
             )
         if clients > (groups := len(np.unique(dataset.groups))):
             raise SettingsError(

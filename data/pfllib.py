@@ -130,31 +130,33 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         content = content.item()
     if not isinstance(content, dict) or not {"x", "y"} <= set(content):
         raise DataError(f"{path}: needed is the array data that holds a dict with x and y")
-    x, y = _samples(content["x"], path), np.asarray(content["y"]).reshape(-1)
+    try:
+        x, y = _samples(content["x"]), np.asarray(content["y"]).reshape(-1)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise DataError(
+            f"{path}: x must be an array of numbers, or a list of tokens or of (tokens, length) pairs ({error})"
+        ) from error
     if len(x) != len(y):
         raise DataError(f"{path}: arrays of unequal length (x: {len(x)}, y: {len(y)})")
     return x, y
 
 
-def _samples(x: Any, path: Path) -> np.ndarray:
+def _samples(x: Any) -> np.ndarray:
     """Return samples as an array of numbers; (tokens, length) pairs as padded tokens."""
     if isinstance(x, np.ndarray) and x.dtype != object:
         return x
     samples = list(x)
     if samples and all(len(s) == 2 and np.ndim(s[0]) == 1 and np.ndim(s[1]) == 0 for s in samples):
         samples = [tokens[:length] for tokens, length in samples]
-    try:
-        rows = [np.asarray(sample) for sample in samples]
-    except ValueError as error:
-        raise DataError(f"{path}: a sample is not an array of numbers ({error})") from error
+    rows = [np.asarray(sample) for sample in samples]
     if rows and all(row.ndim == 1 and row.dtype.kind in "iu" for row in rows):
         padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for target, row in zip(padded, rows, strict=True):
             target[: len(row)] = row
         return padded
-    if rows and (len({row.shape for row in rows}) > 1 or rows[0].dtype.kind not in "fiu"):
-        raise DataError(f"{path}: x is neither an array of numbers nor a list of tokens, or of (tokens, length)")
-    return np.array(rows)
+    if any(row.dtype.kind not in "fiu" for row in rows):
+        raise ValueError(f"a sample is of type {next(row.dtype for row in rows if row.dtype.kind not in 'fiu')}")
+    return np.stack(rows) if rows else np.zeros((0, 0))
 
 
 class _ArrayUnpickler(pickle.Unpickler):

@@ -110,5 +110,7 @@ def rows_of(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list
             for number, row in enumerate(csv.reader(lines), 1):
                 if row:
                     yield number, row
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise DataError(f"{path}: row {number + 1}: not a .csv file that can be read ({error})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a text file in {encoding} ({error})") from error

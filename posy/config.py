@@ -117,7 +117,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file of flat settings."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")

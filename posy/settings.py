@@ -112,7 +112,7 @@ class DataSettings:
     dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0)
     classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
     samples_per_client: int = setting(
-        0, "`classes` and `iid`: give each client so many samples before the train/test split; 0: all", minimum=0
+        0, "`classes` and `iid`: give each client so many training samples, test samples on top; 0: all", minimum=0
     )
     shards_per_client: int = setting(2, "label-homogeneous shards per client of the partition `shards`", minimum=1)
     partition_file: str = setting("", "JSON file of the partition `file`: lists of sample indices, one a client")
@@ -132,7 +132,7 @@ class TrainSettings:
     """The local training of one client."""
 
     model: str = setting("auto", "network; `auto` picks one that suits the data", choices=MODELS)
-    local_epochs: int = setting(1, "passes over the client's training data a round", minimum=1)
+    local_epochs: int = setting(2, "passes over the client's training data a round", minimum=1)
     local_steps: int = setting(0, "SGD steps a round instead of epochs; 0: use local-epochs", minimum=0)
     batch_size: int = setting(10, "samples in a mini-batch", minimum=1)
     lr: float = setting(0.05, "learning rate", above=0)
@@ -153,9 +153,9 @@ class RunSettings:
     """The run: method, rounds, participation, evaluation, what it leaves."""
 
     method: str = setting("fedfew", "which method to run")
-    engine: str = setting("ray", "what delivers the messages", choices=("ray",))
+    engine: str = setting("ray", "what delivers the messages", choices=("ray", "in-process"))
     experiment: str = setting("", "YAML file of settings (a name in experiments/ or a path), under the keys given")
-    num_server_rounds: int = setting(10, "communication rounds", minimum=1)
+    num_server_rounds: int = setting(15, "communication rounds", minimum=1)
     fraction_train: float = setting(1.0, "part of the clients sampled in each round", above=0, maximum=1)
     min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
     round_timeout: float = setting(3600.0, "seconds to wait for the replies of a round", above=0)

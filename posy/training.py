@@ -146,6 +146,11 @@ class Network:
         modules = self.nets[0].module.modules()
         return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules) else 1
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether training writes more than parameters: vmap would lose BatchNorm's running statistics."""
+        return not all(entry.trainable for entry in self.layout.entries)
+
     def stack(self, size: int) -> Tensor:
         """Return the ``(size, d)`` buffer, with a resident module behind each row."""
         if len(self.nets) < size:
@@ -214,7 +219,7 @@ class Trainer:
         flat = network.stack(len(start))
         with torch.no_grad():
             flat.copy_(start)
-        stacked = self.vmap and len(start) > 1
+        stacked = self.vmap and len(start) > 1 and not network.has_buffers
         gradients, views = (_vmapped if stacked else _looped)(network, len(start), work)
         optimiser = SGD(self.settings, lr, work, network.layout, views, stacked)
         count = len(samples.y)

@@ -13,7 +13,7 @@ from client_app.workspace import Workspace
 from posy.config import Settings, resolve
 from posy.flower import absolute
 from posy.methods import strategy_class
-from posy.settings import SettingsError
+from posy.settings import DATASETS, SettingsError
 from server_app.federation import WaveGrid, find_members
 from server_app.recorder import Recorder
 
@@ -52,6 +52,10 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     workspace = Workspace(settings)
     check_federation(settings, workspace)
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
+    if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
+        raise SettingsError(
+            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, so it must be 1 to {size}"
+        )
     waves = WaveGrid(grid)
     strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, NODE_TIMEOUT)
     recorder = Recorder(settings, strategy, workspace)
@@ -71,8 +75,9 @@ def with_absolute_paths(settings: Settings) -> Settings:
     """Resolve relative directories once, on the server, so that all processes mean the same place."""
     data = settings.data
     name = data.dataset
-    if name.startswith(("~", ".")) or "/" in name:
-        name = str(absolute(name))
+    if name and name not in DATASETS:
+        places = (absolute(data.data_dir) / name, absolute(name))
+        name = str(next((place for place in places if place.exists()), name))
     file = str(absolute(data.partition_file)) if data.partition_file else ""
     data = replace(data, dataset=name, data_dir=str(absolute(data.data_dir)), partition_file=file)
     return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))

@@ -1,5 +1,6 @@
 """Who takes part: which node hosts which client, and how messages reach them."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -27,7 +28,11 @@ class WaveGrid(Grid):
         self._grid = grid
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send in as many waves as the busiest node has messages; return all replies."""
+        """Send in as many waves as the busiest node has messages; return all replies.
+
+        The time is that of all waves together; what it does not suffice for is not sent.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
         waves: dict[int, list[Message]] = defaultdict(list)
         seen: dict[int, int] = defaultdict(int)
         for message in messages:
@@ -36,7 +41,10 @@ class WaveGrid(Grid):
             seen[node] += 1
         replies: list[Message] = []
         for wave in waves.values():
-            replies += self._grid.send_and_receive(wave, timeout=timeout)
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            replies += self._grid.send_and_receive(wave, timeout=None if timeout is None else left)
         return replies
 
     def get_node_ids(self) -> Iterable[int]:

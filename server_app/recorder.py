@@ -71,6 +71,7 @@ class Recorder:
     ) -> None:
         self._progress.__exit__(kind, error, trace)
         status = "completed" if kind is None else ("failed" if issubclass(kind, Exception) else "stopped")
+        self._write_summary(status)  # should what follows fail or be interrupted
         if self.settings.run.save_models:
             self.directory.save_arrays("server", self.strategy.server_state())
         if kind is None:

@@ -1,6 +1,6 @@
 """System accuracy: how well the federation as a whole answers a query that names no client."""
 
-from logging import INFO
+from logging import INFO, WARNING
 
 import numpy as np
 import torch
@@ -32,17 +32,20 @@ def system_accuracy(
     if not settings.run.save_models:
         log(INFO, "system accuracy needs save-models = true")
         return None
+    paths = {c: directory.models / f"client-{c}.safetensors" for c in range(settings.data.num_clients)}
+    missing = [client for client, path in paths.items() if not path.exists()]
+    if missing:
+        log(WARNING, "system accuracy: the models of clients %s are missing", missing)
+        if routes is not None or len(missing) == len(paths):
+            return None
     x, y, owner = pooled_test(workspace)
     if routes is not None:
         return float(routes(workspace, directory.models, x, y, owner))
-    votes = []
-    for client in range(settings.data.num_clients):
-        path = directory.models / f"client-{client}.safetensors"
-        if path.exists():
-            arrays = load_arrays(path)
-            votes.append(predict_classes(workspace, strategy.architecture, arrays, x, y))
-    if not votes:
-        return None
+    votes = [
+        predict_classes(workspace, strategy.architecture, load_arrays(path), x, y)
+        for client, path in paths.items()
+        if client not in missing
+    ]
     winners = majority_vote(np.stack(votes), workspace.dataset.task.num_classes)
     return float((winners == y.cpu().numpy()).mean())
 
@@ -68,18 +71,19 @@ def stored_probabilities(
 ) -> Tensor:
     """Return the probabilities ``(n, C)`` of a model as :class:`~client_app.base.PersonalClient` stored it."""
     stages = sorted({name.partition(".")[0] for name in arrays if name.startswith("stage")})
-    total: Tensor | None = None
+    coefficients, outputs = [], []
     for stage in stages or [""]:
         prefix = f"{stage}." if stage else ""
         own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-        coefficient = float(own.pop("coefficient", np.ones(1))[0])
+        coefficients.append(float(own.pop("coefficient", np.ones(1))[0]))
         reduced = reduced_like(architecture, own)
         flat = torch.from_numpy(reduced.layout.flatten(own)).to(workspace.device)
         network = workspace.network(reduced)
         logits = workspace.trainer.forward(Forward(flat), network, Samples(x, y))
         if isinstance(logits, tuple):
             logits = logits[0]
-        part = coefficient * logits.softmax(dim=-1)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+        outputs.append(logits.softmax(dim=-1))
+    weights = torch.tensor(coefficients, device=workspace.device)
+    if not bool(weights.any()):  # then the members count alike, as for the client itself
+        weights = torch.ones_like(weights)
+    return torch.einsum("t,tnc->nc", weights, torch.stack(outputs))

@@ -298,7 +298,9 @@ class PersonalisedStrategy(Strategy):
         """Read the replies; drop and record those that are errors or must not be used."""
         good, dropped = [], []
         # A lost node's error comes from the SuperLink: only the message it answers tells whose it is.
-        waiting = {m.metadata.message_id: _client_of(m) for m in self._sent}
+        # A message that was never sent, for lack of time, has no id.
+        unsent = [_client_of(m) for m in self._sent if not m.metadata.message_id]
+        waiting = {m.metadata.message_id: _client_of(m) for m in self._sent if m.metadata.message_id}
         for reply in replies:
             client = waiting.pop(reply.metadata.reply_to_message_id, -1)
             try:
@@ -307,10 +309,10 @@ class PersonalisedStrategy(Strategy):
                 if reply.has_error():
                     raise BadReplyError(f"error {reply.error.code}: {reply.error.reason}")
                 good.append(read(client, reply.content))
-            except (BadReplyError, KeyError, TypeError, ValueError) as error:
+            except Exception as error:  # a run must outlive whatever a client sends
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
                 dropped.append((client, reason))
-        dropped += [(client, "no reply before round-timeout") for client in waiting.values()]
+        dropped += [(client, "no reply before round-timeout") for client in (*waiting.values(), *unsent)]
         self.record.dropped += dropped
         for client, _ in dropped:
             if client >= 0:
@@ -326,40 +328,44 @@ class PersonalisedStrategy(Strategy):
         metrics: dict[str, Any] = dict(content.metric_records["metrics"])
         arrays = [array.numpy() for array in record.values()]
         count, loss = metrics.pop("num-examples"), metrics.pop("train-loss")
-        if not 0 < count < MAX_EXAMPLES or count != int(count):
-            raise BadReplyError(f"num-examples = {count}")
+        tested = metrics.pop("num-test")
+        _check_count("num-examples", count, 1)
+        _check_count("num-test", tested, 0)
         shapes = self.expected_shapes(client)
         if [a.shape for a in arrays] != shapes:
             raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
-        if not math.isfinite(loss) or not all(np.isfinite(a).all() for a in arrays):
+        if any(a.dtype.kind not in "iuf" for a in arrays):
+            raise BadReplyError(f"arrays of types {[str(a.dtype) for a in arrays]} instead of numbers")
+        # As float32, in which the server reckons: a float64 may be finite and yet too large for it.
+        with np.errstate(over="ignore"):
+            finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays)
+        if not math.isfinite(loss) or not finite:
             raise BadReplyError("NaN or Inf in the reply")
+        scores = _scores_of(metrics)
+        self.acknowledged(client, metrics)
+        # From here on the reply is good: one that is dropped leaves nothing in the client's row.
         size = record.count_bytes()
         self.record.bytes_up += size
         row = self.record.row(client)
         row["bytes_up"] += size
-        row |= {"n_train": int(count), "n_test": metrics.pop("num-test"), "train_loss": loss}
-        self._take_scores(row, metrics)
-        self.acknowledged(client, metrics)
+        row |= {"n_train": int(count), "n_test": int(tested), "train_loss": loss, **scores}
         return Update(client, arrays, int(count), float(loss), metrics)
 
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
-        metrics = content.metric_records["metrics"]
-        row = self.record.row(client)
-        row |= {"n_train": metrics["num-train"], "n_test": metrics["num-examples"]}
-        self._take_scores(row, metrics)
+        metrics: Mapping[str, Any] = content.metric_records["metrics"]
+        count, tested = metrics["num-train"], metrics["num-examples"]
+        _check_count("num-train", count, 1)
+        _check_count("num-examples", tested, 0)
+        scores = _scores_of(metrics)
         chosen = content.config_records["config"].get("chosen", "")
-        if chosen:
-            row["chosen"] = chosen
         self.acknowledged(client, metrics)
+        row = self.record.row(client)
+        row |= {"n_train": int(count), "n_test": int(tested)}
+        for column, value in scores.items():
+            row.setdefault(column, value)  # those of its training round stand before those of an evaluation
+        if chosen:
+            row["chosen"] = str(chosen)
         return client
-
-    def _take_scores(self, row: dict[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Record a client's scores; those of its training round stand before those of an evaluation."""
-        scores = {key: metrics[key] for key in SCORES if key in metrics}
-        if not all(math.isfinite(value) for value in scores.values()):
-            raise BadReplyError(f"NaN or Inf in {scores}")
-        for key, value in scores.items():
-            row.setdefault(key.replace("-", "_"), value)
 
     def _lap(self, phase: str) -> None:
         now = time.perf_counter()
@@ -429,6 +435,20 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
 def stacked(updates: list[Update], position: int = 0) -> FloatArray:
     """Return one array of every update as a matrix ``(M, ...)``."""
     return np.stack([np.asarray(update.arrays[position], np.float32) for update in updates])
+
+
+def _check_count(key: str, count: Any, least: int) -> None:
+    if not least <= count < MAX_EXAMPLES or count != int(count):
+        raise BadReplyError(f"{key} = {count}")
+
+
+def _scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores in a reply by column; losses must be finite, accuracies lie in 0..1."""
+    scores = {key: metrics[key] for key in SCORES if key in metrics}
+    for key, value in scores.items():
+        if not math.isfinite(value) or value < 0 or (key.endswith("accuracy") and value > 1):
+            raise BadReplyError(f"{key} = {value}")
+    return {key.replace("-", "_"): value for key, value in scores.items()}
 
 
 def _client_of(message: Message) -> int:

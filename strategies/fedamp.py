@@ -52,7 +52,7 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
 def squared_distances(models: FloatArray) -> npt.NDArray[np.float64]:
     """Return ||w_i − w_j||² ``(M, M)``, never negative.
 
-    Differences to the first model are taken before the inner products: models that have hardly parted
+    The mean is subtracted before the inner products: models that have hardly parted
     would lose all digits of their distance in ||w_i||² + ||w_j||² − 2 <w_i, w_j>.
     """
     centred = models - models.mean(axis=0)

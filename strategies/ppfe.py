@@ -89,8 +89,7 @@ class PPFE(PersonalisedStrategy):
         self.model: FloatArray = self.initial()
         self.finished: list[FloatArray] = []
         self.informed = np.zeros(self.num_clients, np.int64)
-        ends = np.cumsum([stage.rounds for stage in self.stages])
-        self.ends = set(ends.tolist())
+        self.ends: list[int] = np.cumsum([stage.rounds for stage in self.stages]).tolist()
         if len(self.stages) < self.method.stages:
             log(INFO, "PPFE: %s has too few layers for %s stages, so there are %s",
                 self.architecture.model, self.method.stages, len(self.stages))
@@ -99,7 +98,7 @@ class PPFE(PersonalisedStrategy):
 
     def cohort(self, server_round: int) -> list[int]:
         """Take all clients at the end of a stage, else the usual sample."""
-        return list(range(self.num_clients)) if server_round in self.ends else super().cohort(server_round)
+        return list(range(self.num_clients)) if self._is_end(server_round) else super().cohort(server_round)
 
     def serve(self, client: int) -> Arrays:
         """Send the shared layers of this stage, and those of finished stages that the client lacks."""
@@ -131,7 +130,7 @@ class PPFE(PersonalisedStrategy):
         self.model = weighted_mean(stacked(updates), weights)
         self.rounds_done += 1
         quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}
-        if server_round in self.ends:
+        if self._is_end(server_round):
             self._end_stage()
         return quantities
 
@@ -149,6 +148,10 @@ class PPFE(PersonalisedStrategy):
         self.informed = np.asarray(arrays["informed"], np.int64)
         count = sum(name.startswith("finished-") for name in arrays)
         self.finished = [np.asarray(arrays[f"finished-{i}"], np.float32) for i in range(1, count + 1)]
+
+    def _is_end(self, server_round: int) -> bool:
+        """Tell whether a round ends the stage; if it fails, the next one with enough replies does."""
+        return server_round >= self.ends[self.stage.number - 1]
 
     def _end_stage(self) -> None:
         self.finished.append(self.model)

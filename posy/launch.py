@@ -1,0 +1,305 @@
+"""Carry out a run: inside this process, or with Flower's simulation on a SuperLink of its own."""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from posy.settings import Scalar
+
+APP = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+CLIENTS_PER_GPU = 4
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+_RESULTS = re.compile(r"Results of this run: (.+)")
+# Flower's own news and Ray's: what is left are the rounds, the results, warnings, errors and tracebacks.
+_NEWS = re.compile(r"(\x1b\[\d+m)?(INFO|DEBUG)\b|\(\w+ pid=\d+\)|\d{4}-\d\d-\d\d [\d:,]+\s+INFO\b")
+
+
+class LaunchError(Exception):
+    """Flower could not be started, or did not take the run."""
+
+
+def run_in_process(config: Mapping[str, Scalar]) -> int:
+    """Run the whole federation in this process, with a live progress bar; return the exit status.
+
+    Raises
+    ------
+    SettingsError, DataError
+        If a setting or the data is wrong.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from server_app.app import run  # noqa: PLC0415 - imports PyTorch
+    from server_app.in_process import InProcessGrid  # noqa: PLC0415
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    try:
+        run(InProcessGrid(int(config["num-clients"])), config)
+    except KeyboardInterrupt:  # the record of the run has been closed, and its path shown
+        return INTERRUPTED
+    return 0
+
+
+def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: str, *, verbose: bool = False) -> int:
+    """Run with Flower's simulation, show its progress, and return the exit status.
+
+    A SuperLink is started for this run alone and ended with it. Its working directory is empty, because
+    Ray's actors import what lies there before the app.
+
+    Parameters
+    ----------
+    overrides : Mapping
+        Settings that differ from their defaults; paths absolute.
+    num_clients : int
+        Number of SuperNodes to simulate.
+    device : str
+        The setting ``device``.
+    verbose : bool
+        Show Flower's whole log.
+
+    Raises
+    ------
+    LaunchError
+        If Flower does not start or refuses the run.
+    """
+    if not (APP / "pyproject.toml").is_file():
+        raise LaunchError(f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), "
+                          "or set engine = in-process")
+    overrides, environment = dict(overrides), dict(ENVIRONMENT)
+    if device.startswith("cuda:"):  # an actor sees only the GPU that Ray gives it, as number 0
+        environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:")
+        overrides["device"] = "cuda"
+    gpu = device.startswith("cuda") or (device == "auto" and shutil.which("nvidia-smi") is not None)
+    resources = {
+        "num-supernodes": num_clients,
+        "client-resources-num-cpus": 1,
+        "client-resources-num-gpus": 1 / CLIENTS_PER_GPU if gpu else 0.0,
+    }
+    with tempfile.TemporaryDirectory(prefix="posy-", ignore_cleanup_errors=True) as folder:
+        settings = Path(folder, "run.toml")
+        settings.write_text("".join(f"{key} = {toml(value)}\n" for key, value in overrides.items()), encoding="utf-8")
+        federation = " ".join(f"{key}={value}" for key, value in resources.items())
+        with _superlink(Path(folder), environment) as flower:
+            answer = flower.ask("run", str(APP), "--run-config", str(settings), "--federation-config", federation)
+            status, results = _follow(flower, answer["run-id"], verbose)
+    if status == INTERRUPTED:  # Flower ends the server process without a word
+        print(f"posy: stopped; results so far: {results or 'none'}", file=sys.stderr)
+        if results:
+            mark_stopped(Path(results))
+    return status
+
+
+def toml(value: Scalar) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def mark_stopped(run: Path) -> None:
+    """Write into the summary of a run that was ended from outside that it is not running any more."""
+    path = run / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    if summary["status"] == "running":
+        path.write_text(json.dumps({**summary, "status": "stopped"}, indent=2, ensure_ascii=False) + "\n",
+                        encoding="utf-8")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let a SIGTERM end this process as Ctrl-C does, so that nothing that it started stays behind."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class _Flower:
+    """Flower's command line, bound to one SuperLink."""
+
+    folder: Path
+    environment: Mapping[str, str]
+
+    def start(self, *words: str) -> "subprocess.Popen[str]":
+        """Start `flwr`, out of reach of the terminal's Ctrl-C."""
+        return subprocess.Popen(
+            [_script("flwr"), *words], cwd=self.folder, env=dict(self.environment), text=True, encoding="utf-8",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+
+    def ask(self, *words: str) -> dict[str, Any]:
+        """Run `flwr` and return its answer.
+
+        Raises
+        ------
+        LaunchError
+            If it fails.
+        """
+        with self.start(*words, "--format", "json") as process:
+            output, _ = process.communicate()
+        start = output.find("{")
+        answer = json.loads(output[start : output.rfind("}") + 1]) if start >= 0 else {}
+        if process.returncode or not answer.get("success"):
+            raise LaunchError(f"`flwr {words[0]}` failed: {answer.get('error-message') or output.strip()}")
+        return dict(answer)
+
+
+@contextmanager
+def _superlink(folder: Path, environment: Mapping[str, str]) -> Iterator[_Flower]:
+    """Start a SuperLink for simulations that keeps its state in memory; end it and all it started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    home = folder / "flwr"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "posy"\n[superlink.posy]\naddress = "{address}"\ninsecure = true\n', encoding="utf-8"
+    )
+    own = {
+        **os.environ,
+        **environment,
+        "FLWR_HOME": str(home),
+        "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),
+        "NO_PROXY": ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY", "")))),
+    }
+    command = [_script("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port",
+               address.rpartition(":")[2]]
+    log, lock = folder / "superlink.log", folder / "lock"
+    with log.open("w", encoding="utf-8") as output, lock.open("w+") as empty:
+        fcntl.flock(empty, fcntl.LOCK_EX)  # all descendants inherit it as their stdin: locked until the last one ends
+        process = subprocess.Popen(command, cwd=folder, env=own, stdin=empty, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _await(process, f"http://{address}/health", log)
+        yield _Flower(folder, own)
+    finally:
+        _end(process, lock)
+
+
+def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with opener.open(url, timeout=1):
+                return
+        except OSError:  # not listening yet
+            time.sleep(0.1)
+    raise LaunchError(f"Flower's SuperLink did not start: {log.read_text(encoding='utf-8').strip()[-2000:]}")
+
+
+def _follow(flower: _Flower, run_id: str, verbose: bool) -> tuple[int, str]:
+    """Show the log of a run until it ends; Ctrl-C stops the run. Return exit status and results directory."""
+    process = flower.start("log", run_id, "--stream")
+    assert process.stdout is not None
+    shown = _Shown(verbose)
+    try:
+        for line in process.stdout:
+            shown.add(line)
+        run = flower.ask("list", "--run-id", run_id)["runs"][0]
+    except KeyboardInterrupt:
+        print("\nposy: stopping the run", file=sys.stderr)
+        flower.ask("stop", run_id)
+        return INTERRUPTED, shown.results
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    if run["status"] == "finished:completed":
+        return 0, shown.results
+    shown.release()
+    print(f"posy: the run ended as {run['status']}", file=sys.stderr)
+    return 1, shown.results
+
+
+class _Shown:
+    """What is shown of Flower's log: rounds, results, warnings, errors; news of the start only if it failed."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.results = ""
+        self._verbose = verbose
+        self._held: list[str] = []
+
+    def add(self, line: str) -> None:
+        """Show a line, hold it back, or drop it."""
+        found = _RESULTS.search(line)
+        if found and not self.results:
+            self.results = found[1].strip()
+            self._held.clear()
+            if not self._verbose:
+                print(found[0], flush=True)
+        if self._verbose:
+            print(line, end="", flush=True)
+        elif not self.results:
+            self._held.append(line)
+        elif not _NEWS.match(line):
+            print(line, end="", flush=True)
+
+    def release(self) -> None:
+        """Show what was held back."""
+        print("".join(self._held), end="", flush=True)
+
+
+def _end(process: "subprocess.Popen[bytes]", lock: Path) -> None:
+    """End the SuperLink; its children notice and end themselves, which is waited for."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave it behind
+    try:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        end = time.monotonic() + STOP_SECONDS
+        with lock.open() as file:
+            while not _locked(file):
+                if time.monotonic() > end:
+                    print("posy: Flower's processes are still ending", file=sys.stderr)
+                    break
+                time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _script(name: str) -> str:
+    """Return a command of the environment that runs this code, whether it is activated or not."""
+    return str(Path(sysconfig.get_path("scripts")) / name)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,385 @@
+"""Tables: a grid of methods x variants x seeds, each cell a run in a process of its own, and what came out."""
+
+import csv
+import fcntl
+import io
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posy.cli import check, merged, with_absolute_paths
+from posy.config import defaults, read_yaml, resolve
+from posy.launch import APP, ENVIRONMENT
+from posy.progress import duration, size
+from posy.settings import Scalar, SettingsError
+
+PLACE = {"output-dir", "run-name", "experiment", "data-dir", "download", "engine", "round-timeout"}
+"""Settings that say where and how a run is carried out, but not what it computes."""
+
+POINTS = tuple(itertools.product(("served", "local"), ("last", "best")))
+LEGEND = (
+    "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - 1), and "
+    "in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its own "
+    "training; `last`, `best`: round; `weighted`: mean by training samples, last round; `system`: the pooled test sets "
+    "answered by the whole federation. Time: wall clock of one run, other runs on the machine at the same time."
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table.
+
+    Attributes
+    ----------
+    variant, row : str
+        Names of the variant (data set, partition; may be empty) and of the row (method).
+    seed : int
+        Seed of the run.
+    config : Mapping
+        Its settings that differ from the defaults.
+    """
+
+    variant: str
+    row: str
+    seed: int
+    config: Mapping[str, Scalar]
+
+    @property
+    def name(self) -> str:
+        """Name of the cell in messages."""
+        return " / ".join(filter(None, (self.variant, self.row, f"seed {self.seed}")))
+
+    @property
+    def path(self) -> Path:
+        """Directory of the run."""
+        return Path(str(self.config["output-dir"])) / str(self.config["run-name"])
+
+    @property
+    def log(self) -> Path:
+        """What the run has printed."""
+        return self.path.with_suffix(".log")
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the summary of the run if it has finished with these very settings, else None."""
+        try:
+            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            ran: dict[str, Any] = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))["settings"]
+        except FileNotFoundError:
+            return None
+        wanted = resolve({**defaults(), **self.config}).as_config()
+        differ = any(ran.get(key) != value for key, value in wanted.items() if key not in PLACE)
+        # The status is written before the system accuracy is computed.
+        lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
+        return None if differ or lacks or summary["status"] != "completed" else summary
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a table file asks for."""
+
+    title: str
+    output: Path
+    keep_models: bool
+    cells: tuple[Cell, ...]
+
+
+def run_table(file: Path, overrides: Mapping[str, Scalar], *, jobs: int, only_print: bool) -> int:
+    """Run what a table lacks, print it, and write it to ``table.md`` and ``table.csv``; return the exit status.
+
+    Parameters
+    ----------
+    file : Path
+        The table: see :func:`read_plan`.
+    overrides : Mapping
+        Settings over those of the file.
+    jobs : int
+        Runs at a time.
+    only_print : bool
+        Run nothing.
+
+    Raises
+    ------
+    SettingsError
+        If the file or a setting in it is wrong, or the table is being run already.
+    """
+    plan = read_plan(file, overrides)
+    failures: dict[str, str] = {}
+    if not only_print:
+        plan.output.mkdir(parents=True, exist_ok=True)
+        with _locked(plan.output):
+            failures = run_cells(plan, jobs)
+    results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
+    for cell in plan.cells:
+        if cell not in results:
+            failures.setdefault(cell.name, "not finished")
+    text = markdown(plan, results, failures)
+    print(text)
+    if results:
+        (plan.output / "table.md").write_text(text, encoding="utf-8")
+        (plan.output / "table.csv").write_text(comma_separated(results), encoding="utf-8")
+        print(f"written to {plan.output}/table.md and table.csv")
+    return 1 if failures else 0
+
+
+def read_plan(file: Path, overrides: Mapping[str, Scalar]) -> Plan:
+    """Read a table file and check the settings of all its cells.
+
+    It holds ``runs`` (rows: ``name`` and ``settings``), ``seeds``, and, if need be, ``variants`` (as
+    ``runs``), ``settings`` for all cells, ``title``, ``output`` (directory; default ``results/`` and
+    the file's name) and ``keep-models`` (default false: a finished cell's models are deleted).
+    Settings of a row stand over those of a variant, and these over the common ones.
+
+    Raises
+    ------
+    SettingsError
+        If something in it is missing, misspelt or wrong.
+    """
+    if not file.is_file():
+        raise SettingsError(f"there is no table {file}")
+    content = read_yaml(file)
+    kinds: dict[str, type] = {"title": str, "output": str, "keep-models": bool, "settings": dict, "runs": list,
+                              "variants": list, "seeds": list}
+    for key, value in content.items():
+        if key not in kinds:
+            raise SettingsError(f"{key} in {file} is not part of a table; it may hold {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise SettingsError(f"{key} = {value!r} in {file}: it must be a {kinds[key].__name__}")
+    seeds = content.get("seeds", [])
+    if not seeds or len(set(map(str, seeds))) < len(seeds) or not all(type(seed) is int for seed in seeds):
+        raise SettingsError(f"seeds in {file}: it must be a list of different whole numbers")
+    rows = _named(content.get("runs", []), "runs", file)
+    variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
+    output = Path(content.get("output", f"results/{file.stem}")).expanduser().absolute()
+    cells = []
+    for (variant, below), (row, own), seed in itertools.product(variants.items(), rows.items(), seeds):
+        where = f"{file}, " + " / ".join(filter(None, (variant, row)))
+        place = {"seed": seed, "engine": "in-process", "output-dir": str(output / variant / row),
+                 "run-name": f"seed-{seed}"}
+        given = {**content.get("settings", {}), **below, **own, **overrides}
+        if clash := given.keys() & place.keys():
+            raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
+        config = merged(given) | place
+        check(config, where)
+        cells.append(Cell(variant, row, seed, with_absolute_paths(config)))
+    return Plan(content.get("title", file.stem), output, content.get("keep-models", False), tuple(cells))
+
+
+def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
+    """Run the cells that are not finished, some at a time; return what failed, by name, with the reason."""
+    waiting = deque(cell for cell in plan.cells if cell.summary() is None)
+    total, done = len(plan.cells), len(plan.cells) - len(waiting)
+    if done:
+        print(f"{done} of {total} runs are finished already", flush=True)
+    running: dict[Cell, subprocess.Popen[bytes]] = {}
+    failures: dict[str, str] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                cell = waiting.popleft()
+                running[cell] = _start(cell)
+            for cell, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[cell]
+                done += 1
+                summary = cell.summary()
+                if summary is None:
+                    failures[cell.name] = f"{_reason(process.returncode, cell.log)} ({cell.log})"
+                elif not plan.keep_models:
+                    shutil.rmtree(cell.path / "models", ignore_errors=True)
+                print(f"[{done}/{total}] {cell.name}: {_outcome(summary, failures.get(cell.name))}", flush=True)
+            time.sleep(0.05)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    return failures
+
+
+def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
+    """Return the table as Markdown, one part for each variant."""
+    columns = ["method", "seeds", *(f"{point} {which}" for point, which in POINTS), "served weighted", "local weighted",
+               "system", "time", "up", "down"]
+    parts = [f"# {plan.title}"]
+    for variant, rows in itertools.groupby(aggregate(results), lambda line: line["variant"]):
+        if variant:
+            parts.append(f"## {variant}")
+        lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
+        for row in rows:
+            seeds = sum(cell.variant == variant and cell.row == row["method"] for cell in plan.cells)
+            lines.append([
+                row["method"],
+                f"{row['seeds']}/{seeds}",
+                *(_percent(row, f"{point}-{which}", clients=True) for point, which in POINTS),
+                *(_percent(row, f"{point}-last-weighted") for point in ("served", "local")),
+                _percent(row, "system"),
+                duration(row["seconds"]),
+                size(row["bytes-up"]),
+                size(row["bytes-down"]),
+            ])
+        parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    parts.append(LEGEND)
+    parts += [f"Machine: {line}." for line in _machines(results)]
+    if failures:
+        parts.append("\n".join(["Missing:", "", *(f"- {name}: {reason}" for name, reason in failures.items())]))
+    return "\n\n".join(parts) + "\n"
+
+
+def comma_separated(results: Mapping[Cell, Mapping[str, Any]]) -> str:
+    """Return the table as CSV: a line for each variant and row, accuracies in 0..1."""
+    lines = aggregate(results)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Sum up the summaries of each variant and row over their seeds; None where nothing was measured.
+
+    ``X`` is a mean over the seeds, ``X-seeds-std`` its sample standard deviation (None for one seed),
+    ``X-clients-std`` the mean over the seeds of the standard deviation over the clients.
+    """
+    lines = []
+    for (variant, row), group in itertools.groupby(results, lambda cell: (cell.variant, cell.row)):
+        summaries = [results[cell] for cell in group]
+        line: dict[str, Any] = {"variant": variant, "method": row, "seeds": len(summaries)}
+        for point, which in POINTS:
+            measured = [found for summary in summaries if (found := summary[point][which])]
+            key = f"{point}-{which}"
+            line |= _over_seeds(key, [found["mean"] for found in measured])
+            line[f"{key}-clients-std"] = _mean([found["std"] for found in measured])
+            line |= _over_seeds(f"{key}-weighted", [found["weighted"] for found in measured])
+            line[f"{key}-round"] = _mean([found["round"] for found in measured])
+        line |= _over_seeds("system", [s["system-accuracy"] for s in summaries if s["system-accuracy"] is not None])
+        line |= {key: _mean([summary[key] for summary in summaries]) for key in ("seconds", "bytes-up", "bytes-down")}
+        lines.append(line)
+    return lines
+
+
+def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings of rows or variants by name."""
+    named: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not entry.keys() <= {"name", "settings"} or "name" not in entry:
+            raise SettingsError(f"{entry!r} in {key} of {file}: an entry holds `name` and `settings`")
+        name, settings = entry["name"], entry.get("settings", {})
+        if not isinstance(name, str) or not name.strip() or name.startswith(".") or set(name) & set("/\\|"):
+            raise SettingsError(f"name = {name!r} in {key} of {file}: it must be the name of a folder, without |")
+        if name in named:
+            raise SettingsError(f"{name} stands twice in {key} of {file}")
+        if not isinstance(settings, dict):
+            raise SettingsError(f"settings of {name} in {file}: they must be `key: value` lines")
+        named[name] = settings
+    if not named:
+        raise SettingsError(f"{key} in {file} is empty; at least one entry is needed")
+    return named
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"another `posy table` is at work in {folder}") from None
+        yield
+
+
+def _start(cell: Cell) -> "subprocess.Popen[bytes]":
+    """Start the run of a cell as `posy run FILE`; the file stays beside its results."""
+    _make_room(cell.path)
+    cell.path.parent.mkdir(parents=True, exist_ok=True)
+    file = cell.path.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(dict(cell.config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))),
+    }
+    with cell.log.open("w", encoding="utf-8") as log:
+        # -P: what lies in the working directory must not stand in for Posy's packages.
+        return subprocess.Popen([sys.executable, "-P", "-m", "posy.cli", "run", str(file)], env=environment,
+                                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _make_room(path: Path) -> None:
+    """Remove an unfinished run; set a finished one with other settings aside.
+
+    Raises
+    ------
+    SettingsError
+        If what lies there is no run.
+    """
+    if not path.exists():
+        return
+    try:
+        status = json.loads((path / "summary.json").read_text(encoding="utf-8"))["status"]
+    except FileNotFoundError:
+        status = "running"
+        if unknown := {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}:
+            raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's") from None
+    if status == "completed":
+        path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
+    else:
+        shutil.rmtree(path)
+
+
+def _reason(status: int, log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else "no output"
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
+
+
+def _outcome(summary: Mapping[str, Any] | None, failure: str | None) -> str:
+    if summary is None:
+        return f"failed, {failure}"
+    means = (f"{point} {100 * summary[point]['last']['mean']:.2f} %" for point in ("served", "local")
+             if summary[point]["last"])
+    return ", ".join([*means, duration(summary["seconds"])])
+
+
+def _over_seeds(key: str, values: Sequence[float]) -> dict[str, float | None]:
+    return {key: _mean(values), f"{key}-seeds-std": statistics.stdev(values) if len(values) > 1 else None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _percent(line: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
+    if line[key] is None:
+        return ""
+    text = f"{100 * line[key]:.2f}"
+    if line[f"{key}-seeds-std"] is not None:
+        text += f" ± {100 * line[f'{key}-seeds-std']:.2f}"
+    return text + (f" ({100 * line[f'{key}-clients-std']:.2f})" if clients else "")
+
+
+def _machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
+    """Return a line for each machine and set of versions that the cells ran on, with the day of the last run."""
+    days: dict[str, str] = {}
+    for cell in results:
+        record = yaml.safe_load((cell.path / "config.yaml").read_text(encoding="utf-8"))
+        machine, versions = record["machine"], record["versions"]
+        key = (f"{machine['cpu']}, {machine['cpus']} cores, {machine['gpu'] or 'no GPU'}; torch {versions['torch']}, "
+               f"flwr {versions['flwr']}, Python {versions['python']}")
+        day = time.strftime("%Y-%m-%d", time.localtime((cell.path / "summary.json").stat().st_mtime))
+        days[key] = max(day, days.get(key, ""))
+    return [f"{key}; {day}" for key, day in days.items()]

@@ -1,0 +1,186 @@
+"""Fixtures that all tests share: a tiny data set, settings, and a federation inside this process."""
+
+import os
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+
+from client_app.base import PersonalClient
+from client_app.workspace import Workspace
+from posy.config import defaults, resolve
+from posy.methods import client_class, strategy_class
+from posy.state import State
+from server_app.federation import WaveGrid, find_members
+from server_app.in_process import InProcessGrid
+from strategies.base import Member, PersonalisedStrategy, RoundRecord, Update
+
+Parts = Sequence[Sequence[int]]
+Config = dict[str, Any]
+
+# The clients of the tiny data set: all three classes; two classes; one class; a single training sample.
+TINY_CLASSES = ((0, 1, 2), (0, 1), (2,), (1,))
+TINY_TRAIN = (21, 12, 8, 1)
+TINY_TEST = (9, 6, 4, 0)
+
+
+@dataclass
+class Finished:
+    """A federation that has run: its strategy, the record of each round, and the grid with the clients' state."""
+
+    strategy: PersonalisedStrategy
+    records: list[RoundRecord]
+    grid: InProcessGrid
+
+    def column(self, name: str) -> list[dict[int, Any]]:
+        """Return one column of the clients' rows, round by round."""
+        return [{c: row[name] for c, row in sorted(r.clients.items()) if name in row} for r in self.records]
+
+    def kept(self, client: int) -> dict[str, np.ndarray]:
+        """Return what a client keeps on its node, which hosts it alone."""
+        record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}")
+        return {} if record is None else {name: array.numpy() for name, array in record.items()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[np.ndarray, np.ndarray, Parts, Parts]:
+    """Six features, three classes, four clients of unequal size: x, y, train and test indices."""
+    rng = np.random.default_rng(7)
+    centres = rng.normal(0, 2, (3, 6))
+    y, train, test = [], [], []
+    for classes, n_train, n_test in zip(TINY_CLASSES, TINY_TRAIN, TINY_TEST, strict=True):
+        start = len(y)
+        y += [classes[i % len(classes)] for i in range(n_train + n_test)]
+        train.append(list(range(start, start + n_train)))
+        test.append(list(range(start + n_train, len(y))))
+    labels = np.array(y)
+    x = (centres[labels] + rng.normal(0, 1, (len(labels), 6))).astype(np.float32)
+    return x, labels, train, test
+
+
+@pytest.fixture
+def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Path) -> Callable[..., Config]:
+    """Return a run config; settings are given with underscores, the data as x, y, train and test indices."""
+    number = 0
+
+    def make(
+        method: str, *, data: tuple[np.ndarray, np.ndarray, Parts, Parts] = tiny, **settings: Any
+    ) -> Config:
+        nonlocal number
+        number += 1
+        x, y, train, test = data
+        arrays, parts = tmp_path / f"data-{number}.npz", tmp_path / f"parts-{number}.json"
+        np.savez(arrays, x_train=x, y_train=y)
+        parts.write_text(json.dumps({"train": [list(p) for p in train], "test": [list(p) for p in test]}))
+        own = {
+            "method": method, "dataset": str(arrays), "partition": "file", "partition-file": str(parts),
+            "num-clients": len(train), "num-server-rounds": 3, "batch-size": 8, "device": "cpu", "stack": "loop",
+            "output-dir": str(tmp_path / "runs"), "run-name": f"run-{number}",
+        }
+        return defaults() | own | {key.replace("_", "-"): value for key, value in settings.items()}
+
+    return make
+
+
+@pytest.fixture
+def federate() -> Callable[..., Finished]:
+    """Return what runs a whole federation through Flower's messages, without the files of a run."""
+
+    def run(
+        config: Config,
+        grid: Callable[[int], InProcessGrid] = InProcessGrid,
+        prepare: Callable[[PersonalisedStrategy], None] = lambda strategy: None,
+        models_folder: Path | None = None,
+    ) -> Finished:
+        settings = resolve(config)
+        strategy = strategy_class(settings.run.method)(settings, Workspace(settings).architecture)
+        clients = grid(settings.data.num_clients)
+        waves = WaveGrid(clients)
+        strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, 10.0)
+        strategy.models_folder = models_folder
+        prepare(strategy)
+        records: list[RoundRecord] = []
+
+        def note(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            if server_round:
+                records.append(strategy.record)
+            return None
+
+        strategy.start(grid=waves, initial_arrays=ArrayRecord(), num_rounds=settings.run.num_server_rounds,
+                       timeout=60.0, evaluate_fn=note)
+        return Finished(strategy, records, clients)
+
+    return run
+
+
+@pytest.fixture
+def make_strategy(make_config: Callable[..., Config]) -> Callable[..., Any]:
+    """Return a strategy with its members, before the first round."""
+
+    def make(method: str, **settings: Any) -> Any:
+        resolved = resolve(make_config(method, **settings))
+        workspace = Workspace(resolved)
+        strategy = strategy_class(method)(resolved, workspace.architecture)
+        parts = zip(workspace.partition.train, workspace.partition.test, strict=True)
+        strategy.members = {c: Member(c, c + 1, len(train), len(test)) for c, (train, test) in enumerate(parts)}
+        return strategy
+
+    return make
+
+
+@pytest.fixture
+def make_client(make_config: Callable[..., Config]) -> Callable[..., Any]:
+    """Return a client with an empty state."""
+
+    def make(method: str, client: int = 0, **settings: Any) -> PersonalClient:
+        workspace = Workspace(resolve(make_config(method, **settings)))
+        made: PersonalClient = client_class(method)(client, workspace, State())
+        return made
+
+    return make
+
+
+@pytest.fixture
+def update() -> Callable[..., Update]:
+    """Return a client's reply as a strategy gets it."""
+
+    def make(client: int, arrays: Sequence[Any], num_examples: int = 1, loss: float = 1.0) -> Update:
+        return Update(client, [np.asarray(array, np.float32) for array in arrays], num_examples, loss)
+
+    return make
+
+
+@pytest.fixture
+def softmax_regression() -> Callable[..., tuple[float, np.ndarray]]:
+    """Return loss and gradient of the model ``linear``, in the order of its flat vector (weights, then biases)."""
+
+    def evaluate(
+        flat: np.ndarray, x: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None
+    ) -> tuple[float, np.ndarray]:
+        n, features = x.shape
+        classes = len(flat) // (features + 1)
+        flat, x = flat.astype(np.float64), x.astype(np.float64)
+        logits = x @ flat[: classes * features].reshape(classes, features).T + flat[classes * features :]
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        w = np.ones(n) if weight is None else weight.astype(np.float64)
+        error = (p - np.eye(classes)[y]) * w[:, None] / n
+        loss = float(-(w * np.log(p[np.arange(n), y])).mean())
+        return loss, np.concatenate([(error.T @ x).ravel(), error.sum(axis=0)])
+
+    return evaluate

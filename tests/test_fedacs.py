@@ -1,0 +1,151 @@
+"""FedACS: similarities, threshold and mixing by hand, the degenerate cases, the client's plain round."""
+
+import math
+
+import numpy as np
+import pytest
+
+from strategies.fedacs import attention_weights, cosine_similarity
+
+R = math.sqrt(0.5)
+
+
+def unit(*degrees: float) -> np.ndarray:
+    """Return unit vectors in the plane."""
+    angles = np.radians(degrees)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+# -- similarities --------------------------------------------------------------------------------------
+
+
+def test_similarity_by_hand():
+    similarity = cosine_similarity(np.array([[2, 0], [3, 3], [-1, 0]], np.float32))
+    np.testing.assert_allclose(similarity, [[1, R, -1], [R, 1, -R], [-1, -R, 1]], atol=1e-7)
+
+
+def test_diagonal_is_exactly_one_and_the_matrix_symmetric():
+    models = np.random.default_rng(0).normal(size=(20, 1003)).astype(np.float32)
+    similarity = cosine_similarity(models)
+    assert (np.diag(similarity) == 1.0).all()
+    np.testing.assert_array_equal(similarity, similarity.T)
+    assert np.abs(similarity).max() <= 1.0
+
+
+def test_blockwise_is_the_whole():
+    models = np.random.default_rng(0).normal(1, 1, (7, 1003)).astype(np.float32)
+    exact = models.astype(np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    for block in (1, 100, 1003, 5000):
+        np.testing.assert_allclose(cosine_similarity(models, block), exact @ exact.T, atol=1e-6)
+
+
+def test_model_of_norm_zero_resembles_no_other():
+    similarity = cosine_similarity(np.array([[0, 0], [1, 2]], np.float32))
+    np.testing.assert_array_equal(similarity, np.eye(2))
+
+
+# -- threshold and weights (Eq. 4) ---------------------------------------------------------------------
+
+
+def test_weights_by_hand():
+    """The elements 0.2 0.2 0.4 0.4 0.8 0.8 1 1 1 have the median 0.8: only the diagonal lies above it."""
+    similarity = np.array([[1, 0.8, 0.4], [0.8, 1, 0.2], [0.4, 0.2, 1]])
+    np.testing.assert_array_equal(attention_weights(similarity, 0.5), np.eye(3))
+    # The 3/8-quantile is 0.4, which is not above itself.
+    np.testing.assert_allclose(
+        attention_weights(similarity, 0.375), [[1 / 1.8, 0.8 / 1.8, 0], [0.8 / 1.8, 1 / 1.8, 0], [0, 0, 1]]
+    )
+    # The 0.3-quantile lies 0.4 of the way from 0.4 (the third element) to 0.4 (the fourth).
+    np.testing.assert_allclose(
+        attention_weights(similarity, 0.2), [[1 / 2.2, 0.8 / 2.2, 0.4 / 2.2], [0.8 / 1.8, 1 / 1.8, 0],
+                                             [0.4 / 1.4, 0, 1 / 1.4]]
+    )
+
+
+def test_p_zero_leaves_out_only_the_least_similar():
+    similarity = np.array([[1, 0.8, 0.4], [0.8, 1, 0.2], [0.4, 0.2, 1]])
+    kept = attention_weights(similarity, 0.0) > 0
+    np.testing.assert_array_equal(kept, [[True, True, True], [True, True, False], [True, False, True]])
+
+
+@pytest.mark.parametrize("models", [unit(0, 10, 25, 70), unit(30, 30, 30), unit(0, 180, 90)])
+def test_p_one_is_local_training_alone(models):
+    np.testing.assert_array_equal(attention_weights(cosine_similarity(models), 1.0), np.eye(len(models)))
+
+
+def test_negative_similarities_are_dropped_whatever_the_threshold():
+    """δ = -1 at p = 0 would let -0.5 in, which Eq. 4 would subtract."""
+    similarity = np.array([[1, 0.5, -0.5], [0.5, 1, -1], [-0.5, -1, 1]])
+    np.testing.assert_allclose(
+        attention_weights(similarity, 0.0), [[2 / 3, 1 / 3, 0], [1 / 3, 2 / 3, 0], [0, 0, 1]]
+    )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])
+def test_identical_models_serve_each_client_its_own(p):
+    models = np.tile(np.random.default_rng(0).normal(size=501).astype(np.float32), (5, 1))
+    weights = attention_weights(cosine_similarity(models), p)
+    np.testing.assert_allclose(weights.sum(axis=1), 1)
+    assert (np.diag(weights) > 0).all()
+    np.testing.assert_allclose(weights @ models, models, rtol=1e-6)
+
+
+def test_no_weight_crosses_well_separated_groups():
+    models = unit(0, 5, 80, 86)
+    weights = attention_weights(cosine_similarity(models), 0.5)
+    np.testing.assert_array_equal(weights > 0, np.kron(np.eye(2), np.ones((2, 2))) > 0)
+    c = math.cos(math.radians(5))
+    assert weights[0, 1] == pytest.approx(c / (1 + c), rel=1e-6)
+
+
+# -- the strategy --------------------------------------------------------------------------------------
+
+
+def test_round_by_hand(make_strategy, update):
+    """cos 60° = 0.5 is kept, cos 120° dropped; weights of clients 0 and 2: 2/3 and 1/3, of 5: alone."""
+    data = (np.zeros((12, 1), np.float32), np.arange(12) % 2, [[i] for i in range(6)], [[6 + i] for i in range(6)])
+    strategy = make_strategy("fedacs", data=data, model="linear", fedacs_p=0.0)
+    first, second, third = (np.zeros(4, np.float32) for _ in range(3))
+    first[:2], second[:2], third[:2] = 2 * unit(0)[0], unit(60)[0], unit(180)[0]
+    quantities = strategy.aggregate(1, [update(0, [first]), update(2, [second]), update(5, [third])])
+    np.testing.assert_allclose(strategy.serve(0)[0], 2 / 3 * first + 1 / 3 * second, atol=1e-6)
+    np.testing.assert_allclose(strategy.serve(2)[0], 1 / 3 * first + 2 / 3 * second, atol=1e-6)
+    np.testing.assert_allclose(strategy.serve(5)[0], third, atol=1e-6)
+    np.testing.assert_allclose(strategy.serve(1)[0], (first + second + third) / 3, atol=1e-6)  # not seen: the mean
+    assert quantities["collaborators"] == pytest.approx(2 / 3)
+    assert quantities["attention_to_self"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3, rel=1e-6)
+
+
+def test_before_the_first_round_all_are_served_the_initial_model(make_strategy):
+    strategy = make_strategy("fedacs")
+    np.testing.assert_array_equal(strategy.serve(3)[0], strategy.initial())
+
+
+def test_server_keeps_the_latest_model_of_every_client_seen(make_strategy, update):
+    strategy = make_strategy("fedacs", model="linear")
+    models = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [models[0]]), update(3, [models[1]])])
+    strategy.aggregate(2, [update(1, [models[2]]), update(3, [models[3]])])
+    assert strategy.seen == [0, 1, 3]
+    np.testing.assert_array_equal(strategy.models, models[[0, 2, 3]])
+
+
+def test_p_one_trains_as_local_does(make_config, federate):
+    """Each client goes on from its own model: the same numbers as without a server."""
+    acs = federate(make_config("fedacs", fedacs_p=1.0))
+    alone = federate(make_config("local"))
+    for client in range(4):
+        np.testing.assert_allclose(acs.strategy.models[client], alone.kept(client)["model"], atol=1e-6)
+    assert acs.column("local_accuracy") == alone.column("local_accuracy")
+
+
+def test_client_starts_from_what_it_is_sent_without_a_proximal_term(make_client, softmax_regression):
+    """Two whole-batch steps of plain gradient descent (Eq. 5)."""
+    client = make_client("fedacs", model="linear", batch_size=100, local_epochs=2)
+    x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
+    start = np.random.default_rng(0).normal(size=client.layout.size).astype(np.float32)
+    for _ in range(2):  # nothing of the first round is carried into the second
+        (trained,), _, _ = client.fit([start], {"server-round": 1, "lr": 0.1})
+        middle = start - 0.1 * softmax_regression(start, x, y)[1]
+        np.testing.assert_allclose(trained, middle - 0.1 * softmax_regression(middle, x, y)[1], atol=1e-5)

@@ -1,0 +1,247 @@
+"""FedDRM: objective and routing by hand, what is personal, system accuracy where the routing is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from client_app.feddrm import class_and_client
+from client_app.workspace import Workspace
+from posy.config import resolve
+from posy.methods import strategy_class
+from posy.results import RunDirectory
+from posy.settings import SettingsError
+from posy.training import Batch
+from server_app.system import pooled_test, system_accuracy
+from strategies.base import Member
+from strategies.feddrm import route_queries, routing_matrix
+
+CONFIG = {"server-round": 1, "lr": 0.1}
+
+
+class GivenOutputs:
+    """A network whose two outputs are given."""
+
+    def __init__(self, classes: Tensor, clients: Tensor) -> None:
+        self.outputs = classes, clients
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.outputs
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise KeyError(name)
+
+
+# -- objective -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [0.8, 0.0, 1.0, 0.3])
+def test_objective_by_hand(weight):
+    """Class probabilities of the labels 1/4 and 1/2; probability of client 2: 1/5 and 3/5."""
+    classes = torch.log(torch.tensor([[1.0, 3.0], [2.0, 2.0]]))
+    clients = torch.log(torch.tensor([[2.0, 2.0, 1.0], [1.0, 1.0, 3.0]]))
+    context = {"client": torch.tensor(2), "lambda": torch.tensor(weight)}
+    loss = class_and_client(GivenOutputs(classes, clients), Batch(torch.zeros(2, 1), torch.tensor([0, 1])), context)
+    of_class = (math.log(4) + math.log(2)) / 2
+    of_client = (math.log(5) + math.log(5 / 3)) / 2
+    assert float(loss) == pytest.approx(weight * of_class + (1 - weight) * of_client, rel=1e-6)
+
+
+def test_whole_class_weight_leaves_the_client_branch_as_it_is(make_client):
+    client = make_client("feddrm", feddrm_class_weight=1.0)
+    branch = client.layout.part(["client-branch"])
+    served = client.layout.without(["head"]).take(client.initial().numpy())
+    (sent,), _, _ = client.fit([served], CONFIG)
+    start = client.initial().numpy()
+    whole = client.layout.without(["head"]).put(start.copy(), sent)
+    np.testing.assert_array_equal(branch.take(whole), branch.take(start))
+    assert not np.array_equal(client.layout.part(["fc1"]).take(whole), client.layout.part(["fc1"]).take(start))
+
+
+def test_part_of_the_weight_moves_the_client_branch(make_client):
+    client = make_client("feddrm", feddrm_class_weight=0.8)
+    start = client.initial().numpy()
+    (sent,), _, _ = client.fit([client.layout.without(["head"]).take(start)], CONFIG)
+    whole = client.layout.without(["head"]).put(start.copy(), sent)
+    assert not np.array_equal(*(client.layout.part(["client-branch"]).take(flat) for flat in (whole, start)))
+
+
+def test_no_class_weight_leaves_the_class_classifier_as_it_is(make_client):
+    client = make_client("feddrm", feddrm_class_weight=0.0)
+    start = client.initial().numpy()
+    client.fit([client.layout.without(["head"]).take(start)], CONFIG)
+    np.testing.assert_array_equal(client.state["personal"], client.layout.part(["head"]).take(start))
+
+
+def test_client_learns_its_own_number(make_client):
+    """The label of the client branch is the client's index: its probability rises, the others' fall."""
+    client = make_client("feddrm", client=2, feddrm_class_weight=0.0, local_epochs=20)
+    start = client.initial()
+    (sent,), _, _ = client.fit([client.layout.without(["head"]).take(start.numpy())], CONFIG)
+    model = client.architecture.build()
+    whole = client.layout.without(["head"]).put(start.clone(), torch.from_numpy(sent))
+    model.load_state_dict(client.layout.views(whole))
+    assert (model(client.data.x_train)[1].argmax(dim=1) == 2).all()
+
+
+# -- what is shared, what is personal ------------------------------------------------------------------
+
+
+def test_only_the_class_classifier_is_personal(make_strategy, make_client):
+    strategy = make_strategy("feddrm")
+    client = make_client("feddrm")
+    head = client.layout.part(["head"])
+    assert head.size == 64 * 3 + 3
+    assert strategy.serve(0)[0].size == client.layout.size - head.size
+    assert set(strategy.shared_layers()) == set(client.layout.layers) - {"head"}
+    assert "client-branch" in strategy.shared_layers()
+    (sent,), _, _ = client.fit(strategy.serve(0), CONFIG)
+    assert [sent.shape] == strategy.expected_shapes(0)
+    assert set(client.state) == {"personal"} and client.state["personal"].shape == (head.size,)
+
+
+def test_kept_classifier_is_used_again(make_client):
+    client = make_client("feddrm")
+    shared = client.layout.without(["head"])
+    served = shared.take(client.initial())
+    client.fit([served.numpy()], CONFIG)
+    kept = client.state["personal"].copy()
+    whole = client.assembled(served)
+    np.testing.assert_array_equal(client.layout.part(["head"]).take(whole), kept)
+    np.testing.assert_array_equal(shared.take(whole), served)
+
+
+def test_shared_part_is_averaged_by_samples(make_strategy, update):
+    strategy = make_strategy("feddrm")
+    rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [rows[0]], 10), update(1, [rows[1]], 30)])
+    np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
+
+
+def test_client_branch_has_one_output_a_client(make_strategy):
+    assert make_strategy("feddrm").architecture.layout.entry("client_head.bias").shape == (4,)
+
+
+def test_one_client_cannot_be_told_apart(make_strategy):
+    data = (np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), [[0, 1]], [[2, 3]])
+    with pytest.raises(SettingsError, match="num-clients = 1: feddrm needs at least 2"):
+        make_strategy("feddrm", data=data)
+
+
+# -- routing -------------------------------------------------------------------------------------------
+
+
+def test_density_routing_gives_large_clients_no_advantage():
+    """n = (90, 10): the posteriors (0.6, 0.4) have the ratios (2/3, 4), (0.95, 0.05) the ratios (1.06, 0.5)."""
+    logits = torch.log(torch.tensor([[0.6, 0.4], [0.95, 0.05], [0.3, 0.7]]))
+    n = np.array([90.0, 10.0])
+    assert route_queries(logits, n, "posterior").tolist() == [0, 0, 1]
+    assert route_queries(logits, n, "density").tolist() == [1, 0, 1]
+    assert route_queries(logits, n).tolist() == [1, 0, 1]
+
+
+def test_routings_agree_for_clients_of_equal_size():
+    logits = torch.randn(50, 5, generator=torch.Generator().manual_seed(0))
+    n = np.full(5, 7.0)
+    assert route_queries(logits, n, "density").tolist() == route_queries(logits, n, "posterior").tolist()
+
+
+def test_density_routing_does_not_depend_on_the_unit_of_the_sizes():
+    logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    n = np.array([1.0, 5.0, 2.0])
+    assert route_queries(logits, n).tolist() == route_queries(logits, 100 * n).tolist()
+
+
+def test_routing_matrix_by_hand():
+    matrix = routing_matrix(np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 0, 2, 2]), 3)
+    np.testing.assert_array_equal(matrix, [[1, 1, 0], [0, 1, 0], [1, 0, 2]])
+
+
+# -- system accuracy -----------------------------------------------------------------------------------
+
+# Feature 0 tells the client (-1 or +1), feature 1 the class; the clients name the classes the other way round.
+X = np.array([[-1, -1], [-1, 1], [1, -1], [1, 1]] * 3 + [[-1, -1], [-1, 1]], np.float32)
+Y = np.array([0, 1, 1, 0] * 3 + [0, 1])
+TRAIN = [[0, 1, 12, 13], [2, 3]]
+TEST = [[4, 5, 8, 9], [6, 7, 10, 11]]
+
+
+@pytest.fixture
+def known(make_config, tmp_path):
+    """Return what builds a linear FedDRM with given routing weights and both clients' right classifiers on disk."""
+
+    def build(slope: float, bias: float, stored=(0, 1), **extra):
+        settings = resolve(make_config("feddrm", data=(X, Y, TRAIN, TEST), model="linear", **extra))
+        workspace = Workspace(settings)
+        strategy = strategy_class("feddrm")(settings, workspace.architecture)
+        strategy.members = {c: Member(c, c + 1, len(TRAIN[c]), len(TEST[c])) for c in (0, 1)}
+        layout = strategy.architecture.layout
+        named = {name: np.zeros(e.shape, np.float32) for e in layout.entries for name in [e.name]}
+        named["client_head.weight"][:, 0] = [-slope, slope]
+        named["client_head.bias"][0] = bias
+        strategy.model = strategy.shared.take(layout.flatten(named))
+        directory = RunDirectory(tmp_path / "known", "run")
+        for client in stored:
+            sign = 1 if client == 0 else -1  # client 0: feature 1 > 0 is class 1; client 1: class 0
+            own = {**named, "model.head.weight": np.array([[0, -sign], [0, sign]], np.float32)}
+            save_file(own, directory.models / f"client-{client}.safetensors")
+        return settings, strategy, workspace, directory
+
+    return build
+
+
+def test_system_accuracy_with_perfect_routing(known):
+    settings, strategy, workspace, directory = known(5.0, 0.0)
+    assert system_accuracy(settings, strategy, workspace, directory) == 1.0
+    np.testing.assert_array_equal(strategy.routed, [[4, 0], [0, 4]])
+    assert strategy.routing_accuracy == 1.0
+
+
+def test_system_accuracy_with_reversed_routing(known):
+    """Everybody is answered by the wrong client, whose classes are the other way round."""
+    settings, strategy, workspace, directory = known(-5.0, 0.0)
+    assert system_accuracy(settings, strategy, workspace, directory) == 0.0
+    np.testing.assert_array_equal(strategy.routed, [[0, 4], [4, 0]])
+
+
+def test_system_accuracy_when_all_go_to_one_client(known):
+    """Posterior logits 1 against 0 send all to client 0: its own samples are right, the others wrong."""
+    settings, strategy, workspace, directory = known(0.0, 1.0, feddrm_routing="posterior")
+    assert system_accuracy(settings, strategy, workspace, directory) == 0.5
+    np.testing.assert_array_equal(strategy.routed, [[4, 0], [4, 0]])
+    assert strategy.routing_accuracy == 0.5
+
+
+def test_sizes_turn_the_routing(known):
+    """n = 4 and 2: logits 0.5 against 0 are client 0's by posterior, client 1's by density (log 2 > 0.5)."""
+    for routing, chosen in (("posterior", 0), ("density", 1)):
+        settings, strategy, workspace, directory = known(0.0, 0.5, feddrm_routing=routing)
+        system_accuracy(settings, strategy, workspace, directory)
+        np.testing.assert_array_equal(strategy.routed[:, chosen], [4, 4])
+
+
+def test_pooled_test_names_each_samples_client(known):
+    _, _, workspace, _ = known(5.0, 0.0)
+    _, y, owner = pooled_test(workspace)
+    assert owner.tolist() == [0] * 4 + [1] * 4
+    assert y.tolist() == Y[TEST[0] + TEST[1]].tolist()
+
+
+def test_without_a_clients_classifier_there_is_no_system_accuracy(known):
+    settings, strategy, workspace, directory = known(5.0, 0.0, stored=(1,))
+    assert system_accuracy(settings, strategy, workspace, directory) is None
+
+
+def test_federation_learns_to_route(make_config, federate):
+    """Clients whose samples differ in one feature are told apart after some rounds."""
+    finished = federate(make_config("feddrm", data=(X, Y, TRAIN, TEST), num_server_rounds=25, lr=0.3, momentum=0.5))
+    strategy = finished.strategy
+    whole = torch.from_numpy(strategy.shared.put(strategy.initial(), strategy.model))
+    model = strategy.architecture.build()
+    model.load_state_dict(strategy.architecture.layout.views(whole))
+    x, _, owner = pooled_test(Workspace(strategy.settings))
+    assert route_queries(model(x)[1], np.array([4.0, 2.0])).tolist() == owner.tolist()
+    assert finished.column("served_accuracy")[-1] == {0: 1.0, 1: 1.0}

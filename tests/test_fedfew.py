@@ -1,0 +1,242 @@
+"""FedFew: the STCH-Set weights by hand, their limits, the server's step, the client's round."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.base import array_of
+from strategies.fedfew import STCHWeights, entropy, server_step, stch_weights, weighted_losses
+
+# exp(-L) is 1/2, 1/4 for client 0 and 1, 1 for client 1: S = 3/4 and 2, 1/S = 4/3 and 1/2.
+LOSSES = np.array([[math.log(2), math.log(4)], [0.0, 0.0]])
+
+
+def train_config(**extra):
+    return {"server-round": 1, "lr": 0.1, **extra}
+
+
+# -- the weights (Eqs. 9, 11, 12) ----------------------------------------------------------------------
+
+
+def test_weights_by_hand():
+    weights = stch_weights(LOSSES, 1.0)
+    np.testing.assert_allclose(weights.inner, [[2 / 3, 1 / 3], [1 / 2, 1 / 2]], rtol=1e-12)
+    np.testing.assert_allclose(weights.outer, [8 / 11, 3 / 11], rtol=1e-12)
+    assert weights.objective == pytest.approx(math.log(4 / 3 + 1 / 2), rel=1e-12)
+
+
+def test_mu_divides_the_losses_and_multiplies_the_objective():
+    weights = stch_weights(LOSSES * 0.25, 0.25)
+    np.testing.assert_allclose(weights.inner, [[2 / 3, 1 / 3], [1 / 2, 1 / 2]], rtol=1e-12)
+    np.testing.assert_allclose(weights.outer, [8 / 11, 3 / 11], rtol=1e-12)
+    assert weights.objective == pytest.approx(0.25 * math.log(11 / 6), rel=1e-12)
+
+
+def test_products_of_the_weights_are_the_gradient_of_the_objective():
+    """Eq. 10: ∂g/∂L_ik = α_i w_ik."""
+    rng = np.random.default_rng(0)
+    losses, step = rng.uniform(0.1, 2, (4, 3)), 1e-6
+    weights = stch_weights(losses, 0.3)
+    for i, k in np.ndindex(losses.shape):
+        above, below = losses.copy(), losses.copy()
+        above[i, k] += step
+        below[i, k] -= step
+        slope = (stch_weights(above, 0.3).objective - stch_weights(below, 0.3).objective) / (2 * step)
+        assert slope == pytest.approx(weights.outer[i] * weights.inner[i, k], abs=1e-8)
+
+
+def test_objective_is_near_the_unsmoothed_one():
+    """Theorem 4.1: |g - max_i min_k L_ik| <= μ log M + μ log K."""
+    rng = np.random.default_rng(1)
+    losses = rng.uniform(0, 3, (6, 4))
+    exact = losses.min(axis=1).max()
+    for mu in (1e-4, 1e-2, 0.5):
+        assert abs(stch_weights(losses, mu).objective - exact) <= mu * (math.log(6) + math.log(4))
+
+
+def test_mu_towards_zero_gives_one_hot_inner_weights_and_the_worst_client():
+    losses = np.array([[0.3, 0.1, 0.2], [1.0, 2.0, 0.9]])
+    weights = stch_weights(losses, 1e-5)
+    np.testing.assert_allclose(weights.inner, [[0, 1, 0], [0, 0, 1]], atol=1e-12)
+    np.testing.assert_allclose(weights.outer, [0, 1], atol=1e-12)
+    assert weights.objective == pytest.approx(0.9, abs=1e-9)
+
+
+def test_mu_towards_infinity_gives_uniform_weights():
+    weights = stch_weights(np.array([[0.3, 0.1, 0.2], [5.0, 2.0, 9.0]]), 1e9)
+    np.testing.assert_allclose(weights.inner, np.full((2, 3), 1 / 3), atol=1e-7)
+    np.testing.assert_allclose(weights.outer, [0.5, 0.5], atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [50.0, 1e6])
+def test_small_mu_and_large_losses_neither_over_nor_underflow(scale):
+    """exp(-scale / 1e-4) is 0 and exp(scale / 1e-4) infinite in double precision; the weights are neither."""
+    mu = 1e-4
+    losses = scale + mu * np.array([[0.0, 1.0], [3.0, 2.0]])
+    weights = stch_weights(losses, mu)
+    s = np.array([1 + math.exp(-1), math.exp(-3) + math.exp(-2)])  # S_i, up to the factor exp(-scale / mu)
+    inner = np.array([[1.0, math.exp(-1)], [math.exp(-3), math.exp(-2)]]) / s[:, None]
+    np.testing.assert_allclose(weights.inner, inner, atol=1e-5)  # the losses themselves carry no more digits
+    np.testing.assert_allclose(weights.outer, (1 / s) / (1 / s).sum(), atol=1e-5)
+    assert weights.objective == pytest.approx(scale + mu * math.log((1 / s).sum()), rel=1e-12)
+    assert weights.inner.sum() == pytest.approx(2) and weights.outer.sum() == pytest.approx(1)
+
+
+def test_losses_far_apart_at_small_mu_stay_finite():
+    weights = stch_weights(np.array([[0.0, 1e5], [1e5, 1e5 - 1.0]]), 1e-4)
+    np.testing.assert_array_equal(weights.inner, [[1, 0], [0, 1]])
+    np.testing.assert_array_equal(weights.outer, [0, 1])
+    assert weights.objective == pytest.approx(1e5 - 1, rel=1e-12)
+
+
+def test_losses_are_weighed_by_samples():
+    np.testing.assert_array_equal(
+        weighted_losses(np.array([[4.0, 8.0], [4.0, 8.0]]), np.array([1.0, 3.0])), [[1, 2], [3, 6]]
+    )
+
+
+def test_entropy_by_hand():
+    np.testing.assert_allclose(entropy(np.array([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])), [math.log(2), 0.0], atol=1e-15)
+
+
+# -- the server (Eq. 13) -------------------------------------------------------------------------------
+
+
+def test_server_step_by_hand():
+    models = np.array([[1.0, 2.0], [0.0, 0.0]], np.float32)
+    deltas = [np.array([[1, 0], [0, 8]], np.float32), np.array([[0, 4], [4, 4]], np.float32)]
+    weights = STCHWeights(np.array([[0.25, 0.75], [0.5, 0.5]]), np.array([0.5, 0.5]), 0.0)
+    # products α_i w_ik: client 0: 1/8, 3/8; client 1: 1/4, 1/4
+    np.testing.assert_allclose(server_step(models, deltas, weights, 1.0), [[1.125, 3], [1, 4]])
+    np.testing.assert_allclose(server_step(models, deltas, weights, 0.5), [[1.0625, 2.5], [0.5, 2]])
+    np.testing.assert_array_equal(models, [[1, 2], [0, 0]])
+
+
+def test_one_model_is_averaging_with_the_outer_weights(make_strategy, update):
+    strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_mu=0.5, fedfew_weigh_losses=False)
+    before = strategy.models.copy()
+    locals_ = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
+    losses = np.array([0.2, 0.9, 0.4])
+    strategy.aggregate(1, [update(i, [locals_[i] - before, [losses[i]]], n) for i, n in enumerate((5, 1, 9))])
+    outer = np.exp(losses / 0.5) / np.exp(losses / 0.5).sum()  # S_i = exp(-L_i/μ), so α_i ∝ exp(L_i/μ)
+    np.testing.assert_allclose(strategy.models[0], outer @ locals_, atol=1e-6)
+
+
+@pytest.mark.parametrize(("weigh", "factors"), [(True, (0.25, 0.75)), (False, (1.0, 1.0))])
+def test_aggregate_weighs_the_losses_or_not(make_strategy, update, weigh, factors):
+    strategy = make_strategy("fedfew", model="linear", fedfew_models=2, fedfew_mu=0.4, fedfew_weigh_losses=weigh)
+    before = strategy.models.copy()
+    deltas = np.random.default_rng(0).normal(size=(2, *before.shape)).astype(np.float32)
+    losses = np.array([[0.5, 0.3], [0.2, 0.8]])
+    quantities = strategy.aggregate(1, [update(i, [deltas[i], losses[i]], n) for i, n in enumerate((10, 30))])
+    e = np.exp(-losses * np.array(factors)[:, None] / 0.4)
+    s = e.sum(axis=1)
+    inner, outer = e / s[:, None], (1 / s) / (1 / s).sum()
+    expected = before + np.einsum("i,ik,ikd->kd", outer, inner, deltas)
+    np.testing.assert_allclose(strategy.models, expected, atol=1e-6)
+    assert quantities["objective"] == pytest.approx(0.4 * math.log((1 / s).sum()), rel=1e-6)
+    assert quantities["outer_cv"] == pytest.approx(outer.std() / outer.mean(), rel=1e-5)
+    assert quantities["inner_max"] == pytest.approx(inner.max(axis=1).mean(), rel=1e-6)
+    assert quantities["inner_entropy"] == pytest.approx(-(inner * np.log(inner)).sum(axis=1).mean(), rel=1e-6)
+    assert quantities["clients_of_model"] == [1, 1]
+    np.testing.assert_allclose(strategy.losses[:2], losses, rtol=1e-6)
+
+
+def test_initialisations(make_strategy):
+    distinct = make_strategy("fedfew", fedfew_models=3)
+    same = make_strategy("fedfew", fedfew_models=3, fedfew_initialisation="same")
+    common = make_strategy("fedavg").model
+    np.testing.assert_array_equal(same.models, np.stack([common] * 3))
+    np.testing.assert_array_equal(distinct.models[0], common)
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert np.abs(distinct.models[a] - distinct.models[b]).max() > 0.01
+
+
+# -- the client ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_updates_and_losses_by_hand(make_client, softmax_regression, stack):
+    """One whole-batch step: Δ_k = -lr ∇L(θ_k) and L_k = L(θ_k)."""
+    client = make_client("fedfew", model="linear", batch_size=100, stack=stack)
+    x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
+    models = np.random.default_rng(0).normal(size=(3, client.layout.size)).astype(np.float32)
+    (delta, losses), n, metrics = client.fit([models], train_config())
+    expected = [softmax_regression(model, x, y) for model in models]
+    np.testing.assert_allclose(losses, [loss for loss, _ in expected], rtol=1e-5)
+    np.testing.assert_allclose(delta, [-0.1 * gradient for _, gradient in expected], atol=1e-6)
+    assert n == len(y)
+    assert metrics["train-loss"] == pytest.approx(min(loss for loss, _ in expected), rel=1e-5)
+
+
+def test_loss_is_that_of_the_last_epoch(make_client, softmax_regression):
+    client = make_client("fedfew", model="linear", batch_size=100, local_epochs=2, fedfew_models=1)
+    x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
+    model = np.zeros((1, client.layout.size), np.float32)
+    (delta, losses), _, _ = client.fit([model], train_config())
+    first, gradient = softmax_regression(model[0], x, y)
+    second, again = softmax_regression(model[0] - 0.1 * gradient, x, y)
+    assert first != pytest.approx(second, rel=1e-2)
+    assert losses[0] == pytest.approx(second, rel=1e-5)
+    np.testing.assert_allclose(delta[0], -0.1 * (gradient + again), atol=1e-6)
+
+
+def test_client_is_served_the_model_with_the_lowest_training_loss(make_client):
+    """Training and test labels contradict each other: training alone decides."""
+    x = np.array([[-1.0], [1.0], [-1.0], [1.0]], np.float32)
+    data = (x, np.array([0, 1, 1, 0]), [[0, 1]], [[2, 3]])
+    client = make_client("fedfew", model="linear", data=data, fedfew_models=3)
+    good, bad = np.array([-2, 2, 0, 0], np.float32), np.array([2, -2, 0, 0], np.float32)
+    models = np.stack([bad, 0 * bad, good])
+    _, n, metrics = client.evaluate([models], {"server-round": 1})
+    assert metrics["chosen"] == "2"
+    assert metrics["served-accuracy"] == 0.0 and n == 2
+    assert metrics["served-loss"] == pytest.approx(math.log(1 + math.exp(4)), rel=1e-5)
+
+
+def test_local_model_is_the_best_of_the_trained_ones(make_client):
+    x = np.array([[-1.0], [1.0], [-1.0], [1.0]], np.float32)
+    data = (x, np.array([0, 1, 0, 1]), [[0, 1]], [[2, 3]])
+    client = make_client("fedfew", model="linear", data=data, fedfew_models=2)
+    models = np.array([[2, -2, 0, 0], [-2, 2, 0, 0]], np.float32)
+    _, _, metrics = client.fit([models], train_config(**{"evaluate-local": True}))
+    assert metrics["local-accuracy"] == 1.0
+
+
+def test_personal_heads_never_leave_the_client(make_client, make_strategy):
+    strategy = make_strategy("fedfew", fedfew_personal_head=True)
+    client = make_client("fedfew", fedfew_personal_head=True)
+    head = client.layout.part(["head"])
+    (served,) = strategy.serve(0)
+    assert served.shape == (3, client.layout.size - head.size)
+    (delta, losses), _, _ = client.fit([served], train_config())
+    assert [delta.shape, losses.shape] == strategy.expected_shapes(0)
+    kept = client.state["heads"]
+    starts = np.stack([client.architecture.initial(client.settings.run.seed + k) for k in range(3)])
+    assert kept.shape == (3, head.size)
+    assert (np.abs(kept - head.take(starts)).max(axis=1) > 1e-4).all()  # each of the K heads was trained
+    # The next round starts from the client's heads, not from anybody else's.
+    whole = array_of(client.whole(torch.from_numpy(served + delta)))
+    np.testing.assert_array_equal(head.take(whole), kept)
+    np.testing.assert_array_equal(client.body.take(whole), served + delta)
+
+
+def test_personal_heads_differ_between_clients_and_federations_run(make_config, federate):
+    finished = federate(make_config("fedfew", fedfew_personal_head=True))
+    assert [r.dropped for r in finished.records] == [[]] * 3
+    heads = [finished.kept(client)["heads"] for client in range(4)]
+    assert np.abs(heads[0] - heads[2]).max() > 1e-3
+    assert finished.strategy.models.shape[1] == finished.strategy.size - heads[0].shape[1]
+
+
+def test_one_model_and_equal_losses_is_fedavg_with_equal_weights(make_config, federate):
+    """K = 1 and μ→∞: α = 1/M, so that clients of equal size give FedAvg."""
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(24, 4)).astype(np.float32), np.arange(24) % 2
+    data = (x, y, [range(0, 8), range(8, 16)], [range(16, 20), range(20, 24)])
+    few = federate(make_config("fedfew", data=data, fedfew_models=1, fedfew_mu=1e9))
+    average = federate(make_config("fedavg", data=data))
+    np.testing.assert_allclose(few.strategy.models[0], average.strategy.model, atol=1e-6)
+    assert few.column("served_accuracy") == average.column("served_accuracy")

@@ -1,0 +1,330 @@
+"""Partitions: who holds what, the split into train and test, and what is refused."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from data.dataset import feature_dataset, image_dataset
+from data.datasets import load_dataset
+from data.errors import DataError
+from data.partitions import partition
+from posy.settings import DataSettings, SettingsError
+
+
+def made(per_class, num_classes, groups=None):
+    """A data set whose sample i of class c comes in shuffled order."""
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(num_classes), per_class))
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    names = tuple(str(c) for c in range(num_classes))
+    return feature_dataset("made", x, y.astype(np.int64), names, groups)
+
+
+def settings(**changes):
+    return DataSettings(**changes)
+
+
+def whole(part):
+    return np.concatenate([*part.train, *part.test])
+
+
+KINDS = {
+    "dirichlet": settings(num_clients=6, dirichlet_alpha=0.5),
+    "iid": settings(num_clients=7, partition="iid"),
+    "classes": settings(num_clients=6, partition="classes", classes_per_client=2),
+    "shards": settings(num_clients=5, partition="shards", shards_per_client=4),
+    "natural": settings(num_clients=4, partition="natural"),
+    "equal classes": settings(num_clients=6, partition="classes", classes_per_client=2, samples_per_client=21),
+    "equal iid": settings(num_clients=6, partition="iid", samples_per_client=21),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_invariants_of_every_partition(kind):
+    data = made(60, 5, groups=np.arange(300) % 4)
+    part = partition(data, KINDS[kind], seed=1)
+    assert len(part.train) == len(part.test) == KINDS[kind].num_clients
+    everything = whole(part)
+    assert len(np.unique(everything)) == len(everything)  # no sample twice, none in train and test
+    assert everything.min() >= 0
+    assert everything.max() < len(data)
+    for train, test in zip(part.train, part.test, strict=True):
+        assert len(train) >= 1
+        assert len(test) >= 1
+        assert train.dtype == test.dtype == np.int64
+        assert (np.diff(train) > 0).all()
+        assert abs(len(test) - 0.25 * (len(train) + len(test))) <= 0.5
+    if "equal" not in kind:
+        assert len(everything) == len(data)
+    counts = part.counts(data.y, 5)
+    assert counts.shape == (KINDS[kind].num_clients, 5)
+    assert counts.sum() == len(everything)
+    first = np.concatenate([part.train[0], part.test[0]])
+    assert counts[0].tolist() == [(data.y[first] == label).sum() for label in range(5)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_makes_the_partition(kind):
+    data = made(60, 5, groups=np.arange(300) % 4)
+    one, again, other = (partition(data, KINDS[kind], seed) for seed in (1, 1, 2))
+    for a, b in zip(one.train + one.test, again.train + again.test, strict=True):
+        assert np.array_equal(a, b)
+    assert any(not np.array_equal(a, b) for a, b in zip(one.train, other.train, strict=True))
+
+
+def test_another_process_makes_the_same_partition():
+    code = (
+        "from pathlib import Path; from posy.settings import DataSettings; from data.datasets import load_dataset;"
+        "from data.partitions import partition; s = DataSettings();"
+        "print([t.tolist() for t in partition(load_dataset(s, Path('.'), 0), s, 5).train])"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+    s = DataSettings()
+    here = partition(load_dataset(s, Path(), 0), s, 5)
+    assert json.loads(run.stdout) == [train.tolist() for train in here.train]
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    clients=st.integers(1, 12),
+    fraction=st.floats(0.01, 0.9),
+    seed=st.integers(0, 99),
+)
+def test_small_iid_partitions_hold_everything_once(sizes, clients, fraction, seed):
+    data = made(1, len(sizes))
+    y = np.repeat(np.arange(len(sizes)), sizes)
+    data = dataclasses.replace(data, x=np.zeros((len(y), 1), np.float32), y=y)
+    s = settings(num_clients=clients, partition="iid", test_fraction=fraction)
+    if clients > len(y):
+        with pytest.raises(SettingsError, match=f"num-clients = {clients}: made has {len(y)} samples"):
+            partition(data, s, seed)
+        return
+    part = partition(data, s, seed)
+    assert sorted(whole(part).tolist()) == list(range(len(y)))
+    for train, test in zip(part.train, part.test, strict=True):
+        total = len(train) + len(test)
+        assert len(train) >= 1
+        assert len(test) == (0 if total == 1 else min(max(round(total * fraction), 1), total - 1))
+
+
+def test_dirichlet_concentration():
+    data = made(500, 4)
+    even = partition(data, settings(num_clients=4, dirichlet_alpha=1e5), 0).counts(data.y, 4)
+    assert abs(even - 125).max() <= 3
+    skewed = partition(data, settings(num_clients=4, dirichlet_alpha=0.05), 0).counts(data.y, 4)
+    assert (skewed.max(0) > 400).sum() >= 2
+    assert skewed.sum(1).min() >= 10
+
+
+def test_dirichlet_that_cannot_be_drawn_is_an_error():
+    with pytest.raises(SettingsError, match=r"dirichlet-alpha = 0\.001 with num-clients = 50"):
+        partition(made(50, 2), settings(num_clients=50, dirichlet_alpha=0.001), 0)
+
+
+def test_dirichlet_takes_fewer_samples_a_client_when_there_are_few():
+    part = partition(made(20, 2), settings(num_clients=10, dirichlet_alpha=5.0), 0)
+    assert min(len(t) + len(v) for t, v in zip(part.train, part.test, strict=True)) >= 2
+
+
+def test_pathological_clients_have_their_classes_and_no_other():
+    data = made(60, 5)
+    counts = partition(data, KINDS["classes"], 0).counts(data.y, 5)
+    assert ((counts > 0).sum(1) == 2).all()
+    assert counts.sum(0).tolist() == [60] * 5
+    for column in counts.T:  # the clients that have a class share it evenly
+        held = column[column > 0]
+        assert held.max() - held.min() <= 1
+
+
+def test_all_classes_on_every_client():
+    data = made(60, 5)
+    counts = partition(data, settings(num_clients=6, partition="classes", classes_per_client=5), 0).counts(data.y, 5)
+    assert (counts == 10).all()
+
+
+def test_equal_classes_as_in_ppfe():
+    """100 clients, S = 2 of 10 classes, 150 training samples and a third of that for the test."""
+    data = made(2000, 10)
+    s = settings(num_clients=100, partition="classes", classes_per_client=2, samples_per_client=150)
+    part = partition(data, s, 0)
+    assert {len(train) for train in part.train} == {150}
+    assert {len(test) for test in part.test} == {50}
+    everything = whole(part)
+    assert len(np.unique(everything)) == len(everything) == 20_000
+    for train, test in zip(part.train, part.test, strict=True):
+        assert sorted(np.bincount(data.y[train], minlength=10).tolist()) == [0] * 8 + [75, 75]
+        assert sorted(np.bincount(data.y[test], minlength=10).tolist()) == [0] * 8 + [25, 25]
+        assert set(data.y[test]) == set(data.y[train])
+    counts = part.counts(data.y, 10)
+    assert ((counts > 0).sum(0) == 20).all()  # every class on the same number of clients
+    assert len({tuple(row > 0) for row in counts}) > 10  # and in many combinations
+
+
+def test_equal_classes_need_exactly_what_there_is():
+    """CIFAR-100 with 5 classes a client: 5 clients a class, 107 each of 600."""
+    s = settings(num_clients=10, partition="classes", classes_per_client=5, samples_per_client=40)
+    # 40 and 13 of 5 classes: 8 + 3 or 8 + 2 a class and client, at most 5 * 11 = 55
+    part = partition(made(55, 10), s, 0)
+    assert {len(train) for train in part.train} == {40}
+    assert {len(test) for test in part.test} == {13}
+    with pytest.raises(SettingsError, match=r"samples-per-client = 40 .* of class \d.* made has 45"):
+        partition(made(45, 10), s, 0)
+    with pytest.raises(SettingsError, match="samples-per-client = 4 cannot hold classes-per-client = 5"):
+        partition(made(45, 10), dataclasses.replace(s, samples_per_client=4), 0)
+
+
+def test_equal_iid():
+    data = made(60, 5)
+    s = settings(num_clients=10, partition="iid", samples_per_client=20, test_fraction=0.2)
+    part = partition(data, s, 0)
+    assert {len(train) for train in part.train} == {20}
+    assert {len(test) for test in part.test} == {5}
+    with pytest.raises(SettingsError, match="needs 375 samples"):
+        partition(data, dataclasses.replace(s, num_clients=15), 0)
+
+
+def test_shards_are_of_equal_size_and_of_one_class():
+    """FedDRM: 8 clients with 5 shards each; here 40 shards of 15 in 10 classes of 60."""
+    data = made(60, 10)
+    counts = partition(data, settings(num_clients=8, partition="shards", shards_per_client=5), 3).counts(data.y, 10)
+    assert (counts.sum(1) == 75).all()
+    assert (counts % 15 == 0).all()
+    assert ((counts > 0).sum(1) <= 5).all()
+    assert counts.sum(0).tolist() == [60] * 10
+
+
+def test_samples_within_shards_are_drawn_at_random():
+    data = made(60, 2)
+    parts = [partition(data, settings(num_clients=4, partition="shards", shards_per_client=1), seed) for seed in (1, 2)]
+    blocks = [{tuple(np.sort(np.concatenate(p))) for p in zip(q.train, q.test, strict=True)} for q in parts]
+    assert not blocks[0] & blocks[1]
+
+
+def test_natural_groups_the_largest_first():
+    groups = np.repeat([7, 2, 9, 4], [10, 40, 20, 30])
+    data = made(25, 4, groups=groups)
+    part = partition(data, settings(num_clients=3, partition="natural"), 0)
+    held = [set(groups[np.concatenate(pair)]) for pair in zip(part.train, part.test, strict=True)]
+    assert held == [{2}, {4}, {9}]
+    assert [len(t) + len(v) for t, v in zip(part.train, part.test, strict=True)] == [40, 30, 20]
+    with pytest.raises(SettingsError, match="num-clients = 5: made has 4 groups"):
+        partition(data, settings(num_clients=5, partition="natural"), 0)
+    with pytest.raises(SettingsError, match="needs data with groups"):
+        partition(made(25, 4), settings(num_clients=3, partition="natural"), 0)
+
+
+def test_train_samples_caps_training_only():
+    data = made(60, 5)
+    free = partition(data, settings(num_clients=4, partition="iid"), 0)
+    capped = partition(data, settings(num_clients=4, partition="iid", train_samples=50), 0)
+    for a, b, c, d in zip(free.train, capped.train, free.test, capped.test, strict=True):
+        assert len(a) == 56
+        assert len(b) == 50
+        assert set(b) < set(a)
+        assert np.array_equal(c, d)
+
+
+# Partition files
+
+
+def from_file(tmp_path, content, clients=2, data=None, **changes):
+    path = tmp_path / "partition.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    s = settings(num_clients=clients, partition="file", partition_file=str(path), **changes)
+    return partition(data or made(5, 2), s, 0)
+
+
+def test_partition_file_of_lists_is_split(tmp_path):
+    part = from_file(tmp_path, [[0, 1, 2, 3], [4, 9]])
+    assert [sorted(np.concatenate(p).tolist()) for p in zip(part.train, part.test, strict=True)] == [
+        [0, 1, 2, 3],
+        [4, 9],
+    ]
+    assert [len(test) for test in part.test] == [1, 1]
+
+
+def test_partition_file_of_train_and_test_is_taken_as_it_is(tmp_path):
+    part = from_file(tmp_path, {"train": [[3, 1], [2]], "test": [[0], []]})
+    assert [t.tolist() for t in part.train] == [[1, 3], [2]]
+    assert [t.tolist() for t in part.test] == [[0], []]
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ("{", DataError, "not JSON"),
+        ({"train": [[0], [1]]}, DataError, "allowed are a list"),
+        ([0, 1], DataError, "client 0: 0 is not a list"),
+        ([[0], [10]], DataError, "client 1: 10 at position 0; allowed are whole numbers from 0 to 9"),
+        ([[0], [-1]], DataError, "client 1: -1"),
+        ([[0], [1.0]], DataError, "client 1: 1.0"),
+        ([[0], [True]], DataError, "client 1: True"),
+        ([[0, 0], [1]], DataError, "client 0 lists sample 0 twice"),
+        ({"train": [[0], [1]], "test": [[2], [1]]}, DataError, "client 1 lists sample 1 twice"),
+        ({"train": [[], [1]], "test": [[2], [3]]}, DataError, "client 0 has no training sample"),
+        ([[0], []], DataError, "client 1 has no training sample"),
+        ([[0]], SettingsError, "num-clients = 2: .* lists 1 clients"),
+        ({"train": [[0], [1]], "test": [[2]]}, SettingsError, "lists 1 clients"),
+    ],
+)
+def test_partition_files_that_are_refused(tmp_path, content, error, message):
+    with pytest.raises(error, match=message):
+        from_file(tmp_path, content)
+
+
+def test_a_partition_file_must_exist(tmp_path):
+    for name in ("", str(tmp_path / "none.json")):
+        with pytest.raises(SettingsError, match="partition-file"):
+            partition(made(5, 2), settings(partition="file", partition_file=name), 0)
+
+
+# Data that comes partitioned
+
+
+def test_given_partitions_are_used_whatever_the_setting():
+    pairs = ((np.array([4, 0]), np.array([1])), (np.array([2]), np.array([3])))
+    data = dataclasses.replace(made(5, 2), given=pairs)
+    for kind in ("dirichlet", "given"):
+        part = partition(data, settings(num_clients=2, partition=kind), 0)
+        assert [t.tolist() for t in part.train] == [[0, 4], [2]]
+        assert [t.tolist() for t in part.test] == [[1], [3]]
+    capped = partition(data, settings(num_clients=2, train_samples=1), 0)
+    assert [len(t) for t in capped.train] == [1, 1]
+    with pytest.raises(SettingsError, match="num-clients = 10: made comes with 2 clients"):
+        partition(data, settings(), 0)
+    with pytest.raises(SettingsError, match="needs data that comes partitioned"):
+        partition(made(5, 2), settings(partition="given"), 0)
+
+
+# Settings that do not suit
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_clients": 11}, "num-clients = 11: made has 10 samples"),
+        ({"partition": "classes", "classes_per_client": 3}, "classes-per-client = 3: made has 2 classes; .* 1 to 2"),
+        ({"partition": "classes", "num_clients": 6}, "classes-per-client = 2 with num-clients = 6 does not suit made"),
+        ({"partition": "shards", "num_clients": 6}, "shards-per-client = 2 with num-clients = 6 makes 12 shards"),
+        ({"num_clients": 2, "samples_per_client": 3}, "samples-per-client = 3 goes with"),
+        ({"num_clients": 2, "shift": "high"}, "shift = 'high' needs RGB images"),
+    ],
+)
+def test_settings_that_do_not_suit_the_data(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        partition(made(5, 2), settings(**changes), 0)
+
+
+def test_more_clients_than_shifts_is_found_before_the_partition():
+    data = image_dataset("rgb", np.zeros((40, 2, 2, 3), np.uint8), np.arange(40) % 2, ("a", "b"))
+    with pytest.raises(SettingsError, match=r"'mid' has 8 shifts.*num-clients = 9"):
+        partition(data, settings(num_clients=9, partition="iid", shift="mid"), 0)

@@ -1,0 +1,434 @@
+"""Settings: types, ranges, names, experiment files, and what is wrong before the first round."""
+
+import dataclasses
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.datasets import SOURCES
+from data.errors import DataError
+from models import build_model
+from posy import config as config_module
+from posy.config import defaults, experiment_path, from_json, resolve
+from posy.methods import METHODS, client_class, settings_class, strategy_class
+from posy.settings import (
+    DATASETS,
+    MODELS,
+    DataSettings,
+    Rule,
+    RunSettings,
+    Scalar,
+    SettingsError,
+    TrainSettings,
+    as_config,
+    fields_of,
+    key_of,
+    read,
+    setting,
+)
+from server_app.app import run
+from server_app.in_process import InProcessGrid
+
+ROOT = Path(__file__).resolve().parent.parent
+CLASSES = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]
+DECLARED = {key: field for cls, prefix in CLASSES for key, field in fields_of(cls, prefix).items()}
+
+
+# -- the declarations ------------------------------------------------------------------------------------
+
+
+def test_pyproject_repeats_the_defaults_in_value_and_type() -> None:
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    assert {key: (type(value), value) for key, value in written.items()} == {
+        key: (type(value), value) for key, value in defaults().items()
+    }
+
+
+def test_no_key_is_declared_twice() -> None:
+    assert len(DECLARED) == sum(len(dataclasses.fields(cls)) for cls, _ in CLASSES)
+
+
+@pytest.mark.parametrize("key", DECLARED)
+def test_every_default_lies_in_its_own_range(key: str) -> None:
+    rule: Rule = DECLARED[key].metadata["rule"]
+    assert rule.admits(DECLARED[key].default)
+    assert rule.help
+    assert rule.describe(type(DECLARED[key].default))
+
+
+def test_defaults_resolve_to_the_dataclasses_defaults() -> None:
+    for given_config in ({}, defaults()):
+        settings = resolve(given_config)
+        assert settings.run == RunSettings()
+        assert settings.data == DataSettings()
+        assert settings.train == TrainSettings()
+        assert settings.method == settings_class("fedfew")()
+
+
+def test_settings_are_frozen() -> None:
+    for group in (RunSettings(), DataSettings(), TrainSettings(), *(settings_class(m)() for m in METHODS)):
+        for field in dataclasses.fields(group)[:1]:
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(group, field.name, 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_found_by_name(method: str) -> None:
+    settings = resolve({"method": method})
+    assert type(settings.method) is settings_class(method)
+    assert strategy_class(method).__name__ == METHODS[method]
+    assert client_class(method).__name__ == METHODS[method] + "Client"
+
+
+def test_every_named_data_set_has_a_loader_and_every_model_a_builder() -> None:
+    assert set(SOURCES) == set(DATASETS)
+    assert callable(build_model)
+    assert DECLARED["model"].metadata["rule"].choices == MODELS
+
+
+# -- one value -------------------------------------------------------------------------------------------
+
+WRONG = [
+    ("num-clients", True, "a whole number >= 1"),
+    ("num-clients", 10.0, "a whole number"),
+    ("num-clients", "10", "a whole number"),
+    ("num-clients", None, "a whole number"),
+    ("num-clients", [10], "a whole number"),
+    ("num-clients", 0, ">= 1"),
+    ("num-clients", -3, ">= 1"),
+    ("num-clients", 1_000_001, "<= 1e+06"),
+    ("num-server-rounds", 0, ">= 1"),
+    ("seed", -1, ">= 0"),
+    ("seed", 2**31, "<= 2.14748e+09"),
+    ("fraction-train", 0, "> 0"),
+    ("fraction-train", 1.5, "<= 1"),
+    ("fraction-train", True, "a number"),
+    ("min-train-replies", 0, ">= 1"),
+    ("round-timeout", 0.0, "> 0"),
+    ("round-timeout", math.inf, "> 0"),
+    ("evaluate-every", 0, ">= 1"),
+    ("save-models", "False", "true or false"),
+    ("save-models", "true", "true or false"),
+    ("save-models", 1, "true or false"),
+    ("save-models", 0, "true or false"),
+    ("system-accuracy", True, "one of auto, on, off"),
+    ("lr", 0, "> 0"),
+    ("lr", -0.1, "> 0"),
+    ("lr", math.nan, "> 0"),
+    ("lr", math.inf, "> 0"),
+    ("lr", "0.1", "a number"),
+    ("lr", False, "a number"),
+    ("momentum", 1.0, "<= 0.9999"),
+    ("momentum", -0.1, ">= 0"),
+    ("batch-size", 0, ">= 1"),
+    ("test-fraction", 0.0, "> 0"),
+    ("test-fraction", 0.95, "<= 0.9"),
+    ("dirichlet-alpha", 0.0, "> 0"),
+    ("partition", "dirichlett", "one of dirichlet, iid"),
+    ("model", "resnet", "resnet18-gn"),
+    ("lr-schedule", "Cosine", "one of constant, cosine"),
+    ("output-dir", 5, "a text"),
+    ("fedfew-mu", 0.0, "> 0"),
+    ("fedfew-models", 0, ">= 1"),
+    ("cwfedavg-wdr", "False", "true or false"),
+    ("feddrm-class-weight", 1.1, "<= 1"),
+    ("fedacs-p", -0.1, ""),
+    ("ppfe-beta", "adabost", "one of samme, adaboost"),
+    ("ifca-clusters", 1.0, "a whole number"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "allowed"), WRONG, ids=lambda v: repr(v)[:20])
+def test_a_wrong_value_names_key_value_place_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        resolve({key: value}, "the command line")
+    message = str(raised.value)
+    for part in (key, repr(value), "the command line", allowed, DECLARED[key].metadata["rule"].help):
+        assert part in message
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
+    with pytest.raises(SettingsError, match="fedfew-models = 0"):
+        resolve({"method": method, "fedfew-models": 0})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("fraction-train", 1, 1.0),
+        ("lr", 1, 1.0),
+        ("momentum", 0, 0.0),
+        ("seed", 0, 0),
+        ("seed", 2**31 - 1, 2**31 - 1),
+        ("test-fraction", 0.9, 0.9),
+        ("momentum", 0.9999, 0.9999),
+        ("num-clients", 1_000_000, 1_000_000),
+        ("save-models", False, False),
+        ("download", True, True),
+        ("run-name", "", ""),
+    ],
+)
+def test_values_on_the_edge_and_whole_numbers_for_numbers(key: str, value: Scalar, expected: Scalar) -> None:
+    read_back = resolve({key: value}).as_config()[key]
+    assert read_back == expected
+    assert type(read_back) is type(expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    whole_number: int = setting(3, "a number to test with", minimum=2, maximum=9)
+    share: float = setting(0.5, "a share", above=0, maximum=1)
+    flag: bool = setting(False, "a flag")
+    word: str = setting("a", "a word", choices=("a", "b"))
+
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**62), 2**62), st.floats(), st.text(max_size=3), st.lists(st.integers())
+)
+
+
+@given(values, st.sampled_from(["whole-number", "share", "flag", "word"]))
+def test_any_value_is_either_right_or_a_settings_error(value: Any, key: str) -> None:
+    right = {
+        "whole-number": type(value) is int and 2 <= value <= 9,
+        "share": type(value) in (int, float) and 0 < value <= 1,
+        "flag": type(value) is bool,
+        "word": value in ("a", "b") if isinstance(value, str) else False,
+    }[key]
+    if right:
+        own = read(Sample, {f"mine-{key}": value, "other": 1}, "mine")
+        assert as_config(own, "mine")[f"mine-{key}"] == value
+        assert all(type(v) is type(d.default) for v, d in zip(as_config(own).values(), dataclasses.fields(Sample)))
+    else:
+        with pytest.raises(SettingsError, match=f"^mine-{key} = "):
+            read(Sample, {f"mine-{key}": value, "other": 1}, "mine")
+
+
+def test_keys_are_kebab_case_with_the_methods_name_before() -> None:
+    assert key_of("weigh_losses", "fedfew") == "fedfew-weigh-losses"
+    assert key_of("lr") == "lr"
+    assert list(fields_of(Sample, "x")) == ["x-whole-number", "x-share", "x-flag", "x-word"]
+
+
+# -- names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("num-client", "num-clients"),
+        ("fedfew-um", "fedfew-mu"),
+        ("learning-rate", "`posy settings` lists all keys"),
+        ("num_clients", "num-clients"),
+        ("Seed", "seed"),
+        ("batchsize", "batch-size"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_a_suggestion(key: str, near: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        resolve({key: 1}, "the command line")
+    assert f"{key} in the command line is not a setting" in str(raised.value)
+    assert near in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["fedavgg", "", "FedAvg", "fed.avg", "../fedavg", "base"])
+def test_an_unknown_method_lists_all(name: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        resolve({"method": name})
+    assert f"method = {name!r}" in str(raised.value)
+    assert all(method in str(raised.value) for method in METHODS)
+    with pytest.raises(SettingsError, match="must be one of fedfew"):
+        strategy_class(name)
+
+
+# -- there and back --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_travel_as_json(method: str) -> None:
+    settings = resolve({"method": method, "lr": 1e-7, "num-clients": 3, "run-name": 'a "name" – ü'})
+    assert from_json(settings.to_json()) == settings
+    assert json.loads(settings.to_json()) == settings.as_config()
+    own = {key for key in settings.as_config() if key in fields_of(settings_class(method), method)}
+    assert own == set(fields_of(settings_class(method), method))
+
+
+def test_messages_from_elsewhere_are_checked_too() -> None:
+    with pytest.raises(SettingsError, match="num-clients = 0 in the server's message"):
+        from_json('{"num-clients": 0}')
+
+
+# -- experiment files ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "experiments"
+    folder.mkdir()
+    monkeypatch.setattr(config_module, "EXPERIMENTS", folder)
+    return folder
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_experiment_stands_between_the_defaults_and_what_is_set(experiments: Path) -> None:
+    write(experiments, "method: ditto\nlr: 0.3\nnum-clients: 7\nditto-strength: 2\n")
+    settings = resolve({**defaults(), "experiment": "mine", "num-clients": 4, "seed": 1})
+    assert settings.run.method == "ditto"
+    assert settings.train.lr == 0.3
+    assert settings.method.strength == 2.0
+    assert settings.data.num_clients == 4
+    assert settings.run.seed == 1
+    assert settings.train.batch_size == TrainSettings().batch_size
+    assert settings.run.experiment == "mine"
+
+
+def test_an_experiment_without_the_other_keys(experiments: Path) -> None:
+    write(experiments, "lr: 0.3\n")
+    assert resolve({"experiment": "mine"}).train.lr == 0.3
+    assert resolve({"experiment": "mine", "lr": 0.4}).train.lr == 0.4
+
+
+@pytest.mark.parametrize("name", ["mine", "mine.yaml", "path"])
+def test_an_experiment_is_a_name_or_a_path(experiments: Path, name: str) -> None:
+    path = write(experiments, "lr: 0.3\n")
+    assert experiment_path(str(path) if name == "path" else name) == path
+
+
+def test_a_missing_experiment_lists_those_there_are(experiments: Path) -> None:
+    write(experiments, "lr: 0.3\n", "cifar.yaml")
+    with pytest.raises(SettingsError) as raised:
+        resolve({"experiment": "cifar10"})
+    assert "experiment = 'cifar10'" in str(raised.value)
+    assert "only cifar" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: [0.3", "not valid YAML"),
+        ("lr: 0.3\n\tseed: 1", "not valid YAML"),
+        ("a: &a [*a, !!python/object/apply:os.system ['true']]", "not valid YAML"),
+        ("", "must hold `key: value` lines"),
+        ("- lr\n- 0.3", "must hold `key: value` lines"),
+        ("lr", "must hold `key: value` lines"),
+        ("1: 2", "must hold `key: value` lines"),
+        ("learning_rat: 0.3", "learning_rat in"),
+        ("num-client: 3", "did you mean num-clients"),
+        ("lr: -1", "lr = -1.0 in"),
+        ("lr:", "lr = None in"),
+        ("lr: 'fast'", "lr = 'fast' in"),
+        ("save-models: 'False'", "true or false"),
+        ("fedprox-mu: {a: 1}", "fedprox-mu = {'a': 1} in"),
+        ("method: fedavgg", "must be one of fedfew"),
+    ],
+)
+def test_what_is_wrong_in_an_experiment_names_the_file(experiments: Path, text: str, message: str) -> None:
+    path = write(experiments, text)
+    with pytest.raises(SettingsError) as raised:
+        resolve({"experiment": "mine"})
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_a_wrong_value_beside_an_experiment_names_the_run_config(experiments: Path) -> None:
+    write(experiments, "lr: 0.3\n")
+    with pytest.raises(SettingsError, match="batch-size = 0 in the run config"):
+        resolve({"experiment": "mine", "batch-size": 0})
+
+
+def test_a_file_that_is_no_text_is_an_error(experiments: Path) -> None:
+    (experiments / "mine.yaml").write_bytes(b"lr: \xff\xfe\n")
+    with pytest.raises(SettingsError, match="not valid YAML"):
+        resolve({"experiment": "mine"})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_the_experiments_of_the_project_are_valid(path: Path) -> None:
+    assert resolve({"experiment": str(path)}).run.experiment == str(path)
+
+
+# -- what only the data can tell, before the first round -------------------------------------------------
+
+BASE: dict[str, Any] = {"method": "fedavg", "model": "linear", "num-clients": 4, "num-server-rounds": 3,
+                        "partition": "iid", "max-samples": 60}
+
+
+class Untouched(InProcessGrid):
+    """A grid that no message may reach."""
+
+    def push_messages(self, messages: Any) -> Any:
+        raise AssertionError("a client was asked before the settings were checked")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num-clients": 61}, ("num-clients = 61", "60 samples")),
+        ({"max-samples": 5000}, ("max-samples = 5000", "1797")),
+        ({"method": "feddrm", "num-clients": 1}, ("num-clients = 1", "at least 2")),
+        ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "1,1", "ppfe-stages": 2},
+         ("ppfe-stage-rounds = '1,1'", "num-server-rounds = 3")),
+        ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "1,2,3", "ppfe-stages": 2}, ("ppfe-stage-rounds", "2 numbers")),
+        ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "3,0", "ppfe-stages": 2}, ("ppfe-stage-rounds", ">= 1")),
+        ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "a,b", "ppfe-stages": 2}, ("'a,b'", "whole numbers")),
+        ({"method": "ppfe", "ppfe-ranks": "x", "ppfe-stages": 1}, ("ppfe-ranks", "'x'")),
+        ({"method": "ppfe", "num-server-rounds": 1, "model": "mlp"}, ("num-server-rounds = 1", "needs at least")),
+        ({"dataset": "digit"}, ("dataset = 'digit'", "digits", "mnist")),
+        ({"dataset": "no/such.npz"}, ("dataset = ", "no/such.npz")),
+        ({"model": "fasttext"}, ("model = 'fasttext'", "linear", "mlp")),
+        ({"model": "cnn"}, ("model = 'cnn'", "1×8×8")),
+        ({"device": "gpu0"}, ("device = 'gpu0'", "auto, cpu, cuda")),
+        ({"partition": "natural"}, ("partition = 'natural'", "digits has none")),
+        ({"partition": "given"}, ("partition = 'given'",)),
+        ({"partition": "file", "max-samples": 0}, ("partition-file = ''",)),
+        ({"partition": "classes", "classes-per-client": 11}, ("classes-per-client = 11", "1 to 10")),
+        ({"samples-per-client": 100}, ("samples-per-client = 100", "num-clients = 4")),
+        ({"min-train-replies": 5}, ("min-train-replies = 5", "1 to 4")),
+        ({"min-train-replies": 3, "fraction-train": 0.5}, ("min-train-replies = 3", "1 to 2")),
+        ({"shift": "low"}, ("shift = 'low'", "RGB")),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_errors_before_the_first_round(tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+    chosen = {**BASE, "output-dir": str(tmp_path / "runs"), "data-dir": str(tmp_path), **changes}
+    with pytest.raises((SettingsError, DataError)) as raised:
+        run(Untouched(chosen["num-clients"]), chosen)
+    for part in parts:
+        assert part in str(raised.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_name_that_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"run-name = '\.\./x'"):
+        run(InProcessGrid(4), {**BASE, "output-dir": str(tmp_path / "runs"), "run-name": "../x"})
+
+
+def test_an_output_dir_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(SettingsError, match="output-dir = "):
+        run(InProcessGrid(4), {**BASE, "output-dir": str(tmp_path / "runs")})
+
+
+def test_a_data_set_is_looked_for_in_the_data_dir_first(tmp_path: Path) -> None:
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in ("own.npz", "sub/own.npz"):
+        np.savez(tmp_path / "data" / name, x_train=rng.standard_normal((40, 3)), y_train=np.arange(40) % 2)
+        result = run(InProcessGrid(4), {
+            **BASE, "dataset": name, "max-samples": 0, "data-dir": str(tmp_path / "data"),
+            "output-dir": str(tmp_path / "runs"), "num-server-rounds": 1,
+        })
+        assert result.summary["dataset"] == str(tmp_path / "data" / name)

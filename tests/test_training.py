@@ -1,0 +1,531 @@
+"""Local training against hand-written loops, stacked against single models, and its degenerate cases."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from client_app.cwfedavg import regularised
+from client_app.feddrm import class_and_client
+from data.task import Task
+from models.architecture import Architecture
+from posy.parameters import Layout, layout_of
+from posy.settings import MODELS, TrainSettings
+from posy.training import (
+    Batch,
+    Forward,
+    Network,
+    Objective,
+    Pull,
+    Samples,
+    Train,
+    Trained,
+    Trainer,
+    TrainingDivergedError,
+    batches,
+    classification,
+    plan_epochs,
+    trainable_names,
+)
+
+CPU = torch.device("cpu")
+CLASSES = 3
+N = 11  # not a multiple of the batch size: the last batch is smaller
+LR = 0.1
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+class TinyNorm(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.body(x))))
+
+
+def layout(build: type[nn.Module] = Tiny) -> Layout:
+    module = build()
+    return layout_of(module, dict(module.named_children()))
+
+
+def network(build: type[nn.Module] = Tiny) -> Network:
+    return Network(build, layout(build), CPU)
+
+
+def initial(seed: int = 0, build: type[nn.Module] = Tiny) -> Tensor:
+    torch.manual_seed(seed)
+    module = build()
+    return torch.from_numpy(layout(build).flatten({k: v.detach().numpy() for k, v in module.state_dict().items()}))
+
+
+def samples(n: int = N, seed: int = 5) -> Samples:
+    generator = torch.Generator().manual_seed(seed)
+    return Samples(torch.randn(n, 4, generator=generator), torch.randint(0, CLASSES, (n,), generator=generator))
+
+
+def generator(seed: int = 9) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def train(work: Train, net: Network | None = None, data: Samples | None = None, lr: float = LR,
+          **settings: Any) -> Trained:
+    own = TrainSettings(**{"batch_size": 4, "local_epochs": 2, **settings})
+    return Trainer(own, CPU).train(work, net or network(), data or samples(), generator(), lr)
+
+
+def by_hand(start: Tensor, *, epochs: int = 2, steps: int | None = None, momentum: float = 0.0, decay: float = 0.0,
+            pull: Pull | None = None, rates: dict[str, float] | None = None, mask: Tensor | None = None,
+            weight: Tensor | None = None, data: Samples | None = None, size: int = 4) -> tuple[Tensor, float]:
+    """Train with PyTorch's own optimiser, in double precision, drawing the batches as a person would."""
+    data, own, rates = data or samples(), generator(), rates or {}
+    module = Tiny().double()
+    shape = layout()
+
+    def split(flat: Tensor) -> dict[str, Tensor]:
+        return {k: v.double() for k, v in shape.views(flat).items()}
+
+    module.load_state_dict(split(start))
+    anchor, masks = (None if t is None else split(t) for t in (pull.anchor if pull else None, mask))
+    optimiser = torch.optim.SGD(
+        [{"params": list(layer.parameters()), "lr": LR * rates.get(name, 1.0)} for name, layer in module.named_children()],
+        lr=LR, momentum=momentum, weight_decay=decay if mask is None else 0.0,
+    )
+    taken, total, seen = 0, 0.0, 0
+    for _ in range(10**6 if steps else epochs):
+        total, seen = 0.0, 0
+        order = torch.randperm(len(data.y), generator=own)
+        for begin in range(0, len(order), size):
+            if steps is not None and taken == steps:
+                break
+            chosen = order[begin : begin + size]
+            each = F.cross_entropy(module(data.x[chosen].double()), data.y[chosen], reduction="none")
+            loss = (each * (1.0 if weight is None else weight[chosen].double())).sum() / len(chosen)
+            optimiser.zero_grad()
+            loss.backward()
+            for name, parameter in module.named_parameters():
+                assert parameter.grad is not None
+                if mask is not None:  # what is masked does not decay either
+                    parameter.grad += decay * parameter.detach()
+                if pull is not None and anchor is not None:
+                    parameter.grad += pull.strength * (parameter.detach() - anchor[name])
+                if masks is not None:
+                    parameter.grad *= masks[name]
+            optimiser.step()
+            taken += 1
+            total, seen = total + loss.item() * len(chosen), seen + len(chosen)
+        if taken == steps:
+            break
+    named = {k: v.detach().numpy() for k, v in module.state_dict().items()}
+    return torch.from_numpy(shape.flatten(named)), total / seen
+
+
+MASK = (torch.arange(layout().size) % 3 != 0).float()
+WEIGHT = torch.linspace(0.1, 2.0, N)
+
+
+@pytest.mark.parametrize(
+    ("work", "settings", "hand"),
+    [
+        pytest.param({}, {}, {}, id="plain"),
+        pytest.param({}, {"momentum": 0.9}, {"momentum": 0.9}, id="momentum"),
+        pytest.param({}, {"weight_decay": 0.3}, {"decay": 0.3}, id="weight decay"),
+        pytest.param({}, {"momentum": 0.8, "weight_decay": 0.3}, {"momentum": 0.8, "decay": 0.3}, id="momentum, decay"),
+        pytest.param({"pull": Pull(initial(7), 0.7)}, {}, {"pull": Pull(initial(7), 0.7)}, id="pull"),
+        pytest.param({"pull": Pull(initial(7), 0.7)}, {"momentum": 0.5}, {"pull": Pull(initial(7), 0.7), "momentum": 0.5},
+                     id="pull, momentum"),
+        pytest.param({"rates": {"body": 0.25}}, {"momentum": 0.5}, {"rates": {"body": 0.25}, "momentum": 0.5},
+                     id="slow layer"),
+        pytest.param({"rates": {"body": 0.0}}, {"weight_decay": 0.3}, {"rates": {"body": 0.0}, "decay": 0.3},
+                     id="frozen body"),
+        pytest.param({"rates": {"head": 0.0}}, {"momentum": 0.9}, {"rates": {"head": 0.0}, "momentum": 0.9},
+                     id="frozen head"),
+        pytest.param({"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK}, {},
+                     {"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK}, id="frozen, pull, mask"),
+        pytest.param({"mask": MASK}, {"weight_decay": 0.3, "momentum": 0.9},
+                     {"mask": MASK, "decay": 0.3, "momentum": 0.9}, id="mask"),
+        pytest.param({"sample_weight": WEIGHT}, {}, {"weight": WEIGHT}, id="sample weights"),
+        pytest.param({}, {"batch_size": 5}, {"size": 5}, id="last batch of one"),
+        pytest.param({}, {"batch_size": 100}, {"size": 100}, id="one batch"),
+        pytest.param({}, {"local_steps": 2}, {"steps": 2}, id="fewer steps than batches"),
+        pytest.param({}, {"local_steps": 7}, {"steps": 7}, id="steps beyond a pass"),
+        pytest.param({}, {"local_steps": 6}, {"steps": 6}, id="steps of two passes"),
+        pytest.param({"epochs": 3}, {"local_steps": 2}, {"epochs": 3}, id="own epochs"),
+        pytest.param({"steps": 4}, {"local_steps": 2}, {"steps": 4}, id="own steps"),
+    ],
+)
+def test_training_equals_a_loop_written_by_hand(work: dict[str, Any], settings: dict[str, Any],
+                                                hand: dict[str, Any]) -> None:
+    start = initial()
+    expected, loss = by_hand(start, **hand)
+    result = train(Train(start, **work), **settings)
+    assert torch.allclose(result.parameters, expected, rtol=0, atol=1e-6)
+    assert float(result.loss) == pytest.approx(loss, abs=1e-6)
+    assert (result.parameters - start).abs().max() > 1e-3
+
+
+def test_frozen_and_masked_parameters_keep_every_bit() -> None:
+    start, shape = initial(), layout()
+    frozen = train(Train(start, rates={"body": 0.0}), weight_decay=0.5, momentum=0.9).parameters
+    masked = train(Train(start, mask=MASK, pull=Pull(initial(3), 1.0)), weight_decay=0.5, momentum=0.9).parameters
+    body, head = shape.part(["body"]), shape.part(["head"])
+    assert torch.equal(body.take(frozen), body.take(start))
+    assert not torch.equal(head.take(frozen), head.take(start))
+    assert torch.equal(masked[MASK == 0], start[MASK == 0])
+    assert (masked[MASK == 1] != start[MASK == 1]).all()
+
+
+def test_weights_of_one_change_nothing_and_of_zero_train_nothing() -> None:
+    start = initial()
+    plain = train(Train(start))
+    assert torch.equal(train(Train(start, sample_weight=torch.ones(N))).parameters, plain.parameters)
+    assert torch.equal(train(Train(start, sample_weight=torch.zeros(N))).parameters, start)
+
+
+def test_no_pull_of_strength_zero() -> None:
+    start = initial()
+    assert torch.equal(train(Train(start, pull=Pull(initial(1), 0.0))).parameters, train(Train(start)).parameters)
+
+
+def test_a_strong_pull_ends_at_the_anchor() -> None:
+    anchor = initial(1)
+    # lr * strength = 1: every step lands on the anchor but for lr times the gradient
+    result = train(Train(initial(), pull=Pull(anchor, 1000.0)), lr=0.001).parameters
+    assert torch.allclose(result, anchor, atol=0.005)
+
+
+# -- K models at once -----------------------------------------------------------------------------------
+
+OBJECTIVE_TASK = Task("features", (4,), tuple("abc"))
+PLAIN = Architecture("mlp", OBJECTIVE_TASK)
+TWO = Architecture("mlp", OBJECTIVE_TASK, clients=5)
+CONTEXTS: dict[str, tuple[Architecture, Objective, dict[str, Tensor]]] = {
+    "plain": (PLAIN, classification, {}),
+    "WDR": (PLAIN, regularised, {"distribution": torch.tensor([0.7, 0.3, 0.0]), "lambda": torch.tensor(10.0)}),
+    "two branches": (TWO, class_and_client, {"client": torch.tensor(3), "lambda": torch.tensor(0.8)}),
+}
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= 1e-5 * b.norm())
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("extra", ["nothing", "one anchor", "K anchors", "rates", "mask", "weights"])
+def test_stacked_models_equal_looped_and_single_ones(name: str, extra: str) -> None:
+    architecture, objective, context = CONTEXTS[name]
+    starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(3)])
+    anchors = starts.roll(1, dims=0)
+    size = architecture.layout.size
+    options: dict[str, Any] = {
+        "nothing": {},
+        "one anchor": {"pull": Pull(anchors[1], 0.5)},
+        "K anchors": {"pull": Pull(anchors, 0.5)},
+        "rates": {"rates": {"head": 0.2, architecture.layer_names[0]: 0.0}},
+        "mask": {"mask": (torch.arange(size) % 2).float()},
+        "weights": {"sample_weight": WEIGHT},
+    }[extra]
+    results = {}
+    for stack in ("loop", "vmap"):
+        net = Network(architecture.build, architecture.layout, CPU)
+        work = Train(starts, objective, context, **options)
+        results[stack] = train(work, net, stack=stack, momentum=0.9, weight_decay=0.01)
+    assert results["loop"].parameters.shape == starts.shape
+    assert results["loop"].loss.shape == (3,)
+    for k in range(3):
+        own = {**options, "pull": Pull(anchors[k], 0.5)} if extra == "K anchors" else options
+        net = Network(architecture.build, architecture.layout, CPU)
+        single = train(Train(starts[k], objective, context, **own), net, momentum=0.9, weight_decay=0.01)
+        assert single.loss.shape == ()
+        moved = single.parameters - starts[k]
+        assert moved.abs().max() > 1e-3
+        for stacked in results.values():
+            assert close(stacked.parameters[k] - starts[k], moved)
+            assert float(stacked.loss[k]) == pytest.approx(float(single.loss), rel=1e-5)
+
+
+SUITED = {
+    "linear": OBJECTIVE_TASK,
+    "mlp": OBJECTIVE_TASK,
+    "cnn": Task("image", (1, 16, 16), tuple("abc")),
+    "cnn-3fc": Task("image", (1, 16, 16), tuple("abc")),
+    "lenet-gn": Task("image", (1, 16, 16), tuple("abc")),
+    "resnet18-gn": Task("image", (1, 8, 8), tuple("abc")),
+    "resnet18-bn": Task("image", (1, 8, 8), tuple("abc")),
+    "fasttext": Task("text", (9,), tuple("abc"), 20),
+    "textcnn": Task("text", (9,), tuple("abc"), 20),
+}
+
+
+def drawn(task: Task, n: int) -> Samples:
+    own = torch.Generator().manual_seed(1)
+    if task.kind == "text":
+        x = torch.randint(1, task.vocabulary, (n, *task.input_shape), generator=own)
+    else:
+        x = torch.randn(n, *task.input_shape, generator=own)
+    return Samples(x, torch.randint(0, 3, (n,), generator=own))
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m != "auto"])
+def test_every_network_trains_alike_in_a_stack(model: str) -> None:
+    architecture = Architecture(model, SUITED[model])
+    starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(2)])
+    loop, vmap = (
+        train(Train(starts), Network(architecture.build, architecture.layout, CPU), drawn(SUITED[model], 6),
+              stack=stack, batch_size=3, local_epochs=1, lr=0.01)
+        for stack in ("loop", "vmap")
+    )
+    assert close(vmap.parameters - starts, loop.parameters - starts)
+    assert close(vmap.loss, loop.loss)
+
+
+def test_batchnorms_running_statistics_survive_a_stack() -> None:
+    starts = torch.stack([initial(seed, TinyNorm).contiguous() for seed in range(2)])
+    shape = layout(TinyNorm)
+    result = train(Train(starts), network(TinyNorm), stack="vmap").parameters
+    for k in range(2):
+        single = train(Train(starts[k]), network(TinyNorm)).parameters
+        assert close(result[k], single)
+        mean = shape.views(single)["norm.running_mean"]
+        assert (mean - shape.views(starts[k])["norm.running_mean"]).abs().max() > 0.01
+
+
+# -- what training must not do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lr", [1e3, 1e30])
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_divergence_is_an_error(lr: float, stack: str) -> None:
+    data = samples()
+    far = Samples(data.x * 1e15, data.y)
+
+    def squares(net: Any, batch: Batch, context: Any) -> Tensor:
+        return (net(batch.x) ** 2).sum() * 1e10
+
+    with pytest.raises(TrainingDivergedError, match="smaller lr than"):
+        train(Train(torch.stack([initial(), initial(1)]), squares), data=far, lr=lr, stack=stack, local_epochs=5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_an_infinite_start_is_an_error(value: float) -> None:
+    start = initial()
+    start[0] = value
+    with pytest.raises(TrainingDivergedError):
+        train(Train(start))
+
+
+def test_one_diverging_model_of_several_is_an_error() -> None:
+    starts = torch.stack([initial(), torch.full_like(initial(), torch.nan)])
+    with pytest.raises(TrainingDivergedError):
+        train(Train(starts))
+
+
+def test_start_anchor_and_weights_are_never_changed() -> None:
+    for start in (initial(), torch.stack([initial(), initial(1)])):
+        given = [start, initial(2), WEIGHT.clone(), MASK.clone()]
+        before = [tensor.clone() for tensor in given]
+        train(Train(start, pull=Pull(given[1], 0.3), sample_weight=given[2], mask=given[3]), momentum=0.9)
+        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+def test_the_result_is_not_a_view_of_the_resident_network() -> None:
+    net = network()
+    first = train(Train(initial()), net).parameters
+    copy = first.clone()
+    train(Train(initial(4)), net)
+    Trainer(TrainSettings(), CPU).forward(Forward(initial(6)), net, samples())
+    assert torch.equal(first, copy)
+
+
+def test_results_do_not_depend_on_what_the_network_held_before() -> None:
+    fresh = train(Train(initial()), network(), momentum=0.9)
+    net = network()
+    train(Train(torch.stack([initial(k) for k in range(1, 4)]), rates={"body": 0.0}), net, momentum=0.5, stack="loop")
+    train(Train(torch.stack([initial(k) for k in range(1, 5)])), net, stack="vmap")
+    Trainer(TrainSettings(), CPU).forward(Forward(initial(8)), net, samples())
+    used = train(Train(initial()), net, momentum=0.9)
+    assert torch.equal(used.parameters, fresh.parameters)
+    assert torch.equal(used.loss, fresh.loss)
+
+
+def test_an_error_half_way_leaves_nothing_behind() -> None:
+    net = network()
+    with pytest.raises(TrainingDivergedError):
+        train(Train(torch.full_like(initial(), torch.inf)), net)
+    assert torch.equal(train(Train(initial()), net).parameters, train(Train(initial())).parameters)
+
+
+def test_unknown_layers_in_rates_are_an_error() -> None:
+    with pytest.raises(KeyError, match="heads"):
+        train(Train(initial(), rates={"heads": 0.0}))
+
+
+# -- BatchNorm and batches -------------------------------------------------------------------------------
+
+
+def test_batchnorm_leaves_out_a_batch_of_one() -> None:
+    """Eleven samples in batches of five: the eleventh is not trained on."""
+    start, own = initial(0, TinyNorm), generator()
+    result = train(Train(start), network(TinyNorm), batch_size=5, local_epochs=1)
+    data = samples()
+    order = torch.randperm(N, generator=own)[:10]
+    module, shape = TinyNorm(), layout(TinyNorm)
+    module.load_state_dict(shape.views(start), strict=False)
+    optimiser = torch.optim.SGD(module.parameters(), lr=LR)
+    losses = []
+    for chosen in order.split(5):
+        optimiser.zero_grad()
+        loss = F.cross_entropy(module(data.x[chosen]), data.y[chosen])
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    named = {e.name: module.state_dict()[e.name].numpy() for e in shape.entries}
+    assert np.allclose(result.parameters.numpy(), shape.flatten(named), atol=1e-6)
+    assert float(result.loss) == pytest.approx(np.mean(losses), abs=1e-6)
+
+
+def test_batchnorm_with_a_single_sample_is_an_error() -> None:
+    with pytest.raises(ValueError, match="BatchNorm needs two"):
+        train(Train(initial(0, TinyNorm)), network(TinyNorm), samples(1))
+    assert torch.isfinite(train(Train(initial()), data=samples(1)).parameters).all()
+
+
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 11, 50])
+def test_the_batches_of_a_pass_are_a_permutation(size: int, image: bool) -> None:
+    x = torch.arange(N).float().view(N, 1, 1, 1).expand(N, 3, 2, 2) if image else torch.arange(N).float().view(N, 1)
+    y, weight = torch.arange(N), torch.arange(N).float() + 0.5
+    drawn_once = list(batches(Samples(x, y), weight, size, None, generator()))
+    labels = torch.cat([b.y for b in drawn_once])
+    assert sorted(labels.tolist()) == list(range(N))
+    assert [len(b.y) for b in drawn_once] == [size] * (N // size) + ([N % size] if N % size else [])
+    for batch in drawn_once:
+        assert batch.weight is not None
+        assert torch.equal(batch.x.flatten(1)[:, 0], batch.y.float())
+        assert batch.x.shape[1:] == x.shape[1:]
+        assert torch.equal(batch.weight, batch.y + 0.5)
+    again = torch.cat([b.y for b in batches(Samples(x, y), None, size, None, generator())])
+    other = torch.cat([b.y for b in batches(Samples(x, y), None, size, None, generator(1))])
+    assert torch.equal(again, labels)
+    assert not torch.equal(other, labels)
+
+
+def test_passes_of_one_training_have_different_orders() -> None:
+    own = generator()
+    first, second = (torch.cat([b.y for b in batches(Samples(torch.zeros(N, 1), torch.arange(N)), None, 4, None, own)])
+                     for _ in range(2))
+    assert not torch.equal(first, second)
+    assert sorted(second.tolist()) == list(range(N))
+
+
+def test_a_partial_pass_takes_its_first_batches() -> None:
+    def labels(steps: int | None) -> Iterator[list[int]]:
+        data = Samples(torch.zeros(N, 1), torch.arange(N))
+        return (b.y.tolist() for b in batches(data, None, 4, steps, generator()))
+
+    whole = list(labels(None))
+    assert [list(labels(k)) for k in (1, 2, 3)] == [whole[:1], whole[:2], whole]
+
+
+@pytest.mark.parametrize(
+    ("work", "settings", "expected"),
+    [
+        ({}, {"local_epochs": 3}, [None] * 3),
+        ({}, {"local_epochs": 3, "local_steps": 1}, [1]),
+        ({}, {"local_steps": 3}, [None]),  # eleven samples in batches of four are three steps
+        ({}, {"local_steps": 8}, [None, None, 2]),
+        ({"epochs": 2}, {"local_steps": 8}, [None, None]),
+        ({"steps": 4}, {"local_epochs": 9, "local_steps": 8}, [None, 1]),
+        ({"steps": 0}, {"local_epochs": 2, "local_steps": 8}, [None, None]),
+    ],
+)
+def test_epochs_and_steps(work: dict[str, Any], settings: dict[str, Any], expected: list[int | None]) -> None:
+    assert plan_epochs(Train(initial(), **work), TrainSettings(batch_size=4, **settings), N) == expected
+
+
+def test_the_loss_is_that_of_the_last_pass_weighted_by_batch() -> None:
+    """With a rate of almost nothing the loss is the mean over all samples, though the batches are unequal."""
+    start, data = initial(), samples()
+    result = train(Train(start), lr=1e-12)
+    module = Tiny()
+    module.load_state_dict(layout().views(start))
+    assert float(result.loss) == pytest.approx(float(F.cross_entropy(module(data.x), data.y)), abs=1e-6)
+
+
+def test_trainable_names_leave_out_buffers_and_frozen_layers() -> None:
+    shape = layout(TinyNorm)
+    assert set(trainable_names(shape, {})) == {f"{layer}.{kind}" for layer in ("body", "norm", "head")
+                                               for kind in ("weight", "bias")}
+    assert trainable_names(shape, {"norm": 0.0, "body": 0.0}) == ["head.weight", "head.bias"]
+
+
+# -- inference -------------------------------------------------------------------------------------------
+
+
+def test_forward_of_one_and_of_several_models() -> None:
+    net, data = network(), samples(1100)  # more than one evaluation batch
+    trainer = Trainer(TrainSettings(), CPU)
+    models = torch.stack([initial(k) for k in range(3)])
+    several = trainer.forward(Forward(models), net, data)
+    assert several.shape == (3, 1100, CLASSES)
+    for k in range(3):
+        module = Tiny()
+        module.load_state_dict(layout().views(models[k]))
+        assert torch.allclose(several[k], module(data.x), atol=1e-6)
+        assert torch.equal(trainer.forward(Forward(models[k]), net, data), several[k])
+
+
+def test_forward_uses_running_statistics_and_leaves_them() -> None:
+    net, data = network(TinyNorm), samples()
+    flat = initial(0, TinyNorm)
+    train(Train(flat), net)  # training mode before
+    trainer = Trainer(TrainSettings(), CPU)
+    outputs = trainer.forward(Forward(flat), net, data)
+    module = TinyNorm().eval()
+    module.load_state_dict(layout(TinyNorm).views(flat), strict=False)
+    assert torch.allclose(outputs, module(data.x), atol=1e-6)
+    one_by_one = torch.cat([trainer.forward(Forward(flat), net, Samples(x[None], y[None])) for x, y in zip(*data)])
+    assert torch.allclose(one_by_one, outputs, atol=1e-6)
+
+
+def test_forward_of_a_network_with_two_outputs() -> None:
+    net = Network(TWO.build, TWO.layout, CPU)
+    models = torch.stack([torch.from_numpy(TWO.initial(k)) for k in range(2)])
+    classes, clients = Trainer(TrainSettings(), CPU).forward(Forward(models), net, samples())
+    assert classes.shape == (2, N, 3)
+    assert clients.shape == (2, N, 5)
+
+
+def test_forward_of_no_samples() -> None:
+    empty = Samples(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    assert Trainer(TrainSettings(), CPU).forward(Forward(initial()), network(), empty).shape == (0, CLASSES)
+
+
+def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def shift(x: Tensor, own: torch.Generator) -> Tensor:
+        number = float(torch.rand((), generator=own))
+        seen.append((len(x), number))
+        return x + number
+
+    trainer = Trainer(TrainSettings(batch_size=4), CPU)
+    first, second = (trainer.train(Train(initial()), network(), samples(), generator(), LR, shift) for _ in range(2))
+    assert [n for n, _ in seen] == [4, 4, 3] * 2
+    assert seen[:3] == seen[3:]
+    assert len({number for _, number in seen}) == 3
+    assert torch.equal(first.parameters, second.parameters)
+    assert not torch.equal(first.parameters, train(Train(initial()), local_epochs=1).parameters)
