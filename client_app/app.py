@@ -66,6 +66,12 @@ def open_message(message: Message, context: Context) -> tuple[PersonalClient, li
     return client, arrays, config
 
 
+def client_of(message: Message) -> int:
+    """Return the client that a message is for."""
+    number: Any = message.content.config_records["config"]["client"]
+    return int(number)
+
+
 def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:
     """Pack a reply: arrays, numbers, and the texts and ids, which Flower would average among the metrics."""
     numbers = {k: v for k, v in metrics.items() if not isinstance(v, str)}
@@ -73,6 +79,6 @@ def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: di
     content = RecordDict({
         "arrays": ArrayRecord({str(i): Array(np.asarray(a, order="C")) for i, a in enumerate(arrays)}),
         "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
-        "config": ConfigRecord({**texts, "client": int(message.content.config_records["config"]["client"])}),
+        "config": ConfigRecord({**texts, "client": client_of(message)}),
     })
     return Message(content, reply_to=message)

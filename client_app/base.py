@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from flwr.client import NumPyClient
 from safetensors.numpy import save_file
 from torch import Tensor
@@ -131,13 +131,13 @@ class PersonalClient(NumPyClient):
 
     def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
         """Return the model that the client holds after the server's message, before training."""
+        yield from ()
         return self.plain(received[0])
-        yield  # a generator, like the overrides that do need to compute
 
     def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
         """Return the local model of a client that has not trained in this round, if there is one."""
+        yield from ()
         return None
-        yield
 
     # -- NumPyClient ---------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class PersonalClient(NumPyClient):
             while True:
                 answer = self._carry_out(steps.send(answer))
         except StopIteration as finished:
-            return finished.value  # type: ignore[no-any-return]
+            return finished.value
 
     def _carry_out(self, work: Train | Forward) -> Trained | Any:
         network = self.workspace.network(work.network or self.architecture)

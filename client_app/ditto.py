@@ -29,5 +29,5 @@ class DittoClient(FedAvgClient):
     def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
         """Return the kept personal model."""
         kept = self.recall("personal")
+        yield from ()
         return None if kept is None else self.plain(kept)
-        yield

@@ -29,8 +29,8 @@ class SharedBodyClient(FedAvgClient):
 
     def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
         """Return the server's layers with the client's own."""
+        yield from ()
         return self.plain(self.assembled(received[0]))
-        yield
 
     def assembled(self, shared: Tensor) -> Tensor:
         """Return the whole model ``(d,)``: the server's layers with the client's own."""

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from client_app.base import Config, PersonalClient, Predictor, Steps, Update, array_of
+from client_app.base import Arrays, Config, PersonalClient, Predictor, Steps, Update, array_of
 from posy.training import Train, Trained
 
 
@@ -14,7 +14,7 @@ class IFCAClient(PersonalClient):
         """Train the best fitting of the K models and name its cluster."""
         best = int((yield from self.train_losses(received[0])).argmin())
         trained: Trained = yield Train(received[0][best])
-        arrays = [array_of(trained.parameters), np.array(best, np.int64)]
+        arrays: Arrays = [array_of(trained.parameters), np.array(best, np.int64)]
         return Update(arrays, float(trained.loss), self.plain(trained.parameters, str(best)))
 
     def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:

@@ -67,7 +67,8 @@ class PPFEClient(PersonalClient):
         for number, shared in enumerate(received[1:], start=int(config["first-finished"])):
             if number == len(self.betas) + 1:
                 yield from self.close_stage(self.stages[number - 1], shared)
-        self.acknowledgement = {"stages-closed": len(self.betas)}
+        betas = {f"beta-{i}": float(beta) for i, beta in enumerate(self.betas, start=1)}
+        self.acknowledgement = {"stages-closed": len(betas), **betas}
         return self.stages[int(config["stage"]) - 1]
 
     def close_stage(self, stage: Stage, shared: Tensor) -> Steps[None]:

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -89,15 +89,10 @@ class Workspace:
         return self._networks[architecture]
 
 
-_workspace: tuple[str, Workspace] | None = None
-
-
+@lru_cache(maxsize=1)
 def workspace_for(settings_json: str) -> Workspace:
     """Return this process's workspace for some settings; a change of settings replaces it."""
-    global _workspace
-    if _workspace is None or _workspace[0] != settings_json:
-        _workspace = (settings_json, Workspace(from_json(settings_json)))
-    return _workspace[1]
+    return Workspace(from_json(settings_json))
 
 
 def _size(client: ClientData) -> int:

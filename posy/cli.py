@@ -8,7 +8,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -19,6 +19,7 @@ from posy.methods import METHODS, settings_class
 from posy.settings import (
     DATASETS,
     DataSettings,
+    Rule,
     RunSettings,
     Scalar,
     SettingsError,
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         words[0] = f"experiment={words[0]}"
     config = with_absolute_paths(merged(assignments(words)))
     check(config, WHERE)
-    known = _common_defaults() | config
+    known = {**_common_defaults(), **config}
     if known["engine"] == "in-process":
         return run_in_process({**configuration.defaults(), **config})
     return run_simulation(config, int(known["num-clients"]), str(known["device"]), verbose=options.verbose)
@@ -68,9 +69,8 @@ def table(options: argparse.Namespace) -> int:
     """`posy table`: run a grid of experiments and print the results."""
     from posy import table as grid  # noqa: PLC0415 - imports the methods
 
-    return grid.run_table(
-        Path(options.file), assignments(options.settings), jobs=options.jobs, only_print=options.only_print
-    )
+    plan = grid.read_plan(Path(options.file), assignments(options.settings), options.output)
+    return grid.run_table(plan, jobs=options.jobs, only_print=options.only_print)
 
 
 def settings(options: argparse.Namespace) -> int:
@@ -86,8 +86,8 @@ def settings(options: argparse.Namespace) -> int:
     chosen = [options.method] if options.method else list(METHODS)
     for title, cls, prefix in groups + [(method, settings_class(method), method) for method in chosen]:
         if rows := [
-            (key, toml(field.default), field.metadata["rule"].describe(type(field.default)), field.metadata["rule"].help)
-            for key, field in fields_of(cls, prefix).items()
+            (key, toml(default), rule.describe(type(default)), rule.help)
+            for key, (default, rule) in _declared(cls, prefix).items()
         ]:
             _print_table(title, ("key", "default", "allowed", "meaning"), rows)
     return 0
@@ -138,12 +138,10 @@ def typed(text: str, kind: type) -> Scalar:
     if kind is str and text[:1] not in ("'", '"'):
         return text
     try:
-        if kind in (int, float):
-            return kind(text)  # type: ignore[no-any-return]
-        value = yaml.safe_load(text)
+        value: Any = kind(text) if kind in (int, float) else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
         return text
-    return value if type(value) is kind else text
+    return cast("Scalar", value) if type(value) is kind else text
 
 
 def merged(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +179,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
 
 def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings whose paths mean the same place in every process."""
-    known = _common_defaults() | config
+    known = {**_common_defaults(), **config}
     result = dict(config)
     for key in ("data-dir", "output-dir", "partition-file"):
         if known[key]:
@@ -216,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("settings", nargs="*", metavar="key=value", help="settings over those of the file")
     command.add_argument("-j", "--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N",
                          help="runs at a time (default: the number of cores)")
+    command.add_argument("-o", "--output", metavar="DIR", help="directory of the results (default: the file's)")
     command.add_argument("--only-print", action="store_true", help="run nothing; tabulate what is finished")
     command.set_defaults(command=table)
 
@@ -232,7 +231,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _common_defaults() -> dict[str, Scalar]:
-    return {key: field.default for cls in COMMON for key, field in fields_of(cls).items()}
+    return {key: default for cls in COMMON for key, (default, _) in _declared(cls).items()}
+
+
+def _declared(cls: type, prefix: str = "") -> dict[str, tuple[Any, Rule]]:
+    """Return default and rule of each setting of a group."""
+    return {key: (field.default, field.metadata["rule"]) for key, field in fields_of(cls, prefix).items()}
 
 
 def _absolute(path: str) -> Path:

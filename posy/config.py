@@ -18,6 +18,7 @@ from posy.settings import (
     TrainSettings,
     as_config,
     check_keys,
+    default_of,
     fields_of,
     read,
 )
@@ -49,7 +50,7 @@ def defaults() -> dict[str, Scalar]:
     """Return every key with its default, those of all methods included."""
     config: dict[str, Scalar] = {}
     for cls, prefix in _groups():
-        config |= {key: declared.default for key, declared in fields_of(cls, prefix).items()}
+        config |= {key: default_of(declared) for key, declared in fields_of(cls, prefix).items()}
     return config
 
 

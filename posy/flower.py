@@ -16,10 +16,10 @@ def isolate_simulation() -> None:
     the simulation's process comes before Ray starts; the directory left is kept for relative paths.
     """
     if Path(sys.argv[0]).name.startswith("flwr-simulation"):
-        os.environ.setdefault(START_DIRECTORY, os.getcwd())
+        os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))
         os.chdir(Path(__file__).resolve().parent.parent)
 
 
 def absolute(path: str) -> Path:
     """Return a path from the settings, relative ones taken from where the process was started."""
-    return (Path(os.environ.get(START_DIRECTORY, os.getcwd())) / Path(path).expanduser()).resolve()
+    return (Path(os.environ.get(START_DIRECTORY, Path.cwd())) / Path(path).expanduser()).resolve()

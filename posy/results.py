@@ -183,6 +183,7 @@ class RunDirectory:
         accuracy: History,
         system_accuracy: float | None = None,
         dropped: Mapping[str, int] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write ``summary.json`` in place of the one before, and return what it holds.
 
@@ -196,6 +197,8 @@ class RunDirectory:
             Accuracy over the clients, from which the last and the best round are taken.
         dropped : Mapping, optional
             Number of replies left out, by reason.
+        extra : Mapping, optional
+            The method's own results.
         """
         summary: dict[str, Any] = plain(
             {
@@ -212,6 +215,7 @@ class RunDirectory:
                 "local": {"last": _flat(accuracy.last("local")), "best": _flat(accuracy.best("local"))},
                 "system-accuracy": system_accuracy,
                 "dropped": dropped or {},
+                **(extra or {}),
             }
         )
         text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n"

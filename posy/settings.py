@@ -44,7 +44,7 @@ class Rule:
             bounds.append(f"<= {self.maximum:g}")
         return noun + (" " + " and ".join(bounds) if bounds else "")
 
-    def admits(self, value: Scalar) -> bool:
+    def admits(self, value: Any) -> bool:
         """Tell whether a value of the right type lies in the range."""
         if self.choices:
             return value in self.choices
@@ -176,9 +176,16 @@ def key_of(name: str, prefix: str = "") -> str:
     return "-".join(filter(None, (prefix, name.replace("_", "-"))))
 
 
-def fields_of(cls: type, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
+def fields_of(cls: type, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of a settings dataclass by key."""
     return {key_of(f.name, prefix): f for f in dataclasses.fields(cls)}
+
+
+def default_of(declared: dataclasses.Field[Any]) -> Scalar:
+    """Return the default of a field."""
+    default: Any = declared.default
+    assert isinstance(default, Scalar)
+    return default
 
 
 def read(cls: type[T], config: Mapping[str, Any], prefix: str = "", where: str = "the run config") -> T:
@@ -207,13 +214,13 @@ def read(cls: type[T], config: Mapping[str, Any], prefix: str = "", where: str =
     return cls(**values)
 
 
-def checked(key: str, value: Any, declared: "dataclasses.Field[Any]", where: str) -> Scalar:
+def checked(key: str, value: Any, declared: dataclasses.Field[Any], where: str) -> Any:
     """Return a value in the type of its field, or raise :class:`SettingsError`."""
     rule: Rule = declared.metadata["rule"]
-    kind = type(declared.default)
+    kind: type = type(declared.default)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if type(value) is not kind or not rule.admits(value):
+    if type(value) is not kind or not rule.admits(value):  # exactly: a bool is an int to Python
         raise SettingsError(f"{key} = {value!r} in {where}: it must be {rule.describe(kind)} ({rule.help})")
     return value
 

@@ -31,14 +31,14 @@ PLACE = {"output-dir", "run-name", "experiment", "data-dir", "download", "engine
 
 POINTS = tuple(itertools.product(("served", "local"), ("last", "best")))
 LEGEND = (
-    "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - 1), and "
+    "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - 1); "
     "in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its own "
     "training; `last`, `best`: round; `weighted`: mean by training samples, last round; `system`: the pooled test sets "
     "answered by the whole federation. Time: wall clock of one run, other runs on the machine at the same time."
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """One run of a table.
 
@@ -96,15 +96,13 @@ class Plan:
     cells: tuple[Cell, ...]
 
 
-def run_table(file: Path, overrides: Mapping[str, Scalar], *, jobs: int, only_print: bool) -> int:
+def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     """Run what a table lacks, print it, and write it to ``table.md`` and ``table.csv``; return the exit status.
 
     Parameters
     ----------
-    file : Path
-        The table: see :func:`read_plan`.
-    overrides : Mapping
-        Settings over those of the file.
+    plan : Plan
+        The table.
     jobs : int
         Runs at a time.
     only_print : bool
@@ -113,9 +111,8 @@ def run_table(file: Path, overrides: Mapping[str, Scalar], *, jobs: int, only_pr
     Raises
     ------
     SettingsError
-        If the file or a setting in it is wrong, or the table is being run already.
+        If the table is being run already, or something else lies where a run is to go.
     """
-    plan = read_plan(file, overrides)
     failures: dict[str, str] = {}
     if not only_print:
         plan.output.mkdir(parents=True, exist_ok=True)
@@ -134,13 +131,22 @@ def run_table(file: Path, overrides: Mapping[str, Scalar], *, jobs: int, only_pr
     return 1 if failures else 0
 
 
-def read_plan(file: Path, overrides: Mapping[str, Scalar]) -> Plan:
+def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
     """Read a table file and check the settings of all its cells.
 
     It holds ``runs`` (rows: ``name`` and ``settings``), ``seeds``, and, if need be, ``variants`` (as
     ``runs``), ``settings`` for all cells, ``title``, ``output`` (directory; default ``results/`` and
     the file's name) and ``keep-models`` (default false: a finished cell's models are deleted).
     Settings of a row stand over those of a variant, and these over the common ones.
+
+    Parameters
+    ----------
+    file : Path
+        The YAML file.
+    overrides : Mapping, optional
+        Settings over those of the file.
+    output : str, optional
+        Directory of the results in place of the file's.
 
     Raises
     ------
@@ -162,19 +168,19 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar]) -> Plan:
         raise SettingsError(f"seeds in {file}: it must be a list of different whole numbers")
     rows = _named(content.get("runs", []), "runs", file)
     variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
-    output = Path(content.get("output", f"results/{file.stem}")).expanduser().absolute()
+    folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
     cells = []
     for (variant, below), (row, own), seed in itertools.product(variants.items(), rows.items(), seeds):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
-        place = {"seed": seed, "engine": "in-process", "output-dir": str(output / variant / row),
+        place = {"seed": seed, "engine": "in-process", "output-dir": str(folder / variant / row),
                  "run-name": f"seed-{seed}"}
-        given = {**content.get("settings", {}), **below, **own, **overrides}
+        given = {**content.get("settings", {}), **below, **own, **(overrides or {})}
         if clash := given.keys() & place.keys():
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
         config = merged(given) | place
         check(config, where)
         cells.append(Cell(variant, row, seed, with_absolute_paths(config)))
-    return Plan(content.get("title", file.stem), output, content.get("keep-models", False), tuple(cells))
+    return Plan(content.get("title", file.stem), folder, content.get("keep-models", False), tuple(cells))
 
 
 def run_cells(plan: Plan, jobs: int) -> dict[str, str]:

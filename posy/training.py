@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that PyTorch's own documentation uses
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posy.parameters import Layout
@@ -35,7 +35,8 @@ class Batch(NamedTuple):
 class Net(Protocol):
     """What an objective sees of a model: its output and its parameters by name."""
 
-    def __call__(self, x: Tensor) -> Any: ...
+    def __call__(self, x: Tensor) -> Any:
+        """Return the outputs for a batch of inputs."""
 
     def __getitem__(self, name: str) -> Tensor: ...
 
@@ -177,6 +178,7 @@ class ResidentNet:
                 self.tensors[name] = view
 
     def __call__(self, x: Tensor) -> Any:
+        """Return the outputs for a batch of inputs."""
         return self.module(x)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -191,6 +193,7 @@ class FunctionalNet:
         self.tensors = tensors
 
     def __call__(self, x: Tensor) -> Any:
+        """Return the outputs for a batch of inputs."""
         return torch.func.functional_call(self.module, dict(self.tensors), (x,))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -236,8 +239,9 @@ class Trainer:
                 if len(batch.y) < smallest:
                     continue
                 if augment is not None:
-                    batch = batch._replace(x=augment(batch.x, generator))
-                losses, grads = gradients(batch)
+                    losses, grads = gradients(batch._replace(x=augment(batch.x, generator)))
+                else:
+                    losses, grads = gradients(batch)
                 optimiser.step(grads)
                 total += losses * len(batch.y)
                 seen += len(batch.y)
@@ -261,7 +265,7 @@ class Trainer:
         outputs = []
         for net in network.nets[: len(parameters)]:
             net.module.eval()
-            pieces = [net(x) for x in samples.x.split(EVALUATION_BATCH)]
+            pieces = [net(x) for x in torch.split(samples.x, EVALUATION_BATCH)]
             outputs.append(_join(pieces))
         return outputs[0] if single else _stack(outputs)
 
@@ -377,7 +381,8 @@ def _looped(network: Network, size: int, work: Train) -> tuple[Gradients, list[M
     objective, context = work.objective, work.context
 
     def gradients(batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        losses, grads = [], []
+        losses: list[Tensor] = []
+        grads: list[Tensor] = []
         for net, leaves in zip(nets, parameters, strict=True):
             loss = objective(net, batch, context)
             grads += torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

@@ -15,6 +15,7 @@ from posy.flower import absolute
 from posy.methods import strategy_class
 from posy.settings import DATASETS, SettingsError
 from server_app.federation import WaveGrid, find_members
+from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
 
 NODE_TIMEOUT = 300.0
@@ -54,8 +55,11 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
         raise SettingsError(
-            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, so it must be 1 to {size}"
+            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, so it must be 1 to "
+            f"{size}"
         )
+    if settings.run.engine == "in-process":
+        grid = InProcessGrid(settings.data.num_clients)
     waves = WaveGrid(grid)
     strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, NODE_TIMEOUT)
     recorder = Recorder(settings, strategy, workspace)

@@ -99,7 +99,8 @@ def find_members(grid: Grid, settings_json: str, num_clients: int, timeout: floa
             break
         if time.monotonic() - started > timeout:
             raise SettingsError(
-                f"num-clients = {num_clients}, but the {len(asked)} connected nodes host {len(members)} after {timeout:g} s"
+                f"num-clients = {num_clients}, but the {len(asked)} connected nodes host {len(members)} of them after "
+                f"{timeout:g} s"
             )
         time.sleep(POLL_SECONDS)
     if len(asked) < num_clients:

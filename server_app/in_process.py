@@ -25,11 +25,13 @@ class InProcessGrid(Grid):
     """
 
     def __init__(self, num_clients: int) -> None:
-        if TaskIdentity._task_id is None:  # not started by Flower: messages need an identity all the same
-            TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 0, 0, 0
+        try:
+            run_id = TaskIdentity.run_id
+        except RuntimeError:  # not started by Flower: messages need an identity all the same
+            TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = run_id = 0
         self._contexts = {
             node: Context(
-                run_id=TaskIdentity.run_id,
+                run_id=run_id,
                 node_id=node,
                 node_config={"partition-id": node - 1, "num-partitions": num_clients},
                 state=RecordDict(),

@@ -41,9 +41,8 @@ class Recorder:
         self.strategy = strategy
         self.workspace = workspace
         run, data = settings.run, settings.data
-        name = run.run_name or f"{run.method}-{data.dataset.rstrip('/').split('/')[-1]}-seed{run.seed}-" + time.strftime(
-            "%Y%m%d-%H%M%S"
-        )
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        name = run.run_name or f"{run.method}-{Path(data.dataset).name}-seed{run.seed}-{stamp}"
         self.directory = RunDirectory(Path(run.output_dir), name)
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         self.directory.write_config(settings.as_config(), gpu)
@@ -119,6 +118,7 @@ class Recorder:
             accuracy=self.accuracy,
             system_accuracy=self.system_accuracy,
             dropped=self.dropped,
+            extra=self.strategy.extra_summary(),
         )
 
     def _draw_partition(self) -> None:

@@ -30,6 +30,8 @@ from posy.randomness import numpy_generator
 
 Arrays = list[npt.NDArray[np.generic]]
 MAX_EXAMPLES = 1_000_000_000
+UNREADABLE = (KeyError, IndexError, TypeError, ValueError, ArithmeticError, EOFError, OSError, SyntaxError)
+"""What reading bytes and records that are not as they should be may raise (SyntaxError: an array's header)."""
 SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
 
 
@@ -309,7 +311,7 @@ class PersonalisedStrategy(Strategy):
                 if reply.has_error():
                     raise BadReplyError(f"error {reply.error.code}: {reply.error.reason}")
                 good.append(read(client, reply.content))
-            except Exception as error:  # a run must outlive whatever a client sends
+            except UNREADABLE as error:
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
                 dropped.append((client, reason))
         dropped += [(client, "no reply before round-timeout") for client in (*waiting.values(), *unsent)]

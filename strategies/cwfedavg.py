@@ -97,7 +97,7 @@ class CwFedAvg(PersonalisedStrategy):
         if self.class_counts is not None:
             panels.insert(0, figures.Panel(self.class_counts, title="samples", xlabel="class", ylabel="client"))
             share = self.class_counts / self.class_counts.sum(axis=1, keepdims=True)
-            figures.scatter(share.ravel(), self.distributions.ravel(), folder / "distribution.png", 
+            figures.scatter(share.ravel(), self.distributions.ravel(), folder / "distribution.png",
                             title="Class distribution of the clients", xlabel="empirical p", ylabel="read off the weights")
         heads = self._class_heads()
         if heads is not None:

@@ -1,8 +1,6 @@
 """FedAMP (Huang et al., 2021): attentive message passing between similar clients."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +44,8 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
     others = weights.sum(axis=1, keepdims=True)
     weights /= np.maximum(others, 1.0)
     np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
-    return weights
+    result: npt.NDArray[np.float64] = weights
+    return result
 
 
 def squared_distances(models: FloatArray) -> npt.NDArray[np.float64]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.architecture import Architecture
 from models.layers import capped_rank, low_rank_factors
+from posy import figures
 from posy.config import Settings
 from posy.parameters import FloatArray, Part
 from posy.randomness import torch_generator
@@ -89,6 +90,7 @@ class PPFE(PersonalisedStrategy):
         self.model: FloatArray = self.initial()
         self.finished: list[FloatArray] = []
         self.informed = np.zeros(self.num_clients, np.int64)
+        self.betas = np.full((self.num_clients, len(self.stages)), np.nan)
         self.ends: list[int] = np.cumsum([stage.rounds for stage in self.stages]).tolist()
         if len(self.stages) < self.method.stages:
             log(INFO, "PPFE: %s has too few layers for %s stages, so there are %s",
@@ -118,7 +120,10 @@ class PPFE(PersonalisedStrategy):
 
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
         """Remember which finished stages a client has."""
-        self.informed[client] = int(metrics["stages-closed"])
+        closed = int(metrics["stages-closed"])
+        self.informed[client] = closed
+        for number in range(1, closed + 1):
+            self.betas[client, number - 1] = metrics[f"beta-{number}"]
 
     def lost(self, client: int) -> None:
         """Send all finished stages again: the client may have lost what it had."""
@@ -133,6 +138,14 @@ class PPFE(PersonalisedStrategy):
         if self._is_end(server_round):
             self._end_stage()
         return quantities
+
+    def draw(self, folder: Path) -> None:
+        """Draw the coefficients of the clients' stages."""
+        names = [f"stage {stage.number}" for stage in self.stages]
+        figures.heatmap(
+            self.betas, folder / "coefficients.png", title="Coefficients of the stages", xlabel="stage",
+            ylabel="client", label="beta", xticks=names,
+        )
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the shared layers of this stage and of the finished ones."""

@@ -6,7 +6,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from client_app.base import PersonalClient
 from client_app.workspace import Workspace
@@ -27,6 +27,7 @@ from strategies.base import Member, PersonalisedStrategy, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
 Config = dict[str, Any]
+Key = tuple[str, int, int]
 
 # The clients of the tiny data set: all three classes; two classes; one class; a single training sample.
 TINY_CLASSES = ((0, 1, 2), (0, 1), (2,), (1,))
@@ -50,6 +51,26 @@ class Finished:
         """Return what a client keeps on its node, which hosts it alone."""
         record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}")
         return {} if record is None else {name: array.numpy() for name, array in record.items()}
+
+
+class FailingGrid(InProcessGrid):
+    """Loses the arrays of some messages, so that the clients' own code raises, or the state of some nodes.
+
+    Messages are named by (type, round, client).
+    """
+
+    def __init__(self, num_clients: int, fail: Collection[Key], forget: Collection[Key]) -> None:
+        super().__init__(num_clients)
+        self.fail, self.forget = fail, forget
+
+    def _answer(self, message: Message) -> Message:
+        config = message.content.config_records["config"]
+        key = (message.metadata.message_type, config.get("server-round"), config.get("client"))
+        if key in self.fail:
+            del message.content["arrays"]
+        if key in self.forget:
+            self._contexts[message.metadata.dst_node_id].state.clear()
+        return super()._answer(message)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,6 +111,7 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
         own = {
             "method": method, "dataset": str(arrays), "partition": "file", "partition-file": str(parts),
             "num-clients": len(train), "num-server-rounds": 3, "batch-size": 8, "device": "cpu", "stack": "loop",
+            "local-epochs": 1, "local-steps": 0, "lr": 0.05, "momentum": 0.0, "weight-decay": 0.0,
             "output-dir": str(tmp_path / "runs"), "run-name": f"run-{number}",
         }
         return defaults() | own | {key.replace("_", "-"): value for key, value in settings.items()}
@@ -126,6 +148,16 @@ def federate() -> Callable[..., Finished]:
         return Finished(strategy, records, clients)
 
     return run
+
+
+@pytest.fixture
+def failing() -> Callable[..., Callable[[int], FailingGrid]]:
+    """Return what builds a grid on which some messages fail, or some nodes lose their state before one."""
+
+    def build(*fail: Key, forget: Collection[Key] = ()) -> Callable[[int], FailingGrid]:
+        return lambda num_clients: FailingGrid(num_clients, fail, forget)
+
+    return build
 
 
 @pytest.fixture

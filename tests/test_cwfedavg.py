@@ -63,7 +63,8 @@ def test_class_models_by_hand():
 
 def test_class_that_no_client_has_keeps_its_model():
     before = np.array([[7.0], [8.0], [9.0]], np.float32)
-    models = class_models(np.array([[1.0], [2.0]], np.float32), np.array([[1.0, 0, 0], [0, 0, 1.0]]), np.ones(2), before)
+    rows = np.array([[1.0], [2.0]], np.float32)
+    models = class_models(rows, np.array([[1.0, 0, 0], [0, 0, 1.0]]), np.ones(2), before)
     np.testing.assert_array_equal(models, [[1], [8], [2]])
 
 

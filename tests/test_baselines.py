@@ -1,0 +1,340 @@
+"""The baselines: one or two whole-batch steps of each worked by hand, and their degenerate cases."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from posy.methods import strategy_class
+from posy.settings import SettingsError
+from strategies.base import weighted_mean
+from strategies.fedamp import message_weights, squared_distances
+from strategies.ifca import cluster_means
+
+LR = 0.1
+CONFIG = {"server-round": 1, "lr": LR}
+EVALUATE = {"server-round": 1, "lr": LR, "evaluate-personal": True}
+WHOLE = {"model": "linear", "batch_size": 100}
+
+
+def start_of(client, seed=0):
+    return np.random.default_rng(seed).normal(size=client.layout.size).astype(np.float32)
+
+
+@pytest.fixture
+def gradient_of(softmax_regression):
+    """Return what computes the gradient of a client's training loss for the linear model."""
+
+    def compute(client, flat):
+        return softmax_regression(flat, client.data.x_train.numpy(), client.data.y_train.numpy())[1]
+
+    return compute
+
+
+# -- FedAvg --------------------------------------------------------------------------------------------
+
+
+def test_weighted_mean_by_hand():
+    rows = np.array([[1, 2], [5, 10]], np.float32)
+    np.testing.assert_allclose(weighted_mean(rows, [1, 3]), [4, 8])
+    np.testing.assert_allclose(weighted_mean(rows, [0, 3]), [5, 10])
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [-1, 3]])
+def test_weighted_mean_needs_weights(weights):
+    with pytest.raises(ValueError, match="non-negative with a positive sum"):
+        weighted_mean(np.ones((2, 2), np.float32), weights)
+
+
+def test_fedavg_averages_by_samples(make_strategy, update):
+    strategy = make_strategy("fedavg", model="linear")
+    rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [rows[0]], 21), update(3, [rows[1]], 7)])
+    np.testing.assert_allclose(strategy.model, 0.75 * rows[0] + 0.25 * rows[1], atol=1e-6)
+
+
+def test_fedavg_client_by_hand(make_client, gradient_of):
+    client = make_client("fedavg", **WHOLE, local_epochs=2)
+    start = start_of(client)
+    (trained,), n, _ = client.fit([start], CONFIG)
+    middle = start - LR * gradient_of(client, start)
+    np.testing.assert_allclose(trained, middle - LR * gradient_of(client, middle), atol=1e-5)
+    assert n == 21 and not client.state
+
+
+def test_fedavg_with_one_step_is_gradient_descent_on_all_data(make_config, federate, softmax_regression, tiny):
+    """Σ n_i/N ∇F_i is the gradient over the pooled training samples."""
+    finished = federate(make_config("fedavg", **WHOLE, num_server_rounds=1, lr=LR))
+    strategy = finished.strategy
+    x, y, train, _ = tiny
+    x = (x - x.mean(axis=0)) / x.std(axis=0)
+    pooled = np.concatenate(train)
+    start = strategy.initial()
+    np.testing.assert_allclose(
+        strategy.model, start - LR * softmax_regression(start, x[pooled], y[pooled])[1], atol=1e-5
+    )
+
+
+# -- FedAvg with fine-tuning ---------------------------------------------------------------------------
+
+
+def test_fine_tuning_by_hand(make_client, softmax_regression, gradient_of):
+    """Two steps from the served model make the local one; nothing is sent or kept."""
+    client = make_client("fedavg-ft", **WHOLE, fedavg_ft_epochs=2, fedavg_ft_lr=0.3)
+    start = start_of(client)
+    _, _, metrics = client.evaluate([start], EVALUATE)
+    middle = start - 0.3 * gradient_of(client, start)
+    tuned = middle - 0.3 * gradient_of(client, middle)
+    test = client.data.x_test.numpy(), client.data.y_test.numpy()
+    assert metrics["served-loss"] == pytest.approx(softmax_regression(start, *test)[0], rel=1e-5)
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(tuned, *test)[0], rel=1e-4)
+    assert not client.state
+
+
+def test_fine_tuning_by_steps_and_at_the_rounds_rate(make_client, softmax_regression, gradient_of):
+    client = make_client("fedavg-ft", **WHOLE, fedavg_ft_epochs=7, fedavg_ft_steps=1)
+    start = start_of(client)
+    _, _, metrics = client.evaluate([start], {**EVALUATE, "lr": 0.02})
+    tuned = start - 0.02 * gradient_of(client, start)
+    test = client.data.x_test.numpy(), client.data.y_test.numpy()
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(tuned, *test)[0], rel=1e-5)
+
+
+def test_fine_tuning_follows_the_schedule(make_strategy):
+    """Cosine over 4 rounds: lr/2 (1 + cos(π/2)) in round 3, in evaluations as in training."""
+    strategy = make_strategy("fedavg-ft", lr=0.4, lr_schedule="cosine", num_server_rounds=4)
+    assert strategy.train_config(3, 0)["lr"] == pytest.approx(0.2)
+
+
+def test_fine_tuned_federation_serves_fedavgs_model(make_config, federate):
+    tuned, plain = federate(make_config("fedavg-ft")), federate(make_config("fedavg"))
+    np.testing.assert_array_equal(tuned.strategy.model, plain.strategy.model)
+    assert tuned.column("served_accuracy") == plain.column("served_accuracy")
+    assert set(tuned.column("local_accuracy")[0]) == {0, 1, 2}  # client 3 has no test sample
+
+
+# -- FedProx -------------------------------------------------------------------------------------------
+
+
+def test_fedprox_by_hand(make_client, gradient_of):
+    """The first step feels no pull; the second -lr μ (w1 - w0)."""
+    client = make_client("fedprox", **WHOLE, local_epochs=2, fedprox_mu=1.5)
+    start = start_of(client)
+    (trained,), _, _ = client.fit([start], CONFIG)
+    middle = start - LR * gradient_of(client, start)
+    expected = middle - LR * (gradient_of(client, middle) + 1.5 * (middle - start))
+    np.testing.assert_allclose(trained, expected, atol=1e-5)
+
+
+def test_fedprox_without_pull_is_fedavg(make_config, federate):
+    prox, plain = federate(make_config("fedprox", fedprox_mu=0.0)), federate(make_config("fedavg"))
+    np.testing.assert_array_equal(prox.strategy.model, plain.strategy.model)
+
+
+# -- FedRep --------------------------------------------------------------------------------------------
+
+
+def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head(make_client):
+    client = make_client("fedrep", batch_size=100, fedrep_head_epochs=2)
+    start = client.initial()
+    model = client.architecture.build()
+    model.load_state_dict(client.layout.views(start.clone()))
+    head = list(model.head.parameters())
+
+    def step(parameters):
+        loss = torch.nn.functional.cross_entropy(model(client.data.x_train), client.data.y_train)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.sub_(LR * gradient)
+
+    step(head)
+    step(head)
+    step(list(model.blocks.parameters()))
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+    body = client.layout.without(["head"])
+    (sent,), _, _ = client.fit([body.take(start.numpy())], CONFIG)
+    np.testing.assert_allclose(sent, body.take(expected), atol=1e-6)
+    np.testing.assert_allclose(client.state["personal"], client.layout.part(["head"]).take(expected), atol=1e-6)
+
+
+def test_fedrep_shares_the_body_alone(make_strategy, update):
+    strategy = make_strategy("fedrep")
+    head = strategy.architecture.layout.part(["head"]).size
+    assert strategy.model.size == strategy.size - head
+    rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [rows[0]], 1), update(1, [rows[1]], 3)])
+    np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
+
+
+def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
+    client = make_client("fedrep")
+    body = client.layout.without(["head"])
+    client.fit([body.take(client.initial().numpy())], CONFIG)
+    other = np.random.default_rng(0).normal(size=body.size).astype(np.float32)
+    predictor = client._drive(client.served_model([torch.from_numpy(other)], CONFIG), CONFIG)
+    flat = predictor.members[0].parameters.numpy()
+    np.testing.assert_array_equal(body.take(flat), other)
+    np.testing.assert_array_equal(client.layout.part(["head"]).take(flat), client.state["personal"])
+
+
+# -- Ditto ---------------------------------------------------------------------------------------------
+
+
+def test_ditto_by_hand(make_client, gradient_of):
+    """The global model as FedAvg; the personal one pulled towards what was served, over two rounds."""
+    client = make_client("ditto", **WHOLE, ditto_strength=0.7)
+    first, second = start_of(client), start_of(client, 1)
+    (sent,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(sent, first - LR * gradient_of(client, first), atol=1e-5)
+    personal = first - LR * gradient_of(client, first)  # it starts from the served model: no pull yet
+    np.testing.assert_allclose(client.state["personal"], personal, atol=1e-5)
+    (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
+    np.testing.assert_allclose(sent, second - LR * gradient_of(client, second), atol=1e-5)
+    personal = personal - LR * (gradient_of(client, personal) + 0.7 * (personal - second))
+    np.testing.assert_allclose(client.state["personal"], personal, atol=1e-5)
+
+
+def test_dittos_personal_epochs(make_client, gradient_of):
+    client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_epochs=2)
+    start = start_of(client)
+    (sent,), _, _ = client.fit([start], CONFIG)
+    np.testing.assert_allclose(sent, start - LR * gradient_of(client, start), atol=1e-5)
+    once = start - LR * gradient_of(client, start)
+    twice = once - LR * (gradient_of(client, once) + 0.7 * (once - start))
+    np.testing.assert_allclose(client.state["personal"], twice, atol=1e-5)
+
+
+def test_dittos_global_model_is_fedavgs(make_config, federate):
+    ditto, plain = federate(make_config("ditto")), federate(make_config("fedavg"))
+    np.testing.assert_array_equal(ditto.strategy.model, plain.strategy.model)
+
+
+def test_dittos_personal_model_is_the_local_one(make_client, softmax_regression):
+    client = make_client("ditto", **WHOLE)
+    client.keep("personal", torch.from_numpy(start_of(client)))
+    _, _, metrics = client.evaluate([start_of(client, 1)], EVALUATE)
+    test = client.data.x_test.numpy(), client.data.y_test.numpy()
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(start_of(client), *test)[0], rel=1e-5)
+    assert metrics["served-loss"] == pytest.approx(softmax_regression(start_of(client, 1), *test)[0], rel=1e-5)
+
+
+# -- FedAMP --------------------------------------------------------------------------------------------
+
+
+def test_message_weights_by_hand():
+    """||w0 - w1||² = 1, the third is far (exp(-32)): ξ_01 = α/σ exp(-1/σ) with α = 0.5, σ = 2."""
+    models = np.array([[0, 0], [1, 0], [0, 8]], np.float32)
+    near = 0.25 * math.exp(-0.5)
+    expected = [[1 - near, near, 0], [near, 1 - near, 0], [0, 0, 1]]
+    np.testing.assert_allclose(message_weights(models, 0.5, 2.0), expected, atol=1e-6)
+
+
+def test_large_alpha_keeps_the_messages_convex():
+    weights = message_weights(np.random.default_rng(0).normal(0, 0.01, (5, 30)).astype(np.float32), 1000.0, 0.1)
+    assert (weights >= 0).all()
+    np.testing.assert_allclose(weights.sum(axis=1), 1)
+    np.testing.assert_allclose(np.diag(weights), 0, atol=1e-9)
+
+
+def test_small_distances_of_large_models_keep_their_digits():
+    """Around 100 the squares are 1e6; their differences in float32 would lose distances of 1e-4."""
+    models = np.full((3, 100), 100.0, np.float32)
+    models[1, 0] += 0.5
+    models[2, 1] -= 0.25
+    np.testing.assert_allclose(squared_distances(models), [[0, 0.25, 0.0625], [0.25, 0, 0.3125], [0.0625, 0.3125, 0]],
+                               atol=1e-4)
+
+
+def test_fedamp_client_by_hand(make_client, gradient_of):
+    """It goes on with its own model, pulled by λ/α towards u_i; in its first round from what it is sent."""
+    client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0)
+    first, second = start_of(client), start_of(client, 1)
+    (own,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(own, first - LR * gradient_of(client, first), atol=1e-5)
+    (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
+    np.testing.assert_allclose(sent, own - LR * (gradient_of(client, own) + 1.5 * (own - second)), atol=1e-5)
+    np.testing.assert_array_equal(client.state["model"], sent)
+
+
+def test_fedamp_round_by_hand(make_strategy, update):
+    strategy = make_strategy("fedamp", model="linear", fedamp_alpha=0.5, fedamp_sigma=2.0)
+    models = np.zeros((2, strategy.size), np.float32)
+    models[1, 0] = 1
+    strategy.aggregate(1, [update(0, [models[0]]), update(2, [models[1]])])
+    near = 0.25 * math.exp(-0.5)
+    assert strategy.serve(0)[0][0] == pytest.approx(near, rel=1e-5)
+    assert strategy.serve(2)[0][0] == pytest.approx(1 - near, rel=1e-5)
+    assert strategy.serve(1)[0][0] == pytest.approx(0.5)  # not seen: the mean
+
+
+# -- IFCA ----------------------------------------------------------------------------------------------
+
+
+def test_cluster_means_by_hand_and_an_empty_cluster_stays():
+    before = np.array([[9.0], [8.0], [7.0]], np.float32)
+    rows = np.array([[1.0], [5.0], [2.0]], np.float32)
+    means = cluster_means(before, rows, np.array([1.0, 3.0, 4.0]), np.array([2, 2, 0]))
+    np.testing.assert_allclose(means, [[2], [8], [4]])
+
+
+@pytest.mark.parametrize("cluster", [-1, 2])
+def test_cluster_that_does_not_exist(cluster):
+    with pytest.raises(ValueError, match="clusters must be 0"):
+        cluster_means(np.zeros((2, 1), np.float32), np.zeros((1, 1), np.float32), np.ones(1), np.array([cluster]))
+
+
+def test_ifca_client_trains_the_model_that_fits_best(make_client, gradient_of, softmax_regression):
+    client = make_client("ifca", **WHOLE, ifca_clusters=3)
+    models = np.stack([start_of(client, seed) for seed in range(3)])
+    losses = [softmax_regression(m, client.data.x_train.numpy(), client.data.y_train.numpy())[0] for m in models]
+    best = int(np.argmin(losses))
+    assert best != 0
+    (trained, cluster), _, _ = client.fit([models], CONFIG)
+    assert int(cluster) == best
+    np.testing.assert_allclose(trained, models[best] - LR * gradient_of(client, models[best]), atol=1e-5)
+    assert client.evaluate([models], EVALUATE)[2]["chosen"] == str(best)
+
+
+def test_ifca_starts_from_different_models_the_first_of_them_fedavgs(make_strategy):
+    strategy = make_strategy("ifca", ifca_clusters=2)
+    np.testing.assert_array_equal(strategy.models[0], make_strategy("fedavg").model)
+    assert np.abs(strategy.models[0] - strategy.models[1]).max() > 0.01
+
+
+def test_ifca_with_one_cluster_is_fedavg(make_config, federate):
+    one, plain = federate(make_config("ifca", ifca_clusters=1)), federate(make_config("fedavg"))
+    np.testing.assert_array_equal(one.strategy.models[0], plain.strategy.model)
+
+
+# -- Local ---------------------------------------------------------------------------------------------
+
+
+def test_local_goes_on_with_its_own_model(make_client, gradient_of):
+    client = make_client("local", **WHOLE)
+    model = client.initial().numpy()
+    for number in (1, 2):
+        arrays, _, _ = client.fit([], {**CONFIG, "server-round": number})
+        assert arrays == []
+        model = model - LR * gradient_of(client, model)
+        np.testing.assert_allclose(client.state["model"], model, atol=1e-5)
+
+
+def test_local_sends_and_receives_no_model(make_config, federate):
+    finished = federate(make_config("local"))
+    assert all(r.bytes_up == r.bytes_down == 0 for r in finished.records)
+    assert finished.column("served_accuracy") == [{}, {}, {}]
+    assert [set(c) for c in finished.column("local_accuracy")] == [{0, 1, 2}] * 3
+
+
+def test_local_clients_start_alike_and_know_nothing_of_each_other(make_config, federate):
+    """The same result for client 0 whether the others take part or not."""
+    together = federate(make_config("local"))
+    alone = federate(make_config("local"), prepare=lambda s: setattr(s, "cohort", lambda _: [0]))
+    np.testing.assert_array_equal(together.kept(0)["model"], alone.kept(0)["model"])
+    assert alone.kept(2) == {}
+
+
+def test_unknown_method_is_an_error():
+    with pytest.raises(SettingsError, match="method = 'fedsgd': it must be one of"):
+        strategy_class("fedsgd")

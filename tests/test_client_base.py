@@ -1,0 +1,418 @@
+"""What all clients share: predictors and ensembles, scores, state between rounds, replies, stored models."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from torch import Tensor
+
+from client_app import app as client_app
+from client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, scores
+from client_app.workspace import Workspace, choose_device, workspace_for
+from posy.config import resolve
+from posy.methods import METHODS
+from posy.results import load_arrays
+from posy.settings import SettingsError
+from posy.state import State, load_state, save_state
+from posy.training import Train, TrainingDivergedError
+from server_app.in_process import InProcessGrid
+
+MakeClient = Callable[..., Any]
+TRAIN = {"server-round": 1, "client": 0, "evaluate-local": True}
+
+
+def initial(client: PersonalClient, offset: int = 0) -> np.ndarray:
+    return client.architecture.initial(client.settings.run.seed + offset)
+
+
+def drive(client: PersonalClient, steps: Steps[Any]) -> Any:
+    return client._drive(steps, {"server-round": 1})
+
+
+def logits(client: PersonalClient, flat: Tensor, split: str = "test") -> Tensor:
+    """Return the outputs of a model built anew, not of the resident one."""
+    module = client.architecture.build().eval()
+    module.load_state_dict(client.layout.views(flat))
+    with torch.no_grad():
+        return module(client.samples(split).x)
+
+
+# -- predictors ------------------------------------------------------------------------------------------
+
+
+def members(client: PersonalClient, *coefficients: float) -> list[Member]:
+    return [
+        Member(torch.from_numpy(initial(client, k)) * 3, client.architecture, c) for k, c in enumerate(coefficients)
+    ]
+
+
+def test_one_model_predicts_its_log_probabilities(make_client: MakeClient) -> None:
+    client = make_client("fedavg")
+    own = members(client, 0.0)  # a single member's coefficient does not matter
+    predicted = drive(client, client.predict(Predictor(own), "test"))
+    assert torch.allclose(predicted, logits(client, own[0].parameters).log_softmax(1), atol=1e-5)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_an_ensemble_is_the_mean_of_probabilities_by_coefficient(make_client: MakeClient, split: str) -> None:
+    client = make_client("fedavg")
+    own = members(client, 3.0, 0.0, 1.0)
+    predicted = drive(client, client.predict(Predictor(own), split)).exp()
+    p = [logits(client, m.parameters, split).softmax(1) for m in own]
+    assert torch.allclose(predicted, 0.75 * p[0] + 0.25 * p[2], atol=1e-5)
+    assert torch.allclose(predicted.sum(1), torch.ones(len(predicted)), atol=1e-5)
+
+
+def test_members_without_any_coefficient_count_alike(make_client: MakeClient) -> None:
+    client = make_client("fedavg")
+    own = members(client, 0.0, 0.0)
+    predicted = drive(client, client.predict(Predictor(own), "test")).exp()
+    p = [logits(client, m.parameters).softmax(1) for m in own]
+    assert torch.allclose(predicted, (p[0] + p[1]) / 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("coefficients", [(1.0, -1.0), (-1.0, -2.0), (2.0, -0.5), (-0.3, 0.1), (1.0, -0.4, 0.2)])
+def test_negative_coefficients_choose_the_class_with_the_largest_sum(
+    make_client: MakeClient, coefficients: tuple[float, ...]
+) -> None:
+    """The ensemble's answer is argmax of sum_t beta_t p_t, whatever the signs."""
+    client = make_client("fedavg")
+    own = members(client, *coefficients)
+    predicted = drive(client, client.predict(Predictor(own), "train"))
+    total = sum(m.coefficient * logits(client, m.parameters, "train").softmax(1) for m in own)
+    assert torch.equal(predicted.argmax(1), total.argmax(1))
+    assert torch.isfinite(predicted).all()
+
+
+def test_confident_members_that_agree_on_no_class_have_a_finite_loss(make_client: MakeClient) -> None:
+    client = make_client("fedavg")
+    own = [Member(m.parameters * 1e5, m.architecture, 1.0) for m in members(client, 1.0, 1.0)]
+    assert math.isfinite(drive(client, client.score(Predictor(own), "test")).loss)
+
+
+def test_of_two_outputs_the_classes_count(make_client: MakeClient) -> None:
+    client = make_client("feddrm", model="mlp")
+    flat = torch.from_numpy(initial(client))
+    predicted = drive(client, client.predict(client.plain(flat), "test"))
+    assert torch.allclose(predicted, logits(client, flat)[0].log_softmax(1), atol=1e-5)
+
+
+def test_scores_by_hand() -> None:
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.3, 0.5], [0.25, 0.5, 0.25]])
+    result = scores(p.log(), torch.tensor([0, 1, 0, 0]))
+    assert result.accuracy == 0.5
+    assert result.count == 4
+    assert result.loss == pytest.approx(-(math.log(0.5) + math.log(0.75) + math.log(0.2) + math.log(0.25)) / 4)
+
+
+def test_a_model_that_outputs_no_numbers_has_no_accuracy(make_client: MakeClient) -> None:
+    with pytest.raises(ArithmeticError, match="not numbers"):
+        scores(torch.tensor([[math.nan, 0.0]]), torch.tensor([0]))
+    client = make_client("fedavg")
+    for value in (math.nan, math.inf):
+        with pytest.raises(ArithmeticError, match="not numbers"):
+            client.evaluate([np.full(client.layout.size, value, np.float32)], {"server-round": 1})
+
+
+def test_training_losses_of_several_models(make_client: MakeClient) -> None:
+    client = make_client("fedfew", fedfew_models=3)
+    models = torch.stack([torch.from_numpy(initial(client, k)) for k in range(3)])
+    losses = drive(client, client.train_losses(models))
+    y = client.data.y_train
+    assert torch.allclose(losses, torch.stack([F.cross_entropy(logits(client, m, "train"), y) for m in models]),
+                          atol=1e-6)
+
+
+def test_the_class_distribution(make_client: MakeClient) -> None:
+    assert make_client("fedavg", 0).class_distribution().tolist() == pytest.approx([1 / 3] * 3)
+    assert make_client("fedavg", 1).class_distribution().tolist() == [0.5, 0.5, 0]
+    assert make_client("fedavg", 3).class_distribution().tolist() == [0, 1, 0]
+
+
+# -- one round -------------------------------------------------------------------------------------------
+
+
+def test_fit_returns_model_count_and_scores_that_can_be_computed_again(make_client: MakeClient) -> None:
+    client = make_client("fedavg")
+    arrays, count, metrics = client.fit([initial(client)], TRAIN)
+    trained = torch.from_numpy(arrays[0])
+    assert count == client.num_train == 21
+    assert set(metrics) == {"train-loss", "num-test", "local-accuracy", "local-loss"}
+    assert metrics["num-test"] == 9
+    outputs, y = logits(client, trained), client.data.y_test
+    assert metrics["local-accuracy"] == pytest.approx(float((outputs.argmax(1) == y).float().mean()))
+    assert metrics["local-loss"] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-5)
+
+
+def test_evaluate_scores_the_model_received(make_client: MakeClient) -> None:
+    client = make_client("fedavg")
+    flat = initial(client)
+    _, count, metrics = client.evaluate([flat], {"server-round": 1})
+    outputs, y = logits(client, torch.from_numpy(flat)), client.data.y_test
+    assert count == 9
+    assert metrics["num-train"] == 21
+    assert metrics["served-accuracy"] == pytest.approx(float((outputs.argmax(1) == y).float().mean()))
+    assert metrics["served-loss"] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-5)
+    assert "local-accuracy" not in metrics
+
+
+def test_scores_are_left_out_where_not_asked_for(make_client: MakeClient) -> None:
+    client = make_client("fedavg")
+    _, _, metrics = client.fit([initial(client)], {**TRAIN, "evaluate-local": False})
+    assert not {"local-accuracy", "local-loss"} & set(metrics)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_client_with_one_sample_trains_and_is_not_scored(method: str, make_client: MakeClient,
+                                                           make_strategy: Callable[..., Any]) -> None:
+    """Accuracy over no test samples would be 0 / 0."""
+    settings = {"model": "mlp", "num_server_rounds": 8}
+    client, strategy = make_client(method, 3, **settings), make_strategy(method, **settings)
+    config = {**TRAIN, **strategy.train_config(1, 3), "evaluate-personal": True}
+    arrays, count, metrics = client.fit(strategy.serve(3), config)
+    _, tested, scored = client.evaluate(strategy.serve(3), config)
+    assert (count, tested, metrics["num-test"], scored["num-train"]) == (1, 0, 0, 1)
+    assert [a.shape for a in arrays] == strategy.expected_shapes(3)
+    assert all(np.isfinite(a).all() for a in arrays)
+    assert not [key for key in {**metrics, **scored} if key.endswith("accuracy")]
+
+
+def test_the_learning_rate_is_the_messages(make_client: MakeClient) -> None:
+    client = make_client("fedavg", lr=0.1)
+    start = initial(client)
+    moved = [np.abs(client.fit([start], {**TRAIN, **lr})[0][0] - start).max() for lr in ({}, {"lr": 0.1}, {"lr": 1e-9})]
+    assert moved[0] == moved[1] > 1e-3
+    assert moved[2] < 1e-6
+
+
+def test_what_was_received_is_not_changed(make_client: MakeClient) -> None:
+    for method in ("fedavg", "ditto", "fedprox", "fedfew"):
+        client = make_client(method)
+        sent = np.stack([initial(client, k) for k in range(3)]) if method == "fedfew" else initial(client)
+        before = sent.copy()
+        client.fit([sent], TRAIN)
+        client.evaluate([sent], {"server-round": 1, "evaluate-personal": True})
+        assert np.array_equal(sent, before)
+
+
+def test_batches_depend_on_seed_round_and_client_alone(make_client: MakeClient) -> None:
+    start = initial(make_client("fedavg"))
+
+    def result(server_round: int = 1, **settings: Any) -> np.ndarray:
+        client = make_client("fedavg", batch_size=4, **settings)
+        return client.fit([start], {**TRAIN, "server-round": server_round})[0][0]
+
+    again = make_client("fedavg", batch_size=4)
+    again.fit([start * 2], {**TRAIN, "server-round": 5})
+    assert np.array_equal(result(), again.fit([start], TRAIN)[0][0])
+    assert not np.array_equal(result(), result(server_round=2))
+    assert not np.array_equal(result(), result(seed=7))
+
+
+def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) -> None:
+    for method in ("fedavg", "ditto", "local", "fedamp"):
+        client = make_client(method)
+        with pytest.raises(TrainingDivergedError):
+            client.fit([initial(client)], {**TRAIN, "lr": 1e38})
+        assert not client.state.changed
+        assert not len(client.state)
+
+
+class NoLoss(PersonalClient):
+    """A client whose method reports a loss that is none."""
+
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+        yield Train(received[0])
+        return Update([], math.nan, None)
+
+
+def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> None:
+    good = make_client("fedavg")
+    client = NoLoss(2, good.workspace, State())
+    with pytest.raises(ArithmeticError, match="client 2: the training loss is nan"):
+        client.fit([initial(client)], TRAIN)
+
+
+def test_a_client_that_does_not_exist(make_client: MakeClient) -> None:
+    with pytest.raises(IndexError, match="client 4: there are 4 clients"):
+        make_client("fedavg", 4)
+
+
+# -- stored models ---------------------------------------------------------------------------------------
+
+
+def test_the_local_model_is_stored_after_training(make_client: MakeClient, tmp_path: Path) -> None:
+    client = make_client("fedavg", 2)
+    arrays, _, _ = client.fit([initial(client)], {**TRAIN, "save-models-to": str(tmp_path / "models")})
+    files = list((tmp_path / "models").iterdir())
+    assert [path.name for path in files] == ["client-2.safetensors"]
+    assert np.array_equal(client.layout.flatten(load_arrays(files[0])), arrays[0])
+
+
+def test_a_client_that_has_not_trained_stores_what_it_is_served(make_client: MakeClient, tmp_path: Path) -> None:
+    client = make_client("fedavg", 2)
+    config = {"server-round": 1, "save-models-to": str(tmp_path)}
+    client.evaluate([initial(client)], {**config, "evaluate-personal": False})
+    assert not list(tmp_path.glob("client-*"))  # it has stored its local model already
+    client.evaluate([initial(client)], {**config, "evaluate-personal": True})
+    assert np.array_equal(client.layout.flatten(load_arrays(tmp_path / "client-2.safetensors")), initial(client))
+
+
+def test_an_ensemble_is_stored_with_its_coefficients(make_client: MakeClient, tmp_path: Path) -> None:
+    client = make_client("fedavg")
+    own = members(client, 0.5, -2.0)
+    client._save(Predictor(own, "stage 2"), {"save-models-to": str(tmp_path)})
+    stored = load_arrays(tmp_path / "client-0.safetensors")
+    assert stored["stage1.coefficient"].tolist() == [0.5]
+    assert stored["stage2.coefficient"].tolist() == [-2.0]
+    for number, member in enumerate(own, start=1):
+        prefix = f"stage{number}."
+        named = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+        assert np.array_equal(client.layout.flatten(named), member.parameters.numpy())
+
+
+# -- state -----------------------------------------------------------------------------------------------
+
+
+def context(**node: Any) -> Context:
+    node_config = {"partition-id": 0, "num-partitions": 1, **node}
+    return Context(run_id=1, node_id=1, node_config=node_config, state=RecordDict(), run_config={})
+
+
+def test_state_survives_a_nodes_context_exactly() -> None:
+    node, state = context(), State()
+    state["weights"] = np.array([1e-30, math.pi, -0.0], np.float32)
+    state["count"] = np.array(7, np.int64)
+    state["strided"] = np.arange(6.0).reshape(2, 3).T
+    save_state(node, 3, state)
+    again = load_state(node, 3)
+    assert set(again) == {"weights", "count", "strided"}
+    assert not again.changed
+    for name, array in state.items():
+        assert again[name].dtype == array.dtype
+        assert np.array_equal(again[name], array)
+    assert not len(load_state(node, 30))
+
+
+def test_clients_of_one_node_have_states_of_their_own() -> None:
+    node = context()
+    for client in (1, 11):
+        state = load_state(node, client)
+        state["own"] = np.array(client)
+        save_state(node, client, state)
+    assert [int(load_state(node, client)["own"]) for client in (1, 11)] == [1, 11]
+
+
+def test_only_a_change_is_written() -> None:
+    node, state = context(), State()
+    save_state(node, 0, state)
+    assert not node.state
+    state["a"] = np.zeros(1)
+    assert state.changed
+    save_state(node, 0, state)
+    assert not state.changed
+    del state["a"]
+    save_state(node, 0, state)
+    assert not len(load_state(node, 0))
+
+
+def test_keep_and_recall(make_client: MakeClient) -> None:
+    client = make_client("fedavg")
+    assert client.recall("model") is None
+    client.keep("model", torch.arange(3.0, requires_grad=True))
+    recalled = client.recall("model")
+    assert recalled.tolist() == [0, 1, 2]
+    assert not recalled.requires_grad
+
+
+def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[..., Any]) -> None:
+    grid, settings = InProcessGrid(1), resolve(make_config("local", num_clients=4))
+
+    def ask(lr: float) -> Message:
+        config = {"settings": settings.to_json(), "client": 0, "server-round": 1, "lr": lr}
+        content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(config)})
+        return next(iter(grid.send_and_receive([Message(content, 1, MessageType.TRAIN)])))
+
+    assert not ask(0.1).has_error()
+    kept = load_state(grid._contexts[1], 0)["model"]
+    failed = ask(1e38)
+    assert failed.has_error()
+    assert "diverged" in failed.error.reason
+    assert np.array_equal(load_state(grid._contexts[1], 0)["model"], kept)
+
+
+# -- messages --------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_texts_of_a_reply_travel_apart() -> None:
+    InProcessGrid(1)
+    asked = Message(RecordDict({"config": ConfigRecord({"client": 5})}), 1, MessageType.TRAIN)
+    transposed = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    reply = client_app.reply_to(asked, [transposed], 9, {"train-loss": 0.5, "chosen": "2"})
+    assert dict(reply.content["metrics"]) == {"train-loss": 0.5, "num-examples": 9}
+    assert dict(reply.content["config"]) == {"chosen": "2", "client": 5}
+    assert np.array_equal(reply.content.array_records["arrays"]["0"].numpy(), transposed)
+    assert isinstance(reply.content["metrics"], MetricRecord)
+
+
+def test_arrays_of_a_message_keep_their_order(make_config: Callable[..., Any]) -> None:
+    """Twelve arrays: their keys, as texts, would sort as 0, 1, 10, 11, 2."""
+    InProcessGrid(1)
+    arrays = ArrayRecord({str(i): Array(np.array(i)) for i in range(12)})
+    config = ConfigRecord({"settings": resolve(make_config("fedavg")).to_json(), "client": 0})
+    message = Message(RecordDict({"arrays": arrays, "config": config}), 1, MessageType.TRAIN)
+    _, received, told = client_app.open_message(message, context())
+    assert [int(array) for array in received] == list(range(12))
+    assert told == {"client": 0}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 10, 12])
+def test_every_client_has_one_node(nodes: int) -> None:
+    workspace = SimpleNamespace(settings=resolve({"num-clients": 10}))
+    hosted = [
+        client_app.hosted_clients(context(**{"partition-id": n, "num-partitions": nodes}), workspace)  # type: ignore[arg-type]
+        for n in range(nodes)
+    ]
+    assert sorted(c for clients in hosted for c in clients) == list(range(10))
+    assert max(map(len, hosted)) - min(map(len, hosted)) <= 1
+
+
+# -- the workspace ---------------------------------------------------------------------------------------
+
+
+def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[..., Any]) -> None:
+    one, other = (resolve(make_config("fedavg", seed=seed)).to_json() for seed in (1, 2))
+    workspace = workspace_for(one)
+    assert workspace_for(one) is workspace
+    assert workspace_for(other) is not workspace
+    assert workspace_for(other).settings.run.seed == 2
+
+
+def test_clients_data_is_kept_while_it_fits(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(resolve(make_config("fedavg")))
+    first = workspace.client_data(0)
+    assert workspace.client_data(0) is first
+    monkeypatch.setattr("client_app.workspace.CACHED_BYTES", 1)
+    workspace.client_data(1)
+    again = workspace.client_data(0)
+    assert again is not first
+    assert torch.equal(again.x_train, first.x_train)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", ""])
+def test_a_device_that_is_none(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"device = '{name}'"):
+        choose_device(name)
+
+
+def test_a_cuda_device_that_is_not_there() -> None:
+    number = torch.cuda.device_count()
+    with pytest.raises(SettingsError, match=f"this machine has {number} CUDA"):
+        choose_device(f"cuda:{number}")

@@ -1,0 +1,248 @@
+"""Parity: what every method must do alike, whatever its mathematics.
+
+The four clients of the tiny data set have three classes, two, one, and a single training sample without a test.
+"""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from posy.config import defaults, resolve
+from posy.methods import METHODS, client_class, settings_class, strategy_class
+from posy.settings import SettingsError, fields_of
+from server_app.in_process import InProcessGrid
+from strategies.base import PersonalisedStrategy
+
+SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
+
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+class BackwardsGrid(InProcessGrid):
+    """Delivers the replies in the reverse order."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return list(super().send_and_receive(messages, timeout=timeout))[::-1]
+
+
+def assert_same_state(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+def assert_same_run(first, second):
+    assert_same_state(first.strategy.server_state(), second.strategy.server_state())
+    for column in SCORES:
+        assert first.column(column) == second.column(column)
+    for client in range(first.strategy.num_clients):
+        assert_same_state(first.kept(client), second.kept(client))
+
+
+@every_method
+def test_names_of_a_method(method):
+    assert issubclass(strategy_class(method), PersonalisedStrategy)
+    assert client_class(method).__name__ == METHODS[method] + "Client"
+    assert strategy_class(method).__doc__ and client_class(method).__doc__
+    assert set(fields_of(settings_class(method), method)) <= set(defaults())
+
+
+@every_method
+def test_same_config_twice_is_the_same_run(make_config, federate, method):
+    config = make_config(method, fraction_train=0.6)
+    first = federate(config)
+    assert_same_run(first, federate(config))
+    other = federate(config | {"seed": 43})
+    assert first.column("train_loss") != other.column("train_loss")
+    assert [len(r.cohort) for r in first.records] == [len(r.cohort) for r in other.records]
+
+
+@every_method
+def test_order_of_the_replies_does_not_matter(make_config, federate, method):
+    config = make_config(method)
+    assert_same_run(federate(config), federate(config, grid=BackwardsGrid))
+
+
+@every_method
+def test_results_of_every_client_are_recorded(make_config, federate, method):
+    """Client 3 has nothing to test on; Local serves no model."""
+    finished = federate(make_config(method))
+    assert [r.dropped for r in finished.records] == [[]] * 3
+    for point in ("served_accuracy", "local_accuracy"):
+        expected = set() if (method, point) == ("local", "served_accuracy") else {0, 1, 2}
+        assert [set(column) for column in finished.column(point)] == [expected] * 3
+    for record in finished.records:
+        assert {c: (row["n_train"], row["n_test"]) for c, row in record.clients.items()} == {
+            0: (21, 9), 1: (12, 6), 2: (8, 4), 3: (1, 0),
+        }
+        assert all(0 <= row.get(p, 0) <= 1 for row in record.clients.values() for p in SCORES[:2])
+
+
+@every_method
+def test_training_lowers_the_loss(make_config, federate, method):
+    finished = federate(make_config(method, num_server_rounds=8, lr=0.1))
+    losses = [np.mean(list(column.values())) for column in finished.column("train_loss")]
+    assert losses[-1] < losses[0]
+    last = finished.column("local_accuracy")[-1]
+    assert np.mean(list(last.values())) > 0.6  # chance is 1/3 for client 0
+
+
+@every_method
+def test_partial_participation_and_its_cohorts(make_config, federate, method):
+    """30 % of four clients are two; drawn from seed and round, so alike for all methods (PPFE: but at stage ends)."""
+    settings = {"num_server_rounds": 5, "fraction_train": 0.3}
+    finished = federate(make_config(method, **settings))
+    cohorts = [r.cohort for r in finished.records]
+    plain = [r.cohort for r in federate(make_config("fedavg", **settings)).records]
+    assert [len(c) for c in plain] == [2] * 5 and len(set(plain)) > 1
+    if method == "ppfe":
+        ends = set(finished.strategy.ends)
+        assert 0 < len(ends) < 5
+        plain = [(0, 1, 2, 3) if number in ends else c for number, c in enumerate(plain, start=1)]
+    assert cohorts == plain
+    for record in finished.records:
+        assert {c for c, row in record.clients.items() if "train_loss" in row} == set(record.cohort)
+        assert {c for c, row in record.clients.items() if row["bytes_up"]} == (
+            set() if method == "local" else set(record.cohort)
+        )
+
+
+@every_method
+def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, method, tmp_path):
+    """Through a safetensors file: a fresh strategy then sends every client the same."""
+    config = make_config(method, num_server_rounds=5, fraction_train=0.3)
+    strategy = federate(config).strategy
+    state = strategy.server_state()
+    if state:
+        save_file({name: np.ascontiguousarray(array) for name, array in state.items()}, tmp_path / "state.safetensors")
+        state = load_file(tmp_path / "state.safetensors")
+    fresh = strategy_class(method)(resolve(config), strategy.architecture)
+    fresh.load_server_state(state)
+    changed = False
+    untouched = strategy_class(method)(resolve(config), strategy.architecture)
+    for client in range(4):
+        served = strategy.serve(client)
+        again = fresh.serve(client)
+        assert len(served) == len(again)
+        for array, other in zip(served, again, strict=True):
+            np.testing.assert_array_equal(array, other)
+        assert strategy.train_config(6, client) == fresh.train_config(6, client)
+        assert strategy.expected_shapes(client) == fresh.expected_shapes(client)
+        before = untouched.serve(client)
+        changed |= any(a.shape != b.shape or (a != b).any() for a, b in zip(served, before, strict=True))
+    assert changed == (method != "local")
+    assert_same_state(fresh.server_state(), strategy.server_state())
+
+
+@every_method
+def test_client_that_raises_is_as_one_that_was_not_asked(make_config, federate, failing, method):
+    """It is dropped and recorded, the round goes on with the others, and the next round has it again."""
+    config = make_config(method, num_server_rounds=4)
+    failed = federate(config, grid=failing(("train", 2, 1)))
+    assert [[c for c, _ in r.dropped] for r in failed.records] == [[], [1], [], []]
+    assert failed.records[1].dropped[0][1].startswith("error ")
+    assert "train_loss" not in failed.records[1].clients[1]
+    assert "train_loss" in failed.records[2].clients[1]
+
+    def leave_out(strategy):
+        usual = strategy.cohort
+        strategy.cohort = lambda number: [c for c in usual(number) if (number, c) != (2, 1)]
+
+    left_out = federate(config, prepare=leave_out)
+    assert_same_run(failed, left_out)
+    if method != "local":
+        whole = federate(config).strategy.server_state()
+        state = failed.strategy.server_state()
+        assert any(state[n].shape != whole[n].shape or (state[n] != whole[n]).any() for n in whole)
+
+
+@every_method
+def test_client_that_raises_in_an_evaluation_changes_nothing_but_its_scores(make_config, federate, failing, method):
+    config = make_config(method)
+    failed = federate(config, grid=failing(("evaluate", 2, 1)))
+    whole = federate(config)
+    assert [[c for c, _ in r.dropped] for r in failed.records] == [[], [1], []]
+    assert_same_state(failed.strategy.server_state(), whole.strategy.server_state())
+    assert failed.column("served_accuracy")[2] == whole.column("served_accuracy")[2]
+    assert 1 not in failed.column("served_accuracy")[1]
+
+
+@every_method
+def test_round_with_too_few_good_replies_leaves_the_state(make_config, federate, failing, method):
+    after = {}
+
+    def note_states(strategy):
+        usual = strategy.aggregate
+
+        def aggregate(number, updates):
+            quantities = usual(number, updates)
+            after[number] = {name: array.copy() for name, array in strategy.server_state().items()}
+            return quantities
+
+        strategy.aggregate = aggregate
+
+    config = make_config(method, num_server_rounds=2, min_train_replies=4, ppfe_stages=1)
+    finished = federate(config, grid=failing(("train", 2, 0)), prepare=note_states)
+    assert list(after) == [1]
+    assert_same_state(finished.strategy.server_state(), after[1])
+    assert finished.records[1].quantities == {}
+
+
+@every_method
+def test_one_client(make_config, federate, method):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2
+    config = make_config(method, data=(x, y, [range(12)], [range(12, 20)]))
+    if method == "feddrm":
+        with pytest.raises(SettingsError, match="num-clients"):
+            federate(config)
+        return
+    finished = federate(config)
+    assert [r.dropped for r in finished.records] == [[]] * 3
+    assert [set(column) for column in finished.column("local_accuracy")] == [{0}] * 3
+
+
+@pytest.mark.parametrize(
+    "method", ["fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp", "ifca"]
+)
+def test_one_client_is_served_what_it_trained(make_config, federate, method):
+    """A mean over one client is that client's model (FedFew: with K = 1)."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2
+    data = (x, y, [range(12)], [range(12, 20)])
+    finished = federate(make_config(method, data=data, lr=0.2, fedfew_models=1))
+    for served, local in zip(finished.column("served_loss"), finished.column("local_loss"), strict=True):
+        assert served[0] == pytest.approx(local[0], rel=1e-4)
+    assert len({column[0] for column in finished.column("local_loss")}) == 3
+
+
+@every_method
+def test_every_client_with_one_class_and_few_samples(make_config, federate, method):
+    """Batches of one, classes that a client has never seen: everything stays finite."""
+    rng = np.random.default_rng(0)
+    y = np.array([0] * 4 + [1] * 4 + [2] * 4)
+    x = (rng.normal(size=(12, 3)) + 3 * np.eye(3)[y]).astype(np.float32)
+    config = make_config(method, data=(x, y, [[0, 1], [4], [8]], [[2, 3], [5, 6], [9]]), batch_size=1)
+    finished = federate(config)
+    assert [r.dropped for r in finished.records] == [[]] * 3
+    for array in finished.strategy.server_state().values():
+        assert np.isfinite(array).all()
+
+
+@every_method
+def test_reply_names_its_client_and_has_the_expected_shapes(make_config, federate, method):
+    seen = []
+
+    class Watching(InProcessGrid):
+        def _answer(self, message):
+            reply = super()._answer(message)
+            if message.metadata.message_type == "train" and len(seen) < 4:
+                seen.append(reply.content)
+            return reply
+
+    finished = federate(make_config(method), grid=Watching)
+    fresh = strategy_class(method)(finished.strategy.settings, finished.strategy.architecture)
+    assert [content.config_records["config"]["client"] for content in seen] == [0, 1, 2, 3]
+    for client, content in enumerate(seen):
+        shapes = [array.numpy().shape for array in content.array_records["arrays"].values()]
+        assert shapes == fresh.expected_shapes(client)

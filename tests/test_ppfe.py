@@ -1,0 +1,491 @@
+"""PPFE: stages, reduction, reweighting and ensemble by hand; who has which stage, also when replies are lost."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from client_app.base import Member, Predictor
+from client_app.workspace import Workspace
+from posy.settings import SettingsError
+from server_app.system import stored_probabilities
+from strategies.ppfe import open_stage, reweight, sparsity_mask, stage_rounds
+
+# For the paper's network of five layers: conv1, conv2, fc1, fc2, head.
+PICTURES = (
+    np.random.default_rng(0).normal(size=(12, 16, 16)).astype(np.float32),
+    np.arange(12) % 3,
+    [[0, 1, 2, 3], [4, 5, 6, 7]],
+    [[8, 9], [10, 11]],
+)
+
+
+def probabilities(stage, whole, x):
+    """Return what a fresh module with these parameters predicts."""
+    model = stage.architecture.build()
+    model.load_state_dict(stage.architecture.layout.views(torch.as_tensor(whole)))
+    with torch.no_grad():
+        return model.eval()(x).softmax(dim=1).numpy().astype(np.float64)
+
+
+# -- stages --------------------------------------------------------------------------------------------
+
+
+def test_stages_of_the_papers_network(make_strategy):
+    """The last t - 1 layers are personal; ranks (100, 50, 24), then (80, 40, 16), each capped.
+
+    Head 84 -> 3: the largest rank that saves is (252 - 1) // 87 = 2; fc2 120 -> 84: 49, so 40;
+    fc1 64 -> 120: 41, below the 80 wanted.
+    """
+    stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=16).stages
+    assert [s.rounds for s in stages] == [3, 5, 4, 4]
+    assert [s.personal for s in stages] == [(), ("head",), ("fc2", "head"), ("fc1", "fc2", "head")]
+    assert [s.newly for s in stages] == [(), ("head",), ("fc2",), ("fc1",)]
+    assert [dict(s.architecture.ranks) for s in stages] == [
+        {}, {"head": 2}, {"head": 2, "fc2": 40}, {"head": 2, "fc2": 40, "fc1": 41},
+    ]
+
+
+def test_lists_of_ranks_are_taken_one_a_stage(make_strategy):
+    stages = make_strategy(
+        "ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, ppfe_ranks="9,8,1;7,6,5;4,3,2"
+    ).stages
+    assert dict(stages[-1].architecture.ranks) == {"head": 1, "fc2": 6, "fc1": 4}
+
+
+def test_short_list_of_ranks_belongs_to_the_last_layers(make_strategy):
+    stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, ppfe_ranks="5,2").stages
+    assert dict(stages[-1].architecture.ranks) == {"head": 2, "fc2": 5}  # fc1 stays dense
+
+
+def test_network_with_few_layers_has_fewer_stages(make_strategy):
+    stages = make_strategy("ppfe").stages
+    assert [s.personal for s in stages] == [(), ("head",), ("fc2", "head")]  # one layer is always shared
+    assert sum(s.rounds for s in stages) == 3
+
+
+@pytest.mark.parametrize("reduction", ["sparse", "none"])
+def test_without_factorisation_all_stages_have_the_same_network(make_strategy, reduction):
+    strategy = make_strategy("ppfe", ppfe_reduction=reduction)
+    assert {s.architecture for s in strategy.stages} == {strategy.architecture}
+
+
+@pytest.mark.parametrize(("head", "personal"), [(1, ("head",)), (2, ("fc2", "head")), (3, ("fc1", "fc2", "head"))])
+def test_fixed_heads(make_strategy, head, personal):
+    """Ablations M1, M2, M3 and WP: the same layers are personal from stage 2 on."""
+    stages = make_strategy("ppfe", ppfe_fixed_head=head, num_server_rounds=8).stages
+    assert [s.personal for s in stages] == [(), personal, personal, personal]
+    assert [s.newly for s in stages] == [(), personal, (), ()]
+
+
+def test_fixed_head_deeper_than_the_network_is_an_error(make_strategy):
+    with pytest.raises(SettingsError, match="ppfe-fixed-head = 4: mlp has the layers fc1, fc2, head"):
+        make_strategy("ppfe", ppfe_fixed_head=4)
+
+
+def test_rounds_of_the_stages():
+    assert stage_rounds("", 4, 160) == [30, 50, 40, 40]
+    assert stage_rounds("", 4, 16) == [3, 5, 4, 4]
+    assert stage_rounds("10,20,10,10", 4, 50) == [10, 20, 10, 10]
+    assert stage_rounds("", 1, 7) == [7]
+    for stages, total in itertools.product(range(1, 7), range(1, 40)):
+        if total >= stages:
+            rounds = stage_rounds("", stages, total)
+            assert len(rounds) == stages and sum(rounds) == total and min(rounds) >= 1
+
+
+@pytest.mark.parametrize(("text", "stages", "total"), [("10,20", 3, 30), ("10,20", 2, 31), ("", 4, 3), ("a,b", 2, 2),
+                                                       ("0,2", 2, 2)])
+def test_wrong_rounds_are_errors(text, stages, total):
+    with pytest.raises(SettingsError, match="rounds"):
+        stage_rounds(text, stages, total)
+
+
+# -- reduction -----------------------------------------------------------------------------------------
+
+
+def test_factorisation_of_a_layer_of_that_rank_leaves_the_function(make_strategy):
+    """Head 64 -> 3 of rank 2 and fc2 128 -> 64 of rank 40: the factors hold all of them."""
+    strategy = make_strategy("ppfe")
+    first, second, third = strategy.stages
+    rng = np.random.default_rng(0)
+    whole = torch.from_numpy(strategy.initial())
+    views = first.architecture.layout.views(whole)
+    for name, (rows, rank, columns) in {"head": (3, 2, 64), "blocks.fc2.linear": (64, 40, 128)}.items():
+        product = rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, columns)) / math.sqrt(rank * columns)
+        views[f"{name}.weight"].copy_(torch.from_numpy(product))
+    x = torch.from_numpy(rng.normal(size=(20, 6)).astype(np.float32))
+    then = open_stage(first, second, whole)
+    last = open_stage(second, third, then)
+    expected = probabilities(first, whole, x)
+    np.testing.assert_allclose(probabilities(second, then, x), expected, atol=1e-5)
+    np.testing.assert_allclose(probabilities(third, last, x), expected, atol=1e-5)
+    assert len(whole) > len(then) > len(last)
+
+
+def test_factorisation_is_the_best_of_its_rank_and_touches_nothing_else(make_strategy):
+    """The error of the head is its third singular value (Eckart-Young)."""
+    strategy = make_strategy("ppfe")
+    first, second, _ = strategy.stages
+    whole = torch.from_numpy(strategy.initial())
+    old = first.architecture.layout.views(whole)
+    new = second.architecture.layout.views(open_stage(first, second, whole))
+    product = (new["head.up.weight"] @ new["head.down.weight"]).numpy()
+    dropped = np.linalg.svd(old["head.weight"].numpy())[1][2]
+    assert np.linalg.norm(product - old["head.weight"].numpy()) == pytest.approx(dropped, rel=1e-4)
+    np.testing.assert_array_equal(new["head.up.bias"], old["head.bias"])
+    for name in ("blocks.fc1.linear.weight", "blocks.fc1.linear.bias", "blocks.fc2.linear.weight"):
+        np.testing.assert_array_equal(new[name], old[name])
+
+
+def test_convolutions_are_kept_as_they_are(make_strategy):
+    stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4).stages
+    shapes = [{e.name: e.shape for e in s.architecture.layout.entries if "conv" in e.layer} for s in stages]
+    assert len(shapes[0]) == 4 and all(s == shapes[0] for s in shapes)
+
+
+def test_mask_by_layer(make_strategy):
+    """30 % of the first personal layer's weights, 10 % of each later one's; no bias, no shared layer."""
+    strategy = make_strategy("ppfe", ppfe_reduction="sparse")
+    seed = strategy.settings.run.seed
+    layout = strategy.architecture.layout
+    second, third = (layout.views(sparsity_mask(strategy.stages, number, seed)) for number in (2, 3))
+    masked = {name: int((view == 0).sum()) for name, view in third.items()}
+    assert masked == {
+        "blocks.fc1.linear.weight": 0, "blocks.fc1.linear.bias": 0,
+        "blocks.fc2.linear.weight": round(0.1 * 8192), "blocks.fc2.linear.bias": 0,
+        "head.weight": round(0.3 * 192), "head.bias": 0,
+    }
+    np.testing.assert_array_equal(second["head.weight"], third["head.weight"])
+    assert bool((second["blocks.fc2.linear.weight"] == 1).all())
+    other = layout.views(sparsity_mask(strategy.stages, 2, seed + 1))
+    assert not torch.equal(second["head.weight"], other["head.weight"])
+
+
+def test_mask_of_a_deep_fixed_head(make_strategy):
+    """All its layers become personal in the first personal stage: 30 % of each."""
+    strategy = make_strategy("ppfe", ppfe_reduction="sparse", ppfe_fixed_head=2, num_server_rounds=4)
+    views = strategy.architecture.layout.views(sparsity_mask(strategy.stages, 3, 0))
+    assert int((views["head.weight"] == 0).sum()) == 58 and int((views["blocks.fc2.linear.weight"] == 0).sum()) == 2458
+
+
+def test_masked_weights_are_the_same_on_all_clients_and_stay_zero(make_config, federate):
+    config = make_config("ppfe", ppfe_reduction="sparse", momentum=0.9, weight_decay=0.1)
+    finished = federate(config)
+    stages, seed = finished.strategy.stages, finished.strategy.settings.run.seed
+    for stage in stages[1:]:
+        mask = stage.personal_part.take(sparsity_mask(stages, stage.number, seed)).numpy()
+        for client in range(4):
+            kept = finished.kept(client)[f"personal-{stage.number}"]
+            assert (kept[mask == 0] == 0).all()
+            assert (kept[mask == 1] != 0).all()
+
+
+# -- reweighting ---------------------------------------------------------------------------------------
+
+
+def test_reweight_by_hand():
+    """ε = 1/4: β = ½ log 3; the wrong sample's weight grows by √3."""
+    beta, new = reweight(torch.tensor([1.0, 0, 0, 0]), torch.ones(4), 10, "adaboost")
+    root = math.sqrt(3)
+    assert beta == pytest.approx(math.log(3) / 2, rel=1e-6)
+    np.testing.assert_allclose(new, np.array([root, 1, 1, 1]) * 4 / (root + 3), rtol=1e-6)
+
+
+def test_reweight_starts_from_the_weights_so_far():
+    """ε = (2 + 0.5) / 4 = 5/8: β = ½ log(3/5) < 0 by the literal rule, ½ log(9 · 3/5) under SAMME."""
+    losses, weights = torch.tensor([1.0, 0, 1, 0]), torch.tensor([2.0, 1, 0.5, 0.5])
+    for rule, expected in (("adaboost", 0.5 * math.log(3 / 5)), ("samme", 0.5 * math.log(27 / 5))):
+        beta, new = reweight(losses, weights, 10, rule)
+        assert beta == pytest.approx(expected, rel=1e-6)
+        factor = math.exp(expected)
+        raw = np.array([2 * factor, 1, 0.5 * factor, 0.5])
+        np.testing.assert_allclose(new, raw * 4 / raw.sum(), rtol=1e-5)
+
+
+def test_soft_losses_count_in_part():
+    """ε = (0.5 + 0.1) / 2 = 0.3; ω ∝ exp(β / 2), exp(β / 10)."""
+    beta, new = reweight(torch.tensor([0.5, 0.1]), torch.ones(2), 2, "samme")
+    assert beta == pytest.approx(0.5 * math.log(7 / 3), rel=1e-5)
+    raw = np.exp(beta * np.array([0.5, 0.1]))
+    np.testing.assert_allclose(new, raw * 2 / raw.sum(), rtol=1e-5)
+
+
+def test_samme_floors_at_zero_and_then_leaves_the_weights():
+    """ε = 3/4 with three classes: ½ log(1/3) + ½ log 2 < 0."""
+    weights = torch.tensor([0.4, 1.6, 1.0, 1.0])
+    beta, new = reweight(torch.tensor([1.0, 1, 0.6, 0.4]), weights, 3, "samme")
+    assert beta == 0.0
+    np.testing.assert_allclose(new, weights, rtol=1e-6)
+
+
+def test_samme_with_two_classes_is_adaboost_above_chance():
+    losses = torch.tensor([1.0, 0, 0])
+    assert reweight(losses, torch.ones(3), 2, "samme")[0] == reweight(losses, torch.ones(3), 2, "adaboost")[0]
+
+
+@pytest.mark.parametrize(("loss", "beta"), [(0.0, 0.5 * math.log(999_999)), (1.0, -0.5 * math.log(999_999))])
+def test_error_is_clipped(loss, beta):
+    """No error and nothing but errors: ε is 1e-6 and 1 - 1e-6; equal weights stay equal."""
+    found, new = reweight(torch.full((5,), loss), torch.ones(5), 2, "adaboost")
+    assert found == pytest.approx(beta, rel=1e-6)
+    np.testing.assert_allclose(new, np.ones(5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["samme", "adaboost"])
+def test_weights_sum_to_the_number_of_samples(rule):
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 7, 400):
+        losses, weights = torch.rand(n, generator=generator).round(), 0.01 + torch.rand(n, generator=generator)
+        assert float(reweight(losses, weights, 10, rule)[1].sum()) == pytest.approx(n, rel=1e-5)
+
+
+# -- ensemble ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("betas", "expected"),
+    [
+        ((1.0, 3.0), (0.3, 0.45, 0.25)),
+        ((0.0, 2.0), (0.2, 0.5, 0.3)),
+        ((0.0, 0.0), (0.4, 0.4, 0.2)),  # all zero: the plain mean
+    ],
+)
+def test_ensemble_by_hand(make_client, betas, expected):
+    client = make_client("ppfe", model="linear", ppfe_stages=1)
+    members = []
+    for p, beta in zip(((0.6, 0.3, 0.1), (0.2, 0.5, 0.3)), betas, strict=True):
+        flat = torch.zeros(client.layout.size)
+        flat[-3:] = torch.log(torch.tensor(p))
+        members.append(Member(flat, client.architecture, beta))
+    found = client._drive(client.predict(Predictor(members), "test"), {"server-round": 1})
+    np.testing.assert_allclose(found.exp(), np.tile(expected, (len(found), 1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("betas", "chosen"), [((-1.0, -0.5), 2), ((1.0, -2.0), 0), ((0.1, -3.0), 0), ((-3.0, 0.1), 2)])
+def test_negative_coefficients_subtract(make_client, betas, chosen):
+    """The literal rule: Σ β_t p_t is (-0.7, -0.55, -0.25) for β = (-1, -½), (0.2, -0.7, -0.5) for (1, -2)."""
+    client = make_client("ppfe", model="linear", ppfe_stages=1)
+    members = []
+    for p, beta in zip(((0.6, 0.3, 0.1), (0.2, 0.5, 0.3)), betas, strict=True):
+        flat = torch.zeros(client.layout.size)
+        flat[-3:] = torch.log(torch.tensor(p))
+        members.append(Member(flat, client.architecture, beta))
+    found = client._drive(client.predict(Predictor(members), "test"), {"server-round": 1}).exp()
+    assert found.argmax(dim=1).unique().tolist() == [chosen]
+    assert bool((found > 0).all())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ppfe_beta": "adaboost", "lr": 0.001},
+        {"ppfe_loss": "probability"},
+        {"ppfe_reweighting": False},
+        {"ppfe_ensemble": False},
+        {"ppfe_fixed_head": 1},
+        {"ppfe_reduction": "none"},
+    ],
+)
+def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, options):
+    """Algorithm 1, lines 9 and 21, in plain NumPy from the models that each client has kept."""
+    finished = federate(make_config("ppfe", num_server_rounds=6, ppfe_stages=3, **options))
+    own = finished.strategy.method
+    workspace = Workspace(finished.strategy.settings)
+    moved = False
+    for client in range(4):
+        kept, data = finished.kept(client), workspace.client_data(client)
+        y, n = data.y_train.numpy(), len(data.y_train)
+        weights, betas, members = np.ones(n), [], []
+
+        def error_of(mixture, y=y, n=n):
+            if own.loss == "probability":
+                return 1 - mixture[np.arange(n), y]
+            return (mixture.argmax(axis=1) != y).astype(float)
+
+        def beta_of(losses, weights):
+            e = np.clip((weights * losses).sum() / weights.sum(), 1e-6, 1 - 1e-6)
+            beta = 0.5 * np.log((1 - e) / e)
+            return beta if own.beta == "adaboost" else max(0.0, beta + 0.5 * np.log(2))
+
+        for stage in finished.strategy.stages:
+            whole = np.empty(stage.architecture.layout.size, np.float32)
+            stage.shared_part.put(whole, kept[f"shared-{stage.number}"])
+            if stage.number > 1:
+                stage.personal_part.put(whole, kept[f"personal-{stage.number}"])
+            members.append(probabilities(stage, whole, data.x_train))
+            losses = error_of(members[-1])
+            beta = beta_of(losses, weights)
+            if betas and own.ensemble:
+                coefficients = np.array([*betas, beta])
+                if not coefficients.any():
+                    coefficients = np.ones_like(coefficients)
+                mixture = np.einsum("t,tnc->nc", coefficients, np.stack(members)) / np.abs(coefficients).sum()
+                mixture += (1 - mixture.sum(axis=1, keepdims=True)) / 3
+                losses = error_of(mixture)
+                beta = beta_of(losses, weights)
+            betas.append(beta)
+            if own.reweighting:
+                weights = weights * np.exp(beta * losses)
+                weights *= n / weights.sum()
+        np.testing.assert_allclose(kept["betas"], betas, rtol=1e-4, atol=1e-5)
+        assert ("weights" in kept) == own.reweighting
+        if own.reweighting:
+            np.testing.assert_allclose(kept["weights"], weights, rtol=1e-3)
+            moved |= bool(np.abs(kept["weights"] - 1).max() > 0.01)
+        assert len(betas) == 3
+    assert moved == own.reweighting
+
+
+def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tmp_path):
+    """The literal rule makes some coefficients negative; the files hold the same ensemble."""
+    config = make_config("ppfe", ppfe_beta="adaboost", lr=0.001, evaluate_every=100)
+    finished = federate(config, models_folder=tmp_path / "models")
+    workspace = Workspace(finished.strategy.settings)
+    signs = set()
+    for client in range(3):
+        arrays = load_file(tmp_path / "models" / f"client-{client}.safetensors")
+        signs |= {float(np.sign(arrays[f"stage{t}.coefficient"][0])) for t in (1, 2, 3)}
+        data = workspace.client_data(client)
+        found = stored_probabilities(workspace, finished.strategy.architecture, arrays, data.x_test, data.y_test)
+        accuracy = float((found.argmax(dim=1) == data.y_test).float().mean())
+        assert accuracy == pytest.approx(finished.column("local_accuracy")[-1][client])
+    assert -1.0 in signs
+
+
+def test_without_ensemble_the_current_stage_alone_answers(make_client, make_strategy):
+    for ensemble, count in ((True, 2), (False, 1)):
+        strategy = make_strategy("ppfe", ppfe_ensemble=ensemble)
+        client = make_client("ppfe", ppfe_ensemble=ensemble)
+        first = strategy.stages[0]
+        client._drive(client.close_stage(first, client.initial()), {"server-round": 2})
+        second = client.stages[1]
+        current = client.assembled(second, second.shared_part.take(open_stage(first, second, client.initial())))
+        predictor = client._drive(client.ensemble(second, current), {"server-round": 2})
+        assert len(predictor.members) == count
+        assert torch.equal(predictor.members[-1].parameters, current)
+
+
+# -- local training ------------------------------------------------------------------------------------
+
+
+def test_local_step_of_a_later_stage(make_client):
+    """One whole-batch step: weighted gradient (ω_i / n), shared layers at a tenth of the learning rate."""
+    client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.1)
+    n = client.num_train
+    first, second = client.stages[:2]
+    client._drive(client.close_stage(first, client.initial()), {"server-round": 2})
+    weights = torch.linspace(0.5, 1.5, n)
+    client.keep("weights", weights)
+    shared = second.shared_part.take(open_stage(first, second, client.initial()))
+    start = client.assembled(second, shared)
+    config = {"server-round": 2, "lr": 0.2, "stage": 2, "first-finished": 2, "rounds-done": 0}
+    (sent,), _, metrics = client.fit([shared.numpy()], config)
+    model = second.architecture.build()
+    model.load_state_dict(second.architecture.layout.views(start))
+    losses = torch.nn.functional.cross_entropy(model(client.data.x_train), client.data.y_train, reduction="none")
+    loss = (weights / n * losses).sum()
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    np.testing.assert_allclose(sent, second.shared_part.take(start - 0.02 * gradient), atol=1e-6)
+    np.testing.assert_allclose(
+        client.state["personal-2"], second.personal_part.take(start - 0.2 * gradient), atol=1e-6
+    )
+    assert metrics["train-loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert np.abs(sent - shared.numpy()).max() > 1e-5
+
+
+def test_first_stage_is_fedavg(make_config, federate):
+    """Same batches, same weighted mean."""
+    progressive = federate(make_config("ppfe", ppfe_stages=1))
+    average = federate(make_config("fedavg"))
+    np.testing.assert_array_equal(progressive.strategy.model, average.strategy.model)
+
+
+# -- the server ----------------------------------------------------------------------------------------
+
+
+def test_first_stage_is_weighted_and_later_ones_are_uniform(make_strategy, update):
+    strategy = make_strategy("ppfe", ppfe_stage_rounds="1,1,1")
+    rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [rows[0]], 10), update(1, [rows[1]], 30)])
+    np.testing.assert_allclose(strategy.finished[0], 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
+    assert strategy.stage.number == 2
+    head = strategy.architecture.layout.part(["head"]).size
+    assert strategy.model.size == strategy.size - head
+    np.testing.assert_array_equal(strategy.model, strategy.finished[0][:-head])  # ψ^(t) starts from ψ^(t-1)
+    rows = rows[:, :-head]
+    strategy.aggregate(2, [update(0, [rows[0]], 10), update(1, [rows[1]], 30)])
+    np.testing.assert_allclose(strategy.finished[1], 0.5 * rows[0] + 0.5 * rows[1], atol=1e-6)
+
+
+def test_everybody_takes_part_at_stage_ends(make_config, federate):
+    config = make_config("ppfe", num_server_rounds=8, ppfe_stage_rounds="3,2,3", fraction_train=0.3)
+    cohorts = [r.cohort for r in federate(config).records]
+    assert [len(c) for c in cohorts] == [2, 2, 4, 2, 4, 2, 2, 4]
+
+
+def test_personal_layers_are_never_sent(make_config, federate):
+    finished = federate(make_config("ppfe", ppfe_stage_rounds="1,1,1"))
+    size, parts = finished.strategy.size, finished.strategy.architecture.layout.part
+    expected = [size, size - parts(["head"]).size, size - parts(["fc2", "head"]).size]
+    assert [r.quantities["shared_parameters"] for r in finished.records] == expected
+    up = [r.bytes_up for r in finished.records]
+    assert up[0] - up[1] == 4 * 4 * (expected[0] - expected[1])  # four clients, four bytes a parameter
+
+
+def test_client_lost_for_a_whole_stage_keeps_the_factorised_head(make_config, federate, failing):
+    """It gets two finished stages at once in the end, and has all T members."""
+    fail = [("train", r, 1) for r in (3, 4, 5)]
+    config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2", evaluate_every=100)
+    finished = federate(config, grid=failing(*fail))
+    assert [[c for c, _ in r.dropped] for r in finished.records] == [[], [], [1], [1], [1], []]
+    kept = finished.kept(1)
+    first, second, _ = finished.strategy.stages
+    begun = open_stage(first, second, torch.from_numpy(finished.strategy.finished[0]))
+    np.testing.assert_array_equal(kept["personal-2"], second.personal_part.take(begun))
+    others = finished.kept(0)
+    assert np.abs(others["personal-2"] - kept["personal-2"]).max() > 1e-4  # who trained has moved
+    assert len(kept["betas"]) == 3
+    assert {f"shared-{t}" for t in (1, 2, 3)} <= set(kept)
+    assert finished.records[-1].clients[1]["served_accuracy"] >= 0
+
+
+@pytest.mark.parametrize("round_lost", [3, 4, 5, 6])
+def test_client_that_loses_its_state_is_sent_all_stages_again(make_config, federate, failing, round_lost):
+    config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2")
+    finished = federate(config, grid=failing(forget=[("train", round_lost, 1)]))
+    assert len(finished.kept(1)["betas"]) == 3
+    assert [[c for c, _ in r.dropped] for r in finished.records] == [[1] * (r == round_lost) for r in range(1, 7)]
+    assert 1 in finished.column("served_accuracy")[-1]
+
+
+def test_stage_whose_last_round_fails_ends_with_the_next_good_one(make_config, federate, failing):
+    fail = [("train", 2, c) for c in range(4)]
+    config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2", fraction_train=0.5)
+    finished = federate(config, grid=failing(*fail))
+    assert [r.quantities.get("stage") for r in finished.records] == [1, None, 1, 2, 3, 3]
+    assert len(finished.records[2].cohort) == 4
+    assert len(finished.kept(0)["betas"]) == 3
+
+
+def test_server_sends_each_finished_stage_once(make_config, federate):
+    finished = federate(make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2"))
+    assert (finished.strategy.informed == 3).all()
+    served = [array.size for array in finished.strategy.serve(0)]
+    assert served == [finished.strategy.model.size]
+
+
+def test_served_model_of_a_stage_that_has_not_begun_is_the_finished_ones(make_client):
+    client = make_client("ppfe")
+    first = client.stages[0]
+    body = client.stages[1].shared_part.take(open_stage(first, client.stages[1], client.initial()))
+    config = {"server-round": 2, "stage": 2, "first-finished": 1, "rounds-done": 0}
+    before = client._drive(client.served_model([body, client.initial()], config), config)
+    assert len(before.members) == 1 and torch.equal(before.members[0].parameters, client.initial())
+    after = client._drive(client.served_model([body], {**config, "first-finished": 2, "rounds-done": 1}), config)
+    assert len(after.members) == 2

@@ -1,0 +1,519 @@
+"""What all strategies share: cohorts, messages, checks of the replies, learning rate, evaluation."""
+
+import math
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from posy.methods import METHODS
+from server_app.in_process import InProcessGrid
+from strategies.base import PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+
+MakeStrategy = Callable[..., Any]
+Change = Callable[[RecordDict], None]
+GOOD, BAD = (0, 2, 3), 1
+
+
+def send(strategy: PersonalisedStrategy, server_round: int = 1, phase: str = "train",
+         config: ConfigRecord | None = None, grid: InProcessGrid | None = None) -> tuple[list[Message], list[Message]]:
+    """Let the strategy make its messages and real clients answer them."""
+    grid = grid or InProcessGrid(strategy.num_clients)
+    configure = strategy.configure_train if phase == "train" else strategy.configure_evaluate
+    messages = configure(server_round, ArrayRecord(), config or ConfigRecord(), grid)
+    return messages, list(grid.send_and_receive(messages))
+
+
+def take(strategy: PersonalisedStrategy, replies: Iterable[Message], server_round: int = 1, phase: str = "train") -> Any:
+    aggregate = strategy.aggregate_train if phase == "train" else strategy.aggregate_evaluate
+    return aggregate(server_round, replies)
+
+
+def state_of(strategy: PersonalisedStrategy) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in strategy.server_state().items()}
+
+
+def metrics(**values: Any) -> Change:
+    def change(content: RecordDict) -> None:
+        for key, value in values.items():
+            content.metric_records["metrics"][key.replace("_", "-")] = value
+
+    return change
+
+
+def without(key: str) -> Change:
+    def change(content: RecordDict) -> None:
+        del content.metric_records["metrics"][key]
+
+    return change
+
+
+def no_record(name: str) -> Change:
+    def change(content: RecordDict) -> None:
+        del content[name]
+
+    return change
+
+
+def array(make: Callable[[np.ndarray], np.ndarray]) -> Change:
+    def change(content: RecordDict) -> None:
+        record = content.array_records["arrays"]
+        record["0"] = Array(make(record["0"].numpy().copy()))
+
+    return change
+
+
+def first(value: float) -> Change:
+    def make(values: np.ndarray) -> np.ndarray:
+        values[0] = value
+        return values
+
+    return array(make)
+
+
+def data(content_bytes: bytes, stype: str = "numpy.ndarray") -> Change:
+    def change(content: RecordDict) -> None:
+        record = content.array_records["arrays"]
+        record["0"] = Array(dtype="float32", shape=record["0"].shape, stype=stype, data=content_bytes)
+
+    return change
+
+
+def more_arrays(content: RecordDict) -> None:
+    content.array_records["arrays"]["1"] = Array(np.zeros(2, np.float32))
+
+
+def no_arrays(content: RecordDict) -> None:
+    content.array_records["arrays"].clear()
+
+
+TRAIN_FAULTS: dict[str, tuple[Change, str]] = {
+    "NaN": (first(math.nan), "NaN or Inf"),
+    "Inf": (first(math.inf), "NaN or Inf"),
+    "-Inf": (first(-math.inf), "NaN or Inf"),
+    "too large for float32": (array(lambda a: np.full(a.shape, 1e300)), "NaN or Inf"),
+    "complex": (array(lambda a: a.astype(np.complex64)), "complex64"),
+    "texts": (array(lambda a: np.full(a.shape, "1.0")), "instead of numbers"),
+    "booleans": (array(lambda a: a > 0), "bool"),
+    "one element less": (array(lambda a: a[:-1]), "arrays of shapes"),
+    "one axis more": (array(lambda a: a[None]), "arrays of shapes"),
+    "scalar": (array(lambda a: np.array(1.0, np.float32)), "arrays of shapes"),
+    "one array more": (more_arrays, "arrays of shapes"),
+    "no arrays": (no_arrays, "arrays of shapes"),
+    "no bytes": (data(b""), "malformed"),
+    "noise": (data(b"noise" * 100), "malformed"),
+    "a zip": (data(b"PK\x03\x04" + bytes(100)), "malformed"),
+    "a pickle": (data(pickle.dumps([1, 2])), "malformed"),
+    "another kind of array": (data(b"", "torch.tensor"), "malformed"),
+    "no record of arrays": (no_record("arrays"), "malformed"),
+    "no record of metrics": (no_record("metrics"), "malformed"),
+    "no num-examples": (without("num-examples"), "num-examples"),
+    "no num-test": (without("num-test"), "num-test"),
+    "no train-loss": (without("train-loss"), "train-loss"),
+    "num-examples 0": (metrics(num_examples=0), "num-examples = 0"),
+    "num-examples -1": (metrics(num_examples=-1), "num-examples = -1"),
+    "num-examples 1e12": (metrics(num_examples=1e12), "num-examples = 1000000000000"),
+    "num-examples NaN": (metrics(num_examples=math.nan), "num-examples = nan"),
+    "num-examples Inf": (metrics(num_examples=math.inf), "num-examples = inf"),
+    "num-examples 1.5": (metrics(num_examples=1.5), "num-examples = 1.5"),
+    "num-examples a list": (metrics(num_examples=[3]), "malformed"),
+    "num-test -1": (metrics(num_test=-1), "num-test = -1"),
+    "num-test NaN": (metrics(num_test=math.nan), "num-test = nan"),
+    "train-loss NaN": (metrics(train_loss=math.nan), "NaN or Inf"),
+    "train-loss Inf": (metrics(train_loss=math.inf), "NaN or Inf"),
+    "train-loss a list": (metrics(train_loss=[1.0]), "malformed"),
+    "accuracy NaN": (metrics(local_accuracy=math.nan), "local-accuracy = nan"),
+    "accuracy 1.5": (metrics(local_accuracy=1.5), "local-accuracy = 1.5"),
+    "accuracy -0.1": (metrics(local_accuracy=-0.1), "local-accuracy = -0.1"),
+    "loss Inf": (metrics(local_loss=math.inf), "local-loss = inf"),
+}
+
+EVALUATE_FAULTS: dict[str, tuple[Change, str]] = {
+    "no record of metrics": (no_record("metrics"), "malformed"),
+    "no record of texts": (no_record("config"), "malformed"),
+    "no num-train": (without("num-train"), "num-train"),
+    "no num-examples": (without("num-examples"), "num-examples"),
+    "num-train 0": (metrics(num_train=0), "num-train = 0"),
+    "num-train NaN": (metrics(num_train=math.nan), "num-train = nan"),
+    "num-train 1e12": (metrics(num_train=1e12), "num-train = 1000000000000"),
+    "num-examples -1": (metrics(num_examples=-1), "num-examples = -1"),
+    "accuracy NaN": (metrics(served_accuracy=math.nan), "served-accuracy = nan"),
+    "accuracy 2": (metrics(served_accuracy=2.0), "served-accuracy = 2"),
+    "loss Inf": (metrics(served_loss=math.inf), "served-loss = inf"),
+    "loss a list": (metrics(served_loss=[1.0]), "malformed"),
+}
+
+
+class Lost:
+    """Notes whose replies a strategy counts as lost or acknowledged."""
+
+    def __init__(self, strategy: PersonalisedStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lost: list[int] = []
+        self.acknowledged: list[int] = []
+        monkeypatch.setattr(strategy, "lost", self.lost.append)
+        monkeypatch.setattr(strategy, "acknowledged", lambda client, metrics: self.acknowledged.append(client))
+
+
+@pytest.mark.parametrize("fault", TRAIN_FAULTS)
+def test_a_bad_reply_after_training_is_left_out(fault: str, make_strategy: MakeStrategy,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    change, reason = TRAIN_FAULTS[fault]
+    expected, strategy = make_strategy("fedavg"), make_strategy("fedavg")
+    _, replies = send(expected)
+    take(expected, [replies[c] for c in GOOD])
+
+    _, replies = send(strategy)
+    notes = Lost(strategy, monkeypatch)
+    change(replies[BAD].content)
+    take(strategy, replies)
+    assert state_of(strategy) == state_of(expected)
+    assert [client for client, _ in strategy.record.dropped] == [BAD]
+    assert reason in strategy.record.dropped[0][1]
+    assert (notes.lost, notes.acknowledged) == ([BAD], list(GOOD))
+    # Nothing of it enters the record but what was sent to the client.
+    assert set(strategy.record.row(BAD)) == {"bytes_up", "bytes_down"}
+    assert strategy.record.row(BAD)["bytes_up"] == 0
+    assert strategy.record.bytes_up == sum(strategy.record.row(c)["bytes_up"] for c in GOOD) > 0
+
+
+@pytest.mark.parametrize("fault", EVALUATE_FAULTS)
+def test_a_bad_reply_after_evaluation_is_left_out(fault: str, make_strategy: MakeStrategy,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    change, reason = EVALUATE_FAULTS[fault]
+    strategy = make_strategy("fedavg", fraction_train=0.5)  # so that some rows have nothing but an evaluation
+    trained = strategy.cohort(1)
+    _, replies = send(strategy)
+    take(strategy, replies)
+    before = state_of(strategy)
+    bad = next(c for c in range(4) if c not in trained)
+    _, replies = send(strategy, phase="evaluate")
+    notes = Lost(strategy, monkeypatch)
+    change(replies[bad].content)
+    take(strategy, replies, phase="evaluate")
+    assert state_of(strategy) == before
+    assert [client for client, _ in strategy.record.dropped] == [bad]
+    assert reason in strategy.record.dropped[0][1]
+    assert notes.lost == [bad]
+    assert bad not in notes.acknowledged
+    assert set(strategy.record.row(bad)) == {"bytes_up", "bytes_down"}
+    assert all("n_train" in strategy.record.row(c) for c in range(4) if c != bad)
+
+
+def test_errors_lost_doubled_and_foreign_replies_are_counted_by_reason(make_strategy: MakeStrategy) -> None:
+    expected, strategy = make_strategy("fedavg"), make_strategy("fedavg")
+    _, replies = send(expected)
+    take(expected, [replies[0]])
+
+    messages, replies = send(strategy)
+    error = Message(Error(7, "out of memory"), reply_to=messages[1])
+    foreign = Message(replies[2].content, reply_to=messages[2])
+    foreign.metadata.__dict__["_reply_to_message_id"] = "of another run"
+    take(strategy, [replies[0], replies[0], error, foreign])
+    assert state_of(strategy) == state_of(expected)
+    strange = "a reply to no message of this phase, or a second one"
+    late = "no reply before round-timeout"
+    assert Counter(strategy.record.dropped) == Counter(
+        [(-1, strange), (1, "error 7: out of memory"), (-1, strange), (2, late), (3, late)]
+    )
+
+
+def test_a_reply_counts_for_the_client_that_was_asked_not_for_the_one_it_names(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    _, replies = send(strategy)
+    replies[0].content.config_records["config"]["client"] = 3
+    replies[0].content.metric_records["metrics"]["client"] = 3
+    take(strategy, [replies[0]])
+    assert "train_loss" in strategy.record.row(0)
+    assert "train_loss" not in strategy.record.row(3)
+
+
+def test_messages_that_there_was_no_time_to_send_are_lost_each(make_strategy: MakeStrategy,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = make_strategy("fedavg")
+    notes = Lost(strategy, monkeypatch)
+    grid = InProcessGrid(4)
+    messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
+    take(strategy, grid.send_and_receive(messages[:1]))  # the others never reach the grid and have no id
+    assert strategy.record.dropped == [(c, "no reply before round-timeout") for c in (1, 2, 3)]
+    assert notes.lost == [1, 2, 3]
+
+
+def test_a_reply_of_the_training_is_none_of_the_evaluation(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    _, old = send(strategy)
+    take(strategy, old)
+    send(strategy, phase="evaluate")
+    assert take(strategy, old, phase="evaluate") is None
+    assert [client for client, _ in strategy.record.dropped] == [-1] * 4 + [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_good_reply_leaves_every_methods_state_as_it_was(method: str, make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy(method, model="mlp", num_server_rounds=8)
+    before = state_of(strategy)
+    messages, _ = send(strategy)
+    assert take(strategy, [Message(Error(1, "gone"), reply_to=m) for m in messages]) == (None, None)
+    assert state_of(strategy) == before
+    assert len(strategy.record.dropped) == 4
+
+
+@pytest.mark.parametrize(("least", "changes"), [(3, True), (4, False)])
+def test_fewer_good_replies_than_asked_for_change_nothing(least: int, changes: bool, make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", min_train_replies=least)
+    before = state_of(strategy)
+    _, replies = send(strategy)
+    first(math.nan)(replies[BAD].content)
+    _, result = take(strategy, replies)
+    assert (state_of(strategy) != before) is changes
+    assert (result is not None) is changes
+    assert bool(strategy.record.dropped)
+
+
+def test_the_order_of_the_replies_does_not_matter(make_strategy: MakeStrategy) -> None:
+    states = []
+    for seed in range(3):
+        strategy = make_strategy("fedavg")
+        _, replies = send(strategy)
+        random.Random(seed).shuffle(replies)
+        take(strategy, replies)
+        states.append(state_of(strategy))
+    assert states[0] == states[1] == states[2]
+
+
+# -- messages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["train", "evaluate"])
+def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(phase: str, make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    config = ConfigRecord({"mine": 1, "lr": 99.0})
+    messages, _ = send(strategy, phase=phase, config=config)
+    assert dict(config) == {"mine": 1, "lr": 99.0}
+    contents = [m.content for m in messages]
+    for records in (contents, [c["arrays"] for c in contents], [c["config"] for c in contents]):
+        assert len({id(record) for record in records}) == len(messages) == 4
+    told = [dict(c.config_records["config"]) for c in contents]
+    assert [t["client"] for t in told] == [0, 1, 2, 3]
+    assert [m.metadata.dst_node_id for m in messages] == [1, 2, 3, 4]
+    assert all(t["mine"] == 1 and t["server-round"] == 1 for t in told)
+    contents[0].config_records["config"]["mine"] = 2
+    del contents[0].array_records["arrays"]["0"]
+    assert contents[1].config_records["config"]["mine"] == 1
+    assert list(contents[1].array_records["arrays"]) == ["0"]
+    assert not set(told[0]) & set(messages[0].content.metric_records)
+
+
+def test_the_message_brings_what_the_strategy_serves_and_the_rounds_rate(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", lr=0.25)
+    messages, _ = send(strategy)
+    content = messages[2].content
+    assert np.array_equal(content.array_records["arrays"]["0"].numpy(), strategy.serve(2)[0])
+    assert content.config_records["config"]["lr"] == 0.25  # the strategy's, not the caller's
+    assert content.config_records["config"]["evaluate-local"] is True
+
+
+def test_bytes_are_those_of_the_messages(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    messages, replies = send(strategy)
+    take(strategy, replies)
+    down = [m.content.array_records["arrays"].count_bytes() for m in messages]
+    up = [r.content.array_records["arrays"].count_bytes() for r in replies]
+    evaluations, answers = send(strategy, phase="evaluate")
+    take(strategy, answers, phase="evaluate")
+    again = [m.content.array_records["arrays"].count_bytes() for m in evaluations]
+    assert min(down + up + again) >= 4 * strategy.size
+    record = strategy.record
+    assert [record.row(c)["bytes_down"] for c in range(4)] == [a + b for a, b in zip(down, again, strict=True)]
+    assert [record.row(c)["bytes_up"] for c in range(4)] == up
+    assert (record.bytes_down, record.bytes_up) == (sum(down + again), sum(up))
+
+
+def test_models_are_saved_in_the_last_round_only(make_strategy: MakeStrategy, tmp_path: Any) -> None:
+    strategy = make_strategy("fedavg", num_server_rounds=2)
+    strategy.models_folder = tmp_path / "models"
+    for server_round, expected in ((1, False), (2, True)):
+        for phase in ("train", "evaluate"):
+            messages, _ = send(strategy, server_round, phase)
+            told = [m.content.config_records["config"] for m in messages]
+            assert all(("save-models-to" in t) is expected for t in told)
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {f"client-{c}.safetensors" for c in range(4)}
+
+
+# -- cohorts, evaluations, learning rate -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fraction", "size"), [(1.0, 4), (0.75, 3), (0.5, 2), (0.51, 3), (0.25, 1), (0.01, 1), (0.7500000001, 3)]
+)
+def test_the_cohorts_size(fraction: float, size: int, make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", fraction_train=fraction)
+    for server_round in range(1, 6):
+        cohort = strategy.cohort(server_round)
+        assert len(set(cohort)) == len(cohort) == size
+        assert cohort == sorted(cohort)
+        assert set(cohort) <= set(range(4))
+
+
+def test_cohorts_depend_on_seed_and_round_alone(make_strategy: MakeStrategy) -> None:
+    def cohorts(method: str = "fedavg", **settings: Any) -> list[list[int]]:
+        strategy = make_strategy(method, fraction_train=0.5, **settings)
+        return [strategy.cohort(r) for r in range(1, 21)]
+
+    here = cohorts()
+    assert here == cohorts() == cohorts("fedfew", lr=0.5, model="mlp")
+    assert here != cohorts(seed=43)
+    assert len({tuple(cohort) for cohort in here}) > 1
+    assert Counter(c for cohort in here for c in cohort).keys() == {0, 1, 2, 3}
+    strategy = make_strategy("fedavg", fraction_train=0.5)
+    assert [strategy.cohort(r) for r in range(20, 0, -1)][::-1] == here
+
+
+def test_every_client_is_drawn_about_equally_often(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", fraction_train=0.5)
+    times = Counter(c for r in range(1, 401) for c in strategy.cohort(r))
+    assert all(150 < times[c] < 250 for c in range(4))  # 200 on average, standard deviation 10
+
+
+def test_only_the_cohort_trains_and_all_are_evaluated(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", fraction_train=0.5)
+    cohort = strategy.cohort(1)
+    messages, replies = send(strategy)
+    assert [m.content.config_records["config"]["client"] for m in messages] == cohort
+    assert strategy.record.cohort == tuple(cohort)
+    first(math.nan)(replies[0].content)  # a client whose reply was dropped has not trained
+    take(strategy, replies)
+    messages, _ = send(strategy, phase="evaluate")
+    told = {m.content.config_records["config"]["client"]: m.content.config_records["config"] for m in messages}
+    assert list(told) == [0, 1, 2, 3]
+    assert {c for c, config in told.items() if not config["evaluate-personal"]} == set(cohort[1:])
+
+
+def test_a_client_without_a_node_is_not_asked(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    del strategy.members[2]
+    messages, _ = send(strategy)
+    assert [m.content.config_records["config"]["client"] for m in messages] == [0, 1, 3]
+    assert strategy.record.cohort == (0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("every", "rounds", "expected"), [(1, 3, [1, 2, 3]), (2, 5, [2, 4, 5]), (3, 6, [3, 6]), (9, 4, [4]), (1, 1, [1])]
+)
+def test_rounds_that_are_evaluated(every: int, rounds: int, expected: list[int], make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", evaluate_every=every, num_server_rounds=rounds)
+    seen = []
+    for server_round in range(1, rounds + 1):
+        messages, replies = send(strategy, server_round)
+        assert {m.content.config_records["config"]["evaluate-local"] for m in messages} == {server_round in expected}
+        take(strategy, replies, server_round)
+        scored = "local_accuracy" in strategy.record.row(0)
+        evaluations, answers = send(strategy, server_round, "evaluate")
+        take(strategy, answers, server_round, "evaluate")
+        assert bool(evaluations) == scored == ("served_accuracy" in strategy.record.row(0))
+        if evaluations:
+            seen.append(server_round)
+    assert seen == expected
+
+
+def test_the_learning_rate_by_hand(make_strategy: MakeStrategy) -> None:
+    constant = make_strategy("fedavg", lr=0.2, num_server_rounds=4)
+    assert [constant.learning_rate(r) for r in range(1, 5)] == [0.2] * 4
+    cosine = make_strategy("fedavg", lr=0.2, lr_schedule="cosine", num_server_rounds=4)
+    half = 0.1 * math.sqrt(0.5)
+    assert [cosine.learning_rate(r) for r in range(1, 5)] == pytest.approx([0.2, 0.1 + half, 0.1, 0.1 - half])
+    assert make_strategy("fedavg", lr=0.2, lr_schedule="cosine", num_server_rounds=1).learning_rate(1) == 0.2
+    messages, _ = send(cosine, 3)
+    assert messages[0].content.config_records["config"]["lr"] == pytest.approx(0.1)
+
+
+def test_the_round_is_summed_up_as_the_mean_over_clients(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    _, replies = send(strategy)
+    _, trained = take(strategy, replies)
+    losses = [r.content.metric_records["metrics"]["train-loss"] for r in replies]
+    assert isinstance(trained, MetricRecord)
+    assert trained["train-loss"] == pytest.approx(np.mean(losses))
+    _, answers = send(strategy, phase="evaluate")
+    evaluated = take(strategy, answers, phase="evaluate")
+    scores = [row["served_accuracy"] for row in strategy.record.clients.values() if "served_accuracy" in row]
+    assert len(scores) == 3  # the fourth client has no test samples
+    assert evaluated["served-accuracy"] == pytest.approx(np.mean(scores))
+
+
+def test_scores_of_the_training_stand_before_those_of_the_evaluation(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    _, replies = send(strategy)
+    metrics(local_accuracy=0.125)(replies[0].content)
+    take(strategy, replies)
+    _, answers = send(strategy, phase="evaluate")
+    metrics(local_accuracy=0.75)(answers[0].content)
+    take(strategy, answers, phase="evaluate")
+    assert strategy.record.row(0)["local_accuracy"] == 0.125
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_state_can_be_taken_up_again(method: str, make_strategy: MakeStrategy) -> None:
+    settings = {"model": "mlp", "num_server_rounds": 8}
+    strategy, other = make_strategy(method, **settings), make_strategy(method, **settings)
+    _, replies = send(strategy)
+    take(strategy, replies)
+    copies = {name: array.copy() for name, array in strategy.server_state().items()}
+    other.load_server_state(copies)
+    assert state_of(other) == state_of(strategy)
+    for client in range(4):
+        for a, b in zip(strategy.serve(client), other.serve(client), strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_the_summary_names_network_clients_and_training(make_strategy: MakeStrategy,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    strategy = make_strategy("fedavg", fraction_train=0.5, local_steps=7)
+    import logging
+
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    try:
+        strategy.summary()
+    finally:
+        logger.removeHandler(caplog.handler)
+    text = caplog.text
+    assert "50 % train in a round" in text
+    assert "7 steps" in text
+
+
+# -- the weighted mean -----------------------------------------------------------------------------------
+
+
+def test_the_weighted_mean_by_hand() -> None:
+    rows = np.array([[1, 2], [3, 6], [100, 100]], np.float32)
+    assert weighted_mean(rows, [1, 3, 0]).tolist() == [2.5, 5.0]
+    assert weighted_mean(rows[:2], [1e300, 3e300]).tolist() == [2.5, 5.0]
+    assert weighted_mean(rows[:1], [1e-300]).tolist() == [1.0, 2.0]
+    assert weighted_mean(rows, [1, 1, 1]).dtype == np.float32
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [-1, 2], [math.nan, 1]])
+def test_weights_that_are_none_are_an_error(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights must be"):
+        weighted_mean(np.ones((2, 2), np.float32), weights)
+
+
+def test_replies_are_stacked_in_float32() -> None:
+    updates = [Update(c, [np.full(2, c, np.float64), np.array(c)], c + 1, 0.5) for c in range(3)]
+    assert stacked(updates).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert stacked(updates).dtype == np.float32
+    assert stacked(updates, 1).tolist() == [0, 1, 2]
+    assert num_examples(updates).tolist() == [1, 2, 3]
+
+
+def test_fedavg_by_hand(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg")
+    size = strategy.size
+    updates = [Update(c, [np.full(size, value, np.float32)], n, 0.0) for c, (value, n) in enumerate([(1, 1), (5, 3)])]
+    strategy.aggregate(1, updates)
+    assert np.array_equal(strategy.model, np.full(size, 4, np.float32))
