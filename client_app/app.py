@@ -41,11 +41,13 @@ def query(message: Message, context: Context) -> Message:
     workspace = workspace_for(str(config["settings"]))
     clients = hosted_clients(context, workspace)
     part = workspace.partition
-    answer = ConfigRecord({
-        "clients": clients,
-        "num-train": [len(part.train[c]) for c in clients],
-        "num-test": [len(part.test[c]) for c in clients],
-    })
+    answer = ConfigRecord(
+        {
+            "clients": clients,
+            "num-train": [len(part.train[c]) for c in clients],
+            "num-test": [len(part.test[c]) for c in clients],
+        }
+    )
     return Message(RecordDict({"config": answer}), reply_to=message)
 
 
@@ -76,9 +78,11 @@ def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: di
     """Pack a reply: arrays, numbers, and the texts and ids, which Flower would average among the metrics."""
     numbers = {k: v for k, v in metrics.items() if not isinstance(v, str)}
     texts = {k: v for k, v in metrics.items() if isinstance(v, str)}
-    content = RecordDict({
-        "arrays": ArrayRecord({str(i): Array(np.asarray(a, order="C")) for i, a in enumerate(arrays)}),
-        "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
-        "config": ConfigRecord({**texts, "client": client_of(message)}),
-    })
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord({str(i): Array(np.asarray(a, order="C")) for i, a in enumerate(arrays)}),
+            "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
+            "config": ConfigRecord({**texts, "client": client_of(message)}),
+        }
+    )
     return Message(content, reply_to=message)

@@ -16,8 +16,6 @@ class FedRepClient(SharedBodyClient):
         """Train the head, then the body; send the body."""
         body = [layer for layer in self.layout.layers if layer != "head"]
         start = self.assembled(received[0])
-        head: Trained = yield Train(
-            start, rates=dict.fromkeys(body, 0.0), epochs=self.method.head_epochs, stream=HEAD
-        )
+        head: Trained = yield Train(start, rates=dict.fromkeys(body, 0.0), epochs=self.method.head_epochs, stream=HEAD)
         trained: Trained = yield Train(head.parameters, rates={"head": 0.0}, stream=BODY)
         return self.send_shared(trained)

@@ -74,9 +74,7 @@ class Workspace:
     def client_data(self, client: int) -> ClientData:
         """Return a client's tensors, made when it is first asked for and kept while they fit."""
         if client not in self._clients:
-            self._clients[client] = client_data(
-                self.dataset, self.partition, client, self.settings.data, self.device
-            )
+            self._clients[client] = client_data(self.dataset, self.partition, client, self.settings.data, self.device)
             while len(self._clients) > 1 and sum(map(_size, self._clients.values())) > CACHED_BYTES:
                 self._clients.popitem(last=False)
         self._clients.move_to_end(client)

@@ -200,20 +200,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="posy", description="Personalised federated learning on Flower.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("run", help="run an experiment", description=(
-        "Run an experiment, in Flower's simulation or, with engine=in-process, in this process with a live progress "
-        "bar. Without settings: FedFew on scikit-learn's digits."))
-    command.add_argument("settings", nargs="*", metavar="[EXPERIMENT] key=value",
-                         help="a file of settings (a name in experiments/ or a path), and settings over it")
+    command = commands.add_parser(
+        "run",
+        help="run an experiment",
+        description=(
+            "Run an experiment, in Flower's simulation or, with engine=in-process, in this process with a live progress "
+            "bar. Without settings: FedFew on scikit-learn's digits."
+        ),
+    )
+    command.add_argument(
+        "settings",
+        nargs="*",
+        metavar="[EXPERIMENT] key=value",
+        help="a file of settings (a name in experiments/ or a path), and settings over it",
+    )
     command.add_argument("-v", "--verbose", action="store_true", help="show the whole log of Flower")
     command.set_defaults(command=run)
 
-    command = commands.add_parser("table", help="run a grid of experiments and tabulate the results", description=(
-        "Run every row x variant x seed of a table, each in a process of its own. What is finished is not run again."))
+    command = commands.add_parser(
+        "table",
+        help="run a grid of experiments and tabulate the results",
+        description=(
+            "Run every row x variant x seed of a table, each in a process of its own. What is finished is not run again."
+        ),
+    )
     command.add_argument("file", help="YAML file of the table, as in benchmarks/tables/")
     command.add_argument("settings", nargs="*", metavar="key=value", help="settings over those of the file")
-    command.add_argument("-j", "--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N",
-                         help="runs at a time (default: the number of cores)")
+    command.add_argument(
+        "-j",
+        "--jobs",
+        type=_positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="runs at a time (default: the number of cores)",
+    )
     command.add_argument("-o", "--output", metavar="DIR", help="directory of the results (default: the file's)")
     command.add_argument("--only-print", action="store_true", help="run nothing; tabulate what is finished")
     command.set_defaults(command=table)

@@ -36,6 +36,7 @@ CLIENTS_PER_GPU = 4
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 _RESULTS = re.compile(r"Results of this run: (.+)")
+_WRONG = re.compile(r"^[\w.]+\.(SettingsError|DataError): ", re.MULTILINE)
 # Flower's own news and Ray's: what is left are the rounds, the results, warnings, errors and tracebacks.
 _NEWS = re.compile(r"(\x1b\[\d+m)?(INFO|DEBUG)\b|\(\w+ pid=\d+\)|\d{4}-\d\d-\d\d [\d:,]+\s+INFO\b")
 
@@ -58,10 +59,7 @@ def run_in_process(config: Mapping[str, Scalar]) -> int:
     from server_app.in_process import InProcessGrid  # noqa: PLC0415
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    try:
-        run(InProcessGrid(int(config["num-clients"])), config)
-    except KeyboardInterrupt:  # the record of the run has been closed, and its path shown
-        return INTERRUPTED
+    run(InProcessGrid(int(config["num-clients"])), config)
     return 0
 
 
@@ -88,22 +86,17 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
         If Flower does not start or refuses the run.
     """
     if not (APP / "pyproject.toml").is_file():
-        raise LaunchError(f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), "
-                          "or set engine = in-process")
+        raise LaunchError(
+            f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), or set engine = in-process"
+        )
     overrides, environment = dict(overrides), dict(ENVIRONMENT)
     if device.startswith("cuda:"):  # an actor sees only the GPU that Ray gives it, as number 0
         environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:")
         overrides["device"] = "cuda"
-    gpu = device.startswith("cuda") or (device == "auto" and shutil.which("nvidia-smi") is not None)
-    resources = {
-        "num-supernodes": num_clients,
-        "client-resources-num-cpus": 1,
-        "client-resources-num-gpus": 1 / CLIENTS_PER_GPU if gpu else 0.0,
-    }
     with tempfile.TemporaryDirectory(prefix="posy-", ignore_cleanup_errors=True) as folder:
         settings = Path(folder, "run.toml")
         settings.write_text("".join(f"{key} = {toml(value)}\n" for key, value in overrides.items()), encoding="utf-8")
-        federation = " ".join(f"{key}={value}" for key, value in resources.items())
+        federation = " ".join(f"{key}={value}" for key, value in resources(num_clients, device).items())
         with _superlink(Path(folder), environment) as flower:
             answer = flower.ask("run", str(APP), "--run-config", str(settings), "--federation-config", federation)
             status, results = _follow(flower, answer["run-id"], verbose)
@@ -112,6 +105,19 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
         if results:
             mark_stopped(Path(results))
     return status
+
+
+def resources(num_clients: int, device: str) -> dict[str, float]:
+    """Return Flower's federation config: a node for each client, a core for each actor, and its share of a GPU.
+
+    Ray hides the GPUs from an actor that has no share of one, also where ``device`` is ``auto``.
+    """
+    gpu = device.startswith("cuda") or (device == "auto" and shutil.which("nvidia-smi") is not None)
+    return {
+        "num-supernodes": num_clients,
+        "client-resources-num-cpus": 1,
+        "client-resources-num-gpus": 1 / CLIENTS_PER_GPU if gpu else 0.0,
+    }
 
 
 def toml(value: Scalar) -> str:
@@ -126,18 +132,20 @@ def mark_stopped(run: Path) -> None:
     path = run / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8"))
     if summary["status"] == "running":
-        path.write_text(json.dumps({**summary, "status": "stopped"}, indent=2, ensure_ascii=False) + "\n",
-                        encoding="utf-8")
+        path.write_text(
+            json.dumps({**summary, "status": "stopped"}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let a SIGTERM end this process as Ctrl-C does, so that nothing that it started stays behind."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    """Let `kill` and a closed terminal end this process as Ctrl-C does: nothing that it started stays behind."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -150,8 +158,14 @@ class _Flower:
     def start(self, *words: str) -> "subprocess.Popen[str]":
         """Start `flwr`, out of reach of the terminal's Ctrl-C."""
         return subprocess.Popen(
-            [_script("flwr"), *words], cwd=self.folder, env=dict(self.environment), text=True, encoding="utf-8",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            [_script("flwr"), *words],
+            cwd=self.folder,
+            env=dict(self.environment),
+            text=True,
+            encoding="utf-8",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def ask(self, *words: str) -> dict[str, Any]:
@@ -189,13 +203,21 @@ def _superlink(folder: Path, environment: Mapping[str, str]) -> Iterator[_Flower
         "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),
         "NO_PROXY": ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY", "")))),
     }
-    command = [_script("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port",
-               address.rpartition(":")[2]]
+    command = [
+        _script("flower-superlink"),
+        "--insecure",
+        "--simulation",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        address.rpartition(":")[2],
+    ]
     log, lock = folder / "superlink.log", folder / "lock"
     with log.open("w", encoding="utf-8") as output, lock.open("w+") as empty:
         fcntl.flock(empty, fcntl.LOCK_EX)  # all descendants inherit it as their stdin: locked until the last one ends
-        process = subprocess.Popen(command, cwd=folder, env=own, stdin=empty, stdout=output,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=own, stdin=empty, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         _await(process, f"http://{address}/health", log)
         yield _Flower(folder, own)
@@ -235,7 +257,8 @@ def _follow(flower: _Flower, run_id: str, verbose: bool) -> tuple[int, str]:
     if run["status"] == "finished:completed":
         return 0, shown.results
     shown.release()
-    print(f"posy: the run ended as {run['status']}", file=sys.stderr)
+    details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
+    print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
     return 1, shown.results
 
 
@@ -263,8 +286,10 @@ class _Shown:
             print(line, end="", flush=True)
 
     def release(self) -> None:
-        """Show what was held back."""
-        print("".join(self._held), end="", flush=True)
+        """Show what was held back, unless it only tells where in the code a setting or the data was found wrong."""
+        text = "".join(self._held)
+        if not _WRONG.search(text):
+            print(text, end="", flush=True)
 
 
 def _end(process: "subprocess.Popen[bytes]", lock: Path) -> None:

@@ -137,11 +137,7 @@ def layout_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> Layout:
     layers : Mapping of str to torch.nn.Module
         Its layers; each tensor belongs to the layer whose module holds it.
     """
-    owner = {
-        id(tensor): name
-        for name, layer in layers.items()
-        for tensor in (*layer.parameters(), *layer.buffers())
-    }
+    owner = {id(tensor): name for name, layer in layers.items() for tensor in (*layer.parameters(), *layer.buffers())}
     parameters = {name for name, _ in module.named_parameters()}
     entries: list[Entry] = []
     start = 0

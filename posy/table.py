@@ -156,8 +156,15 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     if not file.is_file():
         raise SettingsError(f"there is no table {file}")
     content = read_yaml(file)
-    kinds: dict[str, type] = {"title": str, "output": str, "keep-models": bool, "settings": dict, "runs": list,
-                              "variants": list, "seeds": list}
+    kinds: dict[str, type] = {
+        "title": str,
+        "output": str,
+        "keep-models": bool,
+        "settings": dict,
+        "runs": list,
+        "variants": list,
+        "seeds": list,
+    }
     for key, value in content.items():
         if key not in kinds:
             raise SettingsError(f"{key} in {file} is not part of a table; it may hold {', '.join(kinds)}")
@@ -172,8 +179,12 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     cells = []
     for (variant, below), (row, own), seed in itertools.product(variants.items(), rows.items(), seeds):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
-        place = {"seed": seed, "engine": "in-process", "output-dir": str(folder / variant / row),
-                 "run-name": f"seed-{seed}"}
+        place = {
+            "seed": seed,
+            "engine": "in-process",
+            "output-dir": str(folder / variant / row),
+            "run-name": f"seed-{seed}",
+        }
         given = {**content.get("settings", {}), **below, **own, **(overrides or {})}
         if clash := given.keys() & place.keys():
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
@@ -216,10 +227,41 @@ def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
     return failures
 
 
+def make_room(path: Path) -> None:
+    """Remove an unfinished run; set a finished one with other settings aside.
+
+    Raises
+    ------
+    SettingsError
+        If what lies there is no run.
+    """
+    if not path.exists():
+        return
+    try:
+        status = json.loads((path / "summary.json").read_text(encoding="utf-8"))["status"]
+    except FileNotFoundError:
+        status = "running"
+        if unknown := {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}:
+            raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's") from None
+    if status == "completed":
+        path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
+    else:
+        shutil.rmtree(path)
+
+
 def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
     """Return the table as Markdown, one part for each variant."""
-    columns = ["method", "seeds", *(f"{point} {which}" for point, which in POINTS), "served weighted", "local weighted",
-               "system", "time", "up", "down"]
+    columns = [
+        "method",
+        "seeds",
+        *(f"{point} {which}" for point, which in POINTS),
+        "served weighted",
+        "local weighted",
+        "system",
+        "time",
+        "up",
+        "down",
+    ]
     parts = [f"# {plan.title}"]
     for variant, rows in itertools.groupby(aggregate(results), lambda line: line["variant"]):
         if variant:
@@ -227,16 +269,18 @@ def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Ma
         lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
         for row in rows:
             seeds = sum(cell.variant == variant and cell.row == row["method"] for cell in plan.cells)
-            lines.append([
-                row["method"],
-                f"{row['seeds']}/{seeds}",
-                *(_percent(row, f"{point}-{which}", clients=True) for point, which in POINTS),
-                *(_percent(row, f"{point}-last-weighted") for point in ("served", "local")),
-                _percent(row, "system"),
-                duration(row["seconds"]),
-                size(row["bytes-up"]),
-                size(row["bytes-down"]),
-            ])
+            lines.append(
+                [
+                    row["method"],
+                    f"{row['seeds']}/{seeds}",
+                    *(_percent(row, f"{point}-{which}", clients=True) for point, which in POINTS),
+                    *(_percent(row, f"{point}-last-weighted") for point in ("served", "local")),
+                    _percent(row, "system"),
+                    duration(row["seconds"]),
+                    size(row["bytes-up"]),
+                    size(row["bytes-down"]),
+                ]
+            )
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     parts.append(LEGEND)
     parts += [f"Machine: {line}." for line in _machines(results)]
@@ -309,7 +353,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _start(cell: Cell) -> "subprocess.Popen[bytes]":
     """Start the run of a cell as `posy run FILE`; the file stays beside its results."""
-    _make_room(cell.path)
+    make_room(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(dict(cell.config), sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -321,30 +365,13 @@ def _start(cell: Cell) -> "subprocess.Popen[bytes]":
     }
     with cell.log.open("w", encoding="utf-8") as log:
         # -P: what lies in the working directory must not stand in for Posy's packages.
-        return subprocess.Popen([sys.executable, "-P", "-m", "posy.cli", "run", str(file)], env=environment,
-                                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _make_room(path: Path) -> None:
-    """Remove an unfinished run; set a finished one with other settings aside.
-
-    Raises
-    ------
-    SettingsError
-        If what lies there is no run.
-    """
-    if not path.exists():
-        return
-    try:
-        status = json.loads((path / "summary.json").read_text(encoding="utf-8"))["status"]
-    except FileNotFoundError:
-        status = "running"
-        if unknown := {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}:
-            raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's") from None
-    if status == "completed":
-        path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
-    else:
-        shutil.rmtree(path)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "posy.cli", "run", str(file)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def _reason(status: int, log: Path) -> str:
@@ -356,8 +383,11 @@ def _reason(status: int, log: Path) -> str:
 def _outcome(summary: Mapping[str, Any] | None, failure: str | None) -> str:
     if summary is None:
         return f"failed, {failure}"
-    means = (f"{point} {100 * summary[point]['last']['mean']:.2f} %" for point in ("served", "local")
-             if summary[point]["last"])
+    means = (
+        f"{point} {100 * summary[point]['last']['mean']:.2f} %"
+        for point in ("served", "local")
+        if summary[point]["last"]
+    )
     return ", ".join([*means, duration(summary["seconds"])])
 
 
@@ -384,8 +414,10 @@ def _machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
     for cell in results:
         record = yaml.safe_load((cell.path / "config.yaml").read_text(encoding="utf-8"))
         machine, versions = record["machine"], record["versions"]
-        key = (f"{machine['cpu']}, {machine['cpus']} cores, {machine['gpu'] or 'no GPU'}; torch {versions['torch']}, "
-               f"flwr {versions['flwr']}, Python {versions['python']}")
+        key = (
+            f"{machine['cpu']}, {machine['cpus']} cores, {machine['gpu'] or 'no GPU'}; torch {versions['torch']}, "
+            f"flwr {versions['flwr']}, Python {versions['python']}"
+        )
         day = time.strftime("%Y-%m-%d", time.localtime((cell.path / "summary.json").stat().st_mtime))
         days[key] = max(day, days.get(key, ""))
     return [f"{key}; {day}" for key, day in days.items()]

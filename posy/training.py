@@ -208,8 +208,15 @@ class Trainer:
         self.device = device
         self.vmap = settings.stack == "vmap" or (settings.stack == "auto" and device.type == "cuda")
 
-    def train(self, work: Train, network: Network, samples: Samples, generator: torch.Generator, lr: float,
-              augment: Callable[[Tensor, torch.Generator], Tensor] | None = None) -> Trained:
+    def train(
+        self,
+        work: Train,
+        network: Network,
+        samples: Samples,
+        generator: torch.Generator,
+        lr: float,
+        augment: Callable[[Tensor, torch.Generator], Tensor] | None = None,
+    ) -> Trained:
         """Run local SGD (momentum starts at zero).
 
         Raises
@@ -276,8 +283,15 @@ class SGD:
     One fused call a step and group: the stock optimiser costs more than a small model's backward pass.
     """
 
-    def __init__(self, settings: TrainSettings, lr: float, work: Train, layout: Layout,
-                 views: Sequence[Mapping[str, Tensor]], stacked: bool) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        lr: float,
+        work: Train,
+        layout: Layout,
+        views: Sequence[Mapping[str, Tensor]],
+        stacked: bool,
+    ) -> None:
         self.momentum = settings.momentum
         self.weight_decay = settings.weight_decay
         names = trainable_names(layout, work.rates)
@@ -326,9 +340,7 @@ class SGD:
             if self.whole:
                 torch._foreach_add_(self.parameters, gradients, alpha=-rate)
             else:
-                torch._foreach_add_(
-                    [self.parameters[i] for i in members], [gradients[i] for i in members], alpha=-rate
-                )
+                torch._foreach_add_([self.parameters[i] for i in members], [gradients[i] for i in members], alpha=-rate)
 
 
 def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
@@ -348,8 +360,9 @@ def plan_epochs(work: Train, settings: TrainSettings, count: int) -> list[int | 
     return [None] * full + ([rest] if rest else [])
 
 
-def batches(samples: Samples, weight: Tensor | None, size: int, steps: int | None,
-            generator: torch.Generator) -> Iterator[Batch]:
+def batches(
+    samples: Samples, weight: Tensor | None, size: int, steps: int | None, generator: torch.Generator
+) -> Iterator[Batch]:
     """Yield the mini-batches of one pass (or its first ``steps``) in a fresh random order."""
     count = len(samples.y)
     order = torch.randperm(count, generator=generator)

@@ -55,8 +55,8 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
         raise SettingsError(
-            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, so it must be 1 to "
-            f"{size}"
+            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
+            f"so it must be 1 to {size}"
         )
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
@@ -102,5 +102,7 @@ def check_federation(settings: Settings, workspace: Workspace) -> None:
         )
     for client, indices in enumerate(partition.train):
         if not len(indices):
-            raise SettingsError(f"client {client} has no training sample; fewer num-clients or a larger "
-                                "dirichlet-alpha give every client some")
+            raise SettingsError(
+                f"client {client} has no training sample; fewer num-clients or a larger "
+                "dirichlet-alpha give every client some"
+            )

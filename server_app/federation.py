@@ -104,9 +104,14 @@ def find_members(grid: Grid, settings_json: str, num_clients: int, timeout: floa
             )
         time.sleep(POLL_SECONDS)
     if len(asked) < num_clients:
-        log(INFO, "%s clients on %s SuperNodes: each node serves several, one after the other; "
+        log(
+            INFO,
+            "%s clients on %s SuperNodes: each node serves several, one after the other; "
             '--federation-config "num-supernodes=%s client-resources-num-cpus=1" gives each its own',
-            num_clients, len(asked), num_clients)
+            num_clients,
+            len(asked),
+            num_clients,
+        )
     return dict(sorted(members.items()))
 
 

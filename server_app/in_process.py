@@ -85,7 +85,8 @@ class InProcessGrid(Grid):
         """No run information."""
         raise NotImplementedError("the in-process grid belongs to no run of a SuperLink")
 
-    def create_message(self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str,
-                       ttl: float | None = None) -> Message:
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
         """Create a message."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)

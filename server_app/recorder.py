@@ -99,6 +99,8 @@ class Recorder:
         self.directory.append_round(_round_row(record, accuracy, loss, train))
         self._write_summary("running")
         self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train))
+        if self.strategy.saving:
+            self.directory.save_arrays("server", self.strategy.server_state())
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
         return None

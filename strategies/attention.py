@@ -73,8 +73,13 @@ class AttentionStrategy(PersonalisedStrategy):
         if self.class_counts is not None:
             order = figures.similarity_order(self.class_counts)
         panels = [
-            figures.Panel(matrix[np.ix_(order, order)], title=f"round {number}", xlabel="client j", ylabel="client i",
-                          label="attention")
+            figures.Panel(
+                matrix[np.ix_(order, order)],
+                title=f"round {number}",
+                xlabel="client j",
+                ylabel="client i",
+                label="attention",
+            )
             for number, matrix in self.pictures.items()
         ]
         figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, similar data side by side")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +30,23 @@ from posy.parameters import FloatArray
 from posy.randomness import numpy_generator
 
 Arrays = list[npt.NDArray[np.generic]]
+SAVE_SECONDS = 120.0
+"""Models are stored at most so often, so that a run that is stopped leaves some that are not too old."""
 MAX_EXAMPLES = 1_000_000_000
-UNREADABLE = (KeyError, IndexError, TypeError, ValueError, ArithmeticError, EOFError, OSError, SyntaxError)
-"""What reading bytes and records that are not as they should be may raise (SyntaxError: an array's header)."""
+UNREADABLE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    EOFError,
+    OSError,
+    SyntaxError,
+    AttributeError,
+    MemoryError,
+    BadZipFile,
+)
+"""What reading bytes and records that are not as they should be may raise (SyntaxError: an array's header;
+AttributeError and BadZipFile: an .npz in its place; MemoryError: a header that claims too much)."""
 SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
 
 
@@ -111,6 +126,10 @@ class PersonalisedStrategy(Strategy):
         self.members: dict[int, Member] = {}
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
+        self.saving = False
+        """Whether the models of this round are stored: the last round's, and now and then before."""
+        self._saved = -math.inf
+        self._packed: list[tuple[Any, Array]] = []
         self.class_counts: npt.NDArray[np.int64] | None = None
         """Training samples by client and class, for the pictures, where the server knows the partition."""
         self._settings_json = settings.to_json()
@@ -184,9 +203,13 @@ class PersonalisedStrategy(Strategy):
         run, train = self.settings.run, self.settings.train
         log(INFO, "\t├──> Network: %s, %s parameters", self.architecture.model, f"{self.architecture.layout.size:,}")
         log(INFO, "\t├──> Clients: %s, of which %.0f %% train in a round", self.num_clients, 100 * run.fraction_train)
-        log(INFO, "\t├──> Local training: %s, batch %s, lr %g",
+        log(
+            INFO,
+            "\t├──> Local training: %s, batch %s, lr %g",
             f"{train.local_steps} steps" if train.local_steps else f"{train.local_epochs} epoch(s)",
-            train.batch_size, train.lr)
+            train.batch_size,
+            train.lr,
+        )
         log(INFO, "\t└──> Method: %s", self.method)
 
     def configure_train(
@@ -197,13 +220,13 @@ class PersonalisedStrategy(Strategy):
         clients = [c for c in self.cohort(server_round) if c in self.members]
         self.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.members))
-        last = server_round == self.settings.run.num_server_rounds
         messages = []
+        self._packed = []
         for client in clients:
             extra = {
                 "lr": self.learning_rate(server_round),
                 "evaluate-local": self.evaluates(server_round),
-                **({"save-models-to": str(self.models_folder)} if last and self.models_folder else {}),
+                **self._where_to_save(),
                 **self.train_config(server_round, client),
             }
             messages.append(self._message(MessageType.TRAIN, server_round, client, config, extra))
@@ -217,8 +240,12 @@ class PersonalisedStrategy(Strategy):
         self._lap("train")
         updates = self._collect(replies, self._read_update)
         if len(updates) < self.settings.run.min_train_replies:
-            log(WARNING, "aggregate_train: %s good replies, min-train-replies is %s: the state stays as it is",
-                len(updates), self.settings.run.min_train_replies)
+            log(
+                WARNING,
+                "aggregate_train: %s good replies, min-train-replies is %s: the state stays as it is",
+                len(updates),
+                self.settings.run.min_train_replies,
+            )
             return None, None
         updates.sort(key=lambda update: update.client)
         self.record.quantities = self.aggregate(server_round, updates)
@@ -232,13 +259,14 @@ class PersonalisedStrategy(Strategy):
         self._sent = []
         if not self.evaluates(server_round):
             return []
-        last = server_round == self.settings.run.num_server_rounds
         trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
         messages = []
+        self._packed = []
         for client in sorted(self.members):
             extra = {
+                "lr": self.learning_rate(server_round),
                 "evaluate-personal": client not in trained,
-                **({"save-models-to": str(self.models_folder)} if last and self.models_folder else {}),
+                **self._where_to_save(),
                 **self.train_config(server_round, client),
             }
             messages.append(self._message(MessageType.EVALUATE, server_round, client, config, extra))
@@ -281,20 +309,34 @@ class PersonalisedStrategy(Strategy):
     def _begin_round(self, server_round: int, grid: Grid) -> None:
         self.record = RoundRecord(server_round)
         self._clock = time.perf_counter()
+        last = server_round == self.settings.run.num_server_rounds
+        due = last or self._clock - self._saved > SAVE_SECONDS
+        self.saving = self.models_folder is not None and self.evaluates(server_round) and due
+        if self.saving:
+            self._saved = self._clock
 
     def _message(
         self, kind: str, server_round: int, client: int, config: ConfigRecord, extra: Mapping[str, Any]
     ) -> Message:
-        arrays = ArrayRecord({str(i): Array(np.asarray(a, order="C")) for i, a in enumerate(self.serve(client))})
-        told = ConfigRecord({
-            **config, "settings": self._settings_json, "server-round": server_round, "client": client, **extra
-        })
+        arrays = ArrayRecord({str(i): array for i, array in enumerate(self._pack(self.serve(client)))})
+        told = ConfigRecord(
+            {**config, "settings": self._settings_json, "server-round": server_round, "client": client, **extra}
+        )
         size = arrays.count_bytes()
         self.record.bytes_down += size
         self.record.row(client)["bytes_down"] += size
         content = RecordDict({"arrays": arrays, "config": told})
         node = self.members[client].node_id
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(server_round))
+
+    def _pack(self, arrays: Arrays) -> list[Array]:
+        """Serialise arrays; what the client before was sent too is not serialised again."""
+        known = {id(source): array for source, array in self._packed}
+        self._packed = [(a, known.get(id(a)) or Array(np.asarray(a, order="C"))) for a in arrays]
+        return [array for _, array in self._packed]
+
+    def _where_to_save(self) -> dict[str, str]:
+        return {"save-models-to": str(self.models_folder)} if self.saving else {}
 
     def _collect(self, replies: Iterable[Message], read: Any) -> list[Any]:
         """Read the replies; drop and record those that are errors or must not be used."""
@@ -321,8 +363,12 @@ class PersonalisedStrategy(Strategy):
                 self.lost(client)
         if dropped:
             reasons = Counter(reason for _, reason in dropped)
-            log(WARNING, "round %s: dropped %s", self.record.number,
-                "; ".join(f"{count} x {reason}" for reason, count in reasons.items()))
+            log(
+                WARNING,
+                "round %s: dropped %s",
+                self.record.number,
+                "; ".join(f"{count} x {reason}" for reason, count in reasons.items()),
+            )
         return good
 
     def _read_update(self, client: int, content: RecordDict) -> Update:

@@ -24,9 +24,7 @@ Float64 = npt.NDArray[np.float64]
 class CwFedAvgSettings:
     """Settings of cwFedAvg."""
 
-    layers: str = setting(
-        "output", "layers averaged class-wise (Table 3)", choices=("output", "fc-output", "all")
-    )
+    layers: str = setting("output", "layers averaged class-wise (Table 3)", choices=("output", "fc-output", "all"))
     distribution: str = setting(
         "approx",
         "class distribution: read off the output layer, or the empirical one, which the clients then send",
@@ -97,8 +95,14 @@ class CwFedAvg(PersonalisedStrategy):
         if self.class_counts is not None:
             panels.insert(0, figures.Panel(self.class_counts, title="samples", xlabel="class", ylabel="client"))
             share = self.class_counts / self.class_counts.sum(axis=1, keepdims=True)
-            figures.scatter(share.ravel(), self.distributions.ravel(), folder / "distribution.png",
-                            title="Class distribution of the clients", xlabel="empirical p", ylabel="read off the weights")
+            figures.scatter(
+                share.ravel(),
+                self.distributions.ravel(),
+                folder / "distribution.png",
+                title="Class distribution of the clients",
+                xlabel="empirical p",
+                ylabel="read off the weights",
+            )
         heads = self._class_heads()
         if heads is not None:
             norms = np.linalg.norm(heads, axis=2)

@@ -26,10 +26,13 @@ from strategies.base import SingleModelStrategy
 class FedDRMSettings:
     """Settings of FedDRM."""
 
-    class_weight: float = setting(0.8, "lambda: weight of the class loss; 1 - lambda weighs the client loss", minimum=0,
-                                  maximum=1)
+    class_weight: float = setting(
+        0.8, "lambda: weight of the class loss; 1 - lambda weighs the client loss", minimum=0, maximum=1
+    )
     routing: str = setting(
-        "density", "match a query by density ratio (Eq. 3) or by posterior (Remark 2.4)", choices=("density", "posterior")
+        "density",
+        "match a query by density ratio (Eq. 3) or by posterior (Remark 2.4)",
+        choices=("density", "posterior"),
     )
     sharing: str = setting(
         "deep", "blocks that the two branches share (Fig. 6)", choices=("none", "shallow", "mid", "deep")
@@ -91,8 +94,14 @@ class FedDRM(SingleModelStrategy):
     def draw(self, folder: Path) -> None:
         """Draw the routing matrix: true client by chosen client."""
         if self.routed is not None:
-            figures.heatmap(self.routed, folder / "routing.png", title="Routing of the pooled test samples",
-                            xlabel="chosen client", ylabel="true client", label="samples")
+            figures.heatmap(
+                self.routed,
+                folder / "routing.png",
+                title="Routing of the pooled test samples",
+                xlabel="chosen client",
+                ylabel="true client",
+                label="samples",
+            )
 
     def extra_summary(self) -> dict[str, Any]:
         """Return the routing accuracy."""

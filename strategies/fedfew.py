@@ -89,8 +89,9 @@ class FedFew(PersonalisedStrategy):
 
     def draw(self, folder: Path) -> None:
         """Draw the objective, and which models serve which clients."""
-        figures.lines({"g": self.objectives}, folder / "objective.png", title="STCH-Set objective",
-                      xlabel="round", ylabel="g")
+        figures.lines(
+            {"g": self.objectives}, folder / "objective.png", title="STCH-Set objective", xlabel="round", ylabel="g"
+        )
         figures.heatmaps(
             [
                 figures.Panel(self.losses, title="training loss", xlabel="server model", ylabel="client"),

@@ -93,10 +93,21 @@ class PPFE(PersonalisedStrategy):
         self.betas = np.full((self.num_clients, len(self.stages)), np.nan)
         self.ends: list[int] = np.cumsum([stage.rounds for stage in self.stages]).tolist()
         if len(self.stages) < self.method.stages:
-            log(INFO, "PPFE: %s has too few layers for %s stages, so there are %s",
-                self.architecture.model, self.method.stages, len(self.stages))
-        log(INFO, "PPFE: %s", "; ".join(f"stage {s.number}: {s.rounds} rounds, personal {s.personal}, "
-                                        f"ranks {dict(s.architecture.ranks)}" for s in self.stages))
+            log(
+                INFO,
+                "PPFE: %s has too few layers for %s stages, so there are %s",
+                self.architecture.model,
+                self.method.stages,
+                len(self.stages),
+            )
+        log(
+            INFO,
+            "PPFE: %s",
+            "; ".join(
+                f"stage {s.number}: {s.rounds} rounds, personal {s.personal}, ranks {dict(s.architecture.ranks)}"
+                for s in self.stages
+            ),
+        )
 
     def cohort(self, server_round: int) -> list[int]:
         """Take all clients at the end of a stage, else the usual sample."""
@@ -143,8 +154,13 @@ class PPFE(PersonalisedStrategy):
         """Draw the coefficients of the clients' stages."""
         names = [f"stage {stage.number}" for stage in self.stages]
         figures.heatmap(
-            self.betas, folder / "coefficients.png", title="Coefficients of the stages", xlabel="stage",
-            ylabel="client", label="beta", xticks=names,
+            self.betas,
+            folder / "coefficients.png",
+            title="Coefficients of the stages",
+            xlabel="stage",
+            ylabel="client",
+            label="beta",
+            xticks=names,
         )
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:

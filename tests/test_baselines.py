@@ -238,12 +238,12 @@ def test_large_alpha_keeps_the_messages_convex():
 
 
 def test_small_distances_of_large_models_keep_their_digits():
-    """Around 100 the squares are 1e6; their differences in float32 would lose distances of 1e-4."""
+    """Squared norms are 1e6, where the next float32 is 1/16 away."""
     models = np.full((3, 100), 100.0, np.float32)
-    models[1, 0] += 0.5
-    models[2, 1] -= 0.25
-    np.testing.assert_allclose(squared_distances(models), [[0, 0.25, 0.0625], [0.25, 0, 0.3125], [0.0625, 0.3125, 0]],
-                               atol=1e-4)
+    models[1, 0] += 0.1
+    models[2, 1] -= 0.03
+    expected = [[0, 0.01, 0.0009], [0.01, 0, 0.0109], [0.0009, 0.0109, 0]]
+    np.testing.assert_allclose(squared_distances(models), expected, atol=1e-5)
 
 
 def test_fedamp_client_by_hand(make_client, gradient_of):

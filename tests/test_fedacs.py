@@ -126,8 +126,10 @@ def test_server_keeps_the_latest_model_of_every_client_seen(make_strategy, updat
     strategy = make_strategy("fedacs", model="linear")
     models = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
     strategy.aggregate(1, [update(0, [models[0]]), update(3, [models[1]])])
-    strategy.aggregate(2, [update(1, [models[2]]), update(3, [models[3]])])
+    strategy.aggregate(2, [update(1, [models[2]])])
     assert strategy.seen == [0, 1, 3]
+    np.testing.assert_array_equal(strategy.models, models[[0, 2, 1]])
+    strategy.aggregate(3, [update(3, [models[3]])])
     np.testing.assert_array_equal(strategy.models, models[[0, 2, 3]])
 
 

@@ -211,10 +211,11 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
     head = client.layout.part(["head"])
     (served,) = strategy.serve(0)
     assert served.shape == (3, client.layout.size - head.size)
+    starts = np.stack([client.architecture.initial(client.settings.run.seed + k) for k in range(3)])
+    np.testing.assert_array_equal(client.whole(torch.from_numpy(served)), starts)  # each with a head of its own
     (delta, losses), _, _ = client.fit([served], train_config())
     assert [delta.shape, losses.shape] == strategy.expected_shapes(0)
     kept = client.state["heads"]
-    starts = np.stack([client.architecture.initial(client.settings.run.seed + k) for k in range(3)])
     assert kept.shape == (3, head.size)
     assert (np.abs(kept - head.take(starts)).max(axis=1) > 1e-4).all()  # each of the K heads was trained
     # The next round starts from the client's heads, not from anybody else's.

@@ -1,6 +1,8 @@
 """Flat vectors: layouts, parts of them, and the way there and back."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +34,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     entries: list[Entry] = []
     for number, shape in enumerate(shapes):
         layer = draw(st.sampled_from("abc"))
-        entries.append(Entry(f"{layer}.{number}", layer, shape, entries[-1].stop if entries else 0, draw(st.booleans())))
+        start = entries[-1].stop if entries else 0
+        entries.append(Entry(f"{layer}.{number}", layer, shape, start, draw(st.booleans())))
     return Layout(tuple(entries))
 
 
@@ -68,18 +71,19 @@ def test_two_slices_by_hand() -> None:
 def test_take_and_put_are_inverse(drawn: tuple[int, Part], lead: list[int], tensors: bool) -> None:
     size, part = drawn
     whole = numbers(*lead, size)
-    taken = part.take(torch.from_numpy(whole) if tensors else whole)
+    taken = part.take(torch.from_numpy(whole.copy()) if tensors else whole.copy())
     assert tuple(taken.shape) == (*lead, part.size)
     values = numbers(*lead, part.size) + 1
     target = whole.copy()
-    returned = part.put(torch.from_numpy(target) if tensors else target, torch.from_numpy(values) if tensors else values)
+    wrap: Callable[[np.ndarray], Any] = torch.from_numpy if tensors else np.asarray
+    returned = part.put(wrap(target), wrap(values))
     assert np.array_equal(np.asarray(returned), target)  # in place
     assert np.array_equal(np.asarray(part.take(target)), values)
     inside = np.zeros(size, bool)
     for s in part.slices:
         inside[s] = True
     assert np.array_equal(target[..., ~inside], whole[..., ~inside])
-    assert np.array_equal(part.put(target, np.asarray(taken) if tensors else part.take(whole)), whole)
+    assert np.array_equal(part.put(target, np.asarray(taken)), whole)
 
 
 def test_one_slice_is_a_view_and_several_are_a_copy() -> None:

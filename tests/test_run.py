@@ -28,8 +28,8 @@ Config = dict[str, Any]
 MakeConfig = Callable[..., Config]
 PNG = b"\x89PNG\r\n\x1a\n"
 
-SUMMARY_KEYS = {"method", "dataset", "num-clients", "rounds", "seed", "seconds", "bytes-up", "bytes-down", "served", "local",
-                "system-accuracy", "dropped"}
+SUMMARY_KEYS = {"method", "dataset", "num-clients", "rounds", "seed", "seconds", "bytes-up", "bytes-down", "served",
+                "local", "system-accuracy", "dropped"}
 SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain"}
 
 
@@ -106,9 +106,9 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
     assert {p.name for p in (path / "models").iterdir()} == {"server.safetensors"} | {
         f"client-{c}.safetensors" for c in range(4)
     }
-    pictures = {p.name: p.read_bytes() for p in (path / "figures").iterdir()}
-    assert {"partition.png", "accuracy.png", "loss.png", "clients.png", "objective.png", "models.png"} <= set(pictures)
-    assert all(content.startswith(PNG) and len(content) > 1000 for content in pictures.values())
+    drawn = {p.name: p.read_bytes() for p in (path / "figures").iterdir()}
+    assert {"partition.png", "accuracy.png", "loss.png", "clients.png", "objective.png", "models.png"} <= set(drawn)
+    assert all(content.startswith(PNG) and len(content) > 1000 for content in drawn.values())
 
     written = yaml.safe_load((path / "config.yaml").read_text())
     assert written["settings"] == resolve(config).as_config()
@@ -160,7 +160,8 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
         best = int(np.argmax(means))
         assert summary[point]["best"] == {"round": best + 1, **rounds[best][f"{point}_accuracy"]}
     for n in range(1, 5):
-        assert rounds[n - 1]["train_loss"]["mean"] == pytest.approx(np.mean(list(column(rows, n, "train_loss").values())))
+        trained = list(column(rows, n, "train_loss").values())
+        assert rounds[n - 1]["train_loss"]["mean"] == pytest.approx(np.mean(trained))
 
 
 def test_accuracies_in_the_record_are_those_of_the_stored_models(make_config: MakeConfig) -> None:
@@ -302,11 +303,14 @@ def test_a_run_that_ends_half_way_keeps_what_it_has(
     assert {int(r["round"]) for r in clients_of(path)} == {1, 2}
     assert (path / "config.yaml").exists()
     assert load_arrays(path / "models" / "server.safetensors")["model"].ndim == 1
-    assert {"partition.png", "accuracy.png", "loss.png", "clients.png"} <= {p.name for p in (path / "figures").iterdir()}
+    drawn = {p.name for p in (path / "figures").iterdir()}
+    assert {"partition.png", "accuracy.png", "loss.png", "clients.png"} <= drawn
     assert not [p for p in path.rglob("*") if p.name.startswith(".")]  # no half-written file
 
 
-def test_a_clients_error_is_a_dropped_reply_not_the_end(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clients_error_is_a_dropped_reply_not_the_end(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupt_client(monkeypatch, RuntimeError("out of memory"))
     path = started(make_config("fedavg", num_server_rounds=5)).directory.path
     summary = summary_of(path)
@@ -344,7 +348,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no such colour")
 
-    monkeypatch.setattr(recorder_module.figures, "client_accuracies", broken)
+    monkeypatch.setattr("posy.figures.client_accuracies", broken)
     path = started(make_config("fedavg", num_server_rounds=1)).directory.path
     assert summary_of(path)["status"] == "completed"
     assert "no such colour" in warnings.text
@@ -478,6 +482,9 @@ def test_feddrms_system_accuracy_by_hand(make_config: MakeConfig) -> None:
     routed = (modules[0](x)[1] - torch.log(sizes / sizes.sum())).argmax(1).tolist()
     right = [int(modules[client](x[i : i + 1])[0].argmax()) == y[i] for i, client in enumerate(routed)]
     assert summary_of(path)["system-accuracy"] == pytest.approx(np.mean(right))
+    owners = [0] * 9 + [1] * 6 + [2] * 4
+    found = [client == owner for client, owner in zip(routed, owners, strict=True)]
+    assert summary_of(path)["routing-accuracy"] == pytest.approx(np.mean(found))
 
 
 def test_system_accuracy_where_nobody_asked_for_it(make_config: MakeConfig) -> None:
@@ -568,6 +575,11 @@ def test_clients_of_one_class_and_of_one_sample_take_part(make_config: MakeConfi
         assert set(column(rows, server_round, "train_loss")) == {0, 1, 2, 3}
         assert set(column(rows, server_round, "local_accuracy")) == {0, 1, 2}
     assert column(rows, 5, "local_accuracy")[2] == 1.0
+
+
+def test_the_engine_in_the_process_needs_no_nodes(make_config: MakeConfig) -> None:
+    path = started(make_config("fedavg", engine="in-process", num_server_rounds=1), InProcessGrid(0)).directory.path
+    assert summary_of(path)["status"] == "completed"
 
 
 def test_the_run_config_of_the_caller_stays(make_config: MakeConfig) -> None:

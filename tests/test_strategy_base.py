@@ -1,5 +1,7 @@
 """What all strategies share: cohorts, messages, checks of the replies, learning rate, evaluation."""
 
+import io
+import logging
 import math
 import pickle
 import random
@@ -29,7 +31,8 @@ def send(strategy: PersonalisedStrategy, server_round: int = 1, phase: str = "tr
     return messages, list(grid.send_and_receive(messages))
 
 
-def take(strategy: PersonalisedStrategy, replies: Iterable[Message], server_round: int = 1, phase: str = "train") -> Any:
+def take(strategy: PersonalisedStrategy, replies: Iterable[Message], server_round: int = 1,
+         phase: str = "train") -> Any:
     aggregate = strategy.aggregate_train if phase == "train" else strategy.aggregate_evaluate
     return aggregate(server_round, replies)
 
@@ -84,6 +87,18 @@ def data(content_bytes: bytes, stype: str = "numpy.ndarray") -> Change:
     return change
 
 
+def npz() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, a=np.zeros(3, np.float32))
+    return buffer.getvalue()
+
+
+def header(shape: str) -> bytes:
+    """Return the start of an .npy file whose header claims a shape."""
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(8)
+
+
 def more_arrays(content: RecordDict) -> None:
     content.array_records["arrays"]["1"] = Array(np.zeros(2, np.float32))
 
@@ -108,6 +123,9 @@ TRAIN_FAULTS: dict[str, tuple[Change, str]] = {
     "no bytes": (data(b""), "malformed"),
     "noise": (data(b"noise" * 100), "malformed"),
     "a zip": (data(b"PK\x03\x04" + bytes(100)), "malformed"),
+    "a whole zip": (data(npz()), "malformed"),
+    "a header that claims petabytes": (data(header("(1000000000000000,)")), "malformed"),
+    "a header that is code": (data(header("__import__('os').getcwd()")), "malformed"),
     "a pickle": (data(pickle.dumps([1, 2])), "malformed"),
     "another kind of array": (data(b"", "torch.tensor"), "malformed"),
     "no record of arrays": (no_record("arrays"), "malformed"),
@@ -263,7 +281,9 @@ def test_no_good_reply_leaves_every_methods_state_as_it_was(method: str, make_st
 
 
 @pytest.mark.parametrize(("least", "changes"), [(3, True), (4, False)])
-def test_fewer_good_replies_than_asked_for_change_nothing(least: int, changes: bool, make_strategy: MakeStrategy) -> None:
+def test_fewer_good_replies_than_asked_for_change_nothing(
+    least: int, changes: bool, make_strategy: MakeStrategy
+) -> None:
     strategy = make_strategy("fedavg", min_train_replies=least)
     before = state_of(strategy)
     _, replies = send(strategy)
@@ -289,7 +309,9 @@ def test_the_order_of_the_replies_does_not_matter(make_strategy: MakeStrategy) -
 
 
 @pytest.mark.parametrize("phase", ["train", "evaluate"])
-def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(phase: str, make_strategy: MakeStrategy) -> None:
+def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(
+    phase: str, make_strategy: MakeStrategy
+) -> None:
     strategy = make_strategy("fedavg")
     config = ConfigRecord({"mine": 1, "lr": 99.0})
     messages, _ = send(strategy, phase=phase, config=config)
@@ -333,10 +355,10 @@ def test_bytes_are_those_of_the_messages(make_strategy: MakeStrategy) -> None:
     assert (record.bytes_down, record.bytes_up) == (sum(down + again), sum(up))
 
 
-def test_models_are_saved_in_the_last_round_only(make_strategy: MakeStrategy, tmp_path: Any) -> None:
-    strategy = make_strategy("fedavg", num_server_rounds=2)
+def test_models_are_saved_at_first_and_last_and_now_and_then(make_strategy: MakeStrategy, tmp_path: Any) -> None:
+    strategy = make_strategy("fedavg", num_server_rounds=3)
     strategy.models_folder = tmp_path / "models"
-    for server_round, expected in ((1, False), (2, True)):
+    for server_round, expected in ((1, True), (2, False), (3, True)):
         for phase in ("train", "evaluate"):
             messages, _ = send(strategy, server_round, phase)
             told = [m.content.config_records["config"] for m in messages]
@@ -473,8 +495,6 @@ def test_the_state_can_be_taken_up_again(method: str, make_strategy: MakeStrateg
 def test_the_summary_names_network_clients_and_training(make_strategy: MakeStrategy,
                                                         caplog: pytest.LogCaptureFixture) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5, local_steps=7)
-    import logging
-
     logger = logging.getLogger("flwr")
     logger.addHandler(caplog.handler)
     try:

@@ -101,7 +101,7 @@ def by_hand(start: Tensor, *, epochs: int = 2, steps: int | None = None, momentu
     module.load_state_dict(split(start))
     anchor, masks = (None if t is None else split(t) for t in (pull.anchor if pull else None, mask))
     optimiser = torch.optim.SGD(
-        [{"params": list(layer.parameters()), "lr": LR * rates.get(name, 1.0)} for name, layer in module.named_children()],
+        [{"params": list(m.parameters()), "lr": LR * rates.get(name, 1.0)} for name, m in module.named_children()],
         lr=LR, momentum=momentum, weight_decay=decay if mask is None else 0.0,
     )
     taken, total, seen = 0, 0.0, 0
@@ -145,8 +145,8 @@ WEIGHT = torch.linspace(0.1, 2.0, N)
         pytest.param({}, {"weight_decay": 0.3}, {"decay": 0.3}, id="weight decay"),
         pytest.param({}, {"momentum": 0.8, "weight_decay": 0.3}, {"momentum": 0.8, "decay": 0.3}, id="momentum, decay"),
         pytest.param({"pull": Pull(initial(7), 0.7)}, {}, {"pull": Pull(initial(7), 0.7)}, id="pull"),
-        pytest.param({"pull": Pull(initial(7), 0.7)}, {"momentum": 0.5}, {"pull": Pull(initial(7), 0.7), "momentum": 0.5},
-                     id="pull, momentum"),
+        pytest.param({"pull": Pull(initial(7), 0.7)}, {"momentum": 0.5},
+                     {"pull": Pull(initial(7), 0.7), "momentum": 0.5}, id="pull, momentum"),
         pytest.param({"rates": {"body": 0.25}}, {"momentum": 0.5}, {"rates": {"body": 0.25}, "momentum": 0.5},
                      id="slow layer"),
         pytest.param({"rates": {"body": 0.0}}, {"weight_decay": 0.3}, {"rates": {"body": 0.0}, "decay": 0.3},
@@ -230,14 +230,15 @@ def test_stacked_models_equal_looped_and_single_ones(name: str, extra: str) -> N
     starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(3)])
     anchors = starts.roll(1, dims=0)
     size = architecture.layout.size
-    options: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "nothing": {},
         "one anchor": {"pull": Pull(anchors[1], 0.5)},
         "K anchors": {"pull": Pull(anchors, 0.5)},
         "rates": {"rates": {"head": 0.2, architecture.layer_names[0]: 0.0}},
         "mask": {"mask": (torch.arange(size) % 2).float()},
         "weights": {"sample_weight": WEIGHT},
-    }[extra]
+    }
+    options = choices[extra]
     results = {}
     for stack in ("loop", "vmap"):
         net = Network(architecture.build, architecture.layout, CPU)
@@ -350,13 +351,17 @@ def test_the_result_is_not_a_view_of_the_resident_network() -> None:
     assert torch.equal(first, copy)
 
 
-def test_results_do_not_depend_on_what_the_network_held_before() -> None:
-    fresh = train(Train(initial()), network(), momentum=0.9)
-    net = network()
-    train(Train(torch.stack([initial(k) for k in range(1, 4)]), rates={"body": 0.0}), net, momentum=0.5, stack="loop")
-    train(Train(torch.stack([initial(k) for k in range(1, 5)])), net, stack="vmap")
-    Trainer(TrainSettings(), CPU).forward(Forward(initial(8)), net, samples())
-    used = train(Train(initial()), net, momentum=0.9)
+@pytest.mark.parametrize("build", [Tiny, TinyNorm])
+def test_results_do_not_depend_on_what_the_network_held_before(build: type[nn.Module]) -> None:
+    def start(seed: int) -> Tensor:
+        return initial(seed, build)
+
+    fresh = train(Train(start(0)), network(build), momentum=0.9)
+    net = network(build)
+    train(Train(torch.stack([start(k) for k in range(1, 4)]), rates={"body": 0.0}), net, momentum=0.5, stack="loop")
+    train(Train(torch.stack([start(k) for k in range(1, 5)])), net, stack="vmap")
+    Trainer(TrainSettings(), CPU).forward(Forward(start(8)), net, samples())
+    used = train(Train(start(0)), net, momentum=0.9)
     assert torch.equal(used.parameters, fresh.parameters)
     assert torch.equal(used.loss, fresh.loss)
 
@@ -497,7 +502,8 @@ def test_forward_uses_running_statistics_and_leaves_them() -> None:
     module = TinyNorm().eval()
     module.load_state_dict(layout(TinyNorm).views(flat), strict=False)
     assert torch.allclose(outputs, module(data.x), atol=1e-6)
-    one_by_one = torch.cat([trainer.forward(Forward(flat), net, Samples(x[None], y[None])) for x, y in zip(*data)])
+    pairs = zip(data.x.split(1), data.y.split(1), strict=True)
+    one_by_one = torch.cat([trainer.forward(Forward(flat), net, Samples(x, y)) for x, y in pairs])
     assert torch.allclose(one_by_one, outputs, atol=1e-6)
 
 
@@ -522,7 +528,7 @@ def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:
         seen.append((len(x), number))
         return x + number
 
-    trainer = Trainer(TrainSettings(batch_size=4), CPU)
+    trainer = Trainer(TrainSettings(batch_size=4, local_epochs=1), CPU)
     first, second = (trainer.train(Train(initial()), network(), samples(), generator(), LR, shift) for _ in range(2))
     assert [n for n, _ in seen] == [4, 4, 3] * 2
     assert seen[:3] == seen[3:]

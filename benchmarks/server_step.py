@@ -1,0 +1,120 @@
+"""Time and memory of one server step over M stacked models.
+
+usage: python -m benchmarks.server_step [--clients 100] [--parameters 600000] [--repeats 5]
+
+Prints JSON: seconds (median) and the peak of memory over that of the stacked updates alone, each in a
+process of its own. Targets for M = 100, d = 0.6 M: FedACS under 1 s, cwFedAvg (output) and FedFew under
+0.5 s, memory at most 2.5 times the stacked updates.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import machine
+from strategies.base import weighted_mean
+from strategies.cwfedavg import class_models, weight_distribution
+from strategies.fedacs import attention_weights, cosine_similarity
+from strategies.fedamp import message_weights
+from strategies.fedfew import server_step, stch_weights, weighted_losses
+
+CLASSES, EMBEDDING, MODELS = 10, 512, 3
+
+
+def fedavg(rows: np.ndarray, n: np.ndarray) -> Any:
+    """Take FedAvg's one weighted mean."""
+    return weighted_mean(rows, n)
+
+
+def fedacs(rows: np.ndarray, n: np.ndarray) -> Any:
+    """Compute FedACS's similarities, attention, mixed models."""
+    return attention_weights(cosine_similarity(rows), 0.5).astype(np.float32) @ rows
+
+
+def fedamp(rows: np.ndarray, n: np.ndarray) -> Any:
+    """Compute FedAMP's distances, attention, mixed models."""
+    return message_weights(rows, 1000.0, 0.1).astype(np.float32) @ rows
+
+
+def cwfedavg(rows: np.ndarray, n: np.ndarray) -> Any:
+    """Average class-wise on the output layer (cwFedAvg): class models there, a weighted mean of the rest, a served head for each client."""
+    width = CLASSES * EMBEDDING
+    heads = rows[:, -width:]
+    distributions = weight_distribution(heads.reshape(len(rows), CLASSES, EMBEDDING))
+    models = class_models(heads, distributions, n, np.zeros((CLASSES, width), np.float32))
+    return weighted_mean(rows[:, :-width], n), distributions.astype(np.float32) @ models
+
+
+def fedfew(rows: np.ndarray, n: np.ndarray) -> Any:
+    """Apply FedFew's K = 3 updates of every client; here the same rows stand for all three."""
+    losses = np.random.default_rng(1).random((len(rows), MODELS))
+    weights = stch_weights(weighted_losses(losses, n), 0.01)
+    deltas = [np.broadcast_to(row, (MODELS, len(row))) for row in rows]
+    return server_step(np.zeros((MODELS, rows.shape[1]), np.float32), deltas, weights, 1.0)
+
+
+STEPS: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
+    step.__name__: step for step in (fedavg, cwfedavg, fedfew, fedacs, fedamp)
+}
+
+
+def measure(name: str, clients: int, parameters: int, repeats: int) -> dict[str, Any]:
+    """Measure one step in this process."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((clients, parameters), dtype=np.float32)
+    n = rng.integers(10, 1000, clients).astype(np.float64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        STEPS[name](rows, n)
+        seconds.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    stacked = rows.nbytes / 1024
+    return {
+        "step": name,
+        "seconds": round(statistics.median(seconds), 4),
+        "memory_over_stacked_updates": round(1 + (peak - before) / stacked, 3),
+    }
+
+
+def main() -> None:
+    """Measure every step in a fresh process and print the results as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--parameters", type=int, default=600_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = (options.clients, options.parameters, options.repeats)
+    if options.step:
+        print(json.dumps(measure(options.step, *size)))
+        return
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.server_step",
+        "--clients",
+        str(size[0]),
+        "--parameters",
+        str(size[1]),
+        "--repeats",
+        str(size[2]),
+        "--step",
+    ]
+    results = [
+        json.loads(subprocess.run([*words, name], check=True, capture_output=True, text=True).stdout) for name in STEPS
+    ]
+    print(json.dumps({"clients": size[0], "parameters": size[1], "machine": machine(), "steps": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

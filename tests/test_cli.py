@@ -1,0 +1,295 @@
+"""The `posy` command: settings from the command line, exit statuses, and real runs."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from posy import cli
+from posy.config import defaults
+from posy.launch import APP, mark_stopped, resources, toml
+from posy.settings import SettingsError
+
+COMMON = ["dataset=digits", "num-clients=3", "model=linear", "method=fedavg", "device=cpu"]
+TINY = [*COMMON, "num-server-rounds=2"]
+ENDLESS = [*COMMON, "num-server-rounds=100000", "output-dir=.", "run-name=one"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("1e-3", float, 0.001),
+        ("2", float, 2.0),
+        ("3", int, 3),
+        ("3.5", int, "3.5"),
+        ("true", bool, True),
+        ("off", bool, False),
+        ("on", str, "on"),
+        ("2024", str, "2024"),
+        ("/data/a #1", str, "/data/a #1"),
+        ('"in-process"', str, "in-process"),
+        ("30,50,40,40", str, "30,50,40,40"),
+        ("", str, ""),
+        ("yes!", bool, "yes!"),
+        ("[1]", bool, "[1]"),
+    ],
+)
+def test_values_take_the_type_of_their_setting(text: str, kind: type, value: object) -> None:
+    result = cli.typed(text, kind)
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_a_value_may_hold_an_equals_sign() -> None:
+    assert cli.assignments(["run-name=a=b", "lr=1e-2"]) == {"run-name": "a=b", "lr": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["run", "lr=-1"], ["lr", "> 0", "the command line"]),
+        (["run", "lr=fast"], ["lr", "'fast'", "a number"]),
+        (["run", "num-clients=2.5"], ["num-clients", "a whole number"]),
+        (["run", "method=fedfu"], ["fedfu", "fedfew"]),
+        (["run", "nm-clients=3"], ["nm-clients", "num-clients"]),
+        (["run", "fedfew-mu=0"], ["fedfew-mu", "> 0"]),
+        (["run", "lr=1", "lr=2"], ["lr", "twice"]),
+        (["run", "ppfe-cifar10-s2", "experiment=x"], ["experiment", "twice"]),
+        (["run", "lr=1", "fedavg"], ["fedavg", "key=value"]),
+        (["run", "no-such-experiment"], ["no-such-experiment", "ppfe-cifar10-s2"]),
+        (["run", "engine=in-process", "dataset=no-such-data"], ["no-such-data", "digits"]),
+        (["settings", "fedavgg"], ["fedavgg", "fedavg"]),
+        (["table", "no-such-table.yaml"], ["no-such-table.yaml"]),
+    ],
+)
+def test_wrong_use_is_one_clear_line(
+    words: list[str], named: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith("posy: ")
+    assert error.count("\n") == 1
+    for name in named:
+        assert name in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_and_wrong_values_come_without_pytorch() -> None:
+    code = (
+        "import sys; from posy import cli\n"
+        "assert cli.main(['run', 'lr=-1']) == 2\n"
+        "assert cli.main(['methods']) == 0\n"
+        "try: cli.main(['run', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules and 'flwr' not in sys.modules, 'slow to import'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    assert "key=value" in done.stdout
+
+
+def test_users_keys_stand_over_the_experiment_even_at_their_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 0.5\nnum-clients: 7\n", encoding="utf-8")
+    at_default = defaults()["lr"]
+    assert cli.merged({"experiment": str(file), "lr": at_default}) == {"lr": at_default, "num-clients": 7}
+
+
+@pytest.mark.parametrize(("content", "named"), [
+    ("lr: -1", "lr"), ("lrr: 1", "did you mean lr"), ("experiment: other", "cannot name another"),
+    ("system-accuracy: on", "system-accuracy = True"), ("- lr", "key: value"),
+])
+def test_experiment_files_are_checked(content: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(SettingsError, match=named) as error:
+        cli.merged({"experiment": str(file)})
+    assert str(file) in str(error.value)
+
+
+def test_paths_are_made_absolute_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here.npz").touch()
+    Path("store").mkdir()
+    Path("store/there.csv").touch()
+    result = cli.with_absolute_paths({"dataset": "here.npz", "data-dir": "store", "partition-file": "p.json"})
+    assert result == {
+        "dataset": str(tmp_path / "here.npz"), "data-dir": str(tmp_path / "store"),
+        "partition-file": str(tmp_path / "p.json"), "output-dir": str(tmp_path / "runs"),
+    }
+    assert cli.with_absolute_paths({"dataset": "there.csv", "data-dir": "store"})["dataset"].endswith("store/there.csv")
+    assert cli.with_absolute_paths({"dataset": "mnist"})["dataset"] == "mnist"
+
+
+def test_toml_block_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["settings", "--toml"]) == 0
+    printed = capsys.readouterr().out
+    assert printed in (APP / "pyproject.toml").read_text(encoding="utf-8")
+    assert tomllib.loads(printed)["tool"]["flwr"]["app"]["config"] == defaults()
+    assert cli.main(["settings", "--check"]) == 0
+
+
+def test_check_names_each_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = cli.toml_block({**defaults(), "lr": 1, "bogus": 0})
+    (tmp_path / "pyproject.toml").write_text(block.replace("seed = 42\n", ""), encoding="utf-8")
+    monkeypatch.setattr(cli, "APP", tmp_path)
+    assert cli.main(["settings", "--check"]) == 1
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["seed", "lr", "bogus"]
+
+
+@pytest.mark.parametrize("value", ["plain", 'a "quoted" \\ ä\n\x7f', "", True, 3, 0.1, 1e-7, 1000.0])
+def test_toml_values_come_back(value: object) -> None:
+    back = tomllib.loads(f"key = {toml(value)}")["key"]  # type: ignore[arg-type]
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods"]) == cli.main(["datasets"]) == cli.main(["settings", "fedacs"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("FedAMP", "digits", "num-clients", "fedacs-p", "emnist-letters"):
+        assert word in printed
+    assert "fedfew-mu" not in printed
+
+
+def test_simulation_gives_each_client_a_node_and_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = "client-resources-num-gpus"
+    assert resources(7, "cpu") == {"num-supernodes": 7, "client-resources-num-cpus": 1, gpus: 0.0}
+    assert resources(7, "cuda")[gpus] == resources(7, "cuda:1")[gpus] == 0.25
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    assert resources(7, "auto")[gpus] == 0.0
+
+
+def test_in_process_run(tmp_path: Path) -> None:
+    done = _posy("run", *TINY, "engine=in-process", "output-dir=here", "run-name=one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "round 2/2" in done.stdout
+    assert "INFO" not in done.stdout + done.stderr
+    assert json.loads((tmp_path / "here/one/summary.json").read_text())["status"] == "completed"
+
+
+def test_interrupted_in_process_run_keeps_its_results(tmp_path: Path) -> None:
+    process = _start("run", *ENDLESS, "engine=in-process", cwd=tmp_path)
+    _wait_for(tmp_path / "one/rounds.jsonl", process)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert f"results          {tmp_path / 'one'}" in output
+    assert json.loads((tmp_path / "one/summary.json").read_text())["status"] == "stopped"
+
+
+def test_mark_stopped_leaves_a_finished_run_alone(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    for before, after in (("running", "stopped"), ("completed", "completed")):
+        summary.write_text(json.dumps({"status": before, "rounds": 3}))
+        mark_stopped(tmp_path)
+        assert json.loads(summary.read_text()) == {"status": after, "rounds": 3}
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Return a temporary directory of one run, by which its processes are told from others'.
+
+    Its path is short, because Ray keeps Unix sockets there.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_run_through_flower(tmp_path: Path, temporary: Path) -> None:
+    # A stray client_app in the working directory must not run in place of the app's.
+    (tmp_path / "client_app").mkdir()
+    (tmp_path / "client_app/__init__.py").write_text("raise RuntimeError('the wrong code')")
+    done = _posy("run", *TINY, "output-dir=here", "run-name=one", "lr=0.05", cwd=tmp_path, temporary=temporary)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Results of this run: {tmp_path / 'here/one'}" in done.stdout
+    assert "round 2/2" in done.stdout
+    assert "INFO" not in done.stdout
+    summary = json.loads((tmp_path / "here/one/summary.json").read_text())
+    assert (summary["status"], summary["rounds"]) == ("completed", 2)
+    flower, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
+    try:
+        assert cli.main(["run", *TINY, "engine=in-process", f"output-dir={tmp_path / 'here'}", "run-name=two"]) == 0
+    finally:
+        flower.setLevel(level)
+    again = json.loads((tmp_path / "here/two/summary.json").read_text())
+    assert again["served"] == summary["served"]  # the engine carries messages, it does not change results
+    assert not _left_behind(temporary)
+
+
+@pytest.mark.slow
+def test_failed_run_through_flower_says_so(tmp_path: Path, temporary: Path) -> None:
+    words = [*TINY, "partition=classes", "classes-per-client=11"]
+    done = _posy("run", *words, "output-dir=here", cwd=tmp_path, temporary=temporary)
+    assert done.returncode == 1
+    assert "finished:failed" in done.stderr
+    assert "classes-per-client = 11" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not _left_behind(temporary)
+
+
+@pytest.mark.slow
+def test_interrupted_run_through_flower_is_stopped(tmp_path: Path, temporary: Path) -> None:
+    process = _start("run", *ENDLESS, cwd=tmp_path, temporary=temporary)
+    _wait_for(tmp_path / "one/rounds.jsonl", process)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"results so far: {tmp_path / 'one'}" in error
+    assert "Traceback" not in error
+    assert json.loads((tmp_path / "one/summary.json").read_text())["status"] == "stopped"
+    assert not _left_behind(temporary)
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+
+
+def _start(*words: str, cwd: Path, temporary: Path | None = None) -> "subprocess.Popen[str]":
+    environment = _environment(**({"TMPDIR": str(temporary)} if temporary else {}))
+    return subprocess.Popen([sys.executable, "-P", "-m", "posy.cli", *words], cwd=cwd, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _posy(*words: str, cwd: Path, temporary: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    process = _start(*words, cwd=cwd, temporary=temporary)
+    output, error = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, error)
+
+
+def _wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
+    end = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.05)
+
+
+def _left_behind(temporary: Path) -> list[str]:
+    """Return the living processes that the command started, and what it left in the temporary directory."""
+    mark = f"TMPDIR={temporary}".encode()
+    found = [path.name for path in temporary.glob("posy-*")]
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes():
+                found.append((path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return [name for name in found if name]

@@ -1,0 +1,134 @@
+"""The experiments and tables that come with Posy: they load, and hold the papers' numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from data.task import Task
+from models.architecture import architecture_for
+from posy import cli
+from posy.config import EXPERIMENTS, defaults, resolve
+from posy.launch import APP
+from posy.methods import METHODS
+from posy.table import read_plan
+from strategies.ppfe import plan_stages
+
+FILES = sorted(EXPERIMENTS.glob("*.yaml"))
+TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))
+
+FEDFEW = {"method": "fedfew", "fedfew-models": 3, "fedfew-mu": 0.01, "local-epochs": 1, "fraction-train": 1.0}
+CWFEDAVG = {
+    "method": "cwfedavg", "num-clients": 20, "lr": 0.005, "batch-size": 10, "local-epochs": 1, "model": "cnn",
+    "num-server-rounds": 1000, "test-fraction": 0.25, "fraction-train": 1.0, "cwfedavg-layers": "output",
+    "cwfedavg-wdr": True,
+}
+FEDDRM = {
+    "method": "feddrm", "num-clients": 8, "feddrm-class-weight": 0.8, "momentum": 0.9, "weight-decay": 5e-4, "lr": 0.01,
+    "lr-schedule": "cosine", "local-steps": 10, "batch-size": 128, "num-server-rounds": 800, "test-fraction": 0.3,
+    "shift": "high", "augment": "crop", "model": "resnet18-gn", "feddrm-routing": "density",
+}
+PPFE = {
+    "method": "ppfe", "num-clients": 100, "fraction-train": 0.1, "local-epochs": 5, "batch-size": 10, "momentum": 0.9,
+    "lr": 0.01, "ppfe-body-lr-factor": 0.1, "num-server-rounds": 160, "ppfe-stages": 4,
+    "ppfe-stage-rounds": "30,50,40,40", "ppfe-ranks": "100,50,24;80,40,16", "ppfe-reduction": "svd",
+}
+DIRICHLET, CLASSES = {"partition": "dirichlet"}, {"partition": "classes"}
+NUMBERS = {
+    "fedfew-cifar10-m10": {**FEDFEW, **DIRICHLET, "dirichlet-alpha": 0.5, "num-clients": 10, "lr": 0.005,
+                           "batch-size": 50, "num-server-rounds": 2000, "model": "cnn"},
+    "fedfew-cifar10-m20": {**FEDFEW, **DIRICHLET, "num-clients": 20, "lr": 0.005, "batch-size": 50},
+    "fedfew-tiny-imagenet": {**FEDFEW, "num-clients": 10, "lr": 5e-4, "batch-size": 50, "num-server-rounds": 2000},
+    "fedfew-agnews": {**FEDFEW, "num-clients": 20, "lr": 0.005, "batch-size": 100, "model": "textcnn"},
+    "fedfew-femnist": {**FEDFEW, "partition": "natural", "num-clients": 20, "lr": 0.005, "batch-size": 100},
+    "fedfew-kvasir": {**FEDFEW, **DIRICHLET, "num-clients": 5, "lr": 0.002, "batch-size": 100,
+                      "num-server-rounds": 1000},
+    "fedfew-fedisic": {**FEDFEW, "partition": "natural", "num-clients": 6, "lr": 0.005, "batch-size": 50,
+                       "num-server-rounds": 1000},
+    "cwfedavg-cifar10-dir01": {**CWFEDAVG, **DIRICHLET, "dirichlet-alpha": 0.1, "cwfedavg-wdr-lambda": 10.0},
+    "cwfedavg-cifar10-pathological": {**CWFEDAVG, **CLASSES, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
+    "cwfedavg-cifar100-dir01": {**CWFEDAVG, "dirichlet-alpha": 0.1, "cwfedavg-wdr-lambda": 1000.0},
+    "cwfedavg-tiny-imagenet-dir01": {**CWFEDAVG, "dirichlet-alpha": 0.1, "cwfedavg-wdr-lambda": 2000.0},
+    "cwfedavg-mnist-pathological": {**CWFEDAVG, **CLASSES, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
+    "fedacs-cifar10-pathological": {"num-clients": 100, **CLASSES, "classes-per-client": 2},
+    "fedacs-fmnist-pathological": {"num-clients": 100, **CLASSES, "classes-per-client": 2},
+    "fedacs-cifar10-dir05": {"num-clients": 100, **DIRICHLET, "dirichlet-alpha": 0.5, "train-samples": 0},
+    "fedacs-fmnist-dir05": {"num-clients": 100, **DIRICHLET, "dirichlet-alpha": 0.5, "train-samples": 0},
+    "fedacs-cifar10-50samples": {"num-clients": 100, "dirichlet-alpha": 0.5, "train-samples": 50},
+    "fedacs-fmnist-50samples": {"num-clients": 100, "dirichlet-alpha": 0.5, "train-samples": 50},
+    "fedacs-cifar10-500clients": {"num-clients": 500, "dirichlet-alpha": 0.5},
+    "fedacs-fmnist-500clients": {"num-clients": 500, "dirichlet-alpha": 0.5},
+    "feddrm-cifar10-dir03": {**FEDDRM, **DIRICHLET, "dirichlet-alpha": 0.3},
+    "feddrm-cifar10-5spc": {**FEDDRM, "partition": "shards", "shards-per-client": 5},
+    "feddrm-cifar20-dir03": {**FEDDRM, **DIRICHLET, "dirichlet-alpha": 0.3},
+    "feddrm-cifar20-25spc": {**FEDDRM, "partition": "shards", "shards-per-client": 25},
+    "feddrm-cifar100-dir03": {**FEDDRM, **DIRICHLET, "dirichlet-alpha": 0.3},
+    "feddrm-cifar100-25spc": {**FEDDRM, "partition": "shards", "shards-per-client": 25},
+    "ppfe-cifar10-s2": {**PPFE, **CLASSES, "classes-per-client": 2, "samples-per-client": 150},
+    "ppfe-cifar10-s5": {**PPFE, **CLASSES, "classes-per-client": 5, "samples-per-client": 150},
+    "ppfe-cifar10-dir03": {**PPFE, **DIRICHLET, "dirichlet-alpha": 0.3},
+    "ppfe-cifar10-dir1": {**PPFE, **DIRICHLET, "dirichlet-alpha": 1.0},
+    "ppfe-cifar100-s5": {**PPFE, **CLASSES, "classes-per-client": 5, "samples-per-client": 400},
+    "ppfe-cifar100-s20": {**PPFE, **CLASSES, "classes-per-client": 20, "samples-per-client": 400},
+    "ppfe-emnist-letters": {**PPFE, **CLASSES, "classes-per-client": 10, "samples-per-client": 100},
+    "ppfe-sent140": {**PPFE, "partition": "natural", "batch-size": 2, "num-server-rounds": 50, "ppfe-stages": 3,
+                     "ppfe-stage-rounds": "10,20,20"},
+}
+
+
+def test_every_file_is_compared_with_its_paper() -> None:
+    assert {path.stem for path in FILES} == NUMBERS.keys()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_experiment_holds_the_papers_numbers(name: str) -> None:
+    method, dataset = name.split("-")[:2]
+    through_flower = resolve({**defaults(), "experiment": name}).as_config()
+    through_posy = resolve(cli.merged({"experiment": name})).as_config()
+    assert {**through_flower, "experiment": ""} == through_posy
+    assert through_posy["method"] == method
+    assert str(through_posy["dataset"]).startswith(dataset)
+    assert {key: through_posy[key] for key in NUMBERS[name]} == NUMBERS[name]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_comment_names_paper_table_and_choices(path: Path) -> None:
+    comment = " ".join(line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+    assert comment.startswith(METHODS[path.stem.split("-")[0]].replace("CwFedAvg", "cwFedAvg"))
+    assert "Table" in comment or "Fig." in comment
+    assert "Not given there, chosen here:" in comment
+    assert next(iter(cli.merged({"experiment": str(path)}))) == "method"
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name.startswith("ppfe")])
+def test_stages_fit_the_network(name: str) -> None:
+    classes = {"cifar100": 100, "emnist": 26, "sent140": 2}.get(name.split("-")[1], 10)
+    shape = (1, 28, 28) if "emnist" in name else (3, 32, 32)
+    task = Task("image", shape, tuple(map(str, range(classes))))
+    if "sent140" in name:
+        task = Task("text", (64,), ("negative", "positive"), vocabulary=50)
+    settings = resolve(cli.merged({"experiment": name}))
+    stages = plan_stages(settings, architecture_for(settings.train.model, task))
+    rounds = str(cli.merged({"experiment": name})["ppfe-stage-rounds"])
+    assert ",".join(str(stage.rounds) for stage in stages) == rounds
+    assert [len(stage.personal) for stage in stages] == list(range(len(stages)))
+    assert sum(stage.rounds for stage in stages) == settings.run.num_server_rounds
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_tables_load(path: Path) -> None:
+    plan = read_plan(path)
+    assert {cell.seed for cell in plan.cells} == {0, 1, 2}
+    assert plan.output.name == path.stem
+    resolved = {cell.row: resolve(cell.config) for cell in plan.cells}
+    assert len({settings.run.method for settings in resolved.values()}) == len(resolved)
+    assert len({settings.data for settings in resolved.values()}) == 1  # the same data for every row
+
+
+def test_the_common_table_has_every_method() -> None:
+    plan = read_plan(APP / "benchmarks/tables/cifar10-12000.yaml")
+    settings = [resolve(cell.config) for cell in plan.cells]
+    assert {s.run.method for s in settings} == set(METHODS)
+    assert len(settings) == 3 * len(METHODS)
+    assert len({s.train for s in settings}) == 1
+    runs = {(s.data.max_samples, s.run.num_server_rounds, s.run.system_accuracy) for s in settings}
+    assert runs == {(12000, 30, "on")}

@@ -1,0 +1,243 @@
+"""`posy table`: the plan, the runs, what is skipped and what is run again, and the figures."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posy.config import resolve
+from posy.launch import APP
+from posy.settings import SettingsError
+from posy.table import Cell, Plan, aggregate, comma_separated, make_room, markdown, read_plan, run_cells, run_table
+
+COMMON = {"dataset": "digits", "num-clients": 2, "num-server-rounds": 1, "model": "linear", "max-samples": 200,
+          "device": "cpu"}
+
+
+def _table(folder: Path, **content: Any) -> Path:
+    file = folder / "tiny.yaml"
+    whole = {"output": str(folder / "out"), "settings": COMMON, "seeds": [0],
+             "runs": [{"name": "FedAvg", "settings": {"method": "fedavg"}}], **content}
+    file.write_text(yaml.safe_dump(whole), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> None:
+    plan = read_plan(_table(
+        tmp_path,
+        settings={**COMMON, "lr": 0.1, "batch-size": 4, "momentum": 0.5},
+        variants=[{"name": "a"}, {"name": "b", "settings": {"lr": 0.2, "batch-size": 8}}],
+        runs=[{"name": "x", "settings": {"method": "fedavg", "lr": 0.3}},
+              {"name": "y", "settings": {"method": "local"}}],
+        seeds=[3, 1],
+    ), {"momentum": 0.9})
+    found = {(c.variant, c.row, c.seed): [c.config[k] for k in ("lr", "batch-size", "momentum")] for c in plan.cells}
+    assert found == {
+        **{("a", "x", s): [0.3, 4, 0.9] for s in (3, 1)}, **{("a", "y", s): [0.1, 4, 0.9] for s in (3, 1)},
+        **{("b", "x", s): [0.3, 8, 0.9] for s in (3, 1)}, **{("b", "y", s): [0.2, 8, 0.9] for s in (3, 1)},
+    }
+    assert len({cell.path for cell in plan.cells}) == 8
+    assert plan.cells[0].path == tmp_path / "out/a/x/seed-3"
+
+
+def test_plan_lays_everything_over_an_experiment_file(tmp_path: Path) -> None:
+    cell = read_plan(_table(tmp_path, settings={"experiment": "ppfe-cifar10-s2", "lr": 0.05})).cells[0]
+    settings = resolve(cell.config)
+    assert (settings.run.method, settings.train.lr) == ("fedavg", 0.05)  # 0.05 is the default: set all the same
+    assert settings.data.samples_per_client == 150
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"seeds": []}, "seeds"),
+        ({"seeds": [1, 1]}, "seeds"),
+        ({"seeds": [True]}, "seeds"),
+        ({"seeds": 3}, "seeds = 3"),
+        ({"runs": []}, "runs"),
+        ({"runs": ["fedavg"]}, "'fedavg' in runs"),
+        ({"runs": [{"name": "a/b"}]}, "a/b"),
+        ({"runs": [{"name": ".."}]}, "'..'"),
+        ({"runs": [{"name": "a"}, {"name": "a"}]}, "a stands twice"),
+        ({"runs": [{"name": "a", "settings": {"lr": -1}}]}, "lr = -1.*tiny.yaml, a"),
+        ({"runs": [{"name": "a", "settings": {"method": "x"}}]}, "method = 'x'.*tiny.yaml, a"),
+        ({"runs": [{"name": "a", "settings": {"seed": 1}}]}, "seed in .*the table itself"),
+        ({"variants": [{"name": "v", "setings": {}}]}, "setings"),
+        ({"settings": {**COMMON, "nm-clients": 3}}, "nm-clients.*did you mean num-clients"),
+        ({"repeat": 3}, "repeat"),
+    ],
+)
+def test_wrong_tables_are_refused(content: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=named):
+        read_plan(_table(tmp_path, **content))
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"name": "FedAvg", "settings": {"method": "fedavg", "system-accuracy": "on"}},
+        {"name": "Broken", "settings": {"method": "fedavg", "partition": "classes", "classes-per-client": 11}},
+    ]
+    assert run_table(read_plan(_table(tmp_path, runs=rows)), jobs=2) == 1
+    printed = capsys.readouterr().out
+    first, second = (tmp_path / f"out/FedAvg/seed-{seed}" for seed in (0, 1))
+    assert json.loads((first / "summary.json").read_text())["status"] == "completed"
+    assert not (first / "models").exists()
+    assert "[2/2]" in printed
+    assert "| FedAvg | 1/1 |" in printed
+    assert "Broken / seed 0: exit status 2: posy: classes-per-client = 11" in printed
+    assert (tmp_path / "out/table.md").read_text() in printed
+    assert len(list(csv.DictReader((tmp_path / "out/table.csv").open()))) == 1
+
+    # Interrupted while seed 1 was running: seed 0 is left alone, seed 1 begins anew in its own place.
+    kept = (first / "summary.json").stat().st_mtime_ns
+    shutil.copytree(first, second)
+    summary = json.loads((second / "summary.json").read_text())
+    (second / "summary.json").write_text(json.dumps({**summary, "status": "running", "seed": 1}))
+    (second / "stale.txt").touch()
+    plan = read_plan(_table(tmp_path, runs=rows[:1], seeds=[0, 1]))
+    assert run_table(plan, jobs=1, only_print=True) == 1
+    assert "| FedAvg | 1/2 |" in capsys.readouterr().out
+    assert run_table(plan, jobs=1) == 0
+    assert "1 of 2 runs are finished already\n[2/2] FedAvg / seed 1: " in capsys.readouterr().out
+    assert (first / "summary.json").stat().st_mtime_ns == kept
+    assert json.loads((second / "summary.json").read_text())["status"] == "completed"
+    assert not (second / "stale.txt").exists()
+    assert {path.name for path in second.parent.iterdir() if path.is_dir()} == {"seed-0", "seed-1"}
+
+
+def test_finished_results_with_other_settings_are_set_aside(tmp_path: Path) -> None:
+    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = _results(tmp_path, {("", "A", 0): summary}, lr=0.1)
+    cell = plan.cells[0]
+    changed = Cell("", "A", 0, {**cell.config, "lr": 0.2})
+    moved = Cell("", "A", 0, {**cell.config, "data-dir": "/elsewhere", "engine": "in-process"})
+    assert cell.summary() == moved.summary() == summary
+    assert changed.summary() is None
+    make_room(cell.path)
+    assert not cell.path.exists()
+    aside = list(cell.path.parent.glob("seed-0-before-*/summary.json"))
+    assert [json.loads(path.read_text()) for path in aside] == [summary]
+
+
+def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
+    mine = tmp_path / "out/FedAvg/seed-0/thesis.txt"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    with pytest.raises(SettingsError, match=r"thesis\.txt"):
+        run_cells(read_plan(_table(tmp_path)), jobs=1)
+    assert mine.exists()
+
+
+def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
+    file = _table(tmp_path, settings={**COMMON, "num-server-rounds": 100_000}, seeds=[0, 1])
+    environment = {**os.environ, "PYTHONPATH": str(APP)}
+    process = subprocess.Popen([sys.executable, "-m", "posy.cli", "table", str(file), "-j", "1"], env=environment,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    rounds = tmp_path / "out/FedAvg/seed-0/rounds.jsonl"
+    end = time.monotonic() + 120
+    while not rounds.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    second = subprocess.run([sys.executable, "-m", "posy.cli", "table", str(file)], env=environment, text=True,
+                            capture_output=True, check=False)
+    assert second.returncode == 2
+    assert "another `posy table`" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert json.loads((rounds.parent / "summary.json").read_text())["status"] == "stopped"
+    size = rounds.stat().st_size
+    time.sleep(0.5)
+    assert rounds.stat().st_size == size  # nobody writes on
+    assert not (tmp_path / "out/FedAvg/seed-1").exists()
+
+
+def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
+    plan, results = _results(tmp_path, {
+        ("v", "A", 0): _summary(served=0.5, local=0.7, system=0.2, seconds=10),
+        ("v", "A", 1): _summary(served=0.7, local=0.8, system=0.4, seconds=20),
+        ("v", "B", 0): _summary(served=None, local=0.9, system=None, seconds=5),
+    })
+    a, b = aggregate(results)
+    assert (a["variant"], a["method"], a["seeds"]) == ("v", "A", 2)
+    assert a["served-last"] == pytest.approx(0.6)
+    assert a["served-last-seeds-std"] == pytest.approx(statistics.stdev([0.5, 0.7])) == pytest.approx(0.02**0.5)
+    assert a["served-last-clients-std"] == pytest.approx(0.1)
+    assert a["served-best"] == pytest.approx(0.65)  # each best is 0.05 above the last
+    assert a["served-last-weighted"] == pytest.approx(0.61)
+    assert (a["served-last-round"], a["served-best-round"]) == (10, 4)
+    assert (a["system"], a["seconds"], a["bytes-up"]) == (pytest.approx(0.3), 15, 1000)
+    assert b["served-last"] is b["served-last-clients-std"] is b["system"] is b["local-last-seeds-std"] is None
+    text = markdown(plan, results, {"v / B / seed 1": "killed by signal 9"})
+    assert "## v" in text
+    assert ("| A | 2/2 | 60.00 ± 14.14 (10.00) | 65.00 ± 14.14 (10.00) | 75.00 ± 7.07 (10.00) | 80.00 ± 7.07 (10.00) | "
+            "61.00 ± 14.14 | 76.00 ± 7.07 | 30.00 ± 14.14 | 15 s | 1.00 kB | 2.00 kB |") in text
+    assert "| B | 1/2 |  |  | 90.00 (10.00) | 95.00 (10.00) |  | 91.00 |  | 5 s | 1.00 kB | 2.00 kB |" in text
+    assert "Machine: a CPU, 2 cores, no GPU; torch 2.11" in text
+    assert "- v / B / seed 1: killed by signal 9" in text
+    rows = list(csv.DictReader(io.StringIO(comma_separated(results))))
+    assert [row["method"] for row in rows] == ["A", "B"]
+    assert float(rows[0]["served-last"]) == pytest.approx(0.6)
+    assert rows[1]["served-last"] == ""
+
+
+def test_a_run_that_lacks_its_system_accuracy_is_not_finished(tmp_path: Path) -> None:
+    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = _results(tmp_path, {("", "A", 0): summary}, **{"system-accuracy": "on"})
+    assert plan.cells[0].summary() is None
+    _results(tmp_path, {("", "A", 0): {**summary, "system-accuracy": 0.0}}, **{"system-accuracy": "on"})
+    assert plan.cells[0].summary() is not None
+
+
+def _summary(served: float | None, local: float, system: float | None, seconds: float) -> dict[str, Any]:
+    def point(mean: float | None, rise: float, number: int) -> dict[str, Any] | None:
+        if mean is None:
+            return None
+        return {"round": number, "mean": mean + rise, "std": 0.1, "min": 0, "max": 1, "weighted": mean + rise + 0.01,
+                "jain": 1.0}
+
+    return {
+        "status": "completed", "seconds": seconds, "bytes-up": 1000, "bytes-down": 2000, "system-accuracy": system,
+        **{name: {"last": point(mean, 0, 10), "best": point(mean, 0.05, 4)}
+           for name, mean in (("served", served), ("local", local))},
+    }
+
+
+def _results(
+    folder: Path, summaries: dict[tuple[str, str, int], dict[str, Any]], **settings: Any
+) -> tuple[Plan, dict[Cell, dict[str, Any]]]:
+    """Write summaries where the cells of a table have theirs."""
+    cells = {}
+    for variant, row, seed in {**summaries, **{(v, r, s): None for v, r, _ in summaries for s in (0, 1)}}:
+        config = {"output-dir": str(folder / variant / row), "run-name": f"seed-{seed}", "method": "fedavg", **settings}
+        cells[variant, row, seed] = cell = Cell(variant, row, seed, config)
+        if (variant, row, seed) in summaries:
+            cell.path.mkdir(parents=True, exist_ok=True)
+            (cell.path / "summary.json").write_text(json.dumps(summaries[variant, row, seed]))
+            (cell.path / "config.yaml").write_text(yaml.safe_dump({
+                "settings": resolve(config).as_config(),
+                "versions": {"torch": "2.11", "flwr": "1.39", "python": "3.11"},
+                "machine": {"cpu": "a CPU", "cpus": 2, "gpu": None},
+            }))
+    plan = Plan("title", folder, False, tuple(cells.values()))
+    return plan, {cells[key]: summary for key, summary in summaries.items()}
