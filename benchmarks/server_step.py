@@ -45,7 +45,7 @@ def fedamp(rows: np.ndarray, n: np.ndarray) -> Any:
 
 
 def cwfedavg(rows: np.ndarray, n: np.ndarray) -> Any:
-    """Average class-wise on the output layer (cwFedAvg): class models there, a weighted mean of the rest, a served head for each client."""
+    """Average the output layer class-wise and the rest as FedAvg does; mix a head for each client (cwFedAvg)."""
     width = CLASSES * EMBEDDING
     heads = rows[:, -width:]
     distributions = weight_distribution(heads.reshape(len(rows), CLASSES, EMBEDDING))

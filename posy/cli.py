@@ -204,8 +204,8 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run an experiment",
         description=(
-            "Run an experiment, in Flower's simulation or, with engine=in-process, in this process with a live progress "
-            "bar. Without settings: FedFew on scikit-learn's digits."
+            "Run an experiment, in Flower's simulation or, with engine=in-process, in this process with a live "
+            "progress bar. Without settings: FedFew on scikit-learn's digits."
         ),
     )
     command.add_argument(
@@ -221,7 +221,8 @@ def _parser() -> argparse.ArgumentParser:
         "table",
         help="run a grid of experiments and tabulate the results",
         description=(
-            "Run every row x variant x seed of a table, each in a process of its own. What is finished is not run again."
+            "Run every row x variant x seed of a table, each in a process of its own. What is finished is not run "
+            "again."
         ),
     )
     command.add_argument("file", help="YAML file of the table, as in benchmarks/tables/")
