@@ -86,7 +86,7 @@ def test_negative_coefficients_choose_the_class_with_the_largest_sum(
     client = make_client("fedavg")
     own = members(client, *coefficients)
     predicted = drive(client, client.predict(Predictor(own), "train"))
-    total = sum(m.coefficient * logits(client, m.parameters, "train").softmax(1) for m in own)
+    total = torch.stack([m.coefficient * logits(client, m.parameters, "train").softmax(1) for m in own]).sum(0)
     assert torch.equal(predicted.argmax(1), total.argmax(1))
     assert torch.isfinite(predicted).all()
 
@@ -216,6 +216,16 @@ def test_batches_depend_on_seed_round_and_client_alone(make_client: MakeClient) 
     assert not np.array_equal(result(), result(seed=7))
 
 
+def test_two_clients_with_the_same_data_see_different_batches(make_client: MakeClient) -> None:
+    x = np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
+    data: Any = (np.concatenate([x, x]), np.arange(40) % 2, [list(range(20)), list(range(20, 40))], [[], []])
+    first, second = (make_client("fedavg", c, data=data, batch_size=4) for c in (0, 1))
+    assert torch.equal(first.data.x_train, second.data.x_train)
+    start = initial(first)
+    results = [client.fit([start], {**TRAIN, "client": client.client})[0][0] for client in (first, second)]
+    assert not np.array_equal(*results)
+
+
 def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) -> None:
     for method in ("fedavg", "ditto", "local", "fedamp"):
         client = make_client(method)
@@ -336,8 +346,8 @@ def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[.
     grid, settings = InProcessGrid(1), resolve(make_config("local", num_clients=4))
 
     def ask(lr: float) -> Message:
-        config = {"settings": settings.to_json(), "client": 0, "server-round": 1, "lr": lr}
-        content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(config)})
+        config: Config = {"settings": settings.to_json(), "client": 0, "server-round": 1, "lr": lr}
+        content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(dict(config))})
         return next(iter(grid.send_and_receive([Message(content, 1, MessageType.TRAIN)])))
 
     assert not ask(0.1).has_error()

@@ -464,6 +464,15 @@ def test_client_that_loses_its_state_is_sent_all_stages_again(make_config, feder
     assert 1 in finished.column("served_accuracy")[-1]
 
 
+def test_stages_that_are_sent_again_count_once(make_config, federate, failing):
+    """A reply is lost, but not the client's state: it is sent what it has closed already."""
+    config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2")
+    finished = federate(config, grid=failing(("train", 3, 1), ("evaluate", 5, 1)))
+    assert [[c for c, _ in r.dropped] for r in finished.records] == [[], [], [1], [], [1], []]
+    assert len(finished.kept(1)["betas"]) == 3
+    assert (finished.strategy.informed == 3).all()
+
+
 def test_stage_whose_last_round_fails_ends_with_the_next_good_one(make_config, federate, failing):
     fail = [("train", 2, c) for c in range(4)]
     config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2", fraction_train=0.5)

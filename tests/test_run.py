@@ -34,15 +34,15 @@ SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain"}
 
 
 class Failing(InProcessGrid):
-    """A grid on which one client's node is lost from some round on."""
+    """A grid on which some clients' nodes are lost from some round on."""
 
-    def __init__(self, num_clients: int, client: int, since: int = 1) -> None:
+    def __init__(self, num_clients: int, *clients: int, since: int = 1) -> None:
         super().__init__(num_clients)
-        self.client, self.since = client, since
+        self.clients, self.since = clients, since
 
     def _answer(self, message: Message) -> Message:
         config = message.content.config_records["config"]
-        if config.get("client") == self.client and int(str(config["server-round"])) >= self.since:
+        if config.get("client") in self.clients and int(str(config["server-round"])) >= self.since:
             return Message(Error(9, "node lost"), reply_to=message)
         return super()._answer(message)
 
@@ -373,18 +373,20 @@ def test_an_error_after_the_last_round_leaves_a_summary(
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddrm", "ppfe"])
-def test_a_client_that_is_lost_is_left_out_and_counted(method: str, make_config: MakeConfig) -> None:
+def test_a_client_that_is_lost_is_left_out_and_counted(
+    method: str, make_config: MakeConfig, warnings: pytest.LogCaptureFixture
+) -> None:
     config = make_config(method, model="mlp", num_server_rounds=4, system_accuracy="on")
-    path = started(config, Failing(4, client=1, since=3)).directory.path
+    path = started(config, Failing(4, 1, since=3)).directory.path
     summary = summary_of(path)
     assert (summary["status"], summary["rounds"]) == ("completed", 4)
     assert summary["dropped"] == {"error 9: node lost": 4}  # two rounds, training and evaluation
     rows = clients_of(path)
     assert set(column(rows, 2, "served_accuracy")) == {0, 1, 2}
     assert set(column(rows, 4, "served_accuracy")) == {0, 2}
-    assert not (path / "models" / "client-1.safetensors").exists()
     # A vote can do without client 1; routing sends it queries that only it could answer.
     assert (summary["system-accuracy"] is None) is (method == "feddrm")
+    assert "the last models of clients [1] are missing" in warnings.text
 
 
 def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_config: MakeConfig) -> None:
@@ -417,15 +419,21 @@ def pooled(workspace: Workspace, split: str = "test") -> tuple[torch.Tensor, np.
     return torch.cat([c.x_test for c in clients]), torch.cat([c.y_test for c in clients]).numpy()
 
 
-@pytest.mark.parametrize("method", ["local", "fedavg", "fedfew", "ditto"])
-def test_system_accuracy_is_a_majority_vote_of_the_stored_models(method: str, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize(
+    ("method", "voters"),
+    [("local", (0, 1, 2, 3)), ("fedavg", (0, 1, 2, 3)), ("fedfew", (0, 1, 2, 3)), ("ditto", (0, 1, 2, 3)),
+     ("local", (2, 3))],  # clients that are lost have no vote, whatever they stored before
+)
+def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
+    method: str, voters: tuple[int, ...], make_config: MakeConfig
+) -> None:
     config = make_config(method, system_accuracy="on", lr=0.3)
-    path = started(config).directory.path
+    path = started(config, Failing(4, *({0, 1} - set(voters)), since=2)).directory.path
     workspace = Workspace(resolve(config))
     x, y = pooled(workspace)
     assert len(y) == 19
     votes = []
-    for client in range(4):
+    for client in voters:
         arrays = load_arrays(path / "models" / f"client-{client}.safetensors")
         module = workspace.architecture.build().eval()
         module.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
