@@ -183,6 +183,9 @@ class PersonalisedStrategy(Strategy):
         """Return what a method tells a client besides the arrays."""
         return {}
 
+    def check(self, arrays: Arrays) -> None:
+        """Raise :class:`BadReplyError` for arrays of the right shapes that mean nothing to the method."""
+
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
         """Take note of a good reply, after training or evaluation."""
 
@@ -389,6 +392,7 @@ class PersonalisedStrategy(Strategy):
             finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays)
         if not math.isfinite(loss) or not finite:
             raise BadReplyError("NaN or Inf in the reply")
+        self.check(arrays)
         scores = _scores_of(metrics)
         self.acknowledged(client, metrics)
         # From here on the reply is good: one that is dropped leaves nothing in the client's row.

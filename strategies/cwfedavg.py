@@ -15,7 +15,7 @@ import numpy.typing as npt
 from posy import figures
 from posy.parameters import FloatArray
 from posy.settings import setting
-from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from strategies.base import Arrays, BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
 
 Float64 = npt.NDArray[np.float64]
 
@@ -61,6 +61,12 @@ class CwFedAvg(PersonalisedStrategy):
         """Expect the local model ``(d,)``, and the empirical distribution ``(C,)`` where that is used."""
         empirical = [(self.num_classes,)] if self.method.distribution == "empirical" else []
         return [(self.size,), *empirical]
+
+    def check(self, arrays: Arrays) -> None:
+        """Refuse an empirical distribution that is none."""
+        for distribution in arrays[1:]:
+            if (distribution < 0).any() or abs(float(distribution.sum()) - 1) > 1e-3:
+                raise BadReplyError(f"class distribution {distribution.tolist()}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average class-wise (Eqs. 5, 6) and read the clients' class distributions anew (Eq. 4)."""

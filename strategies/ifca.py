@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from posy.parameters import FloatArray
 from posy.settings import setting
-from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from strategies.base import Arrays, BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ class IFCA(PersonalisedStrategy):
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Expect one model ``(d,)`` and the number of the cluster ``()``."""
         return [(self.size,), ()]
+
+    def check(self, arrays: Arrays) -> None:
+        """Refuse a cluster that does not exist."""
+        if int(arrays[1]) not in range(len(self.models)):
+            raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average every cluster's model over its clients."""

@@ -25,7 +25,7 @@ from posy.config import Settings
 from posy.parameters import FloatArray, Part
 from posy.randomness import torch_generator
 from posy.settings import SettingsError, setting
-from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from strategies.base import Arrays, BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
 
 PAPER_ROUNDS = (30, 50, 40, 40)
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1
@@ -132,6 +132,8 @@ class PPFE(PersonalisedStrategy):
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
         """Remember which finished stages a client has."""
         closed = int(metrics["stages-closed"])
+        if not 0 <= closed <= len(self.finished):
+            raise BadReplyError(f"{closed} stages closed of {len(self.finished)}")
         self.informed[client] = closed
         for number in range(1, closed + 1):
             self.betas[client, number - 1] = metrics[f"beta-{number}"]

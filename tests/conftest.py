@@ -99,9 +99,7 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
     """Return a run config; settings are given with underscores, the data as x, y, train and test indices."""
     number = 0
 
-    def make(
-        method: str, *, data: tuple[np.ndarray, np.ndarray, Parts, Parts] = tiny, **settings: Any
-    ) -> Config:
+    def make(method: str, *, data: tuple[np.ndarray, np.ndarray, Parts, Parts] = tiny, **settings: Any) -> Config:
         nonlocal number
         number += 1
         x, y, train, test = data
@@ -109,10 +107,22 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
         np.savez(arrays, x_train=x, y_train=y)
         parts.write_text(json.dumps({"train": [list(p) for p in train], "test": [list(p) for p in test]}))
         own = {
-            "method": method, "dataset": str(arrays), "partition": "file", "partition-file": str(parts),
-            "num-clients": len(train), "num-server-rounds": 3, "batch-size": 8, "device": "cpu", "stack": "loop",
-            "local-epochs": 1, "local-steps": 0, "lr": 0.05, "momentum": 0.0, "weight-decay": 0.0,
-            "output-dir": str(tmp_path / "runs"), "run-name": f"run-{number}",
+            "method": method,
+            "dataset": str(arrays),
+            "partition": "file",
+            "partition-file": str(parts),
+            "num-clients": len(train),
+            "num-server-rounds": 3,
+            "batch-size": 8,
+            "device": "cpu",
+            "stack": "loop",
+            "local-epochs": 1,
+            "local-steps": 0,
+            "lr": 0.05,
+            "momentum": 0.0,
+            "weight-decay": 0.0,
+            "output-dir": str(tmp_path / "runs"),
+            "run-name": f"run-{number}",
         }
         return defaults() | own | {key.replace("_", "-"): value for key, value in settings.items()}
 
@@ -143,8 +153,13 @@ def federate() -> Callable[..., Finished]:
                 records.append(strategy.record)
             return None
 
-        strategy.start(grid=waves, initial_arrays=ArrayRecord(), num_rounds=settings.run.num_server_rounds,
-                       timeout=60.0, evaluate_fn=note)
+        strategy.start(
+            grid=waves,
+            initial_arrays=ArrayRecord(),
+            num_rounds=settings.run.num_server_rounds,
+            timeout=60.0,
+            evaluate_fn=note,
+        )
         return Finished(strategy, records, clients)
 
     return run

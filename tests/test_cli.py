@@ -72,7 +72,10 @@ def test_a_value_may_hold_an_equals_sign() -> None:
     ],
 )
 def test_wrong_use_is_one_clear_line(
-    words: list[str], named: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    words: list[str],
+    named: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,8 +98,7 @@ def test_help_and_wrong_values_come_without_pytorch() -> None:
         "except SystemExit as end: assert end.code == 0\n"
         "assert 'torch' not in sys.modules and 'flwr' not in sys.modules, 'slow to import'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "key=value" in done.stdout
 
@@ -108,10 +110,16 @@ def test_users_keys_stand_over_the_experiment_even_at_their_defaults(tmp_path: P
     assert cli.merged({"experiment": str(file), "lr": at_default}) == {"lr": at_default, "num-clients": 7}
 
 
-@pytest.mark.parametrize(("content", "named"), [
-    ("lr: -1", "lr"), ("lrr: 1", "did you mean lr"), ("experiment: other", "cannot name another"),
-    ("system-accuracy: on", "system-accuracy = True"), ("- lr", "key: value"),
-])
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("lr: -1", "lr"),
+        ("lrr: 1", "did you mean lr"),
+        ("experiment: other", "cannot name another"),
+        ("system-accuracy: on", "system-accuracy = True"),
+        ("- lr", "key: value"),
+    ],
+)
 def test_experiment_files_are_checked(content: str, named: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(content, encoding="utf-8")
@@ -127,8 +135,10 @@ def test_paths_are_made_absolute_where_they_are_given(tmp_path: Path, monkeypatc
     Path("store/there.csv").touch()
     result = cli.with_absolute_paths({"dataset": "here.npz", "data-dir": "store", "partition-file": "p.json"})
     assert result == {
-        "dataset": str(tmp_path / "here.npz"), "data-dir": str(tmp_path / "store"),
-        "partition-file": str(tmp_path / "p.json"), "output-dir": str(tmp_path / "runs"),
+        "dataset": str(tmp_path / "here.npz"),
+        "data-dir": str(tmp_path / "store"),
+        "partition-file": str(tmp_path / "p.json"),
+        "output-dir": str(tmp_path / "runs"),
     }
     assert cli.with_absolute_paths({"dataset": "there.csv", "data-dir": "store"})["dataset"].endswith("store/there.csv")
     assert cli.with_absolute_paths({"dataset": "mnist"})["dataset"] == "mnist"
@@ -264,8 +274,14 @@ def _environment(**more: str) -> dict[str, str]:
 
 def _start(*words: str, cwd: Path, temporary: Path | None = None) -> "subprocess.Popen[str]":
     environment = _environment(**({"TMPDIR": str(temporary)} if temporary else {}))
-    return subprocess.Popen([sys.executable, "-P", "-m", "posy.cli", *words], cwd=cwd, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "posy.cli", *words],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def _posy(*words: str, cwd: Path, temporary: Path | None = None) -> "subprocess.CompletedProcess[str]":

@@ -126,8 +126,9 @@ def test_training_losses_of_several_models(make_client: MakeClient) -> None:
     models = torch.stack([torch.from_numpy(initial(client, k)) for k in range(3)])
     losses = drive(client, client.train_losses(models))
     y = client.data.y_train
-    assert torch.allclose(losses, torch.stack([F.cross_entropy(logits(client, m, "train"), y) for m in models]),
-                          atol=1e-6)
+    assert torch.allclose(
+        losses, torch.stack([F.cross_entropy(logits(client, m, "train"), y) for m in models]), atol=1e-6
+    )
 
 
 def test_the_class_distribution(make_client: MakeClient) -> None:
@@ -170,8 +171,9 @@ def test_scores_are_left_out_where_not_asked_for(make_client: MakeClient) -> Non
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_client_with_one_sample_trains_and_is_not_scored(method: str, make_client: MakeClient,
-                                                           make_strategy: Callable[..., Any]) -> None:
+def test_a_client_with_one_sample_trains_and_is_not_scored(
+    method: str, make_client: MakeClient, make_strategy: Callable[..., Any]
+) -> None:
     """Accuracy over no test samples would be 0 / 0."""
     settings = {"model": "mlp", "num_server_rounds": 8}
     client, strategy = make_client(method, 3, **settings), make_strategy(method, **settings)

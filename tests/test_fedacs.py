@@ -58,8 +58,8 @@ def test_weights_by_hand():
     )
     # The 0.3-quantile lies 0.4 of the way from 0.4 (the third element) to 0.4 (the fourth).
     np.testing.assert_allclose(
-        attention_weights(similarity, 0.2), [[1 / 2.2, 0.8 / 2.2, 0.4 / 2.2], [0.8 / 1.8, 1 / 1.8, 0],
-                                             [0.4 / 1.4, 0, 1 / 1.4]]
+        attention_weights(similarity, 0.2),
+        [[1 / 2.2, 0.8 / 2.2, 0.4 / 2.2], [0.8 / 1.8, 1 / 1.8, 0], [0.4 / 1.4, 0, 1 / 1.4]],
     )
 
 
@@ -77,9 +77,7 @@ def test_p_one_is_local_training_alone(models):
 def test_negative_similarities_are_dropped_whatever_the_threshold():
     """δ = -1 at p = 0 would let -0.5 in, which Eq. 4 would subtract."""
     similarity = np.array([[1, 0.5, -0.5], [0.5, 1, -1], [-0.5, -1, 1]])
-    np.testing.assert_allclose(
-        attention_weights(similarity, 0.0), [[2 / 3, 1 / 3, 0], [1 / 3, 2 / 3, 0], [0, 0, 1]]
-    )
+    np.testing.assert_allclose(attention_weights(similarity, 0.0), [[2 / 3, 1 / 3, 0], [1 / 3, 2 / 3, 0], [0, 0, 1]])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])

@@ -73,7 +73,10 @@ def test_results_of_every_client_are_recorded(make_config, federate, method):
         assert [set(column) for column in finished.column(point)] == [expected] * 3
     for record in finished.records:
         assert {c: (row["n_train"], row["n_test"]) for c, row in record.clients.items()} == {
-            0: (21, 9), 1: (12, 6), 2: (8, 4), 3: (1, 0),
+            0: (21, 9),
+            1: (12, 6),
+            2: (8, 4),
+            3: (1, 0),
         }
         assert all(0 <= row.get(p, 0) <= 1 for row in record.clients.values() for p in SCORES[:2])
 
@@ -202,9 +205,7 @@ def test_one_client(make_config, federate, method):
     assert [set(column) for column in finished.column("local_accuracy")] == [{0}] * 3
 
 
-@pytest.mark.parametrize(
-    "method", ["fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp", "ifca"]
-)
+@pytest.mark.parametrize("method", ["fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp", "ifca"])
 def test_one_client_is_served_what_it_trained(make_config, federate, method):
     """A mean over one client is that client's model (FedFew: with K = 1)."""
     rng = np.random.default_rng(0)

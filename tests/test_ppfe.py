@@ -45,7 +45,10 @@ def test_stages_of_the_papers_network(make_strategy):
     assert [s.personal for s in stages] == [(), ("head",), ("fc2", "head"), ("fc1", "fc2", "head")]
     assert [s.newly for s in stages] == [(), ("head",), ("fc2",), ("fc1",)]
     assert [dict(s.architecture.ranks) for s in stages] == [
-        {}, {"head": 2}, {"head": 2, "fc2": 40}, {"head": 2, "fc2": 40, "fc1": 41},
+        {},
+        {"head": 2},
+        {"head": 2, "fc2": 40},
+        {"head": 2, "fc2": 40, "fc1": 41},
     ]
 
 
@@ -97,8 +100,9 @@ def test_rounds_of_the_stages():
             assert len(rounds) == stages and sum(rounds) == total and min(rounds) >= 1
 
 
-@pytest.mark.parametrize(("text", "stages", "total"), [("10,20", 3, 30), ("10,20", 2, 31), ("", 4, 3), ("a,b", 2, 2),
-                                                       ("0,2", 2, 2)])
+@pytest.mark.parametrize(
+    ("text", "stages", "total"), [("10,20", 3, 30), ("10,20", 2, 31), ("", 4, 3), ("a,b", 2, 2), ("0,2", 2, 2)]
+)
 def test_wrong_rounds_are_errors(text, stages, total):
     with pytest.raises(SettingsError, match="rounds"):
         stage_rounds(text, stages, total)
@@ -155,9 +159,12 @@ def test_mask_by_layer(make_strategy):
     second, third = (layout.views(sparsity_mask(strategy.stages, number, seed)) for number in (2, 3))
     masked = {name: int((view == 0).sum()) for name, view in third.items()}
     assert masked == {
-        "blocks.fc1.linear.weight": 0, "blocks.fc1.linear.bias": 0,
-        "blocks.fc2.linear.weight": round(0.1 * 8192), "blocks.fc2.linear.bias": 0,
-        "head.weight": round(0.3 * 192), "head.bias": 0,
+        "blocks.fc1.linear.weight": 0,
+        "blocks.fc1.linear.bias": 0,
+        "blocks.fc2.linear.weight": round(0.1 * 8192),
+        "blocks.fc2.linear.bias": 0,
+        "head.weight": round(0.3 * 192),
+        "head.bias": 0,
     }
     np.testing.assert_array_equal(second["head.weight"], third["head.weight"])
     assert bool((second["blocks.fc2.linear.weight"] == 1).all())
@@ -392,9 +399,7 @@ def test_local_step_of_a_later_stage(make_client):
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     np.testing.assert_allclose(sent, second.shared_part.take(start - 0.02 * gradient), atol=1e-6)
-    np.testing.assert_allclose(
-        client.state["personal-2"], second.personal_part.take(start - 0.2 * gradient), atol=1e-6
-    )
+    np.testing.assert_allclose(client.state["personal-2"], second.personal_part.take(start - 0.2 * gradient), atol=1e-6)
     assert metrics["train-loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert np.abs(sent - shared.numpy()).max() > 1e-5
 

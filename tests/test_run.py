@@ -28,8 +28,20 @@ Config = dict[str, Any]
 MakeConfig = Callable[..., Config]
 PNG = b"\x89PNG\r\n\x1a\n"
 
-SUMMARY_KEYS = {"method", "dataset", "num-clients", "rounds", "seed", "seconds", "bytes-up", "bytes-down", "served",
-                "local", "system-accuracy", "dropped"}
+SUMMARY_KEYS = {
+    "method",
+    "dataset",
+    "num-clients",
+    "rounds",
+    "seed",
+    "seconds",
+    "bytes-up",
+    "bytes-down",
+    "served",
+    "local",
+    "system-accuracy",
+    "dropped",
+}
 SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain"}
 
 
@@ -101,8 +113,14 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
     config = make_config("fedfew", system_accuracy="on", num_server_rounds=3, data_dir=str(tmp_path))
     path = started(config).directory.path
     assert path == Path(config["output-dir"]) / config["run-name"]
-    assert {p.name for p in path.iterdir()} == {"config.yaml", "rounds.jsonl", "clients.csv", "summary.json", "models",
-                                                "figures"}
+    assert {p.name for p in path.iterdir()} == {
+        "config.yaml",
+        "rounds.jsonl",
+        "clients.csv",
+        "summary.json",
+        "models",
+        "figures",
+    }
     assert {p.name for p in (path / "models").iterdir()} == {"server.safetensors"} | {
         f"client-{c}.safetensors" for c in range(4)
     }
@@ -136,8 +154,10 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
     assert {(int(r["n_train"]), int(r["n_test"])) for r in rows} == {(21, 9), (12, 6), (8, 4), (1, 0)}
     assert all(r["chosen"] in {"0", "1", "2"} for r in rows)
     for way in ("up", "down"):
-        assert summary[f"bytes-{way}"] == sum(r[f"bytes_{way}"] for r in rounds) == sum(
-            int(r[f"bytes_{way}"]) for r in rows
+        assert (
+            summary[f"bytes-{way}"]
+            == sum(r[f"bytes_{way}"] for r in rounds)
+            == sum(int(r[f"bytes_{way}"]) for r in rows)
         )
     weights = {0: 21, 1: 12, 2: 8}  # client 3 has no test samples
     for point in ("served", "local"):
@@ -287,8 +307,12 @@ def interrupt_record(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> N
     ids=["client, Ctrl-C", "record, Ctrl-C", "record, exit", "record, error"],
 )
 def test_a_run_that_ends_half_way_keeps_what_it_has(
-    interrupt: Callable[..., None], error: BaseException, status: str, make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch, pictures: None,
+    interrupt: Callable[..., None],
+    error: BaseException,
+    status: str,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    pictures: None,
 ) -> None:
     config = make_config("fedavg", num_server_rounds=5)
     interrupt(monkeypatch, error)
@@ -421,8 +445,13 @@ def pooled(workspace: Workspace, split: str = "test") -> tuple[torch.Tensor, np.
 
 @pytest.mark.parametrize(
     ("method", "voters"),
-    [("local", (0, 1, 2, 3)), ("fedavg", (0, 1, 2, 3)), ("fedfew", (0, 1, 2, 3)), ("ditto", (0, 1, 2, 3)),
-     ("local", (2, 3))],  # clients that are lost have no vote, whatever they stored before
+    [
+        ("local", (0, 1, 2, 3)),
+        ("fedavg", (0, 1, 2, 3)),
+        ("fedfew", (0, 1, 2, 3)),
+        ("ditto", (0, 1, 2, 3)),
+        ("local", (2, 3)),
+    ],  # clients that are lost have no vote, whatever they stored before
 )
 def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
     method: str, voters: tuple[int, ...], make_config: MakeConfig
@@ -543,8 +572,13 @@ def test_a_label_out_of_range_of_a_published_data_set(make_config: MakeConfig, t
     (tmp_path / "data").mkdir()
     pixels, labels = np.zeros((60, 28, 28), np.uint8), np.arange(60) % 10
     labels[7] = 10
-    np.savez(tmp_path / "data" / "mnist.npz", x_train=pixels[:40], y_train=labels[:40], x_test=pixels[40:],
-             y_test=labels[40:])
+    np.savez(
+        tmp_path / "data" / "mnist.npz",
+        x_train=pixels[:40],
+        y_train=labels[:40],
+        x_test=pixels[40:],
+        y_test=labels[40:],
+    )
     config = make_config("fedavg", dataset="mnist", data_dir=str(tmp_path / "data"), partition="iid", download=False)
     refused(config, DataError, "label 10 at index 7", "0 to 9")
 

@@ -363,8 +363,14 @@ def test_the_experiments_of_the_project_are_valid(path: Path) -> None:
 
 # -- what only the data can tell, before the first round -------------------------------------------------
 
-BASE: dict[str, Any] = {"method": "fedavg", "model": "linear", "num-clients": 4, "num-server-rounds": 3,
-                        "partition": "iid", "max-samples": 60}
+BASE: dict[str, Any] = {
+    "method": "fedavg",
+    "model": "linear",
+    "num-clients": 4,
+    "num-server-rounds": 3,
+    "partition": "iid",
+    "max-samples": 60,
+}
 
 
 class Untouched(InProcessGrid):
@@ -380,12 +386,18 @@ class Untouched(InProcessGrid):
         ({"num-clients": 61}, ("num-clients = 61", "60 samples")),
         ({"max-samples": 5000}, ("max-samples = 5000", "1797")),
         ({"method": "feddrm", "num-clients": 1}, ("num-clients = 1", "at least 2")),
-        ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "1,1", "ppfe-stages": 2},
-         ("ppfe-stage-rounds = '1,1'", "num-server-rounds = 3")),
-        ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "1,2,3", "ppfe-stages": 2},
-         ("ppfe-stage-rounds", "2 numbers")),
-        ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "3,0", "ppfe-stages": 2},
-         ("ppfe-stage-rounds", ">= 1")),
+        (
+            {"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "1,1", "ppfe-stages": 2},
+            ("ppfe-stage-rounds = '1,1'", "num-server-rounds = 3"),
+        ),
+        (
+            {"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "1,2,3", "ppfe-stages": 2},
+            ("ppfe-stage-rounds", "2 numbers"),
+        ),
+        (
+            {"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "3,0", "ppfe-stages": 2},
+            ("ppfe-stage-rounds", ">= 1"),
+        ),
         ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "a,b", "ppfe-stages": 2}, ("'a,b'", "whole numbers")),
         ({"method": "ppfe", "ppfe-ranks": "x", "ppfe-stages": 1}, ("ppfe-ranks", "'x'")),
         ({"method": "ppfe", "num-server-rounds": 1, "model": "mlp"}, ("num-server-rounds = 1", "needs at least")),
@@ -430,8 +442,15 @@ def test_a_data_set_is_looked_for_in_the_data_dir_first(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name in ("own.npz", "sub/own.npz"):
         np.savez(tmp_path / "data" / name, x_train=rng.standard_normal((40, 3)), y_train=np.arange(40) % 2)
-        result = run(InProcessGrid(4), {
-            **BASE, "dataset": name, "max-samples": 0, "data-dir": str(tmp_path / "data"),
-            "output-dir": str(tmp_path / "runs"), "num-server-rounds": 1,
-        })
+        result = run(
+            InProcessGrid(4),
+            {
+                **BASE,
+                "dataset": name,
+                "max-samples": 0,
+                "data-dir": str(tmp_path / "data"),
+                "output-dir": str(tmp_path / "runs"),
+                "num-server-rounds": 1,
+            },
+        )
         assert result.summary["dataset"] == str(tmp_path / "data" / name)

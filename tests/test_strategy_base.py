@@ -15,15 +15,20 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from posy.methods import METHODS
 from server_app.in_process import InProcessGrid
-from strategies.base import PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from strategies.base import BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
 
 MakeStrategy = Callable[..., Any]
 Change = Callable[[RecordDict], None]
 GOOD, BAD = (0, 2, 3), 1
 
 
-def send(strategy: PersonalisedStrategy, server_round: int = 1, phase: str = "train",
-         config: ConfigRecord | None = None, grid: InProcessGrid | None = None) -> tuple[list[Message], list[Message]]:
+def send(
+    strategy: PersonalisedStrategy,
+    server_round: int = 1,
+    phase: str = "train",
+    config: ConfigRecord | None = None,
+    grid: InProcessGrid | None = None,
+) -> tuple[list[Message], list[Message]]:
     """Let the strategy make its messages and real clients answer them."""
     grid = grid or InProcessGrid(strategy.num_clients)
     configure = strategy.configure_train if phase == "train" else strategy.configure_evaluate
@@ -31,8 +36,9 @@ def send(strategy: PersonalisedStrategy, server_round: int = 1, phase: str = "tr
     return messages, list(grid.send_and_receive(messages))
 
 
-def take(strategy: PersonalisedStrategy, replies: Iterable[Message], server_round: int = 1,
-         phase: str = "train") -> Any:
+def take(
+    strategy: PersonalisedStrategy, replies: Iterable[Message], server_round: int = 1, phase: str = "train"
+) -> Any:
     aggregate = strategy.aggregate_train if phase == "train" else strategy.aggregate_evaluate
     return aggregate(server_round, replies)
 
@@ -178,8 +184,9 @@ class Lost:
 
 
 @pytest.mark.parametrize("fault", TRAIN_FAULTS)
-def test_a_bad_reply_after_training_is_left_out(fault: str, make_strategy: MakeStrategy,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_reply_after_training_is_left_out(
+    fault: str, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change, reason = TRAIN_FAULTS[fault]
     expected, strategy = make_strategy("fedavg"), make_strategy("fedavg")
     _, replies = send(expected)
@@ -200,8 +207,9 @@ def test_a_bad_reply_after_training_is_left_out(fault: str, make_strategy: MakeS
 
 
 @pytest.mark.parametrize("fault", EVALUATE_FAULTS)
-def test_a_bad_reply_after_evaluation_is_left_out(fault: str, make_strategy: MakeStrategy,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_reply_after_evaluation_is_left_out(
+    fault: str, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change, reason = EVALUATE_FAULTS[fault]
     strategy = make_strategy("fedavg", fraction_train=0.5)  # so that some rows have nothing but an evaluation
     trained = strategy.cohort(1)
@@ -250,8 +258,9 @@ def test_a_reply_counts_for_the_client_that_was_asked_not_for_the_one_it_names(m
     assert "train_loss" not in strategy.record.row(3)
 
 
-def test_messages_that_there_was_no_time_to_send_are_lost_each(make_strategy: MakeStrategy,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_there_was_no_time_to_send_are_lost_each(
+    make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strategy = make_strategy("fedavg")
     notes = Lost(strategy, monkeypatch)
     grid = InProcessGrid(4)
@@ -492,8 +501,9 @@ def test_the_state_can_be_taken_up_again(method: str, make_strategy: MakeStrateg
             assert np.array_equal(a, b)
 
 
-def test_the_summary_names_network_clients_and_training(make_strategy: MakeStrategy,
-                                                        caplog: pytest.LogCaptureFixture) -> None:
+def test_the_summary_names_network_clients_and_training(
+    make_strategy: MakeStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5, local_steps=7)
     logger = logging.getLogger("flwr")
     logger.addHandler(caplog.handler)
@@ -537,3 +547,23 @@ def test_fedavg_by_hand(make_strategy: MakeStrategy) -> None:
     updates = [Update(c, [np.full(size, value, np.float32)], n, 0.0) for c, (value, n) in enumerate([(1, 1), (5, 3)])]
     strategy.aggregate(1, updates)
     assert np.array_equal(strategy.model, np.full(size, 4, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "spoil"),
+    [
+        ("ifca", {}, lambda arrays: [arrays[0], np.array(7)]),
+        ("ifca", {}, lambda arrays: [arrays[0], np.array(-1)]),
+        ("cwfedavg", {"cwfedavg_distribution": "empirical"}, lambda arrays: [arrays[0], -arrays[1]]),
+        ("cwfedavg", {"cwfedavg_distribution": "empirical"}, lambda arrays: [arrays[0], 0 * arrays[1]]),
+    ],
+)
+def test_arrays_that_mean_nothing_to_the_method_are_refused(
+    method: str, settings: dict[str, Any], spoil: Any, make_strategy: MakeStrategy
+) -> None:
+    strategy = make_strategy(method, **settings)
+    shapes = strategy.expected_shapes(0)
+    good = [np.zeros(shapes[0], np.float32), np.array(1) if method == "ifca" else np.full(shapes[1], 1 / shapes[1][0])]
+    strategy.check(good)
+    with pytest.raises(BadReplyError):
+        strategy.check(spoil(good))

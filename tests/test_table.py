@@ -21,14 +21,25 @@ from posy.launch import APP
 from posy.settings import SettingsError
 from posy.table import Cell, Plan, aggregate, comma_separated, make_room, markdown, read_plan, run_cells, run_table
 
-COMMON = {"dataset": "digits", "num-clients": 2, "num-server-rounds": 1, "model": "linear", "max-samples": 200,
-          "device": "cpu"}
+COMMON = {
+    "dataset": "digits",
+    "num-clients": 2,
+    "num-server-rounds": 1,
+    "model": "linear",
+    "max-samples": 200,
+    "device": "cpu",
+}
 
 
 def _table(folder: Path, **content: Any) -> Path:
     file = folder / "tiny.yaml"
-    whole = {"output": str(folder / "out"), "settings": COMMON, "seeds": [0],
-             "runs": [{"name": "FedAvg", "settings": {"method": "fedavg"}}], **content}
+    whole = {
+        "output": str(folder / "out"),
+        "settings": COMMON,
+        "seeds": [0],
+        "runs": [{"name": "FedAvg", "settings": {"method": "fedavg"}}],
+        **content,
+    }
     file.write_text(yaml.safe_dump(whole), encoding="utf-8")
     return file
 
@@ -40,18 +51,25 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> None:
-    plan = read_plan(_table(
-        tmp_path,
-        settings={**COMMON, "lr": 0.1, "batch-size": 4, "momentum": 0.5},
-        variants=[{"name": "a"}, {"name": "b", "settings": {"lr": 0.2, "batch-size": 8}}],
-        runs=[{"name": "x", "settings": {"method": "fedavg", "lr": 0.3}},
-              {"name": "y", "settings": {"method": "local"}}],
-        seeds=[3, 1],
-    ), {"momentum": 0.9})
+    plan = read_plan(
+        _table(
+            tmp_path,
+            settings={**COMMON, "lr": 0.1, "batch-size": 4, "momentum": 0.5},
+            variants=[{"name": "a"}, {"name": "b", "settings": {"lr": 0.2, "batch-size": 8}}],
+            runs=[
+                {"name": "x", "settings": {"method": "fedavg", "lr": 0.3}},
+                {"name": "y", "settings": {"method": "local"}},
+            ],
+            seeds=[3, 1],
+        ),
+        {"momentum": 0.9},
+    )
     found = {(c.variant, c.row, c.seed): [c.config[k] for k in ("lr", "batch-size", "momentum")] for c in plan.cells}
     assert found == {
-        **{("a", "x", s): [0.3, 4, 0.9] for s in (3, 1)}, **{("a", "y", s): [0.1, 4, 0.9] for s in (3, 1)},
-        **{("b", "x", s): [0.3, 8, 0.9] for s in (3, 1)}, **{("b", "y", s): [0.2, 8, 0.9] for s in (3, 1)},
+        **{("a", "x", s): [0.3, 4, 0.9] for s in (3, 1)},
+        **{("a", "y", s): [0.1, 4, 0.9] for s in (3, 1)},
+        **{("b", "x", s): [0.3, 8, 0.9] for s in (3, 1)},
+        **{("b", "y", s): [0.2, 8, 0.9] for s in (3, 1)},
     }
     assert len({cell.path for cell in plan.cells}) == 8
     assert plan.cells[0].path == tmp_path / "out/a/x/seed-3"
@@ -149,16 +167,26 @@ def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
 def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
     file = _table(tmp_path, settings={**COMMON, "num-server-rounds": 100_000}, seeds=[0, 1])
     environment = {**os.environ, "PYTHONPATH": str(APP)}
-    process = subprocess.Popen([sys.executable, "-m", "posy.cli", "table", str(file), "-j", "1"], env=environment,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "posy.cli", "table", str(file), "-j", "1"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     rounds = tmp_path / "out/FedAvg/seed-0/rounds.jsonl"
     end = time.monotonic() + 120
     while not rounds.exists():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < end
         time.sleep(0.05)
-    second = subprocess.run([sys.executable, "-m", "posy.cli", "table", str(file)], env=environment, text=True,
-                            capture_output=True, check=False)
+    second = subprocess.run(
+        [sys.executable, "-m", "posy.cli", "table", str(file)],
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert second.returncode == 2
     assert "another `posy table`" in second.stderr
     process.send_signal(signal.SIGTERM)
@@ -173,11 +201,14 @@ def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
 
 
 def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
-    plan, results = _results(tmp_path, {
-        ("v", "A", 0): _summary(served=0.5, local=0.7, system=0.2, seconds=10),
-        ("v", "A", 1): _summary(served=0.7, local=0.8, system=0.4, seconds=20),
-        ("v", "B", 0): _summary(served=None, local=0.9, system=None, seconds=5),
-    })
+    plan, results = _results(
+        tmp_path,
+        {
+            ("v", "A", 0): _summary(served=0.5, local=0.7, system=0.2, seconds=10),
+            ("v", "A", 1): _summary(served=0.7, local=0.8, system=0.4, seconds=20),
+            ("v", "B", 0): _summary(served=None, local=0.9, system=None, seconds=5),
+        },
+    )
     a, b = aggregate(results)
     assert (a["variant"], a["method"], a["seeds"]) == ("v", "A", 2)
     assert a["served-last"] == pytest.approx(0.6)
@@ -190,8 +221,10 @@ def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
     assert b["served-last"] is b["served-last-clients-std"] is b["system"] is b["local-last-seeds-std"] is None
     text = markdown(plan, results, {"v / B / seed 1": "killed by signal 9"})
     assert "## v" in text
-    assert ("| A | 2/2 | 60.00 ± 14.14 (10.00) | 65.00 ± 14.14 (10.00) | 75.00 ± 7.07 (10.00) | 80.00 ± 7.07 (10.00) | "
-            "61.00 ± 14.14 | 76.00 ± 7.07 | 30.00 ± 14.14 | 15 s | 1.00 kB | 2.00 kB |") in text
+    assert (
+        "| A | 2/2 | 60.00 ± 14.14 (10.00) | 65.00 ± 14.14 (10.00) | 75.00 ± 7.07 (10.00) | 80.00 ± 7.07 (10.00) | "
+        "61.00 ± 14.14 | 76.00 ± 7.07 | 30.00 ± 14.14 | 15 s | 1.00 kB | 2.00 kB |"
+    ) in text
     assert "| B | 1/2 |  |  | 90.00 (10.00) | 95.00 (10.00) |  | 91.00 |  | 5 s | 1.00 kB | 2.00 kB |" in text
     assert "Machine: a CPU, 2 cores, no GPU; torch 2.11" in text
     assert "- v / B / seed 1: killed by signal 9" in text
@@ -213,13 +246,26 @@ def _summary(served: float | None, local: float, system: float | None, seconds: 
     def point(mean: float | None, rise: float, number: int) -> dict[str, Any] | None:
         if mean is None:
             return None
-        return {"round": number, "mean": mean + rise, "std": 0.1, "min": 0, "max": 1, "weighted": mean + rise + 0.01,
-                "jain": 1.0}
+        return {
+            "round": number,
+            "mean": mean + rise,
+            "std": 0.1,
+            "min": 0,
+            "max": 1,
+            "weighted": mean + rise + 0.01,
+            "jain": 1.0,
+        }
 
     return {
-        "status": "completed", "seconds": seconds, "bytes-up": 1000, "bytes-down": 2000, "system-accuracy": system,
-        **{name: {"last": point(mean, 0, 10), "best": point(mean, 0.05, 4)}
-           for name, mean in (("served", served), ("local", local))},
+        "status": "completed",
+        "seconds": seconds,
+        "bytes-up": 1000,
+        "bytes-down": 2000,
+        "system-accuracy": system,
+        **{
+            name: {"last": point(mean, 0, 10), "best": point(mean, 0.05, 4)}
+            for name, mean in (("served", served), ("local", local))
+        },
     }
 
 
@@ -234,10 +280,14 @@ def _results(
         if (variant, row, seed) in summaries:
             cell.path.mkdir(parents=True, exist_ok=True)
             (cell.path / "summary.json").write_text(json.dumps(summaries[variant, row, seed]))
-            (cell.path / "config.yaml").write_text(yaml.safe_dump({
-                "settings": resolve(config).as_config(),
-                "versions": {"torch": "2.11", "flwr": "1.39", "python": "3.11"},
-                "machine": {"cpu": "a CPU", "cpus": 2, "gpu": None},
-            }))
+            (cell.path / "config.yaml").write_text(
+                yaml.safe_dump(
+                    {
+                        "settings": resolve(config).as_config(),
+                        "versions": {"torch": "2.11", "flwr": "1.39", "python": "3.11"},
+                        "machine": {"cpu": "a CPU", "cpus": 2, "gpu": None},
+                    }
+                )
+            )
     plan = Plan("title", folder, False, tuple(cells.values()))
     return plan, {cells[key]: summary for key, summary in summaries.items()}

@@ -81,15 +81,27 @@ def generator(seed: int = 9) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def train(work: Train, net: Network | None = None, data: Samples | None = None, lr: float = LR,
-          **settings: Any) -> Trained:
+def train(
+    work: Train, net: Network | None = None, data: Samples | None = None, lr: float = LR, **settings: Any
+) -> Trained:
     own = TrainSettings(**{"batch_size": 4, "local_epochs": 2, **settings})
     return Trainer(own, CPU).train(work, net or network(), data or samples(), generator(), lr)
 
 
-def by_hand(start: Tensor, *, epochs: int = 2, steps: int | None = None, momentum: float = 0.0, decay: float = 0.0,
-            pull: Pull | None = None, rates: dict[str, float] | None = None, mask: Tensor | None = None,
-            weight: Tensor | None = None, data: Samples | None = None, size: int = 4) -> tuple[Tensor, float]:
+def by_hand(
+    start: Tensor,
+    *,
+    epochs: int = 2,
+    steps: int | None = None,
+    momentum: float = 0.0,
+    decay: float = 0.0,
+    pull: Pull | None = None,
+    rates: dict[str, float] | None = None,
+    mask: Tensor | None = None,
+    weight: Tensor | None = None,
+    data: Samples | None = None,
+    size: int = 4,
+) -> tuple[Tensor, float]:
     """Train with PyTorch's own optimiser, in double precision, drawing the batches as a person would."""
     data, own, rates = data or samples(), generator(), rates or {}
     module = Tiny().double()
@@ -102,7 +114,9 @@ def by_hand(start: Tensor, *, epochs: int = 2, steps: int | None = None, momentu
     anchor, masks = (None if t is None else split(t) for t in (pull.anchor if pull else None, mask))
     optimiser = torch.optim.SGD(
         [{"params": list(m.parameters()), "lr": LR * rates.get(name, 1.0)} for name, m in module.named_children()],
-        lr=LR, momentum=momentum, weight_decay=decay if mask is None else 0.0,
+        lr=LR,
+        momentum=momentum,
+        weight_decay=decay if mask is None else 0.0,
     )
     taken, total, seen = 0, 0.0, 0
     for _ in range(10**6 if steps else epochs):
@@ -145,18 +159,33 @@ WEIGHT = torch.linspace(0.1, 2.0, N)
         pytest.param({}, {"weight_decay": 0.3}, {"decay": 0.3}, id="weight decay"),
         pytest.param({}, {"momentum": 0.8, "weight_decay": 0.3}, {"momentum": 0.8, "decay": 0.3}, id="momentum, decay"),
         pytest.param({"pull": Pull(initial(7), 0.7)}, {}, {"pull": Pull(initial(7), 0.7)}, id="pull"),
-        pytest.param({"pull": Pull(initial(7), 0.7)}, {"momentum": 0.5},
-                     {"pull": Pull(initial(7), 0.7), "momentum": 0.5}, id="pull, momentum"),
-        pytest.param({"rates": {"body": 0.25}}, {"momentum": 0.5}, {"rates": {"body": 0.25}, "momentum": 0.5},
-                     id="slow layer"),
-        pytest.param({"rates": {"body": 0.0}}, {"weight_decay": 0.3}, {"rates": {"body": 0.0}, "decay": 0.3},
-                     id="frozen body"),
-        pytest.param({"rates": {"head": 0.0}}, {"momentum": 0.9}, {"rates": {"head": 0.0}, "momentum": 0.9},
-                     id="frozen head"),
-        pytest.param({"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK}, {},
-                     {"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK}, id="frozen, pull, mask"),
-        pytest.param({"mask": MASK}, {"weight_decay": 0.3, "momentum": 0.9},
-                     {"mask": MASK, "decay": 0.3, "momentum": 0.9}, id="mask"),
+        pytest.param(
+            {"pull": Pull(initial(7), 0.7)},
+            {"momentum": 0.5},
+            {"pull": Pull(initial(7), 0.7), "momentum": 0.5},
+            id="pull, momentum",
+        ),
+        pytest.param(
+            {"rates": {"body": 0.25}}, {"momentum": 0.5}, {"rates": {"body": 0.25}, "momentum": 0.5}, id="slow layer"
+        ),
+        pytest.param(
+            {"rates": {"body": 0.0}}, {"weight_decay": 0.3}, {"rates": {"body": 0.0}, "decay": 0.3}, id="frozen body"
+        ),
+        pytest.param(
+            {"rates": {"head": 0.0}}, {"momentum": 0.9}, {"rates": {"head": 0.0}, "momentum": 0.9}, id="frozen head"
+        ),
+        pytest.param(
+            {"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK},
+            {},
+            {"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK},
+            id="frozen, pull, mask",
+        ),
+        pytest.param(
+            {"mask": MASK},
+            {"weight_decay": 0.3, "momentum": 0.9},
+            {"mask": MASK, "decay": 0.3, "momentum": 0.9},
+            id="mask",
+        ),
         pytest.param({"sample_weight": WEIGHT}, {}, {"weight": WEIGHT}, id="sample weights"),
         pytest.param({}, {"batch_size": 5}, {"size": 5}, id="last batch of one"),
         pytest.param({}, {"batch_size": 100}, {"size": 100}, id="one batch"),
@@ -167,8 +196,9 @@ WEIGHT = torch.linspace(0.1, 2.0, N)
         pytest.param({"steps": 4}, {"local_steps": 2}, {"steps": 4}, id="own steps"),
     ],
 )
-def test_training_equals_a_loop_written_by_hand(work: dict[str, Any], settings: dict[str, Any],
-                                                hand: dict[str, Any]) -> None:
+def test_training_equals_a_loop_written_by_hand(
+    work: dict[str, Any], settings: dict[str, Any], hand: dict[str, Any]
+) -> None:
     start = initial()
     expected, loss = by_hand(start, **hand)
     result = train(Train(start, **work), **settings)
@@ -285,8 +315,15 @@ def test_every_network_trains_alike_in_a_stack(model: str) -> None:
     architecture = Architecture(model, SUITED[model])
     starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(2)])
     loop, vmap = (
-        train(Train(starts), Network(architecture.build, architecture.layout, CPU), drawn(SUITED[model], 6),
-              stack=stack, batch_size=3, local_epochs=1, lr=0.01)
+        train(
+            Train(starts),
+            Network(architecture.build, architecture.layout, CPU),
+            drawn(SUITED[model], 6),
+            stack=stack,
+            batch_size=3,
+            local_epochs=1,
+            lr=0.01,
+        )
         for stack in ("loop", "vmap")
     )
     assert close(vmap.parameters - starts, loop.parameters - starts)
@@ -430,8 +467,10 @@ def test_the_batches_of_a_pass_are_a_permutation(size: int, image: bool) -> None
 
 def test_passes_of_one_training_have_different_orders() -> None:
     own = generator()
-    first, second = (torch.cat([b.y for b in batches(Samples(torch.zeros(N, 1), torch.arange(N)), None, 4, None, own)])
-                     for _ in range(2))
+    first, second = (
+        torch.cat([b.y for b in batches(Samples(torch.zeros(N, 1), torch.arange(N)), None, 4, None, own)])
+        for _ in range(2)
+    )
     assert not torch.equal(first, second)
     assert sorted(second.tolist()) == list(range(N))
 
@@ -472,8 +511,9 @@ def test_the_loss_is_that_of_the_last_pass_weighted_by_batch() -> None:
 
 def test_trainable_names_leave_out_buffers_and_frozen_layers() -> None:
     shape = layout(TinyNorm)
-    assert set(trainable_names(shape, {})) == {f"{layer}.{kind}" for layer in ("body", "norm", "head")
-                                               for kind in ("weight", "bias")}
+    assert set(trainable_names(shape, {})) == {
+        f"{layer}.{kind}" for layer in ("body", "norm", "head") for kind in ("weight", "bias")
+    }
     assert trainable_names(shape, {"norm": 0.0, "body": 0.0}) == ["head.weight", "head.bias"]
 
 
