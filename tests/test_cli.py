@@ -197,7 +197,7 @@ def test_interrupted_in_process_run_keeps_its_results(tmp_path: Path) -> None:
     process = _start("run", *ENDLESS, "engine=in-process", cwd=tmp_path)
     _wait_for(tmp_path / "one/rounds.jsonl", process)
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=30)
+    output, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in error
     assert f"results          {tmp_path / 'one'}" in output
@@ -223,6 +223,7 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
 def test_run_through_flower(tmp_path: Path, temporary: Path) -> None:
     # A stray client_app in the working directory must not run in place of the app's.
     (tmp_path / "client_app").mkdir()
@@ -245,6 +246,7 @@ def test_run_through_flower(tmp_path: Path, temporary: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
 def test_failed_run_through_flower_says_so(tmp_path: Path, temporary: Path) -> None:
     words = [*TINY, "partition=classes", "classes-per-client=11"]
     done = _posy("run", *words, "output-dir=here", cwd=tmp_path, temporary=temporary)
@@ -256,11 +258,12 @@ def test_failed_run_through_flower_says_so(tmp_path: Path, temporary: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
 def test_interrupted_run_through_flower_is_stopped(tmp_path: Path, temporary: Path) -> None:
     process = _start("run", *ENDLESS, cwd=tmp_path, temporary=temporary)
     _wait_for(tmp_path / "one/rounds.jsonl", process)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=180)
     assert process.returncode == 130
     assert f"results so far: {tmp_path / 'one'}" in error
     assert "Traceback" not in error

@@ -56,7 +56,7 @@ def test_weights_by_hand():
     np.testing.assert_allclose(
         attention_weights(similarity, 0.375), [[1 / 1.8, 0.8 / 1.8, 0], [0.8 / 1.8, 1 / 1.8, 0], [0, 0, 1]]
     )
-    # The 0.3-quantile lies 0.4 of the way from 0.4 (the third element) to 0.4 (the fourth).
+    # The 0.2-quantile lies between the second element, 0.2, and the third, 0.4.
     np.testing.assert_allclose(
         attention_weights(similarity, 0.2),
         [[1 / 2.2, 0.8 / 2.2, 0.4 / 2.2], [0.8 / 1.8, 1 / 1.8, 0], [0.4 / 1.4, 0, 1 / 1.4]],

@@ -178,6 +178,7 @@ def known(make_config, tmp_path):
         workspace = Workspace(settings)
         strategy = strategy_class("feddrm")(settings, workspace.architecture)
         strategy.members = {c: Member(c, c + 1, len(TRAIN[c]), len(TEST[c])) for c in (0, 1)}
+        strategy.record.clients = {c: {"n_train": len(TRAIN[c])} for c in (0, 1)}
         layout = strategy.architecture.layout
         named = {name: np.zeros(e.shape, np.float32) for e in layout.entries for name in [e.name]}
         named["client_head.weight"][:, 0] = [-slope, slope]
