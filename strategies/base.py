@@ -26,8 +26,9 @@ from flwr.serverapp.strategy import Strategy
 
 from models.architecture import Architecture
 from posy.config import Settings
-from posy.parameters import FloatArray
+from posy.parameters import FloatArray, Part
 from posy.randomness import numpy_generator
+from posy.settings import SettingsError
 
 Arrays = list[npt.NDArray[np.generic]]
 SAVE_SECONDS = 120.0
@@ -307,6 +308,22 @@ class PersonalisedStrategy(Strategy):
         """Return freshly initialised parameters ``(d,)``; each offset is an independent seed."""
         return self.architecture.initial(self.settings.run.seed + offset)
 
+    def shared_part(self, layers: Iterable[str]) -> Part:
+        """Return the part of the flat vector that some layers take.
+
+        Raises
+        ------
+        SettingsError
+            If there are none: the network has nothing but personal layers.
+        """
+        part = self.architecture.layout.part(layers)
+        if not part.size:
+            raise SettingsError(
+                f"model = {self.architecture.model!r}: {self.settings.run.method} keeps its only layer on the clients, "
+                "so nothing is left to share; it must be a network with more layers"
+            )
+        return part
+
     # -- messages --------------------------------------------------------------------------------------
 
     def _begin_round(self, server_round: int, grid: Grid) -> None:
@@ -438,7 +455,7 @@ class SingleModelStrategy(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Start from the common initialisation."""
-        self.shared = self.architecture.layout.part(self.shared_layers())
+        self.shared = self.shared_part(self.shared_layers())
         self.model: FloatArray = np.ascontiguousarray(self.shared.take(self.initial()))
 
     def serve(self, client: int) -> Arrays:

@@ -46,7 +46,7 @@ class FedFew(PersonalisedStrategy):
         """Start from K independent initialisations, or from one."""
         distinct = self.method.initialisation == "distinct"
         layers = [x for x in self.architecture.layout.layers if not (self.method.personal_head and x == "head")]
-        self.shared = self.architecture.layout.part(layers)
+        self.shared = self.shared_part(layers)
         starts = [self.shared.take(self.initial(k if distinct else 0)) for k in range(self.method.models)]
         self.models: FloatArray = np.stack(starts)
         self.losses = np.full((self.num_clients, self.method.models), np.nan)

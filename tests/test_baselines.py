@@ -338,3 +338,9 @@ def test_local_clients_start_alike_and_know_nothing_of_each_other(make_config, f
 def test_unknown_method_is_an_error():
     with pytest.raises(SettingsError, match="method = 'fedsgd': it must be one of"):
         strategy_class("fedsgd")
+
+
+@pytest.mark.parametrize(("method", "extra"), [("fedrep", {}), ("fedfew", {"fedfew_personal_head": True})])
+def test_a_network_with_nothing_to_share_is_an_error(method, extra, make_strategy):
+    with pytest.raises(SettingsError, match="model = 'linear'.*nothing is left to share"):
+        make_strategy(method, model="linear", **extra)
