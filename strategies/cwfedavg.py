@@ -64,7 +64,8 @@ class CwFedAvg(PersonalisedStrategy):
 
     def check(self, arrays: Arrays) -> None:
         """Refuse an empirical distribution that is none."""
-        for distribution in arrays[1:]:
+        for array in arrays[1:]:
+            distribution = np.asarray(array, np.float64)
             if (distribution < 0).any() or abs(float(distribution.sum()) - 1) > 1e-3:
                 raise BadReplyError(f"class distribution {distribution.tolist()}")
 

@@ -342,5 +342,5 @@ def test_unknown_method_is_an_error():
 
 @pytest.mark.parametrize(("method", "extra"), [("fedrep", {}), ("fedfew", {"fedfew_personal_head": True})])
 def test_a_network_with_nothing_to_share_is_an_error(method, extra, make_strategy):
-    with pytest.raises(SettingsError, match="model = 'linear'.*nothing is left to share"):
+    with pytest.raises(SettingsError, match=r"model = 'linear'.*nothing is left to share"):
         make_strategy(method, model="linear", **extra)
