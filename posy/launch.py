@@ -89,7 +89,7 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
         raise LaunchError(
             f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), or set engine = in-process"
         )
-    overrides, environment = dict(overrides), dict(ENVIRONMENT)
+    overrides, environment, begun = dict(overrides), dict(ENVIRONMENT), time.time()
     if device.startswith("cuda:"):  # an actor sees only the GPU that Ray gives it, as number 0
         environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:")
         overrides["device"] = "cuda"
@@ -101,6 +101,7 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
             answer = flower.ask("run", str(APP), "--run-config", str(settings), "--federation-config", federation)
             status, results = _follow(flower, answer["run-id"], verbose)
     if status == INTERRUPTED:  # Flower ends the server process without a word
+        results = results or _begun_since(begun, Path(str(overrides.get("output-dir", "runs"))))
         print(f"posy: stopped; results so far: {results or 'none'}", file=sys.stderr)
         if results:
             mark_stopped(Path(results))
@@ -125,6 +126,12 @@ def toml(value: Scalar) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _begun_since(begun: float, folder: Path) -> str:
+    """Return the one run in a folder that is younger than a time: the log comes seconds after what it tells."""
+    young = [path.parent for path in folder.glob("*/config.yaml") if path.stat().st_mtime >= begun]
+    return str(young[0]) if len(young) == 1 else ""
 
 
 def mark_stopped(run: Path) -> None:
