@@ -227,33 +227,34 @@ class PersonalClient(NumPyClient):
             raise ArithmeticError(f"client {self.client}: the training loss is {update.loss}")
         metrics: dict[str, Any] = {**update.metrics, "train-loss": update.loss, "num-test": len(self.data.y_test)}
         if update.local is not None:
-            if config.get("evaluate-local") and len(self.data.y_test):
-                result = yield from self.score(update.local, "test")
-                metrics |= {"local-accuracy": result.accuracy, "local-loss": result.loss}
+            if config.get("evaluate-local"):
+                metrics |= yield from self._test_scores("local", update.local)
             self._save(update.local, config)
         return update.arrays, self.num_train, metrics | self.acknowledgement
 
     def _evaluate(self, parameters: Arrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
         metrics: dict[str, Any] = {"num-train": self.num_train}
         received = self._received(parameters)
-        loss, best = 0.0, None
+        best = None
         if received:
             best = served = yield from self.served_model(received, config)
             metrics["chosen"] = served.chosen
-            if len(self.data.y_test):
-                result = yield from self.score(served, "test")
-                loss = result.loss
-                metrics |= {"served-accuracy": result.accuracy, "served-loss": result.loss}
+            metrics |= yield from self._test_scores("served", served)
         if self.personal_in_every_evaluation or config.get("evaluate-personal"):
             personal = yield from self.personal_model(received, config)
             if personal is not None:
                 best = personal
-                if len(self.data.y_test):
-                    result = yield from self.score(personal, "test")
-                    metrics |= {"local-accuracy": result.accuracy, "local-loss": result.loss}
-        if best is not None and (self.personal_in_every_evaluation or config.get("evaluate-personal")):
-            self._save(best, config)
-        return loss, len(self.data.y_test), metrics | self.acknowledgement
+                metrics |= yield from self._test_scores("local", personal)
+            if best is not None:
+                self._save(best, config)
+        return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics | self.acknowledgement
+
+    def _test_scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
+        """Return a predictor's scores on the test split by key; none where the client has no test samples."""
+        if not len(self.data.y_test):
+            return {}
+        result = yield from self.score(predictor, "test")
+        return {f"{point}-accuracy": result.accuracy, f"{point}-loss": result.loss}
 
     def _received(self, parameters: Arrays) -> list[Tensor]:
         return [torch.from_numpy(np.asarray(array)).to(self.device) for array in parameters]

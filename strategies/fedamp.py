@@ -44,8 +44,7 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
     others = weights.sum(axis=1, keepdims=True)
     weights /= np.maximum(others, 1.0)
     np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
-    result: npt.NDArray[np.float64] = weights
-    return result
+    return weights
 
 
 def squared_distances(models: FloatArray) -> npt.NDArray[np.float64]:

@@ -1,7 +1,6 @@
 """FedAvg with fine-tuning: FedAvg's model, adapted by every client before it is used."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from posy.settings import setting
 from strategies.base import SingleModelStrategy
@@ -18,7 +17,3 @@ class FedAvgFTSettings:
 
 class FedAvgFT(SingleModelStrategy):
     """FedAvg; in the rounds that are evaluated each client fine-tunes the served model."""
-
-    def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Tell the round's learning rate in evaluations too, where the clients fine-tune."""
-        return {"lr": self.learning_rate(server_round)}

@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord
 
 from posy.methods import strategy_class
 from posy.settings import SettingsError
+from server_app.in_process import InProcessGrid
 from strategies.base import weighted_mean
 from strategies.fedamp import message_weights, squared_distances
 from strategies.ifca import cluster_means
@@ -103,8 +105,12 @@ def test_fine_tuning_by_steps_and_at_the_rounds_rate(make_client, softmax_regres
 
 def test_fine_tuning_follows_the_schedule(make_strategy):
     """Cosine over 4 rounds: lr/2 (1 + cos(π/2)) in round 3, in evaluations as in training."""
-    strategy = make_strategy("fedavg-ft", lr=0.4, lr_schedule="cosine", num_server_rounds=4)
-    assert strategy.train_config(3, 0)["lr"] == pytest.approx(0.2)
+    strategy = make_strategy("fedavg-ft", lr=0.4, lr_schedule="cosine", num_server_rounds=4, evaluate_every=1)
+    grid = InProcessGrid(strategy.num_clients)
+    for configure in (strategy.configure_train, strategy.configure_evaluate):
+        messages = configure(3, ArrayRecord(), ConfigRecord(), grid)
+        assert len(messages) == strategy.num_clients
+        assert all(m.content.config_records["config"]["lr"] == pytest.approx(0.2) for m in messages)
 
 
 def test_fine_tuned_federation_serves_fedavgs_model(make_config, federate):
