@@ -7,6 +7,7 @@ algorithm while the training loop, evaluation, state and reply stay in one place
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from client_app.workspace import Workspace
 from models.architecture import Architecture
+from posy.batches import Samples
 from posy.parameters import FloatArray, Layout
 from posy.randomness import torch_generator
 from posy.state import State
-from posy.training import Forward, Samples, Train, Trained
+from posy.training import Forward, Job, Network, Train, Trained
 
 Config = Mapping[str, Any]
 Arrays = list[npt.NDArray[np.generic]]
@@ -143,11 +145,11 @@ class PersonalClient(NumPyClient):
 
     def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
         """Train; and score the local model on the client's test split when the config asks for it."""
-        return self._drive(self._fit(parameters, config), config)
+        return self.drive(self.fit_steps(parameters, config))
 
     def evaluate(self, parameters: Arrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Score the served model, and the personal model if one is kept, on the client's test split."""
-        return self._drive(self._evaluate(parameters, config), config)
+        return self.drive(self.evaluate_steps(parameters, config))
 
     # -- helpers for methods -------------------------------------------------------------------------
 
@@ -221,7 +223,9 @@ class PersonalClient(NumPyClient):
 
     # -- one round -----------------------------------------------------------------------------------
 
-    def _fit(self, parameters: Arrays, config: Config) -> Steps[tuple[Arrays, int, dict[str, Any]]]:
+    def fit_steps(self, parameters: Arrays, config: Config) -> Steps[tuple[Arrays, int, dict[str, Any]]]:
+        """Do what :meth:`fit` does, asking whoever drives the generator for training and outputs."""
+        self._begin(config)
         update = yield from self.local_round(self._received(parameters), config)
         if not np.isfinite(update.loss):
             raise ArithmeticError(f"client {self.client}: the training loss is {update.loss}")
@@ -232,7 +236,9 @@ class PersonalClient(NumPyClient):
             self._save(update.local, config)
         return update.arrays, self.num_train, metrics | self.acknowledgement
 
-    def _evaluate(self, parameters: Arrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
+    def evaluate_steps(self, parameters: Arrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
+        """Do what :meth:`evaluate` does, asking whoever drives the generator for training and outputs."""
+        self._begin(config)
         metrics: dict[str, Any] = {"num-train": self.num_train}
         received = self._received(parameters)
         best = None
@@ -259,24 +265,39 @@ class PersonalClient(NumPyClient):
     def _received(self, parameters: Arrays) -> list[Tensor]:
         return [torch.from_numpy(np.asarray(array)).to(self.device) for array in parameters]
 
-    def _drive(self, steps: Steps[R], config: Config) -> R:
+    def drive(self, steps: Steps[R]) -> R:
         """Carry out a method's requests one after the other."""
-        self.round = int(config["server-round"])
-        self.lr = float(config.get("lr", self.settings.train.lr))
         answer: Any = None
         try:
             while True:
-                answer = self._carry_out(steps.send(answer))
+                answer = self.carry_out(steps.send(answer))
         except StopIteration as finished:
             return finished.value
 
-    def _carry_out(self, work: Train | Forward) -> Trained | Any:
-        network = self.workspace.network(work.network or self.architecture)
-        trainer = self.workspace.trainer
+    def carry_out(self, work: Train | Forward) -> Trained | Any:
+        """Do what the client's generator asks for."""
+        network, trainer = self.network(work), self.workspace.trainer
         if isinstance(work, Forward):
             return trainer.forward(work, network, self.samples(work.split))
-        generator = torch_generator(self.settings.run.seed, "batches", self.round, self.client, work.stream)
-        return trainer.train(work, network, self.samples("train"), generator, self.lr, self.workspace.augment)
+        return trainer.train(self.job(work), network)
+
+    def _begin(self, config: Config) -> None:
+        self.round = int(config["server-round"])
+        self.lr = float(config.get("lr", self.settings.train.lr))
+
+    def network(self, work: Train | Forward) -> Network:
+        """Return the resident network that a request is about."""
+        return self.workspace.network(work.network or self.architecture)
+
+    def job(self, work: Train) -> Job:
+        """Return a training with the client's samples and its random streams of this round."""
+
+        def stream(purpose: str) -> torch.Generator:
+            return torch_generator(self.settings.run.seed, purpose, self.round, self.client, work.stream)
+
+        augment = self.workspace.augment
+        changed = None if augment is None else partial(augment, generator=stream("augment"))
+        return Job(work, self.samples("train"), stream("batches"), self.lr, changed)
 
     def _save(self, predictor: Predictor, config: Config) -> None:
         """Write the personal model to the folder that the config names (simulation: the run's own)."""

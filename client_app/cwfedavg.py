@@ -5,7 +5,8 @@ from torch import Tensor
 
 from client_app.base import Config, Steps, Update, array_of
 from client_app.fedavg import FedAvgClient
-from posy.training import Batch, Context, Net, Train, cross_entropy
+from posy.batches import Batch
+from posy.training import Context, Net, Train, cross_entropy
 
 
 class CwFedAvgClient(FedAvgClient):

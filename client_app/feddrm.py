@@ -6,7 +6,8 @@ from torch import Tensor
 from client_app.base import Config, Steps, Update
 from client_app.fedavg import SharedBodyClient
 from models.architecture import Architecture
-from posy.training import Batch, Context, Net, Train, Trained, cross_entropy
+from posy.batches import Batch
+from posy.training import Context, Net, Train, Trained, cross_entropy
 from strategies.feddrm import two_branches
 
 

@@ -67,7 +67,7 @@ class Workspace:
         return architecture_for(self.settings.train.model, self.dataset.task)
 
     @property
-    def augment(self) -> Callable[[Tensor, torch.Generator], Tensor] | None:
+    def augment(self) -> Callable[..., Tensor] | None:
         """Training augmentation, if the settings ask for one."""
         return random_resized_crop if self.settings.data.augment == "crop" else None
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from client_app.workspace import Workspace
 from models.architecture import Architecture, reduced_like
+from posy.batches import Samples
 from posy.config import Settings
 from posy.metrics import majority_vote
 from posy.parameters import FloatArray
 from posy.results import RunDirectory, load_arrays
-from posy.training import Forward, Samples
+from posy.training import Forward
 from strategies.base import PersonalisedStrategy
 
 

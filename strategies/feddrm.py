@@ -16,9 +16,10 @@ from torch import Tensor
 from client_app.workspace import Workspace
 from models.architecture import Architecture
 from posy import figures
+from posy.batches import Samples
 from posy.results import load_arrays
 from posy.settings import SettingsError, setting
-from posy.training import Forward, Samples
+from posy.training import Forward
 from strategies.base import SingleModelStrategy
 
 

@@ -178,7 +178,7 @@ def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
     body = client.layout.without(["head"])
     client.fit([body.take(client.initial().numpy())], CONFIG)
     other = np.random.default_rng(0).normal(size=body.size).astype(np.float32)
-    predictor = client._drive(client.served_model([torch.from_numpy(other)], CONFIG), CONFIG)
+    predictor = client.drive(client.served_model([torch.from_numpy(other)], CONFIG))
     flat = predictor.members[0].parameters.numpy()
     np.testing.assert_array_equal(body.take(flat), other)
     np.testing.assert_array_equal(client.layout.part(["head"]).take(flat), client.state["personal"])

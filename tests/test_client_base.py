@@ -33,7 +33,7 @@ def initial(client: PersonalClient, offset: int = 0) -> np.ndarray:
 
 
 def drive(client: PersonalClient, steps: Steps[Any]) -> Any:
-    return client._drive(steps, {"server-round": 1})
+    return client.drive(steps)
 
 
 def logits(client: PersonalClient, flat: Tensor, split: str = "test") -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from client_app.cwfedavg import regularised
-from posy.training import Batch, classification
+from posy.batches import Batch
+from posy.training import classification
 from strategies.cwfedavg import class_models, class_weights, weight_distribution
 
 # A linear model of two features and three classes: weights (3, 2), then biases (3,).

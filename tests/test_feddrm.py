@@ -10,11 +10,11 @@ from torch import Tensor
 
 from client_app.feddrm import class_and_client
 from client_app.workspace import Workspace
+from posy.batches import Batch
 from posy.config import resolve
 from posy.methods import strategy_class
 from posy.results import RunDirectory
 from posy.settings import SettingsError
-from posy.training import Batch
 from server_app.system import pooled_test, system_accuracy
 from strategies.base import Member
 from strategies.feddrm import route_queries, routing_matrix

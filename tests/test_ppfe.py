@@ -268,7 +268,7 @@ def test_ensemble_by_hand(make_client, betas, expected):
         flat = torch.zeros(client.layout.size)
         flat[-3:] = torch.log(torch.tensor(p))
         members.append(Member(flat, client.architecture, beta))
-    found = client._drive(client.predict(Predictor(members), "test"), {"server-round": 1})
+    found = client.drive(client.predict(Predictor(members), "test"))
     np.testing.assert_allclose(found.exp(), np.tile(expected, (len(found), 1)), rtol=1e-5)
 
 
@@ -281,7 +281,7 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
         flat = torch.zeros(client.layout.size)
         flat[-3:] = torch.log(torch.tensor(p))
         members.append(Member(flat, client.architecture, beta))
-    found = client._drive(client.predict(Predictor(members), "test"), {"server-round": 1}).exp()
+    found = client.drive(client.predict(Predictor(members), "test")).exp()
     assert found.argmax(dim=1).unique().tolist() == [chosen]
     assert bool((found > 0).all())
 
@@ -369,10 +369,10 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
         strategy = make_strategy("ppfe", ppfe_ensemble=ensemble)
         client = make_client("ppfe", ppfe_ensemble=ensemble)
         first = strategy.stages[0]
-        client._drive(client.close_stage(first, client.initial()), {"server-round": 2})
+        client.drive(client.close_stage(first, client.initial()))
         second = client.stages[1]
         current = client.assembled(second, second.shared_part.take(open_stage(first, second, client.initial())))
-        predictor = client._drive(client.ensemble(second, current), {"server-round": 2})
+        predictor = client.drive(client.ensemble(second, current))
         assert len(predictor.members) == count
         assert torch.equal(predictor.members[-1].parameters, current)
 
@@ -385,7 +385,7 @@ def test_local_step_of_a_later_stage(make_client):
     client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.1)
     n = client.num_train
     first, second = client.stages[:2]
-    client._drive(client.close_stage(first, client.initial()), {"server-round": 2})
+    client.drive(client.close_stage(first, client.initial()))
     weights = torch.linspace(0.5, 1.5, n)
     client.keep("weights", weights)
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
@@ -499,7 +499,7 @@ def test_served_model_of_a_stage_that_has_not_begun_is_the_finished_ones(make_cl
     first = client.stages[0]
     body = client.stages[1].shared_part.take(open_stage(first, client.stages[1], client.initial()))
     config = {"server-round": 2, "stage": 2, "first-finished": 1, "rounds-done": 0}
-    before = client._drive(client.served_model([body, client.initial()], config), config)
+    before = client.drive(client.served_model([body, client.initial()], config))
     assert len(before.members) == 1 and torch.equal(before.members[0].parameters, client.initial())
-    after = client._drive(client.served_model([body], {**config, "first-finished": 2, "rounds-done": 1}), config)
+    after = client.drive(client.served_model([body], {**config, "first-finished": 2, "rounds-done": 1}))
     assert len(after.members) == 2

@@ -1,6 +1,7 @@
 """Local training against hand-written loops, stacked against single models, and its degenerate cases."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,22 +14,20 @@ from client_app.cwfedavg import regularised
 from client_app.feddrm import class_and_client
 from data.task import Task
 from models.architecture import Architecture
+from posy.batches import Batch, Samples, batches
 from posy.parameters import Layout, layout_of
 from posy.settings import MODELS, TrainSettings
 from posy.training import (
-    Batch,
     Forward,
+    Job,
     Network,
     Objective,
     Pull,
-    Samples,
     Train,
     Trained,
     Trainer,
     TrainingDivergedError,
-    batches,
     classification,
-    plan_epochs,
     trainable_names,
 )
 
@@ -85,7 +84,7 @@ def train(
     work: Train, net: Network | None = None, data: Samples | None = None, lr: float = LR, **settings: Any
 ) -> Trained:
     own = TrainSettings(**{"batch_size": 4, "local_epochs": 2, **settings})
-    return Trainer(own, CPU).train(work, net or network(), data or samples(), generator(), lr)
+    return Trainer(own, CPU).train(Job(work, data or samples(), generator(), lr), net or network())
 
 
 def by_hand(
@@ -497,7 +496,8 @@ def test_a_partial_pass_takes_its_first_batches() -> None:
     ],
 )
 def test_epochs_and_steps(work: dict[str, Any], settings: dict[str, Any], expected: list[int | None]) -> None:
-    assert plan_epochs(Train(initial(), **work), TrainSettings(batch_size=4, **settings), N) == expected
+    trainer = Trainer(TrainSettings(batch_size=4, **settings), CPU)
+    assert trainer._share(Job(Train(initial(), **work), samples(), generator(), LR)).epochs == expected
 
 
 def test_the_loss_is_that_of_the_last_pass_weighted_by_batch() -> None:
@@ -569,7 +569,10 @@ def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:
         return x + number
 
     trainer = Trainer(TrainSettings(batch_size=4, local_epochs=1), CPU)
-    first, second = (trainer.train(Train(initial()), network(), samples(), generator(), LR, shift) for _ in range(2))
+    first, second = (
+        trainer.train(Job(Train(initial()), samples(), generator(), LR, partial(shift, own=generator(2))), network())
+        for _ in range(2)
+    )
     assert [n for n, _ in seen] == [4, 4, 3] * 2
     assert seen[:3] == seen[3:]
     assert len({number for _, number in seen}) == 3

@@ -1,0 +1,42 @@
+"""Flower arrays that hold a NumPy array by reference."""
+
+from io import BytesIO
+from typing import Any
+
+import flwr.app
+import numpy as np
+import numpy.typing as npt
+from flwr.common.constant import SType
+
+
+class Array(flwr.app.Array):
+    """A Flower array that is serialised only when a transport asks for its bytes, and then once.
+
+    Between a strategy and clients of one process nothing is copied: whoever reads the array must not
+    write to it. On the wire it is an ordinary ``Array``, for which it needs that name.
+
+    Parameters
+    ----------
+    ndarray : numpy.ndarray
+        The array; a scalar's array keeps its shape ``()``.
+    """
+
+    def __init__(self, ndarray: npt.NDArray[Any]) -> None:
+        self.__dict__.update(
+            dtype=str(ndarray.dtype), shape=tuple(ndarray.shape), stype=str(SType.NUMPY), _ndarray=ndarray
+        )
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The bytes of the array as ``numpy.save`` writes them."""
+        if "_data" not in self.__dict__:
+            buffer = BytesIO()
+            np.save(buffer, np.asarray(self.__dict__["_ndarray"], order="C"), allow_pickle=False)
+            self.__dict__["_data"] = buffer.getvalue()
+        data: bytes = self.__dict__["_data"]
+        return data
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Return the array itself."""
+        ndarray: npt.NDArray[Any] = self.__dict__["_ndarray"]
+        return ndarray
