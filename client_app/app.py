@@ -3,11 +3,12 @@
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from client_app.base import PersonalClient
+from client_app.base import PersonalClient, Steps
 from client_app.workspace import Workspace, workspace_for
+from posy.arrays import record_of
 from posy.flower import isolate_simulation
 from posy.methods import client_class
 from posy.state import load_state, save_state
@@ -19,19 +20,13 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train one client for one round."""
-    client, arrays, config = open_message(message, context)
-    result, num_examples, metrics = client.fit(arrays, config)
-    save_state(context, client.client, client.state)
-    return reply_to(message, result, num_examples, metrics)
+    return Call(message, context).answer()
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Score the served model of one client."""
-    client, arrays, config = open_message(message, context)
-    _, num_examples, metrics = client.evaluate(arrays, config)
-    save_state(context, client.client, client.state)
-    return reply_to(message, [], num_examples, metrics)
+    return Call(message, context).answer()
 
 
 @app.query()
@@ -58,14 +53,50 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
-def open_message(message: Message, context: Context) -> tuple[PersonalClient, list[Any], dict[str, Any]]:
-    """Return the client that a message is for, the arrays and the config that it brings."""
-    config: dict[str, Any] = dict(message.content.config_records["config"])
-    workspace = workspace_for(config.pop("settings"))
-    number = int(config["client"])
-    client = client_class(workspace.settings.run.method)(number, workspace, load_state(context, number))
-    arrays = [array.numpy() for array in message.content.array_records["arrays"].values()]
-    return client, arrays, config
+class Call:
+    """A message that asks one client to train or to evaluate.
+
+    Parameters
+    ----------
+    message : Message
+        What the server sent.
+    context : Context
+        The node's; it holds the client's state.
+    """
+
+    def __init__(self, message: Message, context: Context) -> None:
+        self.message = message
+        self._context = context
+        self._config: dict[str, Any] = dict(message.content.config_records["config"])
+        self.workspace = workspace_for(self._config.pop("settings"))
+        self.number = int(self._config["client"])
+        # Imported here, not where the client is made: that may be on one of several threads.
+        self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
+
+    @property
+    def num_train(self) -> int:
+        """Training samples of the client."""
+        return len(self.workspace.partition.train[self.number])
+
+    def open(self) -> tuple[PersonalClient, Steps[Any]]:
+        """Return the client, with its state, and the generator of what it is to do."""
+        client = self._make(self.number, self.workspace, load_state(self._context, self.number))
+        self._state = client.state
+        arrays = [array.numpy() for array in self.message.content.array_records["arrays"].values()]
+        training = self.message.metadata.message_type == MessageType.TRAIN
+        return client, (client.fit_steps if training else client.evaluate_steps)(arrays, self._config)
+
+    def close(self, result: tuple[Any, int, dict[str, Any]]) -> Message:
+        """Keep the client's state and return the reply."""
+        arrays, num_examples, metrics = result
+        save_state(self._context, self.number, self._state)
+        sent = arrays if self.message.metadata.message_type == MessageType.TRAIN else []
+        return reply_to(self.message, sent, num_examples, metrics)
+
+    def answer(self) -> Message:
+        """Let the client do what it is asked, and return the reply."""
+        client, steps = self.open()
+        return self.close(client.drive(steps))
 
 
 def client_of(message: Message) -> int:
@@ -80,7 +111,7 @@ def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: di
     texts = {k: v for k, v in metrics.items() if isinstance(v, str)}
     content = RecordDict(
         {
-            "arrays": ArrayRecord({str(i): Array(np.asarray(a, order="C")) for i, a in enumerate(arrays)}),
+            "arrays": record_of({str(i): np.asarray(a) for i, a in enumerate(arrays)}),
             "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
             "config": ConfigRecord({**texts, "client": client_of(message)}),
         }

@@ -263,7 +263,7 @@ class PersonalClient(NumPyClient):
         return {f"{point}-accuracy": result.accuracy, f"{point}-loss": result.loss}
 
     def _received(self, parameters: Arrays) -> list[Tensor]:
-        return [torch.from_numpy(np.asarray(array)).to(self.device) for array in parameters]
+        return [self.workspace.tensor(np.asarray(array)) for array in parameters]
 
     def drive(self, steps: Steps[R]) -> R:
         """Carry out a method's requests one after the other."""

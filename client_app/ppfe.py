@@ -30,6 +30,7 @@ class PPFEClient(PersonalClient):
         trained: Trained = yield Train(
             start,
             sample_weight=self.recall("weights"),
+            resample=self.method.weighting == "resample",
             rates=self.shared_rates(stage) if later else {},
             mask=self.mask(stage) if later else None,
             network=stage.architecture,

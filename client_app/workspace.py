@@ -1,10 +1,14 @@
 """What a client process keeps resident: data set, partition, networks, the clients' tensors."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
+from threading import RLock, local
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +22,7 @@ from posy.settings import SettingsError
 from posy.training import Network, Trainer
 
 CACHED_BYTES = 2 << 30
+REMEMBERED = 2
 
 
 def choose_device(name: str) -> torch.device:
@@ -39,6 +44,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Workspace:
     """Data, networks and trainer of one process, shared by all clients that it serves."""
 
@@ -48,8 +58,11 @@ class Workspace:
         if self.device.type == "cpu" and settings.train.threads:
             torch.set_num_threads(settings.train.threads)
         self.trainer = Trainer(settings.train, self.device)
-        self._networks: dict[Architecture, Network] = {}
+        self._local = local()
         self._clients: OrderedDict[int, ClientData] = OrderedDict()
+        self._received: OrderedDict[int, tuple[Any, Tensor]] = OrderedDict()
+        self._cached = 0
+        self._lock = RLock()
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -73,18 +86,42 @@ class Workspace:
 
     def client_data(self, client: int) -> ClientData:
         """Return a client's tensors, made when it is first asked for and kept while they fit."""
-        if client not in self._clients:
-            self._clients[client] = client_data(self.dataset, self.partition, client, self.settings.data, self.device)
-            while len(self._clients) > 1 and sum(map(_size, self._clients.values())) > CACHED_BYTES:
-                self._clients.popitem(last=False)
-        self._clients.move_to_end(client)
-        return self._clients[client]
+        with self._lock:
+            if client not in self._clients:
+                data = client_data(self.dataset, self.partition, client, self.settings.data, self.device)
+                self._clients[client] = data
+                self._cached += _size(data)
+                while len(self._clients) > 1 and self._cached > CACHED_BYTES:
+                    self._cached -= _size(self._clients.popitem(last=False)[1])
+            self._clients.move_to_end(client)
+            return self._clients[client]
 
     def network(self, architecture: Architecture) -> Network:
-        """Return the resident network of an architecture."""
-        if architecture not in self._networks:
-            self._networks[architecture] = Network(architecture.build, architecture.layout, self.device)
-        return self._networks[architecture]
+        """Return the resident network of an architecture; every thread has its own."""
+        networks: dict[Architecture, Network] = self._local.__dict__.setdefault("networks", {})
+        if architecture not in networks:
+            networks[architecture] = Network(architecture.build, architecture.layout, self.device)
+        return networks[architecture]
+
+    def tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        """Return an array on the device; one that came last time too, as for clients of one model, is not moved again.
+
+        It shares the array's memory where it can, and must not be written to.
+        """
+        with self._lock:
+            kept, tensor = self._received.get(id(array), (None, torch.empty(0)))
+            if kept is not array:
+                tensor = torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
+                self._received[id(array)] = array, tensor
+                while len(self._received) > REMEMBERED:
+                    self._received.popitem(last=False)
+            return tensor
+
+    @property
+    def workers(self) -> int:
+        """Clients that are trained at the same time: one on each core, or one on a GPU."""
+        threads = self.settings.train.threads
+        return max(1, cores() // threads) if self.device.type == "cpu" and threads else 1
 
 
 @lru_cache(maxsize=1)

@@ -1,5 +1,6 @@
 """Flower arrays that hold a NumPy array by reference."""
 
+from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
@@ -40,3 +41,16 @@ class Array(flwr.app.Array):
         """Return the array itself."""
         ndarray: npt.NDArray[Any] = self.__dict__["_ndarray"]
         return ndarray
+
+
+def record_of(arrays: Mapping[str, npt.NDArray[Any]]) -> flwr.app.ArrayRecord:
+    """Return a Flower record that holds arrays by reference."""
+    return record_of_arrays({name: Array(array) for name, array in arrays.items()})
+
+
+def record_of_arrays(arrays: Mapping[str, Array]) -> flwr.app.ArrayRecord:
+    """Return a Flower record of these very arrays; its own constructor would copy their bytes."""
+    record = flwr.app.ArrayRecord()
+    for name, array in arrays.items():
+        record[name] = array
+    return record

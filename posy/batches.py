@@ -43,12 +43,14 @@ def batches(
     steps: int | None,
     generator: torch.Generator,
     smallest: int = 1,
+    odds: Tensor | None = None,
 ) -> Iterator[Batch]:
     """Yield the mini-batches of one pass (or its first ``steps``) in a fresh random order.
 
-    A last batch of fewer than ``smallest`` samples is left out.
+    A last batch of fewer than ``smallest`` samples is left out. With ``odds`` ``(n,)`` a pass is n draws
+    with replacement in proportion to them.
     """
-    order = _order(len(samples.y), size, steps, generator, smallest).to(samples.y.device)
+    order = _order(len(samples.y), size, steps, generator, smallest, odds).to(samples.y.device)
     # Shuffled once a pass: batches are then views, with no gather and no copy on the step.
     x = samples.x.permute(0, 2, 3, 1)[order].permute(0, 3, 1, 2) if samples.x.dim() == 4 else samples.x[order]
     y = samples.y[order]
@@ -58,8 +60,13 @@ def batches(
         yield Batch(x[start:stop], y[start:stop], None if w is None else w[start:stop])
 
 
-def _order(count: int, size: int, steps: int | None, generator: torch.Generator, smallest: int) -> Tensor:
-    order = torch.randperm(count, generator=generator)
+def _order(
+    count: int, size: int, steps: int | None, generator: torch.Generator, smallest: int, odds: Tensor | None
+) -> Tensor:
+    if odds is None:
+        order = torch.randperm(count, generator=generator)
+    else:
+        order = torch.multinomial(odds.cpu(), count, replacement=True, generator=generator)
     if steps is not None:
         order = order[: steps * size]
     rest = len(order) % size
@@ -74,6 +81,7 @@ class Share(NamedTuple):
     epochs: Sequence[int | None]
     generator: torch.Generator
     augment: Augment | None
+    odds: Tensor | None = None
 
 
 class Schedule:
@@ -125,7 +133,9 @@ class Schedule:
         if any(share.weight is not None for share in shares):
             ones = [torch.ones(len(s.samples.y), device=device) if s.weight is None else s.weight for s in shares]
             self._sample_weight = torch.cat(ones)
-        self._augment = [share.augment for share in shares] if shares[0].augment is not None else []
+        self._augment = [share.augment for share in shares if share.augment is not None]
+        # Only a client's own samples are changed: those that fill up a batch would draw from its stream.
+        self._held = [(mask > 0).sum(1).tolist() for _, mask, _ in tables] if self._augment else []
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield batches ``(A, B, ...)`` of the A clients still training, and what each counts in the loss ``(A, 1)``.
@@ -136,8 +146,9 @@ class Schedule:
             index = self._index[step, :active]
             weight = self._weight[step, :active]
             x = self._x[index]
-            if self._augment:
-                x = torch.stack([augment(row) for augment, row in zip(self._augment, x, strict=False) if augment])
+            for place, augment in enumerate(self._augment[:active]):
+                held = self._held[place][step]
+                x[place, :held] = augment(x[place, :held])
             if self._sample_weight is not None:
                 weight = weight * self._sample_weight[index]
             yield Batch(x, self._y[index], weight), self._counted[step, :active, None]
@@ -147,7 +158,7 @@ def _table(share: Share, size: int, width: int, smallest: int) -> tuple[Tensor, 
     """Return a client's samples ``(S, width)`` by step, their weights, and what each step counts ``(S,)``."""
     indices, sizes, last = [], [], torch.zeros(0)
     for steps in share.epochs:
-        order = _order(len(share.samples.y), size, steps, share.generator, smallest)
+        order = _order(len(share.samples.y), size, steps, share.generator, smallest, share.odds)
         rows = -(-len(order) // size)
         padded = torch.zeros(rows, size, dtype=torch.int64)
         padded.view(-1)[: len(order)] = order

@@ -4,7 +4,9 @@ from collections.abc import Iterator, MutableMapping
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Array, ArrayRecord, Context
+from flwr.app import Context
+
+from posy.arrays import record_of
 
 
 class State(MutableMapping[str, npt.NDArray[np.generic]]):
@@ -46,7 +48,7 @@ def load_state(context: Context, client: int) -> State:
 def save_state(context: Context, client: int, state: State) -> None:
     """Write the state of one client to a node's Flower context, if it has changed."""
     if state.changed:
-        context.state[_key(client)] = ArrayRecord({name: Array(np.asarray(value)) for name, value in state.items()})
+        context.state[_key(client)] = record_of({name: np.asarray(value) for name, value in state.items()})
         state.changed = False
 
 

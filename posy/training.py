@@ -22,6 +22,8 @@ from posy.parameters import Entry, Layout
 from posy.settings import TrainSettings
 
 EVALUATION_BATCH = 512
+STACK_BYTES = 2 << 30
+"""Memory of a CPU that stacked models may take."""
 SMALL = 100_000
 """Parameters up to which a network without convolutions is stacked on a CPU."""
 
@@ -80,6 +82,9 @@ class Train:
         What the objective needs besides, constant during the round.
     sample_weight : Tensor or None
         ``(n,)`` weight of each training sample.
+    resample : bool
+        Draw samples in proportion to their weights, with replacement, instead of weighting their losses: the
+        same objective on average, without steps as large as the largest weight.
     pull : Pull or None
         Proximal term.
     rates : Mapping of str to float
@@ -98,6 +103,7 @@ class Train:
     objective: Objective = classification
     context: Context = field(default_factory=dict)
     sample_weight: Tensor | None = None
+    resample: bool = False
     pull: Pull | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
     mask: Tensor | None = None
@@ -364,6 +370,14 @@ class Trainer:
             return True
         return not network.convolves and network.layout.size <= SMALL
 
+    def capacity(self, network: Network) -> int:
+        """Return how many models of a network may be trained at once, by the memory that there is for them.
+
+        An estimate: parameters, gradients, momentum, anchor and result, and as much again for activations.
+        """
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else STACK_BYTES
+        return max(1, int(0.8 * free) // (10 * 4 * network.layout.size))
+
     def train(self, job: Job, network: Network) -> Trained:
         """Run one client's local SGD (momentum starts at zero).
 
@@ -446,7 +460,9 @@ class Trainer:
         for steps in share.epochs:
             total.zero_()
             seen = 0
-            for batch in batches(job.samples, share.weight, self.settings.batch_size, steps, job.generator, smallest):
+            for batch in batches(
+                job.samples, share.weight, self.settings.batch_size, steps, job.generator, smallest, share.odds
+            ):
                 changed = batch if job.augment is None else batch._replace(x=job.augment(batch.x))
                 losses, gradients = models.gradients(changed)
                 optimiser.step(gradients)

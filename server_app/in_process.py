@@ -1,22 +1,25 @@
 """A Flower grid inside the ServerApp's own process: the same messages, clients and state, no transport."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from logging import ERROR
 from typing import Any
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from client_app.app import Call
 from client_app.app import app as client_app
+from client_app.engine import Engine
+from client_app.workspace import Workspace
 
 
 class InProcessGrid(Grid):
-    """Delivers messages to virtual clients in this process, one after the other.
+    """Delivers messages to virtual clients in this process; arrays pass by reference.
 
     Parameters
     ----------
@@ -40,6 +43,7 @@ class InProcessGrid(Grid):
             for node in range(1, num_clients + 1)
         }
         self._replies: dict[str, Message] = {}
+        self._engine: Engine | None = None
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the virtual nodes 1..M."""
@@ -47,35 +51,62 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Let the clients answer the messages at once; replies wait to be pulled."""
-        ids = []
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = str(uuid4())
-            self._replies[message.metadata.message_id] = self._answer(message)
-            ids.append(message.metadata.message_id)
-        return ids
+        pushed = list(messages)
+        self._replies |= {m.metadata.reply_to_message_id: m for m in self._answers(pushed, float("inf"))}
+        return [message.metadata.message_id for message in pushed]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to some messages."""
         return [self._replies.pop(i) for i in message_ids if i in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Push messages and return the replies; after ``timeout`` seconds no further client is asked."""
-        end = time.monotonic() + timeout if timeout is not None else float("inf")
-        replies: list[Message] = []
-        for message in messages:
-            if time.monotonic() >= end:
-                break
-            replies += self.pull_messages(self.push_messages([message]))
-        return replies
+        """Let the clients answer and return the replies; after ``timeout`` seconds no further client is asked."""
+        return self._answers(list(messages), time.monotonic() + timeout if timeout is not None else float("inf"))
 
-    def _answer(self, message: Message) -> Message:
-        try:
-            reply = client_app(message, self._contexts[message.metadata.dst_node_id])
-        except Exception as error:  # whatever a client raises is its reply, as on a real node
-            log(ERROR, "client on node %s: %r", message.metadata.dst_node_id, error)
-            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, repr(error)), reply_to=message)
-        reply.metadata.__dict__["_message_id"] = str(uuid4())
-        return reply
+    def _answers(self, messages: Sequence[Message], end: float) -> list[Message]:
+        replies: dict[int, Message] = {}
+        calls: dict[int, Call] = {}
+        for number, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = str(uuid4())
+            if time.monotonic() >= end:
+                continue
+            try:
+                received = self._receive(message)
+            except Exception as error:  # whatever a client raises is its reply, as on a real node
+                received = _failure(message, error)
+            if isinstance(received, Call):
+                calls[number] = received
+            else:
+                replies[number] = received
+        places, asked = list(calls), list(calls.values())
+
+        def finish(place: int, result: Any) -> None:
+            call = asked[place]
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                replies[places[place]] = call.close(result)
+            except Exception as error:
+                replies[places[place]] = _failure(call.message, error)
+
+        if asked:
+            engine = self._engine_for(asked[0].workspace)
+            engine.run([call.open for call in asked], [call.num_train for call in asked], finish, end)
+        for reply in replies.values():
+            reply.metadata.__dict__["_message_id"] = str(uuid4())
+        return [replies[number] for number in sorted(replies)]
+
+    def _receive(self, message: Message) -> Message | Call:
+        """Return the reply to a message, or the work that it asks for."""
+        context = self._contexts[message.metadata.dst_node_id]
+        if message.metadata.message_type == MessageType.QUERY:
+            return client_app(message, context)
+        return Call(message, context)
+
+    def _engine_for(self, workspace: Workspace) -> Engine:
+        if self._engine is None or self._engine.workspace is not workspace:
+            self._engine = Engine(workspace)
+        return self._engine
 
     def set_run(self, run: Any) -> None:
         """Ignore the run: there is one."""
@@ -90,3 +121,8 @@ class InProcessGrid(Grid):
     ) -> Message:
         """Create a message."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+def _failure(message: Message, error: Exception) -> Message:
+    log(ERROR, "client on node %s: %r", message.metadata.dst_node_id, error)
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, repr(error)), reply_to=message)

@@ -19,12 +19,13 @@ from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from models.architecture import Architecture
+from posy.arrays import Array, record_of_arrays
 from posy.config import Settings
 from posy.parameters import FloatArray, Part
 from posy.randomness import numpy_generator
@@ -338,11 +339,12 @@ class PersonalisedStrategy(Strategy):
     def _message(
         self, kind: str, server_round: int, client: int, config: ConfigRecord, extra: Mapping[str, Any]
     ) -> Message:
-        arrays = ArrayRecord({str(i): array for i, array in enumerate(self._pack(self.serve(client)))})
+        served = self.serve(client)
+        arrays = record_of_arrays({str(i): array for i, array in enumerate(self._pack(served))})
         told = ConfigRecord(
             {**config, "settings": self._settings_json, "server-round": server_round, "client": client, **extra}
         )
-        size = arrays.count_bytes()
+        size = sum(array.nbytes for array in served)
         self.record.bytes_down += size
         self.record.row(client)["bytes_down"] += size
         content = RecordDict({"arrays": arrays, "config": told})
@@ -350,9 +352,9 @@ class PersonalisedStrategy(Strategy):
         return Message(content, dst_node_id=node, message_type=kind, group_id=str(server_round))
 
     def _pack(self, arrays: Arrays) -> list[Array]:
-        """Serialise arrays; what the client before was sent too is not serialised again."""
+        """Wrap arrays for Flower; what the client before was sent too is not serialised again."""
         known = {id(source): array for source, array in self._packed}
-        self._packed = [(a, known.get(id(a)) or Array(np.asarray(a, order="C"))) for a in arrays]
+        self._packed = [(a, known.get(id(a)) or Array(a)) for a in arrays]
         return [array for _, array in self._packed]
 
     def _where_to_save(self) -> dict[str, str]:
@@ -413,7 +415,7 @@ class PersonalisedStrategy(Strategy):
         scores = _scores_of(metrics)
         self.acknowledged(client, metrics)
         # From here on the reply is good: one that is dropped leaves nothing in the client's row.
-        size = record.count_bytes()
+        size = sum(array.nbytes for array in arrays)
         self.record.bytes_up += size
         row = self.record.row(client)
         row["bytes_up"] += size

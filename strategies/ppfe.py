@@ -51,6 +51,12 @@ class PPFESettings:
     loss: str = setting(
         "zero-one", "loss of a sample in the reweighting: 0/1, or 1 - p(label)", choices=("zero-one", "probability")
     )
+    weighting: str = setting(
+        "resample",
+        "how samples' weights enter the training: by drawing them in proportion, or as factors on their losses, "
+        "which with few hard samples makes steps so large that training may diverge",
+        choices=("resample", "loss"),
+    )
     reweighting: bool = setting(True, "reweight samples between stages (off: ablation WPW)")
     ensemble: bool = setting(True, "predict with all stages (off: with the current one alone; ablations M1-M3)")
     fixed_head: int = setting(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 
+from client_app.app import Call
 from client_app.base import PersonalClient
 from client_app.workspace import Workspace
 from posy.config import defaults, resolve
@@ -63,14 +64,14 @@ class FailingGrid(InProcessGrid):
         super().__init__(num_clients)
         self.fail, self.forget = fail, forget
 
-    def _answer(self, message: Message) -> Message:
+    def _receive(self, message: Message) -> Message | Call:
         config = message.content.config_records["config"]
         key = (message.metadata.message_type, config.get("server-round"), config.get("client"))
         if key in self.fail:
             del message.content["arrays"]
         if key in self.forget:
             self._contexts[message.metadata.dst_node_id].state.clear()
-        return super()._answer(message)
+        return super()._receive(message)
 
 
 @pytest.fixture(scope="session", autouse=True)

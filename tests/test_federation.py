@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 
+from client_app.app import Call
 from posy.config import resolve
 from posy.settings import SettingsError
 from server_app import federation
@@ -155,9 +156,9 @@ def test_clients_that_never_appear_are_an_error(settings_json: str, monkeypatch:
 
 def test_a_node_that_cannot_serve_the_run_says_why(settings_json: str) -> None:
     class Broken(InProcessGrid):
-        def _answer(self, message: Message) -> Message:
+        def _receive(self, message: Message) -> Message | Call:
             if message.metadata.dst_node_id != 2:
-                return super()._answer(message)
+                return super()._receive(message)
             return Message(Error(3, "no data set there"), reply_to=message)
 
     with pytest.raises(SettingsError, match="a node cannot serve this run: no data set there"):

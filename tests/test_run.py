@@ -13,6 +13,7 @@ import torch
 import yaml
 from flwr.app import ArrayRecord, Error, Message
 
+from client_app.app import Call
 from client_app.fedavg import FedAvgClient
 from client_app.workspace import Workspace
 from data.errors import DataError
@@ -52,11 +53,11 @@ class Failing(InProcessGrid):
         super().__init__(num_clients)
         self.clients, self.since = clients, since
 
-    def _answer(self, message: Message) -> Message:
+    def _receive(self, message: Message) -> Message | Call:
         config = message.content.config_records["config"]
         if config.get("client") in self.clients and int(str(config["server-round"])) >= self.since:
             return Message(Error(9, "node lost"), reply_to=message)
-        return super()._answer(message)
+        return super()._receive(message)
 
 
 def started(config: Config, grid: InProcessGrid | None = None) -> Recorder:

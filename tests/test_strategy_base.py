@@ -352,11 +352,11 @@ def test_bytes_are_those_of_the_messages(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     messages, replies = send(strategy)
     take(strategy, replies)
-    down = [m.content.array_records["arrays"].count_bytes() for m in messages]
-    up = [r.content.array_records["arrays"].count_bytes() for r in replies]
+    down = [sum(a.numpy().nbytes for a in m.content.array_records["arrays"].values()) for m in messages]
+    up = [sum(a.numpy().nbytes for a in r.content.array_records["arrays"].values()) for r in replies]
     evaluations, answers = send(strategy, phase="evaluate")
     take(strategy, answers, phase="evaluate")
-    again = [m.content.array_records["arrays"].count_bytes() for m in evaluations]
+    again = [sum(a.numpy().nbytes for a in m.content.array_records["arrays"].values()) for m in evaluations]
     assert min(down + up + again) >= 4 * strategy.size
     record = strategy.record
     assert [record.row(c)["bytes_down"] for c in range(4)] == [a + b for a, b in zip(down, again, strict=True)]

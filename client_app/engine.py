@@ -1,0 +1,212 @@
+"""Drives the rounds of many clients in one process: side by side as one stacked computation, or on threads."""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Any
+
+import torch
+from flwr.common.logger import log
+
+from client_app.base import PersonalClient, Steps
+from client_app.workspace import Workspace
+from posy.training import Forward, Network, Train, Trainer, TrainingInterruptedError, kind
+
+Open = Callable[[], tuple[PersonalClient, Steps[Any]]]
+"""Makes a client and the generator of its round."""
+
+
+@dataclass
+class Running:
+    """A client in the middle of its round, and what it waits for."""
+
+    number: int
+    client: PersonalClient
+    steps: Steps[Any]
+    request: Train | Forward
+
+
+class Engine:
+    """Carries out clients' rounds with the resources of one process.
+
+    Where stacking pays (see :meth:`Trainer.stacks`), clients advance together: what they ask for at the same
+    time and is of one kind is one computation. Elsewhere each client trains by itself on a thread of its own;
+    threads share data and models and wait for each other only in Python, not in PyTorch.
+
+    Parameters
+    ----------
+    workspace : Workspace
+        Data, networks and trainer of this process.
+    workers : int
+        Threads that train clients; 0: as many as the cores allow with the setting ``threads``, one on a GPU.
+    """
+
+    def __init__(self, workspace: Workspace, workers: int = 0) -> None:
+        self.workspace = workspace
+        self.workers = workers or workspace.workers
+        self._pool: ThreadPoolExecutor | None = None
+        self._capacity: dict[Network, int] = {}
+
+    def run(
+        self,
+        openers: Sequence[Open],
+        sizes: Sequence[int],
+        finish: Callable[[int, Any], None],
+        end: float = float("inf"),
+    ) -> None:
+        """Carry out some rounds.
+
+        Parameters
+        ----------
+        openers : sequence of callable
+            Make the clients; called when it is their turn.
+        sizes : sequence of int
+            Samples of each client: the largest come first, so that the last ones are short.
+        finish : callable
+            Called with a client's place and the result of its round, or the exception that ended it. It may
+            be called from a thread, never twice for a client.
+        end : float
+            Monotonic time after which no further client is begun.
+        """
+        order = sorted(range(len(openers)), key=lambda i: -sizes[i])
+        plain = self.workspace.network(self.workspace.architecture)
+        if len(order) > 1 and self.workspace.trainer.stacks(plain, len(order)):
+            at_once = self.workspace.trainer.capacity(plain)
+            for begin in range(0, len(order), at_once):
+                if time.monotonic() < end:
+                    self._side_by_side(order[begin : begin + at_once], openers, finish)
+        elif self.workers == 1 or len(order) < 2:
+            for number in order:
+                if time.monotonic() < end:
+                    self._alone(number, openers[number], finish)
+        else:
+            self._on_threads(order, openers, finish, end)
+
+    def _alone(self, number: int, opener: Open, finish: Callable[[int, Any], None]) -> None:
+        try:
+            client, steps = opener()
+            result = client.drive(steps)
+        except TrainingInterruptedError:
+            return
+        except Exception as error:  # whatever a client raises is its answer, as on a real node
+            result = error
+        finish(number, result)
+
+    def _on_threads(
+        self, order: Sequence[int], openers: Sequence[Open], finish: Callable[[int, Any], None], end: float
+    ) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="client")
+        interrupted = self.workspace.trainer.interrupted
+
+        def work(number: int) -> None:
+            if time.monotonic() < end and not interrupted.is_set():
+                self._alone(number, openers[number], finish)
+
+        futures = [self._pool.submit(work, number) for number in order]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                future.result()
+        except BaseException:
+            interrupted.set()
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            interrupted.clear()
+            raise
+
+    def _side_by_side(self, order: Sequence[int], openers: Sequence[Open], finish: Callable[[int, Any], None]) -> None:
+        """Advance clients in step: one request of each at a time."""
+        running: list[Running] = []
+
+        def advance(number: int, client: PersonalClient, steps: Steps[Any], answer: Any) -> None:
+            """Give a client what it waits for, and note what it asks for next."""
+            try:
+                request = steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
+            except StopIteration as finished:
+                finish(number, finished.value)
+            except Exception as error:
+                finish(number, error)
+            else:
+                running.append(Running(number, client, steps, request))
+
+        for number in order:
+            try:
+                client, steps = openers[number]()
+            except Exception as error:
+                finish(number, error)
+            else:
+                advance(number, client, steps, None)
+        while running:
+            asking = running.copy()
+            running.clear()
+            for one, answer in zip(asking, self._answers(asking), strict=True):
+                advance(one.number, one.client, one.steps, answer)
+
+    def _answers(self, asking: Sequence[Running]) -> list[Any]:
+        """Answer one request of each client; those of one kind together."""
+        groups: dict[Hashable, list[int]] = {}
+        for place, one in enumerate(asking):
+            groups.setdefault(self._kind(one), []).append(place)
+        answers: list[Any] = [None] * len(asking)
+        for places in groups.values():
+            for place, answer in zip(places, self._together([asking[p] for p in places]), strict=True):
+                answers[place] = answer
+        return answers
+
+    def _kind(self, one: Running) -> Hashable:
+        network = one.client.network(one.request)
+        if isinstance(one.request, Train):
+            return kind(one.client.job(one.request), network)
+        shape = tuple(one.request.parameters.shape)
+        # One model for all is one pass over all samples, whatever the network.
+        return (network, shape, id(one.request.parameters) if network.has_buffers else None)
+
+    def _together(self, group: Sequence[Running]) -> list[Any]:
+        """Answer requests of one kind, in as many pieces as memory asks for."""
+        trainer, network = self.workspace.trainer, group[0].client.network(group[0].request)
+        if len(group) == 1 or not _together_pays(trainer, network, group):
+            return [answer for one in group for answer in [self._one(one)]]
+        models = 1 if _start(group[0].request).dim() == 1 else len(_start(group[0].request))
+        at_once = min(self._capacity.get(network, len(group)), max(1, trainer.capacity(network) // models))
+        if len(group) > at_once:
+            pieces = [group[i : i + at_once] for i in range(0, len(group), at_once)]
+            return [answer for piece in pieces for answer in self._together(piece)]
+        try:
+            return _carry_out(trainer, network, group)
+        except torch.OutOfMemoryError:
+            self._capacity[network] = len(group) // 2
+            log(WARNING, "%s clients at once do not fit into memory: going on with half as many", len(group))
+        except (RuntimeError, ValueError) as error:
+            log(WARNING, "%s clients cannot be trained as one computation (%r): one after the other", len(group), error)
+            return [self._one(one) for one in group]
+        torch.cuda.empty_cache()
+        return self._together(group)
+
+    def _one(self, one: Running) -> Any:
+        try:
+            return one.client.carry_out(one.request)
+        except Exception as error:
+            return error
+
+
+def _together_pays(trainer: Trainer, network: Network, group: Sequence[Running]) -> bool:
+    shared = all(_start(one.request) is _start(group[0].request) for one in group)
+    return trainer.stacks(network, len(group)) or (shared and isinstance(group[0].request, Forward))
+
+
+def _carry_out(trainer: Trainer, network: Network, group: Sequence[Running]) -> list[Any]:
+    requests = [one.request for one in group]
+    if isinstance(requests[0], Train):
+        jobs = [one.client.job(one.request) for one in group if isinstance(one.request, Train)]
+        return list(trainer.train_together(jobs, network))
+    works = [request for request in requests if isinstance(request, Forward)]
+    samples = [one.client.samples(work.split) for one, work in zip(group, works, strict=True)]
+    return trainer.forward_together(works, network, samples)
+
+
+def _start(request: Train | Forward) -> torch.Tensor:
+    return request.start if isinstance(request, Train) else request.parameters

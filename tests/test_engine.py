@@ -1,0 +1,189 @@
+"""The in-process engine: clients side by side, on threads and one after the other do the same."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.engine import Engine
+from client_app.workspace import Workspace
+from posy.config import resolve
+from posy.methods import METHODS
+from posy.training import Trainer
+from server_app.in_process import InProcessGrid
+
+SAME = 1e-5  # relative, in norm
+every_method = pytest.mark.parametrize("method", sorted(METHODS))
+
+
+def states(finished):
+    """Return everything that is left after a run: the server's arrays, and each client's."""
+    arrays = {f"server {k}": v for k, v in finished.strategy.server_state().items()}
+    for client in range(finished.strategy.num_clients):
+        arrays |= {f"client {client} {k}": v for k, v in finished.kept(client).items()}
+    return arrays
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        known = np.isfinite(array)
+        np.testing.assert_array_equal(np.isfinite(found[name]), known, err_msg=name)
+        distance = np.linalg.norm((found[name] - array)[known])
+        assert distance <= SAME * np.linalg.norm(array[known]), name
+
+
+@every_method
+@pytest.mark.parametrize("model", ["mlp", "linear"])
+def test_side_by_side_is_one_after_the_other(make_config, federate, method, model):
+    if method == "fedrep" and model == "linear":
+        pytest.skip("a single layer leaves nothing to share")
+    settings = {
+        "model": model,
+        "lr": 0.02,
+        "momentum": 0.5,
+        "weight_decay": 0.01,
+        "local_epochs": 2,
+        "fraction_train": 0.75,
+    }
+    alone = federate(make_config(method, stack="loop", **settings))
+    together = federate(make_config(method, stack="vmap", **settings))
+    assert_same(states(together), states(alone))
+    for found, expected in zip(together.records, alone.records, strict=True):
+        assert found.clients.keys() == expected.clients.keys()
+        for client, row in expected.clients.items():
+            assert found.clients[client].pop("chosen", "") == row.pop("chosen", "")
+            assert found.clients[client] == pytest.approx(row, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedfew", "feddrm", "cwfedavg", "ppfe"])
+def test_convolutions_side_by_side(make_config, federate, method):
+    rng = np.random.default_rng(0)
+    y = np.arange(36) % 3
+    x = (rng.integers(0, 200, (36, 28, 28, 1)) + 20 * y[:, None, None, None]).astype(np.uint8)
+    data = (x, y, [range(9), range(9, 16), range(16, 29)], [range(29, 31), range(31, 34), range(34, 36)])
+    settings = {"model": "cnn", "batch_size": 4, "num_server_rounds": 2, "augment": "crop", "ppfe_stages": 2}
+    alone = federate(make_config(method, data=data, stack="loop", **settings))
+    together = federate(make_config(method, data=data, stack="vmap", **settings))
+    assert_same(states(together), states(alone))
+
+
+def test_threads_do_what_one_thread_does(make_config, federate, monkeypatch):
+    """Bit for bit: a client's arithmetic does not depend on who else is trained, nor on the thread."""
+    results = []
+    for workers in (1, 3):
+        monkeypatch.setattr(Workspace, "workers", workers)
+        used = set()
+        train = Trainer.train_together
+        monkeypatch.setattr(
+            Trainer, "train_together", lambda *a, t=train, u=used: (u.add(threading.get_ident()), t(*a))[1]
+        )
+        results.append(states(federate(make_config("ditto", stack="loop", model="mlp"))))
+        assert (used == {threading.get_ident()}) is (workers == 1)
+    for name, array in results[0].items():
+        np.testing.assert_array_equal(results[1][name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_a_client_that_raises_is_left_out_and_the_others_are_not(make_config, federate, stack):
+    """Client 2's labels make its loss infinite at once: of the others nothing changes."""
+
+    class Poisoned(InProcessGrid):
+        def _receive(self, message):
+            call = super()._receive(message)
+            if message.metadata.message_type == "train" and call.number == 2:
+                opened = call.open
+
+                def poisoned():
+                    client, steps = opened()
+                    client.lr = float("inf")
+                    client._begin = lambda config: setattr(client, "round", int(config["server-round"]))
+                    return client, steps
+
+                call.open = poisoned
+            return call
+
+    finished = federate(make_config("fedavg", stack=stack, model="mlp"), grid=Poisoned)
+    for record in finished.records:
+        assert [(client, "diverged" in reason) for client, reason in record.dropped] == [(2, True)]
+        assert {c for c, row in record.clients.items() if "train_loss" in row} == {0, 1, 3}
+
+
+def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate, monkeypatch):
+    sizes = []
+    train = Trainer.train_together
+
+    def limited(self, jobs, network):
+        if len(jobs) > 2:
+            raise torch.OutOfMemoryError("too many")
+        sizes.append(len(jobs))
+        return train(self, jobs, network)
+
+    expected = states(federate(make_config("fedavg", stack="vmap", model="mlp")))
+    monkeypatch.setattr(Trainer, "train_together", limited)
+    found = states(federate(make_config("fedavg", stack="vmap", model="mlp")))
+    assert sizes == [2, 2] * 3
+    assert_same(found, expected)
+    monkeypatch.setattr(Trainer, "train_together", train)
+    monkeypatch.setattr(Trainer, "capacity", lambda self, network: 3)
+    assert_same(states(federate(make_config("fedavg", stack="vmap", model="mlp"))), expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_ends_the_training_of_all_threads(make_config, federate, monkeypatch, workers):
+    monkeypatch.setattr(Workspace, "workers", workers)
+    begun = threading.Event()
+    carry_out = Trainer._run_alone
+
+    def noted(self, *args):
+        begun.set()
+        return carry_out(self, *args)
+
+    monkeypatch.setattr(Trainer, "_run_alone", noted)
+    config = make_config("fedavg", stack="loop", model="mlp", local_steps=10**7)
+    main = threading.main_thread().ident
+
+    def interrupt():
+        begun.wait(30)
+        time.sleep(0.3)
+        import signal
+
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        federate(config)
+    thread.join()
+    assert time.monotonic() - start < 20
+
+
+def test_what_all_receive_is_one_tensor(make_config):
+    workspace = Workspace(resolve(make_config("fedavg")))
+    first, second = np.ones(3, np.float32), np.ones(3, np.float32)
+    assert workspace.tensor(first) is workspace.tensor(first)
+    assert workspace.tensor(second) is not workspace.tensor(first)
+    assert workspace.tensor(first).data_ptr() == first.ctypes.data
+    assert Engine(workspace).workers >= 1
+
+
+@every_method
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_clients_leave_alone_what_they_receive(make_config, federate, method, stack):
+    """Arrays pass by reference: what was sent must be the same when all have answered."""
+
+    class Guarded(InProcessGrid):
+        def _answers(self, messages, end):
+            sent = [[a.numpy() for r in m.content.array_records.values() for a in r.values()] for m in messages]
+            before = [[a.copy() for a in arrays] for arrays in sent]
+            replies = super()._answers(messages, end)
+            for now, then in zip(sent, before, strict=True):
+                for array, copy in zip(now, then, strict=True):
+                    np.testing.assert_array_equal(array, copy)
+            return replies
+
+    finished = federate(make_config(method, stack=stack, model="mlp"), grid=Guarded)
+    assert all(not record.dropped for record in finished.records)
