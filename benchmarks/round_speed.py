@@ -10,28 +10,19 @@ most 1.1 times that of FedAvg. Start-up and evaluation are reported apart.
 """
 
 import argparse
-import contextlib
-import io
 import json
-import multiprocessing
-import os
-import statistics
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
 from benchmarks.machine import machine
+from benchmarks.measure import bare_speed, federated
 from client_app.workspace import Workspace
-from models import build_model
 from posy.config import defaults, resolve
-from posy.launch import run_in_process, run_simulation
 
 RUNS = {
     "fedavg": {"method": "fedavg"},
+    "fedacs": {"method": "fedacs"},
+    "feddrm": {"method": "feddrm"},
     "cwfedavg without wdr": {"method": "cwfedavg", "cwfedavg-wdr": False},
     "cwfedavg": {"method": "cwfedavg"},
     "fedfew, K = 1": {"method": "fedfew", "fedfew-models": 1},
@@ -45,71 +36,6 @@ def settings(data_dir: str, samples: int) -> dict[str, Any]:
         "dataset": "cifar10", "data-dir": data_dir, "max-samples": samples, "num-clients": 20, "dirichlet-alpha": 0.1,
         "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "save-models": False, "seed": 1,
     }  # fmt: skip
-
-
-def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
-    """Train one model on some clients' batches with nothing but PyTorch."""
-    torch.set_num_threads(1)
-    workspace = Workspace(resolve(defaults() | config))
-    data = [workspace.client_data(client) for client in clients]
-    module = build_model("cnn", workspace.dataset.task, seed=0).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimiser = torch.optim.SGD(module.parameters(), lr=0.005)
-
-    def epoch(x: torch.Tensor, y: torch.Tensor) -> None:
-        for index in torch.split(torch.randperm(len(y)), 10):
-            loss = F.cross_entropy(module(x[index]), y[index])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-
-    epoch(data[0].x_train[:200], data[0].y_train[:200])
-    barrier.wait()
-    start = time.perf_counter()
-    for client in data:
-        epoch(client.x_train, client.y_train)
-    queue.put((sum(len(client.y_train) for client in data), time.perf_counter() - start))
-
-
-def bare_speed(config: dict[str, Any]) -> float:
-    """Return samples per second of the bare loop over all clients on all cores."""
-    cores = len(os.sched_getaffinity(0))
-    workspace = Workspace(resolve(defaults() | config))
-    by_size = sorted(range(20), key=lambda c: -len(workspace.partition.train[c]))
-    shares: list[list[int]] = [[] for _ in range(cores)]
-    for client in by_size:  # largest first, to the process with the least work
-        min(shares, key=lambda share: sum(len(workspace.partition.train[c]) for c in share)).append(client)
-    context = multiprocessing.get_context("spawn")
-    barrier, queue = context.Barrier(cores), context.Queue()
-    processes = [context.Process(target=bare_loop, args=(config, share, barrier, queue)) for share in shares]
-    for process in processes:
-        process.start()
-    results = [queue.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return sum(samples for samples, _ in results) / max(seconds for _, seconds in results)
-
-
-def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any]:
-    """Run one method and return its speed inside the training phase, without the first round."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = config | {
-            "num-server-rounds": rounds,
-            "evaluate-every": rounds,
-            "output-dir": folder,
-            "run-name": "run",
-            "engine": engine,
-        }
-        start = time.perf_counter()
-        with contextlib.redirect_stdout(io.StringIO()):
-            status = run_simulation(config, 20, "cpu") if engine == "ray" else run_in_process(config)
-        wall = time.perf_counter() - start
-        if status:
-            raise RuntimeError(f"the run of {config['method']} ended with status {status}")
-        lines = (Path(folder) / "run" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    inside = statistics.median(row["seconds"]["train"] for row in rows[1:])
-    phases = sum(sum(row["seconds"].values()) for row in rows)
-    return {"seconds": inside, "evaluation": rows[-1]["seconds"]["evaluate"], "start_up": wall - phases}
 
 
 def main() -> None:

@@ -143,8 +143,15 @@ class TrainSettings:
     threads: int = setting(1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0)
     stack: str = setting(
         "auto",
-        "train several models one after the other or as one stacked computation (vmap); `auto`: vmap on a GPU",
+        "train several models (FedFew's K; in the in-process engine also clients) one after the other or as one "
+        "stacked computation (vmap); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
         choices=("auto", "loop", "vmap"),
+    )
+    precision: str = setting(
+        "float32",
+        "arithmetic of matrix products and convolutions: `tf32` on GPUs that have it, `bfloat16` under autocast; "
+        "parameters and messages stay float32",
+        choices=("float32", "tf32", "bfloat16"),
     )
 
 

@@ -24,7 +24,7 @@ from posy.settings import TrainSettings
 EVALUATION_BATCH = 512
 STACK_BYTES = 2 << 30
 """Memory of a CPU that stacked models may take."""
-SMALL = 100_000
+SMALL = 30_000
 """Parameters up to which a network without convolutions is stacked on a CPU."""
 
 
@@ -355,6 +355,8 @@ class Trainer:
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:
         self.settings = settings
         self.device = device
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.precision == "tf32"
         self.interrupted = Event()
         """Set from another thread to end all training at the next step."""
 
@@ -440,12 +442,16 @@ class Trainer:
                 )
         return results
 
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
+
     def _run(self, models: Models, jobs: Sequence[Job], schedule: Schedule) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
         optimiser = SGD(self.settings, models, jobs)
         total = torch.zeros(models.flat.shape[:2], device=self.device)
         for batch, counted in schedule:
-            losses, gradients = models.gradients(batch)
+            with self._autocast():
+                losses, gradients = models.gradients(batch)
             optimiser.step(gradients)
             total[: len(losses)] += losses * counted
             self._check_interrupted()
@@ -464,7 +470,8 @@ class Trainer:
                 job.samples, share.weight, self.settings.batch_size, steps, job.generator, smallest, share.odds
             ):
                 changed = batch if job.augment is None else batch._replace(x=job.augment(batch.x))
-                losses, gradients = models.gradients(changed)
+                with self._autocast():
+                    losses, gradients = models.gradients(changed)
                 optimiser.step(gradients)
                 total += losses * len(batch.y)
                 seen += len(batch.y)
@@ -495,10 +502,14 @@ class Trainer:
         are one stacked computation.
         """
         first = works[0].parameters
-        if all(work.parameters is first for work in works):
-            inputs = samples[0].x if len(samples) == 1 else torch.cat([each.x for each in samples])
-            return _cut(self._forward_alone(works[0], network, inputs), [len(each.y) for each in samples])
-        return self._forward_stacked(works, network, samples)
+        with self._autocast():
+            if all(work.parameters is first for work in works):
+                inputs = samples[0].x if len(samples) == 1 else torch.cat([each.x for each in samples])
+                outputs = self._forward_alone(works[0], network, inputs)
+                results = _cut(outputs, [len(each.y) for each in samples])
+            else:
+                results = self._forward_stacked(works, network, samples)
+        return [_map(torch.Tensor.float, result) for result in results]
 
     def _forward_alone(self, work: Forward, network: Network, inputs: Tensor) -> Any:
         single = work.parameters.dim() == 1

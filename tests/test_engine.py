@@ -40,14 +40,9 @@ def assert_same(found, expected):
 def test_side_by_side_is_one_after_the_other(make_config, federate, method, model):
     if method == "fedrep" and model == "linear":
         pytest.skip("a single layer leaves nothing to share")
-    settings = {
-        "model": model,
-        "lr": 0.02,
-        "momentum": 0.5,
-        "weight_decay": 0.01,
-        "local_epochs": 2,
-        "fraction_train": 0.75,
-    }
+    # PPFE's factors turn where singular values are close, so its comparison is without them.
+    settings = {"momentum": 0.5, "weight_decay": 0.01, "local_epochs": 2, "fraction_train": 0.75}
+    settings |= {"model": model, "ppfe_reduction": "none"}
     alone = federate(make_config(method, stack="loop", **settings))
     together = federate(make_config(method, stack="vmap", **settings))
     assert_same(states(together), states(alone))

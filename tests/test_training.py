@@ -578,3 +578,18 @@ def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:
     assert len({number for _, number in seen}) == 3
     assert torch.equal(first.parameters, second.parameters)
     assert not torch.equal(first.parameters, train(Train(initial()), local_epochs=1).parameters)
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_bfloat16_rounds_products_and_nothing_else(stack: str) -> None:
+    start = torch.stack([initial(0), initial(1)])
+    exact = train(Train(start), stack=stack)
+    rounded = train(Train(start), stack=stack, precision="bfloat16")
+    assert rounded.parameters.dtype == rounded.loss.dtype == torch.float32
+    assert not torch.equal(rounded.parameters, exact.parameters)
+    moved = exact.parameters - start
+    assert float((rounded.parameters - exact.parameters).norm() / moved.norm()) < 0.05
+    outputs = Trainer(TrainSettings(precision="bfloat16"), CPU).forward(Forward(start), network(), samples())
+    expected = Trainer(TrainSettings(), CPU).forward(Forward(start), network(), samples())
+    assert outputs.dtype == torch.float32
+    assert 0 < float((outputs - expected).abs().max()) < 0.1

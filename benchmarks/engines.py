@@ -1,0 +1,119 @@
+"""Speed of the engines beside a bare PyTorch loop.
+
+usage: python -m benchmarks.engines [--data-dir datasets] [--rounds 4] [--only cnn-10 ...] [--clients 10 100 1000]
+
+For each workload, number of clients and engine: samples trained per second inside a round, its part of
+the bare loop over the same batches, the overhead of a message, start-up, and the peak of memory. The
+overhead is what a message costs beyond one step on one sample: it is measured in runs that train no more
+than that. Of 1,000 clients 10 % train in a round. Workloads for which a CPU is too slow are left out there
+unless they are named. Then the cost of one server step at M = 20, 100 and 1,000. Prints JSON.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from subprocess import run as run_command
+from typing import Any
+
+import torch
+
+from benchmarks.machine import machine
+from benchmarks.measure import bare_speed, federated
+
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "cnn-10": {"dataset": "cifar10", "model": "cnn", "batch-size": 10, "samples-per-client": 100},
+    "cnn-50": {"dataset": "cifar10", "model": "cnn", "batch-size": 50, "samples-per-client": 100},
+    "mlp-digits": {"dataset": "digits", "model": "mlp", "batch-size": 10},
+    "mlp-mnist": {"dataset": "mnist", "model": "mlp", "batch-size": 10, "samples-per-client": 60},
+    "resnet18-128": {"dataset": "cifar10", "model": "resnet18-gn", "batch-size": 128, "samples-per-client": 128},
+}
+ENGINES = {
+    "ray": {"engine": "ray", "stack": "loop"},
+    "in-process": {"engine": "in-process", "stack": "loop"},
+    "in-process, vectorised": {"engine": "in-process", "stack": "vmap"},
+}
+TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
+SERVER_CLIENTS = (20, 100, 1000)
+
+
+def settings(workload: str, clients: int, data_dir: str) -> dict[str, Any]:
+    """Return the settings of a workload for so many clients."""
+    return {
+        "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
+        "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,
+        **WORKLOADS[workload],
+    }  # fmt: skip
+
+
+def overhead(config: dict[str, Any], engine: dict[str, Any], rounds: int) -> float:
+    """Return milliseconds that a message takes beyond one step on one sample."""
+    config = config | {"local-steps": 1, "batch-size": 1}
+    step = 1 / bare_speed(config | {"samples-per-client": 20} if "samples-per-client" in config else config)
+    result = federated(config | {"stack": engine["stack"]}, engine["engine"], rounds)
+    return 1000 * (result["seconds"] / result["messages"] - step)
+
+
+def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: int) -> dict[str, Any]:
+    """Measure all engines on one workload."""
+    config = settings(workload, clients, data_dir)
+    limit = max(bare_speed(config) for _ in range(repeats))
+    table: dict[str, Any] = {"bare_loop_samples_per_second": round(limit)}
+    for name, engine in ENGINES.items():
+        runs = [federated(config | {"stack": engine["stack"]}, engine["engine"], rounds) for _ in range(repeats)]
+        speed = statistics.median(run["samples"] / run["seconds"] for run in runs)
+        table[name] = {
+            "samples_per_second": round(speed),
+            "of_bare_loop": round(speed / limit, 3),
+            "overhead_ms_a_message": round(overhead(config, engine, rounds), 2),
+            "round_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
+            "evaluation_seconds": round(statistics.median(run["evaluation"] for run in runs), 3),
+            "start_up_seconds": round(statistics.median(run["start_up"] for run in runs), 1),
+            "peak_mib": max(run["peak_mib"] for run in runs),
+        }
+        print(workload, clients, name, table[name], file=sys.stderr, flush=True)
+    return table
+
+
+def server_steps(parameters: int) -> list[dict[str, Any]]:
+    """Return each server step's seconds at several M, and how it grows: the exponent of M."""
+    rows: dict[str, dict[str, Any]] = {}
+    for clients in SERVER_CLIENTS:
+        words = [sys.executable, "-m", "benchmarks.server_step", "--clients", str(clients), "--repeats", "3"]
+        answer = run_command([*words, "--parameters", str(parameters)], check=True, capture_output=True, text=True)
+        for step in json.loads(answer.stdout)["steps"]:
+            rows.setdefault(step["step"], {})[f"seconds_M={clients}"] = step["seconds"]
+    first, last = SERVER_CLIENTS[0], SERVER_CLIENTS[-1]
+    for row in rows.values():
+        ratio = max(row[f"seconds_M={last}"], 1e-4) / max(row[f"seconds_M={first}"], 1e-4)
+        row["growth_exponent"] = round(math.log(ratio) / math.log(last / first), 2)
+    return [{"step": name, **row} for name, row in rows.items()]
+
+
+def main() -> None:
+    """Measure and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data-dir", default="datasets")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[])
+    parser.add_argument("--clients", nargs="+", type=int, default=[10, 100, 1000])
+    parser.add_argument("--server-parameters", type=int, default=600_000, help="d of the server steps; 0: none")
+    options = parser.parse_args()
+    data_dir = str(Path(options.data_dir).absolute())
+    results: dict[str, Any] = {}
+    for workload in options.only or WORKLOADS:
+        for clients in options.clients:
+            slow = (workload, clients) in TOO_SLOW_ON_CPU and not torch.cuda.is_available()
+            if not slow or options.only:
+                results[f"{workload}, {clients} clients"] = measured(
+                    workload, clients, data_dir, options.rounds, options.repeats
+                )
+    steps = server_steps(options.server_parameters) if options.server_parameters else []
+    print(json.dumps({"machine": machine(), "workloads": results, "server_steps": steps}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

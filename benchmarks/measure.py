@@ -1,0 +1,122 @@
+"""What benchmarks share: a bare PyTorch loop as the limit, and federated runs timed from their own records."""
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from client_app.workspace import Workspace, cores
+from posy.config import defaults, resolve
+
+
+def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
+    """Train one model on some clients' batches with nothing but PyTorch."""
+    torch.set_num_threads(1)
+    workspace = Workspace(resolve(defaults() | config))
+    size = workspace.settings.train.batch_size
+    data = [workspace.client_data(client) for client in clients]
+    module = workspace.architecture.build().to(workspace.device)
+    if data[0].x_train.dim() == 4 and workspace.device.type == "cpu":
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.005)
+
+    def epoch(x: torch.Tensor, y: torch.Tensor) -> None:
+        for index in torch.split(torch.randperm(len(y), device=y.device), size):
+            if len(index) == 1 and size > 1:
+                continue
+            loss = F.cross_entropy(module(x[index]), y[index])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+
+    def settled() -> float:
+        if workspace.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    epoch(data[0].x_train[:200], data[0].y_train[:200])
+    barrier.wait()
+    start = settled()
+    for client in data:
+        epoch(client.x_train, client.y_train)
+    queue.put((sum(len(client.y_train) for client in data), settled() - start))
+
+
+def bare_speed(config: dict[str, Any]) -> float:
+    """Return samples per second of the bare loop over the clients of one round.
+
+    On a CPU it runs in as many processes as there are cores, one thread each, on shares of about equal work;
+    on a GPU in one process.
+    """
+    workspace = Workspace(resolve(defaults() | config))
+    processes = cores() if workspace.device.type == "cpu" else 1
+    parts = workspace.partition.train
+    cohort = range(max(1, round(workspace.settings.run.fraction_train * len(parts))))
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    for client in sorted(cohort, key=lambda c: -len(parts[c])):  # largest first, to the process with the least work
+        min(shares, key=lambda share: sum(len(parts[c]) for c in share)).append(client)
+    shares = [share for share in shares if share]
+    context = multiprocessing.get_context("spawn")
+    barrier, queue = context.Barrier(len(shares)), context.Queue()
+    started = [context.Process(target=bare_loop, args=(config, share, barrier, queue)) for share in shares]
+    for process in started:
+        process.start()
+    results = [queue.get() for _ in started]
+    for process in started:
+        process.join()
+    return sum(samples for samples, _ in results) / max(seconds for _, seconds in results)
+
+
+def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any]:
+    """Run ``posy run`` in a process of its own and return what its record tells.
+
+    Returns
+    -------
+    dict
+        ``seconds`` of the training phase, median without the first round; ``spread`` between its fastest and
+        slowest; ``messages`` of the phase; ``samples`` trained in it; ``evaluation`` seconds; ``start_up``
+        seconds outside the rounds; ``peak_mib`` of the largest process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "save-models": False, **config, "num-server-rounds": rounds, "evaluate-every": rounds,
+            "output-dir": folder, "run-name": "run", "engine": engine,
+        }  # fmt: skip
+        words = [sys.executable, "-m", "posy.cli", "run", *(f"{key}={_word(v)}" for key, v in settings.items())]
+        start = time.perf_counter()
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        if status:
+            raise RuntimeError(f"posy run ended with status {status}: {errors[-2000:]}")
+        lines = (Path(folder) / "run" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+        clients = (Path(folder) / "run" / "clients.csv").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    seconds = [row["seconds"]["train"] for row in rows[1:]]
+    header = clients[0].split(",")
+    last = [dict(zip(header, line.split(","), strict=True)) for line in clients[1:]]
+    trained = [int(row["n_train"]) for row in last if row["round"] == str(rounds) and row["train_loss"]]
+    return {
+        "seconds": statistics.median(seconds),
+        "spread": max(seconds) - min(seconds),
+        "messages": rows[-1]["cohort"],
+        "samples": sum(trained),
+        "evaluation": rows[-1]["seconds"].get("evaluate"),
+        "start_up": wall - sum(sum(row["seconds"].values()) for row in rows),
+        "peak_mib": round(usage.ru_maxrss / 1024),
+    }
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
