@@ -7,7 +7,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from client_app.base import PersonalClient
-from client_app.workspace import Workspace, workspace_for
+from client_app.site import describe, enrol, prepare, workspace_of
+from client_app.workspace import Workspace
 from posy.flower import isolate_simulation
 from posy.methods import client_class
 from posy.state import load_state, save_state
@@ -36,9 +37,14 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Tell which clients this node hosts, and how many samples they have."""
+    """Tell which clients this node hosts, and how many samples they have; a site may be asked what it holds."""
     config = message.content.config_records["config"]
-    workspace = workspace_for(str(config["settings"]))
+    if config.get("describe"):
+        told = describe(str(config["settings"]), context)
+        return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
+    workspace = workspace_of(str(config["settings"]), context)
+    if workspace.of_sites:
+        return Message(RecordDict({"config": ConfigRecord(enrol(workspace, context))}), reply_to=message)
     clients = hosted_clients(context, workspace)
     part = workspace.partition
     answer = ConfigRecord(
@@ -61,7 +67,9 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
 def open_message(message: Message, context: Context) -> tuple[PersonalClient, list[Any], dict[str, Any]]:
     """Return the client that a message is for, the arrays and the config that it brings."""
     config: dict[str, Any] = dict(message.content.config_records["config"])
-    workspace = workspace_for(config.pop("settings"))
+    workspace = workspace_of(config.pop("settings"), context)
+    if workspace.of_sites:
+        prepare(workspace, context, config)
     number = int(config["client"])
     client = client_class(workspace.settings.run.method)(number, workspace, load_state(context, number))
     arrays = [array.numpy() for array in message.content.array_records["arrays"].values()]

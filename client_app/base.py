@@ -21,6 +21,7 @@ from torch import Tensor
 from client_app.workspace import Workspace
 from models.architecture import Architecture
 from posy.parameters import FloatArray, Layout
+from posy.privacy import noised
 from posy.randomness import torch_generator
 from posy.state import State
 from posy.training import Forward, Samples, Train, Trained
@@ -139,6 +140,13 @@ class PersonalClient(NumPyClient):
         yield from ()
         return None
 
+    def noised_from(self, received: Arrays) -> Arrays:
+        """Return what the first arrays of a reply are changes of, for clipping and noise; the others stay as they are.
+
+        By default a reply is what was received, trained on.
+        """
+        return received
+
     # -- NumPyClient ---------------------------------------------------------------------------------
 
     def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
@@ -230,7 +238,8 @@ class PersonalClient(NumPyClient):
             if config.get("evaluate-local"):
                 metrics |= yield from self._test_scores("local", update.local)
             self._save(update.local, config)
-        return update.arrays, self.num_train, metrics | self.acknowledgement
+        sent = noised(update.arrays, self.noised_from(parameters), self.settings.train)
+        return sent, self.num_train, metrics | self.acknowledgement
 
     def _evaluate(self, parameters: Arrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
         metrics: dict[str, Any] = {"num-train": self.num_train}

@@ -2,15 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 
-from posy.config import resolve
+from posy.config import Settings, resolve
 from posy.settings import SettingsError
 from server_app import federation
-from server_app.federation import WaveGrid, find_members
+from server_app.federation import Federation, WaveGrid
 from server_app.in_process import InProcessGrid
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -39,8 +40,13 @@ def queries(settings_json: str, *nodes: int) -> list[Message]:
 
 
 @pytest.fixture
-def settings_json(make_config: MakeConfig) -> str:
-    return resolve(make_config("fedavg")).to_json()
+def settings(make_config: MakeConfig) -> Settings:
+    return resolve(make_config("fedavg"))
+
+
+@pytest.fixture
+def settings_json(settings: Settings) -> str:
+    return settings.to_json()
 
 
 # -- waves -----------------------------------------------------------------------------------------------
@@ -132,28 +138,28 @@ class Nodes(InProcessGrid):
 @pytest.mark.parametrize(
     ("nodes", "hosts"), [(1, [1, 1, 1, 1]), (2, [1, 2, 1, 2]), (3, [1, 2, 3, 1]), (4, [1, 2, 3, 4]), (6, [1, 2, 3, 4])]
 )
-def test_clients_are_spread_over_the_nodes(nodes: int, hosts: list[int], settings_json: str) -> None:
-    members = find_members(WaveGrid(InProcessGrid(nodes)), settings_json, 4, 5.0)
+def test_clients_are_spread_over_the_nodes(nodes: int, hosts: list[int], settings: Settings) -> None:
+    members = Federation(WaveGrid(InProcessGrid(nodes)), settings).join()
     assert list(members) == [0, 1, 2, 3]
     assert [m.node_id for m in members.values()] == hosts
     assert [m.client for m in members.values()] == [0, 1, 2, 3]
     assert [(m.num_train, m.num_test) for m in members.values()] == [(21, 9), (12, 6), (8, 4), (1, 0)]
 
 
-def test_nodes_that_connect_late_are_waited_for(settings_json: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_connect_late_are_waited_for(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "POLL_SECONDS", 0.01)
-    members = find_members(WaveGrid(Nodes(3, [], [2], [2], [2, 3])), settings_json, 4, 5.0)
+    members = Federation(WaveGrid(Nodes(3, [], [2], [2], [2, 3])), settings).join()
     assert [m.node_id for m in members.values()] == [1, 2, 3, 1]
 
 
-def test_clients_that_never_appear_are_an_error(settings_json: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_never_appear_are_an_error(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "POLL_SECONDS", 0.01)
     grid = Nodes(3, *[[1, 2]] * 100)
     with pytest.raises(SettingsError, match=r"num-clients = 4, but the 2 connected nodes host 3 of them after 0\.05 s"):
-        find_members(WaveGrid(grid), settings_json, 4, 0.05)
+        Federation(WaveGrid(grid), replace(settings, run=replace(settings.run, join_timeout=0.05))).join()
 
 
-def test_a_node_that_cannot_serve_the_run_says_why(settings_json: str) -> None:
+def test_a_node_that_cannot_serve_the_run_says_why(settings: Settings) -> None:
     class Broken(InProcessGrid):
         def _answer(self, message: Message) -> Message:
             if message.metadata.dst_node_id != 2:
@@ -161,4 +167,4 @@ def test_a_node_that_cannot_serve_the_run_says_why(settings_json: str) -> None:
             return Message(Error(3, "no data set there"), reply_to=message)
 
     with pytest.raises(SettingsError, match="a node cannot serve this run: no data set there"):
-        find_members(WaveGrid(Broken(4)), settings_json, 4, 5.0)
+        Federation(WaveGrid(Broken(4)), settings).join()
