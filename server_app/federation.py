@@ -168,8 +168,7 @@ class Federation:
             data.classes,
         )
         self.settings = replace(self.settings, data=data)
-        for known in (self._asked, self._refused, self.left_out):  # all are asked again, with the task
-            known.clear()
+        self._asked -= told.keys()  # they are asked again, with the task
         return self.settings
 
     def join(self) -> dict[int, Member]:
@@ -353,14 +352,15 @@ class Federation:
                 raise BadReplyError("its node config gives neither name nor partition-id")
             counts = tuple(int(count) for count in answer.get("class-counts", ()))
             members: tuple[Member, ...] = (
-                Member(answer.get("client", -1), node, answer["num-train"], answer["num-test"], name, counts),
+                Member(int(answer.get("client", -1)), node, answer["num-train"], answer["num-test"], name, counts),
             )
         else:
             name = ""
             columns = (answer[key] for key in ("clients", "num-train", "num-test"))
-            members = tuple(Member(c, node, train, test) for c, train, test in zip(*columns, strict=True))
+            members = tuple(Member(int(c), node, train, test) for c, train, test in zip(*columns, strict=True))
         for member in members:
-            if not name and not 0 <= member.client < clients:
+            numbered = not self._of_sites or "client" in answer
+            if numbered and not 0 <= member.client < clients:
                 raise BadReplyError(f"partition-id {member.client}: the run has the clients 0 to {clients - 1}")
             check_count("num-train", member.num_train, 1)
             check_count("num-test", member.num_test, 0)
