@@ -1,6 +1,7 @@
 """Who takes part: which node hosts which client, and how messages reach them."""
 
 import math
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from data.errors import DataError
-from data.sites import Description, agreed, is_complete
+from data.sites import Description, agreed, is_complete, task_of
 from posy.config import Settings
 from posy.settings import SITES, SettingsError
 from strategies.base import UNREADABLE, BadReplyError, Member, check_count
@@ -24,6 +25,8 @@ from strategies.base import UNREADABLE, BadReplyError, Member, check_count
 POLL_SECONDS = 0.5
 REFRESH_SECONDS = 2.0
 """How long a round waits for the answers of nodes that have just come; later ones join in the next round."""
+
+MAX_NAME = 100
 
 Take = Callable[[int, Mapping[str, Any]], None]
 
@@ -317,7 +320,9 @@ class Federation:
     def _read(self, node: int, reply: Message, take: Take) -> None:
         """Read the answer of a node; one that cannot take part is left out."""
         if reply.has_error():
-            self._leave_out(node, str(reply.error.reason))
+            # Flower packs what a client has raised as <class 'data.errors.DataError'>:<'the message'>.
+            raised = re.fullmatch(r"<class '[\w.]+'>:<'(.*)'>", str(reply.error.reason), re.DOTALL)
+            self._leave_out(node, raised[1] if raised else str(reply.error.reason))
             return
         try:
             take(node, reply.content.config_records["config"])
@@ -351,6 +356,9 @@ class Federation:
             if not name and "client" not in answer:
                 raise BadReplyError("its node config gives neither name nor partition-id")
             counts = tuple(int(count) for count in answer.get("class-counts", ()))
+            classes = task_of(self.settings.data).num_classes
+            if counts and (len(counts) != classes or min(counts) < 0 or not sum(counts)):
+                raise BadReplyError(f"class-counts of {len(counts)} classes, {sum(counts)} samples in all")
             members: tuple[Member, ...] = (
                 Member(int(answer.get("client", -1)), node, answer["num-train"], answer["num-test"], name, counts),
             )
@@ -371,7 +379,10 @@ class Federation:
         registered = self._registered.get(node, "")
         if registered and told and told != registered:
             raise BadReplyError(f"its node config names it {told!r}, its key is registered as {registered!r}")
-        return registered or told
+        name = registered or told
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise BadReplyError(f"its name is not a line of at most {MAX_NAME} characters")
+        return name
 
     def _found(self) -> int:
         """Return how many clients are claimed."""

@@ -406,3 +406,31 @@ def test_a_run_goes_on_while_clients_come_and_go(make_config: MakeConfig, monkey
     assert [row["dropped"] for row in rows] == [[]] * 6
     assert lost == [0]
     assert set(done.last_rows) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"class-counts": [1, 2, 3]}, "class-counts of 3 classes"),
+        ({"class-counts": [5, -1]}, "class-counts of 2 classes"),
+        ({"name": "a\nb"}, "its name is not a line"),
+        ({"name": "a" * 101}, "at most 100 characters"),
+        ({"num-train": 2.5}, "num-train = 2.5"),
+        ({"num-train": "many"}, "malformed answer: TypeError"),
+    ],
+)
+def test_a_site_that_lies_about_itself_is_left_out(
+    change: dict[str, Any], reason: str, of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    class Liar(Script):
+        def answer(self, message: Message) -> Message:
+            reply = super().answer(message)
+            if message.metadata.dst_node_id == 1:
+                reply.content["config"] = ConfigRecord({**reply.content.config_records["config"], **change})
+            return reply
+
+    grid = Liar(site("site-a"), site("site-b"))
+    found = grid.joined(replace(of_sites, run=replace(of_sites.run, min_clients=1)))
+    assert hosts(found) == {0: 2}
+    (told,) = found.left_out
+    assert reason in told
