@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from client_app.workspace import Workspace
 from data.sites import check_site_settings
 from posy.config import Settings, resolve
-from posy.flower import absolute
+from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
 from posy.privacy import check_privacy
 from posy.settings import DATASETS, SITES, SettingsError
@@ -96,8 +96,11 @@ def with_absolute_paths(settings: Settings) -> Settings:
 def check_sites(settings: Settings) -> None:
     """Raise :class:`SettingsError` for settings that do not go with sites that hold their own data."""
     check_site_settings(settings.data)
-    if settings.run.engine == "in-process":
-        raise SettingsError(f"engine = 'in-process' has no nodes that hold data, as dataset = {SITES!r} needs them")
+    if settings.run.engine == "in-process" or in_simulation():
+        raise SettingsError(
+            f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
+            "site"
+        )
 
 
 def check_federation(settings: Settings, workspace: Workspace) -> None:

@@ -519,7 +519,7 @@ def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config
         ({"shift": "low"}, "shift = 'low' does not go with dataset = 'sites'"),
         ({"max-samples": 9}, "max-samples = 9"),
         ({"samples-per-client": 9}, "samples-per-client = 9"),
-        ({"engine": "in-process"}, "no nodes that hold data"),
+        ({"engine": "in-process"}, "a simulation has no nodes that hold data"),
     ],
 )
 def test_settings_that_need_benchmark_data_are_refused(change: Config, message: str, config: Config) -> None:
