@@ -7,7 +7,8 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from client_app.base import PersonalClient, Steps
-from client_app.workspace import Workspace, workspace_for
+from client_app.site import describe, enrol, prepare, workspace_of
+from client_app.workspace import Workspace
 from posy.arrays import record_of
 from posy.flower import isolate_simulation
 from posy.methods import client_class
@@ -31,9 +32,14 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Tell which clients this node hosts, and how many samples they have."""
+    """Tell which clients this node hosts, and how many samples they have; a site may be asked what it holds."""
     config = message.content.config_records["config"]
-    workspace = workspace_for(str(config["settings"]))
+    if config.get("describe"):
+        told = describe(str(config["settings"]), context)
+        return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
+    workspace = workspace_of(str(config["settings"]), context)
+    if workspace.of_sites:
+        return Message(RecordDict({"config": ConfigRecord(enrol(workspace, context))}), reply_to=message)
     clients = hosted_clients(context, workspace)
     part = workspace.partition
     answer = ConfigRecord(
@@ -68,7 +74,9 @@ class Call:
         self.message = message
         self._context = context
         self._config: dict[str, Any] = dict(message.content.config_records["config"])
-        self.workspace = workspace_for(self._config.pop("settings"))
+        self.workspace = workspace_of(self._config.pop("settings"), context)
+        if self.workspace.of_sites:
+            prepare(self.workspace, context, self._config)
         self.number = int(self._config["client"])
         # Imported here, not where the client is made: that may be on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
@@ -76,7 +84,7 @@ class Call:
     @property
     def num_train(self) -> int:
         """Training samples of the client."""
-        return len(self.workspace.partition.train[self.number])
+        return len(self.workspace.partition.train[self.workspace.part_of(self.number)])
 
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
         """Return the client, with its state, and the generator of what it is to do."""

@@ -23,6 +23,7 @@ from client_app.workspace import Workspace
 from models.architecture import Architecture
 from posy.batches import Samples
 from posy.parameters import FloatArray, Layout
+from posy.privacy import noised
 from posy.randomness import torch_generator
 from posy.state import State
 from posy.training import Forward, Job, Network, Train, Trained
@@ -141,6 +142,13 @@ class PersonalClient(NumPyClient):
         yield from ()
         return None
 
+    def noised_from(self, received: Arrays) -> Arrays:
+        """Return what the first arrays of a reply are changes of, for clipping and noise; the others stay as they are.
+
+        By default a reply is what was received, trained on.
+        """
+        return received
+
     # -- NumPyClient ---------------------------------------------------------------------------------
 
     def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
@@ -234,7 +242,8 @@ class PersonalClient(NumPyClient):
             if config.get("evaluate-local"):
                 metrics |= yield from self._test_scores("local", update.local)
             self._save(update.local, config)
-        return update.arrays, self.num_train, metrics | self.acknowledgement
+        sent = noised(update.arrays, self.noised_from(parameters), self.settings.train)
+        return sent, self.num_train, metrics | self.acknowledgement
 
     def evaluate_steps(self, parameters: Arrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
         """Do what :meth:`evaluate` does, asking whoever drives the generator for training and outputs."""

@@ -1,9 +1,10 @@
 """FedFew's client: it trains all K models over the same batches and reports their losses."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.base import Config, PersonalClient, Predictor, Steps, Update, array_of
+from client_app.base import Arrays, Config, PersonalClient, Predictor, Steps, Update, array_of
 from posy.parameters import Part
 from posy.training import Train, Trained
 
@@ -27,6 +28,10 @@ class FedFewClient(PersonalClient):
         models = self.whole(received[0])
         best = int((yield from self.train_losses(models)).argmin())
         return self.plain(models[best], str(best))
+
+    def noised_from(self, received: Arrays) -> Arrays:
+        """Return zeros: the updates Δ ``(K, d)`` are changes already; the losses ``(K,)`` get no noise."""
+        return [np.zeros_like(received[0])]
 
     @property
     def body(self) -> Part:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, array_of
+from client_app.base import Arrays, Config, Member, PersonalClient, Predictor, Steps, Update, array_of
 from client_app.workspace import Workspace
 from posy.state import State
 from posy.training import Train, Trained
@@ -49,6 +49,10 @@ class PPFEClient(PersonalClient):
         fresh = not config["rounds-done"] and self.betas.size > 0
         predictor = yield from self.ensemble(stage, None if fresh else self.assembled(stage, received[0]))
         return predictor
+
+    def noised_from(self, received: Arrays) -> Arrays:
+        """Return the shared layers of the stage; those of finished stages are not sent back."""
+        return received[:1]
 
     @property
     def betas(self) -> np.ndarray:

@@ -15,10 +15,13 @@ from torch import Tensor
 from data.augment import random_resized_crop
 from data.client import ClientData, client_data
 from data.datasets import Dataset, load_dataset
+from data.errors import DataError
 from data.partitions import Partition, partition
+from data.sites import load_site, task_of
+from data.task import Task
 from models.architecture import Architecture, architecture_for
 from posy.config import Settings, from_json
-from posy.settings import SettingsError
+from posy.settings import SITES, SettingsError
 from posy.training import Network, Trainer
 
 CACHED_BYTES = 2 << 30
@@ -50,10 +53,20 @@ def cores() -> int:
 
 
 class Workspace:
-    """Data, networks and trainer of one process, shared by all clients that it serves."""
+    """Data, networks and trainer of one process, shared by all clients that it serves.
 
-    def __init__(self, settings: Settings) -> None:
+    Parameters
+    ----------
+    settings : Settings
+        All settings of the run.
+    site : str
+        Path of the node's own data, where ``dataset`` is ``sites``; the server has none.
+    """
+
+    def __init__(self, settings: Settings, site: str = "") -> None:
         self.settings = settings
+        self.site = site
+        self.of_sites = settings.data.dataset == SITES
         self.device = choose_device(settings.train.device)
         if self.device.type == "cpu" and settings.train.threads:
             torch.set_num_threads(settings.train.threads)
@@ -66,29 +79,38 @@ class Workspace:
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The data set, loaded once."""
-        return load_dataset(self.settings.data, Path(self.settings.data.data_dir), self.settings.run.seed)
+        """The data set, loaded once: that of all clients, or the site's own."""
+        return self._own[0] if self.of_sites else self._benchmark
 
     @cached_property
     def partition(self) -> Partition:
-        """Which samples each client has."""
-        return partition(self.dataset, self.settings.data, self.settings.run.seed)
+        """Which samples each client has; a site's has one client."""
+        return self._own[1] if self.of_sites else partition(self.dataset, self.settings.data, self.settings.run.seed)
+
+    @cached_property
+    def task(self) -> Task:
+        """Kind, shape and classes of the samples."""
+        return task_of(self.settings.data) if self.of_sites else self.dataset.task
 
     @cached_property
     def architecture(self) -> Architecture:
         """The plain network of the run."""
-        return architecture_for(self.settings.train.model, self.dataset.task)
+        return architecture_for(self.settings.train.model, self.task)
 
     @property
     def augment(self) -> Callable[..., Tensor] | None:
         """Training augmentation, if the settings ask for one."""
         return random_resized_crop if self.settings.data.augment == "crop" else None
 
+    def part_of(self, client: int) -> int:
+        """Return a client's place in the partition: a site with its own data is all there is of it."""
+        return 0 if self.of_sites else client
+
     def client_data(self, client: int) -> ClientData:
         """Return a client's tensors, made when it is first asked for and kept while they fit."""
         with self._lock:
             if client not in self._clients:
-                data = client_data(self.dataset, self.partition, client, self.settings.data, self.device)
+                data = client_data(self.dataset, self.partition, self.part_of(client), self.settings.data, self.device)
                 self._clients[client] = data
                 self._cached += _size(data)
                 while len(self._clients) > 1 and self._cached > CACHED_BYTES:
@@ -123,11 +145,32 @@ class Workspace:
         threads = self.settings.train.threads
         return max(1, cores() // threads) if self.device.type == "cpu" and threads else 1
 
+    @cached_property
+    def _benchmark(self) -> Dataset:
+        return load_dataset(self.settings.data, Path(self.settings.data.data_dir), self.settings.run.seed)
+
+    @cached_property
+    def _own(self) -> tuple[Dataset, Partition]:
+        return load_site(data_path(self.site), self.settings.data, self.settings.run.seed)
+
 
 @lru_cache(maxsize=1)
-def workspace_for(settings_json: str) -> Workspace:
+def workspace_for(settings_json: str, site: str = "") -> Workspace:
     """Return this process's workspace for some settings; a change of settings replaces it."""
-    return Workspace(from_json(settings_json))
+    return Workspace(from_json(settings_json), site)
+
+
+def data_path(site: str) -> Path:
+    """Return the path of a node's own data.
+
+    Raises
+    ------
+    DataError
+        If the node has none.
+    """
+    if not site:
+        raise DataError("this node holds no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'")
+    return Path(site).expanduser()
 
 
 def _size(client: ClientData) -> int:

@@ -50,6 +50,34 @@ class Dataset:
         return len(self.y)
 
 
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What a file or a folder of people's own data holds, before it belongs to a task.
+
+    Attributes
+    ----------
+    kind : str
+        ``image`` (uint8), ``image-float``, ``features``, ``text`` or ``tokens`` (numbers of words).
+    x : np.ndarray or Sequence of str
+        As in :class:`Dataset`; of ``text`` the N texts.
+    labels : np.ndarray
+        ``(N,)`` or ``(N, 1)`` whole numbers or texts.
+    groups : np.ndarray or None
+        As in :class:`Dataset`.
+    is_test : np.ndarray or None
+        ``(N,)`` bool, the samples of the data's own test set, if it has one.
+    given : tuple or None
+        As in :class:`Dataset`.
+    """
+
+    kind: str
+    x: Any
+    labels: np.ndarray
+    groups: np.ndarray | None = None
+    is_test: np.ndarray | None = None
+    given: Indices | None = None
+
+
 def image_dataset(
     name: str, x: np.ndarray, y: np.ndarray, class_names: Sequence[str], groups: np.ndarray | None = None
 ) -> Dataset:
@@ -131,14 +159,20 @@ def mapped_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...
     DataError
         If a label is not a whole number or a text, or all are the same.
     """
+    labels, names = distinct_labels(y, where)
+    if len(names) < 2:
+        raise DataError(f"{where}: {len(names)} distinct labels {list(names)}; a task needs at least 2 classes")
+    return labels, names
+
+
+def distinct_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Do as :func:`mapped_labels`, also where all labels are the same."""
     y = np.asarray(y)
     if y.ndim > 1 and y.size == len(y):
         y = y.reshape(-1)
     if y.ndim != 1:
         raise DataError(f"{where}: labels of shape {y.shape}; one label for each sample is allowed, (N,)")
     values, labels = np.unique(y if y.dtype.kind == "U" else _whole_labels(y, where), return_inverse=True)
-    if len(values) < 2:
-        raise DataError(f"{where}: {len(values)} distinct labels {values.tolist()}; a task needs at least 2 classes")
     return labels.astype(np.int64), tuple(str(value) for value in values)
 
 

@@ -16,7 +16,7 @@ from filelock import FileLock
 from flwr.common.logger import log
 from PIL import Image, ImageOps
 
-from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels, numbered
+from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels, mapped_labels, numbered
 from data.errors import DataError, missing
 from data.npz import NpzFile
 
@@ -163,7 +163,7 @@ def from_npz(
     path = data_dir / f"{name}.npz"
     if not path.exists():
         return None
-    x, y, groups = read_npz(path)
+    x, y, groups, _ = read_npz(path)
     if x.ndim not in (3, 4):
         raise DataError(f"{path}: x of shape {x.shape}; allowed are images (N, H, W) or (N, H, W, C)")
     x = as_images(x, str(path))
@@ -172,8 +172,8 @@ def from_npz(
     return image_dataset(name, x, known_labels(y, len(class_names), str(path)), class_names, groups)
 
 
-def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return x, y and groups of an .npz file, train and test pooled.
+def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int]:
+    """Return x, y and groups of an .npz file, train and test pooled, and how many of them are the test's.
 
     Read are ``x_train, y_train`` and, if there, ``x_test, y_test`` and ``groups_train, groups_test``
     (numbers or texts, which become 0, 1, ... in order).
@@ -194,7 +194,7 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     if {f"groups_{split}" for split in splits} <= set(archive.names):
         groups = numbered(archive.pooled(tuple(f"groups_{split}" for split in splits)))
     x, y = (archive.pooled(tuple(f"{kind}_{split}" for split in splits)) for kind in "xy")
-    return x, y, groups
+    return x, y, groups, archive.shape("y_test")[0][0] if "test" in splits else 0
 
 
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
@@ -302,13 +302,15 @@ def load_fedisic(data_dir: Path) -> Dataset:
     return image_dataset("fedisic", x, y, FEDISIC, np.array(centres, np.int64))
 
 
-def read_class_folders(root: Path, size: tuple[int, int] | None = None) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Read a folder of class folders, or of train/test folders of class folders, pooled.
+def read_class_folders(
+    root: Path, size: tuple[int, int] | None = None
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """Read a folder of two or more class folders; see :func:`labelled_images`.
 
     Parameters
     ----------
     root : Path
-        The folder; hidden folders and files that are no images are passed over.
+        The folder.
     size : tuple of int or None
         Width and height; ``None``: that of the images if they all agree, else 64x64.
 
@@ -320,20 +322,41 @@ def read_class_folders(root: Path, size: tuple[int, int] | None = None) -> tuple
     Raises
     ------
     DataError
-        If there is no class folder, one holds no image, or an image cannot be read.
+        If there is no class folder or only one, one holds no image, or an image cannot be read.
     """
-    folders = _folders(root)
-    if folders and {folder.name.lower() for folder in folders} <= SPLITS:
+    files, names, _ = labelled_images(root)
+    return read_images(files, size), *mapped_labels(names, str(root))
+
+
+def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
+    """Find the images of a folder of class folders, or of train/test folders of class folders.
+
+    Parameters
+    ----------
+    root : Path
+        The folder; hidden folders and files that are no images are passed over.
+
+    Returns
+    -------
+    tuple
+        The N files; ``(N,)`` names of their class folders; and ``(N,)`` bool, which of them lie in the
+        folder test (without one: val), or ``None`` if there is neither.
+
+    Raises
+    ------
+    DataError
+        If there is no class folder, or one holds no image.
+    """
+    folders, kept = _folders(root), None
+    if folders and (splits := {folder.name.lower() for folder in folders}) <= SPLITS:
+        kept = SPLITS - {"train"} if "test" not in splits else {"test"}
         folders = [inner for split in folders for inner in _folders(split)]
-    names = sorted({folder.name for folder in folders})
-    if len(names) < 2:
-        raise DataError(f"{root}: {len(names)} class folders; needed are two or more, each with the images of a class")
-    files, labels = [], []
-    for folder in folders:
-        found = image_files(folder)
-        files += found
-        labels += [names.index(folder.name)] * len(found)
-    return read_images(files, size), np.array(labels, np.int64), names
+    if not folders:
+        raise DataError(f"{root}: 0 class folders; needed are two or more, each with the images of a class")
+    found = [(folder, path) for folder in folders for path in image_files(folder)]
+    names = np.array([folder.name for folder, _ in found])
+    is_test = np.array([kept is not None and folder.parent.name.lower() in kept for folder, _ in found])
+    return [path for _, path in found], names, is_test if is_test.any() and not is_test.all() else None
 
 
 def image_files(folder: Path) -> list[Path]:

@@ -1,20 +1,62 @@
 """People's own data: .npz, .csv, a folder of class folders, a PFLlib directory."""
 
+import dataclasses
 from logging import INFO
 from pathlib import Path
 
 import numpy as np
 from flwr.common.logger import log
 
-from data.dataset import Dataset, check_finite, feature_dataset, image_dataset, mapped_labels, numbered, text_dataset
+from data.dataset import (
+    Content,
+    Dataset,
+    check_finite,
+    feature_dataset,
+    image_dataset,
+    mapped_labels,
+    numbered,
+    text_dataset,
+)
 from data.errors import DataError
-from data.image import as_float32, as_images, read_class_folders, read_npz
-from data.pfllib import is_pfllib, load_pfllib
+from data.image import as_float32, as_images, labelled_images, read_images, read_npz
+from data.pfllib import is_pfllib, read_pfllib
 from data.text import rows_of, tokenise
 
 
 def load_own(path: Path, name: str) -> Dataset:
+    """Read a file or directory of one of the four formats as a data set of its own.
+
+    Features are standardised, but for PFLlib's, which are taken as they are.
+
+    Raises
+    ------
+    DataError
+        If it is none of them, or holds what cannot be used.
+    """
+    content = read_own(path)
+    labels, names = mapped_labels(content.labels, str(path))
+    if content.kind == "text":
+        tokens, vocabulary = tokenise(content.x)
+        return text_dataset(name, tokens, labels, names, content.groups, vocabulary=vocabulary)
+    if content.kind == "tokens":
+        dataset = text_dataset(name, content.x, labels, names, vocabulary=int(content.x.max()) + 1)
+    elif content.kind == "features":
+        own = content.given is None
+        dataset = feature_dataset(name, content.x, labels, names, content.groups, standardise=own)
+    else:
+        dataset = image_dataset(name, content.x, labels, names, content.groups)
+    return dataclasses.replace(dataset, given=content.given)
+
+
+def read_own(path: Path, size: tuple[int, int] | None = None, mode: str | None = None) -> Content:
     """Read a file or directory of one of the four formats.
+
+    Parameters
+    ----------
+    path : Path
+        An .npz or .csv file, a folder of class folders, or a PFLlib directory.
+    size, mode
+        Of the images of class folders, as for :func:`data.image.read_images`.
 
     Raises
     ------
@@ -23,38 +65,39 @@ def load_own(path: Path, name: str) -> Dataset:
     """
     if path.is_dir():
         if is_pfllib(path):
-            return load_pfllib(path, name)
-        x, y, names = read_class_folders(path)
-        return image_dataset(name, x, y, names)
+            return read_pfllib(path)
+        files, names, is_test = labelled_images(path)
+        return Content("image", read_images(files, size, mode), names, is_test=is_test)
     readers = {".npz": _read_npz, ".csv": _read_csv}
     if path.suffix.lower() not in readers:
         raise DataError(f"{path}: allowed are .npz, .csv, a folder of class folders and a PFLlib directory")
-    return readers[path.suffix.lower()](path, name)
+    return readers[path.suffix.lower()](path)
 
 
-def _read_npz(path: Path, name: str) -> Dataset:
+def _read_npz(path: Path) -> Content:
     """Read what :func:`data.image.read_npz` does.
 
     ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)`` are images (whole numbers: pixels 0..255;
-    other numbers: taken as they are); ``(N, F)`` are features, standardised.
+    other numbers: taken as they are); ``(N, F)`` are features.
     """
-    x, y, groups = read_npz(path)
-    labels, names = mapped_labels(y, str(path))
+    x, y, groups, tested = read_npz(path)
+    is_test = np.arange(len(y)) >= len(y) - tested if tested else None
     if x.ndim in (3, 4):
-        return image_dataset(name, as_images(x, str(path)), labels, names, groups)
+        x = as_images(x, str(path))
+        return Content("image" if x.dtype == np.uint8 else "image-float", x, y, groups, is_test)
     if x.ndim != 2 or x.dtype.kind not in "fiub":
         raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed are numbers in 2, 3 or 4 axes")
     x = as_float32(x)
     check_finite(x, str(path))
-    return feature_dataset(name, x, labels, names, groups)
+    return Content("features", x, y, groups, is_test)
 
 
-def _read_csv(path: Path, name: str) -> Dataset:
+def _read_csv(path: Path) -> Content:
     """Read a table with a header.
 
     The labels are the column ``label``, else the last; a column ``group`` gives natural groups. A
     column ``text``, or the only other column if it does not hold numbers, becomes tokens; otherwise
-    all other columns are features, standardised.
+    all other columns are features.
     """
     rows = rows_of(path)
     _, header = next(rows, (0, []))
@@ -74,7 +117,7 @@ def _read_csv(path: Path, name: str) -> Dataset:
         raise DataError(f"{path}: no rows below the header; at least one is needed")
     columns = list(zip(*table, strict=True))
     label = lower.index("label") if "label" in lower else len(header) - 1
-    labels, names = _labels(columns[label], path, header[label], numbers)
+    labels = _labels(columns[label], path, header[label], numbers)
     groups = None
     if "group" in lower and lower.index("group") != label:
         groups = numbered(np.array(columns[lower.index("group")]))
@@ -85,11 +128,10 @@ def _read_csv(path: Path, name: str) -> Dataset:
         text = inputs[0] if len(inputs) == 1 and any(_number(cell) is None for cell in columns[inputs[0]]) else -1
     if text in inputs:
         log(INFO, "%s: column %s is the text, %s the label", path.name, header[text], header[label])
-        tokens, vocabulary = tokenise(columns[text])
-        return text_dataset(name, tokens, labels, names, groups, vocabulary=vocabulary)
+        return Content("text", columns[text], labels, groups)
     log(INFO, "%s: %s columns are features, %s the label", path.name, len(inputs), header[label])
     x = _features([(header[i], columns[i]) for i in inputs], path, numbers)
-    return feature_dataset(name, x, labels, names, groups)
+    return Content("features", x, labels, groups)
 
 
 def _features(columns: list[tuple[str, tuple[str, ...]]], path: Path, numbers: list[int]) -> np.ndarray:
@@ -109,21 +151,21 @@ def _features(columns: list[tuple[str, tuple[str, ...]]], path: Path, numbers: l
     return features
 
 
-def _labels(cells: tuple[str, ...], path: Path, title: str, numbers: list[int]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Map the label column; numbers, if all are, are ordered as numbers and must be whole."""
+def _labels(cells: tuple[str, ...], path: Path, title: str, numbers: list[int]) -> np.ndarray:
+    """Return the label column: numbers, if all are, which must be whole, else texts."""
     cells = tuple(cell.strip() for cell in cells)
     if "" in cells:
         raise DataError(f"{path}: row {numbers[cells.index('')]}, column {title}: the label is missing")
     values = [_number(cell) for cell in cells]
     if None in values:
-        return mapped_labels(np.array(cells), str(path))
+        return np.array(cells)
     fractions = [i for i, value in enumerate(values) if value is not None and not value.is_integer()]
     if fractions:
         raise DataError(
             f"{path}: row {numbers[fractions[0]]}, column {title}: {cells[fractions[0]]!r}; "
             "labels are whole numbers or texts"
         )
-    return mapped_labels(np.array(values), str(path))
+    return np.array(values)
 
 
 def _number(cell: str) -> float | None:

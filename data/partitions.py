@@ -124,7 +124,7 @@ def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.rando
         return (_equal_classes if kind == "classes" else _equal_iid)(dataset, settings, rng)
     from data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
 
-    return _split(ASSIGN[kind](dataset, settings, rng), settings, rng)
+    return split(ASSIGN[kind](dataset, settings, rng), settings, rng)
 
 
 def _equal_iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
@@ -207,7 +207,7 @@ def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generato
         if (times > 1).any():
             raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
     if "all" in splits:
-        return _split([parts["all"] for parts in clients], settings, rng)
+        return split([parts["all"] for parts in clients], settings, rng)
     return tuple((parts["train"], parts["test"]) for parts in clients)
 
 
@@ -216,7 +216,7 @@ def _given(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
     return dataset.given
 
 
-def _split(parts: Sequence[np.ndarray], settings: DataSettings, rng: np.random.Generator) -> Indices:
+def split(parts: Sequence[np.ndarray], settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Split each client's samples at random; a client with two or more has both kinds."""
     pairs = []
     for part in parts:

@@ -5,7 +5,6 @@ dicts, lists, tuples, numbers, texts and plain NumPy arrays: the few NumPy names
 calls are answered by our own, and every other name is refused.
 """
 
-import dataclasses
 import json
 import pickle
 import re
@@ -15,14 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.dataset import (
-    Dataset,
-    check_finite,
-    feature_dataset,
-    image_dataset,
-    mapped_labels,
-    text_dataset,
-)
+from data.dataset import Content, check_finite
 from data.errors import DataError
 from data.npz import NpzFile
 
@@ -32,7 +24,7 @@ def is_pfllib(path: Path) -> bool:
     return (path / "train" / "0.npz").is_file() and (path / "test").is_dir()
 
 
-def load_pfllib(path: Path, name: str) -> Dataset:
+def read_pfllib(path: Path) -> Content:
     """Read a PFLlib directory.
 
     Float images stay as they are, ``(C, H, W)`` or ``(H, W)``; vectors are features; rows of whole
@@ -40,7 +32,7 @@ def load_pfllib(path: Path, name: str) -> Dataset:
 
     Returns
     -------
-    Dataset
+    Content
         With ``given``: the indices of each client's training and test samples.
 
     Raises
@@ -51,6 +43,7 @@ def load_pfllib(path: Path, name: str) -> Dataset:
     xs: list[np.ndarray] = []
     ys: list[np.ndarray] = []
     given, start = [], 0
+    is_test: list[np.ndarray] = []
     for client in range(_num_clients(path)):
         pair = []
         for split in ("train", "test"):
@@ -59,6 +52,7 @@ def load_pfllib(path: Path, name: str) -> Dataset:
             if len(y):
                 xs.append(x)
                 ys.append(y)
+            is_test.append(np.full(len(y), split == "test"))
             pair.append(np.arange(start, start + len(y)))
             start += len(y)
         given.append((pair[0], pair[1]))
@@ -69,16 +63,16 @@ def load_pfllib(path: Path, name: str) -> Dataset:
         xs = [np.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in xs]
     if len({x.shape[1:] for x in xs}) > 1:
         raise DataError(f"{path}: samples of unequal shape: {sorted({x.shape[1:] for x in xs})}")
-    x = np.concatenate(xs)
-    y, names = mapped_labels(np.concatenate(ys), str(path))
-    return dataclasses.replace(_dataset(name, x, y, names, str(path)), given=tuple(given))
+    kind, x = _inputs(np.concatenate(xs), str(path))
+    return Content(kind, x, np.concatenate(ys), is_test=np.concatenate(is_test), given=tuple(given))
 
 
-def _dataset(name: str, x: np.ndarray, y: np.ndarray, names: tuple[str, ...], where: str) -> Dataset:
+def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray]:
+    """Return the kind of the samples, and the samples as :class:`Content` has them."""
     if x.dtype.kind in "iu" and x.ndim == 2:
         if x.min() < 0:
             raise DataError(f"{where}: token {x.min()}; allowed are whole numbers from 0 (padding)")
-        return text_dataset(name, x.astype(np.int64), y, names, vocabulary=int(x.max()) + 1)
+        return "tokens", x.astype(np.int64)
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "fiu":
         raise DataError(
             f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes"
@@ -87,9 +81,8 @@ def _dataset(name: str, x: np.ndarray, y: np.ndarray, names: tuple[str, ...], wh
         x = x.astype(np.float32, copy=False)
     check_finite(x, where)
     if x.ndim == 2:
-        return feature_dataset(name, x, y, names, standardise=False)
-    x = x[..., None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 2, 3, 1))
-    return image_dataset(name, x, y, names)
+        return "features", x
+    return "image-float", x[..., None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 2, 3, 1))
 
 
 def _num_clients(path: Path) -> int:

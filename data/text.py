@@ -35,7 +35,7 @@ def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MA
     tuple
         ``(N, L)`` int64 tokens: 0 padding, 1 unknown, words from 2; and the number of tokens.
     """
-    words = [_WORD.findall(text.lower()) for text in texts]
+    words = [words_of(text) for text in texts]
     counts = Counter(word for line in words for word in line)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
     number = {word: token for token, word in enumerate(ranked, UNKNOWN + 1)}
@@ -44,6 +44,11 @@ def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MA
         found = [number.get(word, UNKNOWN) for word in line[:length]] or [UNKNOWN]
         row[: len(found)] = found
     return tokens, len(ranked) + 2
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
+    return _WORD.findall(text.lower())
 
 
 def load_agnews(data_dir: Path) -> Dataset:

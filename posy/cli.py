@@ -18,6 +18,7 @@ from posy.launch import APP, INTERRUPTED, LaunchError, interruptible, run_in_pro
 from posy.methods import METHODS, settings_class
 from posy.settings import (
     DATASETS,
+    SITES,
     DataSettings,
     Rule,
     RunSettings,
@@ -60,6 +61,11 @@ def run(options: argparse.Namespace) -> int:
     config = with_absolute_paths(merged(assignments(words)))
     check(config, WHERE)
     known = {**_common_defaults(), **config}
+    if known["dataset"] == SITES:
+        raise SettingsError(
+            f"dataset = {SITES!r} on {WHERE}: a simulation has no nodes that hold data; start a SuperLink and a "
+            "SuperNode at each site, and submit the run with `flwr run`"
+        )
     if known["engine"] == "in-process":
         return run_in_process({**configuration.defaults(), **config})
     return run_simulation(config, int(known["num-clients"]), str(known["device"]), verbose=options.verbose)
@@ -185,7 +191,7 @@ def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
         if known[key]:
             result[key] = str(_absolute(known[key]))
     name = str(known["dataset"])
-    if name not in DATASETS:
+    if name not in (*DATASETS, SITES):
         places = [Path(result["data-dir"]) / name, _absolute(name)]
         result["dataset"] = next((str(place) for place in places if place.exists()), name)
     return result

@@ -83,6 +83,10 @@ DATASETS = (
     "kvasir",
     "fedisic",
 )
+SITES = "sites"
+"""The `dataset` of a run whose nodes hold their own data."""
+
+SAMPLE_KINDS = ("auto", "image", "image-float", "features", "text", "tokens")
 MODELS = (
     "auto",
     "linear",
@@ -103,7 +107,8 @@ class DataSettings:
 
     dataset: str = setting(
         "digits",
-        "a name (" + ", ".join(DATASETS) + ") or a path: .npz, .csv, an image folder, a PFLlib directory",
+        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, an image folder, a PFLlib directory), or "
+        f"`{SITES}`: each node reads its own, named in its node config",
     )
     data_dir: str = setting("datasets", "directory that holds the data sets")
     download: bool = setting(True, "let torchvision download what is missing, where it can")
@@ -125,6 +130,25 @@ class DataSettings:
         choices=("none", "low", "mid", "high", "grid"),
     )
     augment: str = setting("none", "training augmentation of images", choices=("none", "crop"))
+    sample_kind: str = setting(
+        "auto",
+        "sites: what a sample is; image: whole-number pixels, tokens: numbers of words; `auto`: what most sites hold",
+        choices=SAMPLE_KINDS,
+    )
+    input_shape: str = setting(
+        "", "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: what most sites hold"
+    )
+    classes: str = setting(
+        "", "sites: names of the classes with commas between, or a JSON list; empty: all that the sites know, sorted"
+    )
+    vocabulary: int = setting(20_000, "sites: numbers that the words of a text are hashed to", minimum=3)
+    feature_mean: str = setting(
+        "", "sites: what is subtracted from features, one number for all or one for each; empty: pooled over the sites"
+    )
+    feature_std: str = setting(
+        "", "sites: what features are divided by, one number for all or one for each; empty: pooled over the sites"
+    )
+    share_class_counts: bool = setting(False, "sites: tell the server how many samples of each class a site has")
 
 
 @dataclass(frozen=True)
@@ -153,6 +177,12 @@ class TrainSettings:
         "parameters and messages stay float32",
         choices=("float32", "tf32", "bfloat16"),
     )
+    dp_clip: float = setting(
+        0.0, "local differential privacy: L2 norm that a client's update is clipped to; 0: off", minimum=0
+    )
+    dp_epsilon: float = setting(1.0, "epsilon of one reply's Gaussian noise", above=0)
+    dp_delta: float = setting(1e-5, "delta of one reply's Gaussian noise", above=0, maximum=0.5)
+    dp_sensitivity: float = setting(0.0, "L2 sensitivity that the noise is for; 0: twice dp-clip", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -176,6 +206,9 @@ class RunSettings:
     output_dir: str = setting("runs", "directory that holds the runs")
     run_name: str = setting("", "folder of this run; empty: method, data set, seed and time")
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors")
+    min_clients: int = setting(0, "clients that must be there for the first round; 0: all num-clients", minimum=0)
+    join_timeout: float = setting(300.0, "seconds to wait for the clients before the first round", above=0)
+    secure_aggregation: bool = setting(False, "SecAgg+: the server sees sums only (not possible on Flower 1.39)")
 
 
 def key_of(name: str, prefix: str = "") -> str:

@@ -10,15 +10,15 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from client_app.workspace import Workspace
+from data.sites import check_site_settings
 from posy.config import Settings, resolve
-from posy.flower import absolute
+from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
-from posy.settings import DATASETS, SettingsError
-from server_app.federation import WaveGrid, find_members
+from posy.privacy import check_privacy
+from posy.settings import DATASETS, SITES, SettingsError
+from server_app.federation import Federation, WaveGrid
 from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
-
-NODE_TIMEOUT = 300.0
 
 app = ServerApp()
 
@@ -50,6 +50,14 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
         Before the first round, if a setting or the data is wrong.
     """
     settings = with_absolute_paths(resolve(config))
+    check_privacy(settings)
+    if settings.run.engine == "in-process":
+        grid = InProcessGrid(settings.data.num_clients)
+    waves = WaveGrid(grid)
+    federation = Federation(waves, settings)
+    if settings.data.dataset == SITES:
+        check_sites(settings)
+        settings = federation.agree()
     workspace = Workspace(settings)
     check_federation(settings, workspace)
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
@@ -58,11 +66,9 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
             f"so it must be 1 to {size}"
         )
-    if settings.run.engine == "in-process":
-        grid = InProcessGrid(settings.data.num_clients)
-    waves = WaveGrid(grid)
-    strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, NODE_TIMEOUT)
-    recorder = Recorder(settings, strategy, workspace)
+    strategy.members = federation.join()
+    strategy.refresh = federation.refresh
+    recorder = Recorder(settings, strategy, workspace, federation)
     log(INFO, "Results of this run: %s", recorder.directory.path)
     with recorder:
         strategy.start(
@@ -79,12 +85,22 @@ def with_absolute_paths(settings: Settings) -> Settings:
     """Resolve relative directories once, on the server, so that all processes mean the same place."""
     data = settings.data
     name = data.dataset
-    if name and name not in DATASETS:
+    if name and name not in (*DATASETS, SITES):
         places = (absolute(data.data_dir) / name, absolute(name))
         name = str(next((place for place in places if place.exists()), name))
     file = str(absolute(data.partition_file)) if data.partition_file else ""
     data = replace(data, dataset=name, data_dir=str(absolute(data.data_dir)), partition_file=file)
     return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))
+
+
+def check_sites(settings: Settings) -> None:
+    """Raise :class:`SettingsError` for settings that do not go with sites that hold their own data."""
+    check_site_settings(settings.data)
+    if settings.run.engine == "in-process" or in_simulation():
+        raise SettingsError(
+            f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
+            "site"
+        )
 
 
 def check_federation(settings: Settings, workspace: Workspace) -> None:
@@ -95,6 +111,8 @@ def check_federation(settings: Settings, workspace: Workspace) -> None:
     SettingsError
         If a client would have nothing to train on.
     """
+    if workspace.of_sites:  # they check their data themselves
+        return
     partition = workspace.partition
     if len(partition.train) != settings.data.num_clients:
         raise SettingsError(

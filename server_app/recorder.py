@@ -17,6 +17,7 @@ from posy.config import Settings
 from posy.metrics import Spread, spread
 from posy.progress import Progress, results_table
 from posy.results import Evaluation, History, RunDirectory
+from server_app.federation import Federation
 from server_app.system import system_accuracy
 from strategies.base import PersonalisedStrategy, RoundRecord
 
@@ -34,12 +35,21 @@ class Recorder:
         The strategy whose rounds are recorded.
     workspace : Workspace
         The server's view of data and partition.
+    federation : Federation, optional
+        Who takes part, for the summary.
     """
 
-    def __init__(self, settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        strategy: PersonalisedStrategy,
+        workspace: Workspace,
+        federation: Federation | None = None,
+    ) -> None:
         self.settings = settings
         self.strategy = strategy
         self.workspace = workspace
+        self.federation = federation
         run, data = settings.run, settings.data
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = run.run_name or f"{run.method}-{Path(data.dataset).name}-seed{run.seed}-{stamp}"
@@ -120,14 +130,18 @@ class Recorder:
             accuracy=self.accuracy,
             system_accuracy=self.system_accuracy,
             dropped=self.dropped,
-            extra=self.strategy.extra_summary(),
+            extra={**self.strategy.extra_summary(), **(self.federation.summary() if self.federation else {})},
         )
 
     def _draw_partition(self) -> None:
-        dataset = self.workspace.dataset
-        counts = self.workspace.partition.counts(dataset.y, dataset.task.num_classes)
+        task = self.workspace.task
+        if self.workspace.of_sites:
+            counts = self.federation.class_counts() if self.federation else None
+        else:
+            counts = self.workspace.partition.counts(self.workspace.dataset.y, task.num_classes)
         self.strategy.class_counts = counts
-        figures.partition(counts, self.directory.figures / "partition.png", class_names=dataset.task.class_names)
+        if counts is not None:
+            figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def _draw(self, *, final: bool = False) -> None:
         """Draw the pictures; a run must not end because one could not be drawn."""

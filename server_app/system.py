@@ -21,7 +21,7 @@ from strategies.base import PersonalisedStrategy
 def system_accuracy(
     settings: Settings, strategy: PersonalisedStrategy, workspace: Workspace, directory: RunDirectory
 ) -> float | None:
-    """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for.
+    """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for or to be had.
 
     A strategy that routes queries (FedDRM) answers by itself; for all other methods the local models of
     all clients vote (methods as in the FedDRM paper, Section 3.2).
@@ -29,6 +29,9 @@ def system_accuracy(
     wanted = settings.run.system_accuracy
     routes = getattr(strategy, "route", None)
     if wanted == "off" or (wanted == "auto" and routes is None):
+        return None
+    if workspace.of_sites:
+        log(INFO, "system accuracy is not available: the sites keep their test samples")
         return None
     if not settings.run.save_models:
         log(INFO, "system accuracy needs save-models = true")
@@ -49,7 +52,7 @@ def system_accuracy(
         for client, path in paths.items()
         if client not in missing
     ]
-    winners = majority_vote(np.stack(votes), workspace.dataset.task.num_classes)
+    winners = majority_vote(np.stack(votes), workspace.task.num_classes)
     return float((winners == y.cpu().numpy()).mean())
 
 

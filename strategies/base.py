@@ -10,7 +10,7 @@ import math
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from pathlib import Path
@@ -79,12 +79,14 @@ class Update:
 
 @dataclass
 class Member:
-    """What the server knows of one client: its node and how many samples it has."""
+    """What the server knows of one client: its node, how many samples it has, and what its site has told."""
 
     client: int
     node_id: int
     num_train: int
     num_test: int
+    name: str = ""
+    class_counts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -126,6 +128,8 @@ class PersonalisedStrategy(Strategy):
         self.architecture = self.network_for(plain)
         self.num_clients = settings.data.num_clients
         self.members: dict[int, Member] = {}
+        self.refresh: Callable[[], list[int]] | None = None
+        """Brings :attr:`members` up to date before a round; returns the clients whose own state may be lost."""
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
         self.saving = False
@@ -328,6 +332,8 @@ class PersonalisedStrategy(Strategy):
     # -- messages --------------------------------------------------------------------------------------
 
     def _begin_round(self, server_round: int, grid: Grid) -> None:
+        for client in self.refresh() if self.refresh else ():
+            self.lost(client)
         self.record = RoundRecord(server_round)
         self._clock = time.perf_counter()
         last = server_round == self.settings.run.num_server_rounds
@@ -399,8 +405,8 @@ class PersonalisedStrategy(Strategy):
         arrays = [array.numpy() for array in record.values()]
         count, loss = metrics.pop("num-examples"), metrics.pop("train-loss")
         tested = metrics.pop("num-test")
-        _check_count("num-examples", count, 1)
-        _check_count("num-test", tested, 0)
+        check_count("num-examples", count, 1)
+        check_count("num-test", tested, 0)
         shapes = self.expected_shapes(client)
         if [a.shape for a in arrays] != shapes:
             raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
@@ -425,8 +431,8 @@ class PersonalisedStrategy(Strategy):
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
         metrics: Mapping[str, Any] = content.metric_records["metrics"]
         count, tested = metrics["num-train"], metrics["num-examples"]
-        _check_count("num-train", count, 1)
-        _check_count("num-examples", tested, 0)
+        check_count("num-train", count, 1)
+        check_count("num-examples", tested, 0)
         scores = _scores_of(metrics)
         chosen = content.config_records["config"].get("chosen", "")
         self.acknowledged(client, metrics)
@@ -508,7 +514,8 @@ def stacked(updates: list[Update], position: int = 0) -> FloatArray:
     return np.stack([np.asarray(update.arrays[position], np.float32) for update in updates])
 
 
-def _check_count(key: str, count: Any, least: int) -> None:
+def check_count(key: str, count: Any, least: int) -> None:
+    """Raise :class:`BadReplyError` for a number of samples that cannot be."""
     if not least <= count < MAX_EXAMPLES or count != int(count):
         raise BadReplyError(f"{key} = {count}")
 

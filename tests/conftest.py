@@ -22,7 +22,7 @@ from client_app.workspace import Workspace
 from posy.config import defaults, resolve
 from posy.methods import client_class, strategy_class
 from posy.state import State
-from server_app.federation import WaveGrid, find_members
+from server_app.federation import Federation, WaveGrid
 from server_app.in_process import InProcessGrid
 from strategies.base import Member, PersonalisedStrategy, RoundRecord, Update
 
@@ -144,7 +144,8 @@ def federate() -> Callable[..., Finished]:
         strategy = strategy_class(settings.run.method)(settings, Workspace(settings).architecture)
         clients = grid(settings.data.num_clients)
         waves = WaveGrid(clients)
-        strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, 10.0)
+        federation = Federation(waves, settings)
+        strategy.members, strategy.refresh = federation.join(), federation.refresh
         strategy.models_folder = models_folder
         prepare(strategy)
         records: list[RoundRecord] = []

@@ -67,6 +67,7 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         (["run", "lr=1", "fedavg"], ["fedavg", "key=value"]),
         (["run", "no-such-experiment"], ["no-such-experiment", "ppfe-cifar10-s2"]),
         (["run", "engine=in-process", "dataset=no-such-data"], ["no-such-data", "digits"]),
+        (["run", "dataset=sites"], ["dataset = 'sites'", "SuperNode at each site"]),
         (["settings", "fedavgg"], ["fedavgg", "fedavg"]),
         (["table", "no-such-table.yaml"], ["no-such-table.yaml"]),
     ],

@@ -404,7 +404,7 @@ def test_images_of_unequal_size_become_64_by_64_and_all_grey_ones_stay_grey(tmp_
 
 def test_image_folder_refuses(tmp_path):
     save_image(tmp_path / "a/1.png", 7, mode="L")
-    with pytest.raises(DataError, match="two or more"):
+    with pytest.raises(DataError, match="at least 2 classes"):
         load(tmp_path)
     (tmp_path / "b").mkdir()
     with pytest.raises(DataError, match=r"b: no images"):

@@ -1,18 +1,26 @@
 """Which node hosts which client, and messages that reach each node one after the other."""
 
+import json
+import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
+from nodes import NodeGrid
 
 from client_app.app import Call
-from posy.config import resolve
+from posy.config import Settings, resolve
 from posy.settings import SettingsError
 from server_app import federation
-from server_app.federation import WaveGrid, find_members
+from server_app.app import run
+from server_app.federation import Federation, WaveGrid
 from server_app.in_process import InProcessGrid
+from strategies.ppfe import PPFE
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -40,8 +48,13 @@ def queries(settings_json: str, *nodes: int) -> list[Message]:
 
 
 @pytest.fixture
-def settings_json(make_config: MakeConfig) -> str:
-    return resolve(make_config("fedavg")).to_json()
+def settings(make_config: MakeConfig) -> Settings:
+    return resolve(make_config("fedavg"))
+
+
+@pytest.fixture
+def settings_json(settings: Settings) -> str:
+    return settings.to_json()
 
 
 # -- waves -----------------------------------------------------------------------------------------------
@@ -133,28 +146,28 @@ class Nodes(InProcessGrid):
 @pytest.mark.parametrize(
     ("nodes", "hosts"), [(1, [1, 1, 1, 1]), (2, [1, 2, 1, 2]), (3, [1, 2, 3, 1]), (4, [1, 2, 3, 4]), (6, [1, 2, 3, 4])]
 )
-def test_clients_are_spread_over_the_nodes(nodes: int, hosts: list[int], settings_json: str) -> None:
-    members = find_members(WaveGrid(InProcessGrid(nodes)), settings_json, 4, 5.0)
+def test_clients_are_spread_over_the_nodes(nodes: int, hosts: list[int], settings: Settings) -> None:
+    members = Federation(WaveGrid(InProcessGrid(nodes)), settings).join()
     assert list(members) == [0, 1, 2, 3]
     assert [m.node_id for m in members.values()] == hosts
     assert [m.client for m in members.values()] == [0, 1, 2, 3]
     assert [(m.num_train, m.num_test) for m in members.values()] == [(21, 9), (12, 6), (8, 4), (1, 0)]
 
 
-def test_nodes_that_connect_late_are_waited_for(settings_json: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_connect_late_are_waited_for(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "POLL_SECONDS", 0.01)
-    members = find_members(WaveGrid(Nodes(3, [], [2], [2], [2, 3])), settings_json, 4, 5.0)
+    members = Federation(WaveGrid(Nodes(3, [], [2], [2], [2, 3])), settings).join()
     assert [m.node_id for m in members.values()] == [1, 2, 3, 1]
 
 
-def test_clients_that_never_appear_are_an_error(settings_json: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_never_appear_are_an_error(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "POLL_SECONDS", 0.01)
     grid = Nodes(3, *[[1, 2]] * 100)
     with pytest.raises(SettingsError, match=r"num-clients = 4, but the 2 connected nodes host 3 of them after 0\.05 s"):
-        find_members(WaveGrid(grid), settings_json, 4, 0.05)
+        Federation(WaveGrid(grid), replace(settings, run=replace(settings.run, join_timeout=0.05))).join()
 
 
-def test_a_node_that_cannot_serve_the_run_says_why(settings_json: str) -> None:
+def test_a_node_that_cannot_serve_the_run_says_why(settings: Settings) -> None:
     class Broken(InProcessGrid):
         def _receive(self, message: Message) -> Message | Call:
             if message.metadata.dst_node_id != 2:
@@ -162,4 +175,263 @@ def test_a_node_that_cannot_serve_the_run_says_why(settings_json: str) -> None:
             return Message(Error(3, "no data set there"), reply_to=message)
 
     with pytest.raises(SettingsError, match="a node cannot serve this run: no data set there"):
-        find_members(WaveGrid(Broken(4)), settings_json, 4, 5.0)
+        Federation(WaveGrid(Broken(4)), settings).join()
+
+
+# -- clients over reconnections --------------------------------------------------------------------------
+
+
+class Script(NodeGrid):
+    """Changes who is connected before the rounds that a script names, just as they are looked up."""
+
+    def __init__(self, *configs: dict[str, Any]) -> None:
+        super().__init__(*configs)
+        self.script: dict[int, Callable[[], None]] = {}
+        self.refreshed = 0
+
+    def joined(self, settings: Settings) -> Federation:
+        self.federation = Federation(WaveGrid(self), settings)
+        self.federation.join()
+        return self.federation
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(federation, "REFRESH_SECONDS", 0.05)
+
+
+def parts(count: int) -> list[dict[str, Any]]:
+    return [{"partition-id": i, "num-partitions": 4} for i in range(count)]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """Return the node config of a site, with data that tells it apart."""
+
+    def make(name: str) -> dict[str, Any]:
+        count = 4 + ord(name[-1]) - ord("a")
+        np.savez(tmp_path / f"{name}.npz", x_train=np.ones((count, 2)), y_train=np.arange(count) % 2)
+        return {"data": str(tmp_path / f"{name}.npz"), "name": name}
+
+    return make
+
+
+@pytest.fixture
+def of_sites(make_config: MakeConfig) -> Settings:
+    own = {"dataset": "sites", "sample_kind": "features", "input_shape": "2", "classes": "0,1"}
+    return resolve(
+        make_config("ppfe", **own, feature_mean="0", feature_std="1", num_clients=4, ppfe_stages=1, join_timeout=0.2)
+    )
+
+
+def hosts(found: Federation) -> dict[int, int]:
+    return {client: member.node_id for client, member in found.members.items()}
+
+
+def test_a_client_keeps_its_index_under_a_new_node_id(settings: Settings) -> None:
+    grid = Script(*parts(4))
+    found = grid.joined(settings)
+    members = found.members
+    grid.leave(2)
+    assert found.refresh() == []
+    assert hosts(found) == {0: 1, 2: 3, 3: 4}
+    grid.connect(77, parts(4)[1])
+    assert found.refresh() == [1]  # its own state may be lost
+    assert hosts(found) == {0: 1, 1: 77, 2: 3, 3: 4}
+    assert found.refresh() == []
+    assert found.members is members
+    assert [kind for kind, _ in grid.sent] == ["query"] * 5  # nobody is asked twice
+
+
+def test_a_node_that_returns_under_its_id_is_asked_again(settings: Settings) -> None:
+    grid = Script(*parts(4))
+    found = grid.joined(settings)
+    away = parts(4)[1]
+    grid.leave(2)
+    found.refresh()
+    grid.connect(2, away)
+    assert found.refresh() == [1]
+    assert grid.sent.count(("query", 2)) == 2
+
+
+def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    grid = Script(*parts(4))
+    found = grid.joined(settings)
+    grid.connect(50, parts(4)[2])
+    for _ in range(3):
+        assert found.refresh() == []
+    logging.getLogger("flwr").removeHandler(caplog.handler)
+    told = {id(r): r.getMessage() for r in caplog.records}.values()
+    assert [line for line in told if "already" in line] == [
+        "node 50 is left out: client 2 is already there on another node"
+    ]
+    assert hosts(found)[2] == 3
+    assert sum(found.left_out.values()) == 1
+    grid.leave(3)
+    assert found.refresh() == [2]
+    assert hosts(found)[2] == 50
+
+
+def test_sites_are_numbered_by_name_and_late_ones_after_them(
+    of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
+    grid = Script(site("site-d"), site("site-b"))
+    found = grid.joined(settings)
+    assert (found.names, hosts(found)) == ({"site-b": 0, "site-d": 1}, {0: 2, 1: 1})
+    grid.connect(3, site("site-a"))
+    assert found.refresh() == []
+    assert found.names == {"site-b": 0, "site-d": 1, "site-a": 2}
+    assert [m.num_train for m in found.members.values()] == [4, 5, 3]
+    grid.leave(2)
+    grid.connect(9, site("site-b"))
+    grid.connect(10, site("site-c"))
+    grid.connect(11, site("site-e"))
+    assert found.refresh() == [0]
+    assert hosts(found) == {0: 9, 1: 1, 2: 3, 3: 10}
+    assert dict(found.left_out) == {"all 4 clients of the run are others": 1}
+    assert found.summary()["sites"] == ["site-b", "site-d", "site-a", "site-c"]
+    again = Federation(WaveGrid(grid), settings, found.names)  # the same run, resumed
+    again.join()
+    assert hosts(again) == hosts(found)
+
+
+def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[[str], dict[str, Any]]) -> None:
+    settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
+    grid = Script()
+    unnamed = {"data": site("site-x")["data"]}
+    grid.connect(1, unnamed, registered="hospital")
+    grid.connect(2, site("site-a"), registered="site-a")
+    grid.connect(3, site("site-c"), registered="thief")
+    grid.connect(4, unnamed)
+    found = grid.joined(settings)
+    assert found.names == {"hospital": 0, "site-a": 1}
+    reasons = " ".join(found.left_out)
+    assert "names it 'site-c', its key is registered as 'thief'" in reasons
+    assert "neither name nor partition-id" in reasons
+
+
+def test_a_site_may_have_its_number_by_its_partition_id(
+    of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
+    grid = Script(site("site-a") | {"partition-id": 2}, site("site-b"), site("site-c") | {"partition-id": 4})
+    found = grid.joined(settings)
+    assert hosts(found) == {0: 2, 2: 1}
+    assert list(found.left_out) == ["partition-id 4: the run has the clients 0 to 3"]
+
+
+def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings) -> None:
+    own = replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.2))
+    grid = Script(*parts(4))
+    grid.silent = {2}
+    found = grid.joined(own)
+    assert hosts(found) == {0: 1, 2: 3, 3: 4}
+    assert list(found.left_out) == ["no answer in time"]
+    grid.connect(9, parts(4)[1])
+    grid.silent.add(9)
+    started = time.monotonic()
+    assert found.refresh() == []
+    assert time.monotonic() - started < 1
+    grid.silent.clear()
+    (query,) = found._pending
+    grid.replies[query] = grid.answer(next(q for q in grid.kept if q.metadata.message_id == query))
+    assert found.refresh() == []
+    assert hosts(found)[1] == 9  # its late answer counts
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"clients": [0], "num-train": [5, 5], "num-test": [1]},
+        {"clients": [7], "num-train": [5], "num-test": [1]},
+        {"clients": [-1], "num-train": [5], "num-test": [1]},
+        {"clients": [0], "num-train": [0], "num-test": [1]},
+        {"clients": [0], "num-train": [5], "num-test": [-1]},
+        {"num-train": [5], "num-test": [1]},
+        {},
+    ],
+)
+def test_an_answer_that_makes_no_sense_makes_no_member(answer: dict[str, Any], settings: Settings) -> None:
+    class Liar(Script):
+        def answer(self, message: Message) -> Message:
+            if message.metadata.dst_node_id != 1:
+                return super().answer(message)
+            return Message(RecordDict({"config": ConfigRecord(answer)}), reply_to=message)
+
+    found = Liar(*parts(4)).joined(replace(settings, run=replace(settings.run, min_clients=3)))
+    assert hosts(found) == {1: 2, 2: 3, 3: 4}
+    assert sum(found.left_out.values()) == 1
+
+
+def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Script(*parts(4))
+    found = grid.joined(replace(settings, run=replace(settings.run, min_clients=2, join_timeout=5.0)))
+    for node in (1, 2, 3):
+        grid.leave(node)
+    looks = iter(range(100))
+
+    def look(seconds: float) -> None:
+        if next(looks) == 3:
+            grid.connect(8, parts(4)[0])
+
+    monkeypatch.setattr(federation.time, "sleep", look)
+    assert found.refresh() == [0]
+    assert hosts(found) == {0: 8, 3: 4}
+
+
+def test_a_run_goes_on_while_clients_come_and_go(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PPFE sends all finished stages again to a client that is back: what it kept may be lost."""
+    config = make_config("ppfe", num_server_rounds=6, ppfe_stages=3, model="mlp", min_clients=3)
+    grid = Script(*parts(3))
+    lost: list[int] = []
+    real = PPFE.configure_train
+
+    def configure(self: PPFE, server_round: int, *more: Any) -> list[Message]:
+        if server_round == 3:
+            grid.connect(4, parts(4)[3])
+            grid.leave(1)
+        if server_round == 4:
+            grid.connect(60, parts(4)[0])
+        return real(self, server_round, *more)
+
+    monkeypatch.setattr(PPFE, "configure_train", configure)
+    monkeypatch.setattr(PPFE, "lost", lambda self, client, lose=PPFE.lost: (lost.append(client), lose(self, client))[1])
+    done = run(grid, config)
+    rows = [json.loads(line) for line in (done.directory.path / "rounds.jsonl").read_text().splitlines()]
+    assert [row["cohort"] for row in rows] == [3, 3, 3, 4, 4, 4]
+    assert [row["dropped"] for row in rows] == [[]] * 6
+    assert lost == [0]
+    assert set(done.last_rows) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"class-counts": [1, 2, 3]}, "class-counts of 3 classes"),
+        ({"class-counts": [5, -1]}, "class-counts of 2 classes"),
+        ({"name": "a\nb"}, "its name is not a line"),
+        ({"name": "a" * 101}, "at most 100 characters"),
+        ({"num-train": 2.5}, "num-train = 2.5"),
+        ({"num-train": "many"}, "malformed answer: TypeError"),
+    ],
+)
+def test_a_site_that_lies_about_itself_is_left_out(
+    change: dict[str, Any], reason: str, of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    class Liar(Script):
+        def answer(self, message: Message) -> Message:
+            reply = super().answer(message)
+            if message.metadata.dst_node_id == 1:
+                reply.content["config"] = ConfigRecord({**reply.content.config_records["config"], **change})
+            return reply
+
+    grid = Liar(site("site-a"), site("site-b"))
+    found = grid.joined(replace(of_sites, run=replace(of_sites.run, min_clients=1)))
+    assert hosts(found) == {0: 2}
+    (told,) = found.left_out
+    assert reason in told

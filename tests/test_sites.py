@@ -1,0 +1,527 @@
+"""Sites that hold their own data: the task they agree on, what they refuse, whole runs over them."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nodes import NodeGrid, class_folders, pfllib, table
+
+from data.dataset import Dataset
+from data.errors import DataError
+from data.image import load_digits
+from data.partitions import Partition
+from data.sites import (
+    Description,
+    agreed,
+    class_names,
+    describe_site,
+    hashed,
+    is_complete,
+    load_site,
+    pooled_statistics,
+    task_of,
+)
+from posy.config import defaults
+from posy.results import load_arrays
+from posy.settings import DataSettings, SettingsError
+from server_app.app import run
+from server_app.recorder import Recorder
+
+Config = dict[str, Any]
+IMAGES = DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b,c")
+FEATURES = DataSettings(
+    dataset="sites",
+    sample_kind="features",
+    input_shape="3",
+    classes="0,1,2",
+    feature_mean="1.0,2.0,3.0",
+    feature_std="2.0",
+)
+TEXTS = DataSettings(dataset="sites", sample_kind="text", input_shape="4", classes="no,yes", vocabulary=50)
+
+
+def npz(path: Path, x: Any, y: Any, **more: Any) -> Path:
+    np.savez(path, x_train=np.asarray(x), y_train=np.asarray(y), **more)
+    return path
+
+
+def grey(n: int, side: int = 4) -> np.ndarray:
+    return np.arange(n * side * side, dtype=np.uint8).reshape(n, side, side)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
+
+
+# -- what a site trains on -------------------------------------------------------------------------------
+
+
+def loaded(path: Path, settings: DataSettings, seed: int = 1) -> tuple[Dataset, Partition]:
+    return load_site(path, settings, seed)
+
+
+def test_images_of_folders_and_npz_are_the_same_samples(tmp_path: Path) -> None:
+    x, names = grey(8), list("aabbbcca")
+    folder, _ = loaded(class_folders(tmp_path / "site", x, names), IMAGES)
+    file, _ = loaded(npz(tmp_path / "site.npz", x, names), IMAGES)
+    assert folder.task == file.task == task_of(IMAGES)
+    assert folder.task.class_names == ("a", "b", "c")
+    assert folder.mean.tolist() == folder.std.tolist() == [0.5]
+    assert file.y.tolist() == [0, 0, 1, 1, 1, 2, 2, 0]
+    assert {(a.tobytes(), b) for a, b in zip(folder.x, folder.y.tolist(), strict=True)} == {
+        (a.tobytes(), b) for a, b in zip(file.x, file.y.tolist(), strict=True)
+    }
+
+
+def test_image_files_are_brought_to_the_shape_of_the_run(tmp_path: Path) -> None:
+    folder = class_folders(tmp_path, grey(4, side=10), "abab")
+    dataset, _ = loaded(folder, replace(IMAGES, input_shape="3x6x6"))
+    assert dataset.x.shape == (4, 6, 6, 3)
+
+
+def test_a_site_with_one_class_and_one_without_some_take_part(tmp_path: Path) -> None:
+    one, part = loaded(npz(tmp_path / "one.npz", grey(4), ["c"] * 4), IMAGES)
+    assert one.y.tolist() == [2] * 4
+    assert one.task.num_classes == 3
+    assert part.counts(one.y, 3).tolist() == [[0, 0, 4]]
+    folder, _ = loaded(class_folders(tmp_path / "site", grey(3), "bbb"), IMAGES)
+    assert folder.y.tolist() == [1] * 3
+
+
+def test_the_split_depends_on_the_seed_and_the_fraction(tmp_path: Path) -> None:
+    path = npz(tmp_path / "site.npz", grey(8), list("abababab"))
+    _, first = loaded(path, IMAGES)
+    assert [len(first.train[0]), len(first.test[0])] == [6, 2]
+    assert sorted([*first.train[0], *first.test[0]]) == list(range(8))
+    assert loaded(path, IMAGES)[1].test[0].tolist() == first.test[0].tolist()
+    assert any(loaded(path, IMAGES, seed)[1].test[0].tolist() != first.test[0].tolist() for seed in range(2, 6))
+    _, few = loaded(path, replace(IMAGES, train_samples=2, test_fraction=0.5))
+    assert [len(few.train[0]), len(few.test[0])] == [2, 4]
+
+
+def test_the_test_set_of_the_data_is_used(tmp_path: Path) -> None:
+    x = grey(7)
+    _, part = loaded(npz(tmp_path / "s.npz", x[:5], list("abcab"), x_test=x[5:], y_test=np.array(list("ca"))), IMAGES)
+    assert part.train[0].tolist() == [0, 1, 2, 3, 4]
+    assert part.test[0].tolist() == [5, 6]
+    class_folders(tmp_path / "site" / "train", x[:5], "abcab")
+    class_folders(tmp_path / "site" / "test", x[5:], "ca")
+    folder, part = loaded(tmp_path / "site", IMAGES)
+    tested = {folder.x[i].tobytes() for i in part.test[0]}
+    assert tested == {x[5].tobytes(), x[6].tobytes()}
+    (tmp_path / "site" / "test").rename(tmp_path / "site" / "val")
+    folder, part = loaded(tmp_path / "site", IMAGES)
+    assert {folder.x[i].tobytes() for i in part.test[0]} == tested
+    features = np.arange(21, dtype=np.float32).reshape(7, 3)
+    data, part = loaded(pfllib(tmp_path / "p", features, np.arange(7) % 3, 2), FEATURES)
+    assert data.x[part.test[0]].tolist() == features[5:].tolist()
+
+
+def test_features_are_scaled_alike_at_all_sites(tmp_path: Path) -> None:
+    x, y = np.arange(12, dtype=np.float32).reshape(4, 3), [0, 1, 2, 1]
+    for path in (npz(tmp_path / "s.npz", x, y), table(tmp_path / "s.csv", x, y), pfllib(tmp_path / "p", x, y, 1)):
+        dataset, _ = loaded(path, FEATURES)
+        assert dataset.mean.tolist() == [1.0, 2.0, 3.0]
+        assert dataset.std.tolist() == [2.0, 2.0, 2.0]
+        assert dataset.x.tolist() == x.tolist()
+
+
+def test_words_are_hashed_alike_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "s.csv").write_text("text,label\nThe cat sat on mats,yes\nthe DOG,no\n!!,no\n")
+    dataset, _ = loaded(tmp_path / "s.csv", TEXTS)
+    assert dataset.task.vocabulary == 50
+    assert dataset.y.tolist() == [1, 0, 0]
+    rows = dataset.x.tolist()
+    assert rows[0][0] == rows[1][0]  # "the"
+    assert rows[2] == [1, 0, 0, 0]
+    assert rows[1][2:] == [0, 0]
+    assert all(2 <= token < 50 for token in rows[0])
+    assert rows[0] == hashed(["the cat sat on"], 4, 50)[0].tolist()
+    assert hashed(["123456789"], 1, 50).tolist() == [[2 + 0xCBF43926 % 48]]  # the check value of CRC-32
+
+
+# -- what a site refuses ---------------------------------------------------------------------------------
+
+
+def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]]:
+    nan = np.arange(12, dtype=np.float64).reshape(4, 3)
+    nan[2, 1] = np.nan
+    inf = grey(4).astype(np.float32)
+    inf[1, 0, 3] = np.inf
+
+    def truncated(root: Path) -> Path:
+        path = npz(root / "s.npz", np.random.default_rng(0).integers(0, 255, (40, 4, 4), np.uint8), ["a", "b"] * 20)
+        os.truncate(path, path.stat().st_size // 2)
+        return path
+
+    def damaged(root: Path) -> Path:
+        path = npz(root / "s.npz", grey(40), ["a", "b"] * 20)
+        content = bytearray(path.read_bytes())
+        content[400] ^= 0xFF
+        path.write_bytes(content)
+        return path
+
+    def empty_class(root: Path) -> Path:
+        class_folders(root, grey(2), "ab")
+        (root / "c").mkdir()
+        return root
+
+    def torn_image(root: Path) -> Path:
+        class_folders(root, grey(2), "ab")
+        (root / "a" / "torn.png").write_bytes((root / "a" / "0.png").read_bytes()[:40])
+        return root
+
+    def only_test(root: Path) -> Path:
+        pfllib(root, np.ones((3, 3), np.float32), np.arange(3), 3)
+        return root
+
+    def words(text: str) -> Callable[[Path], Path]:
+        def write(root: Path) -> Path:
+            (root / "s.csv").write_text(text)
+            return root / "s.csv"
+
+        return write
+
+    def plain(root: Path) -> Path:
+        (root / "s.txt").write_text("hello")
+        return root / "s.txt"
+
+    float_images = replace(IMAGES, sample_kind="image-float")
+    return {
+        "NaN in features": (lambda r: npz(r / "s.npz", nan, [0, 1, 2, 0]), FEATURES, r"s\.npz: nan at index \(2, 1\)"),
+        "NaN in a table": (lambda r: table(r / "s.csv", nan, [0, 1, 2, 0]), FEATURES, "row 4, column f1: 'nan'"),
+        "infinite pixel": (lambda r: npz(r / "s.npz", inf, list("abca")), float_images, r"inf at index \(1, 0, 3, 0\)"),
+        "empty folder": (lambda r: r, IMAGES, "0 class folders"),
+        "empty class": (empty_class, IMAGES, "c: no images"),
+        "torn image": (torn_image, IMAGES, r"torn\.png: not an image"),
+        "no samples": (lambda r: npz(r / "s.npz", grey(0), np.zeros(0, int)), IMAGES, r"s\.npz: no samples"),
+        "unknown class": (lambda r: npz(r / "s.npz", grey(3), list("abz")), IMAGES, "label 'z' of sample 2 .* a, b, c"),
+        "unknown folder": (lambda r: class_folders(r, grey(2), ["a", "new"]), IMAGES, "label 'new' of sample 1"),
+        "label out of range": (lambda r: npz(r / "s.npz", np.ones((3, 3)), [0, 3, 1]), FEATURES, "label '3' of sample"),
+        "label below": (lambda r: npz(r / "s.npz", np.ones((3, 3)), [0, -1, 1]), FEATURES, "label '-1' of sample 1"),
+        "label of half": (lambda r: npz(r / "s.npz", np.ones((2, 3)), [0, 0.5]), FEATURES, "label 0.5 at index 1"),
+        "missing label": (words("f0,f1,f2,label\n1,2,3,\n"), FEATURES, "row 2, column label: the label is missing"),
+        "other shape": (lambda r: npz(r / "s.npz", grey(3, 5), list("abc")), IMAGES, "shape 1x5x5; .* is 1x4x4"),
+        "other width": (lambda r: table(r / "s.csv", np.ones((2, 4)), [0, 1]), FEATURES, "shape 4; .* is 3"),
+        "other kind": (lambda r: npz(r / "s.npz", np.ones((3, 3)), list("abc")), IMAGES, "kind features; .* image"),
+        "float pixels": (lambda r: npz(r / "s.npz", inf[2:], list("ab")), IMAGES, "kind image-float"),
+        "truncated": (truncated, IMAGES, r"s\.npz: not a whole \.npz file"),
+        "damaged": (damaged, IMAGES, r"s\.npz: not a whole \.npz file"),
+        "missing file": (lambda r: r / "gone.npz", IMAGES, r"gone\.npz: there is no such file"),
+        "relative path": (lambda r: Path("site.npz"), IMAGES, "'site.npz' in the node config: .* absolute"),
+        "another format": (plain, IMAGES, r"s\.txt: allowed are"),
+        "unequal lengths": (lambda r: npz(r / "s.npz", grey(3), list("ab")), IMAGES, "unequal length"),
+        "Python objects": (
+            lambda r: npz(r / "s.npz", np.array([{}, {}], object), list("ab")),
+            IMAGES,
+            "only plain numbers",
+        ),
+        "nothing to train on": (only_test, FEATURES, "all 3 samples belong to the test set"),
+        "token beyond the vocabulary": (
+            lambda r: pfllib(r, np.array([[1, 2, 50, 0]] * 4), np.zeros(4, int), 1),
+            replace(TEXTS, sample_kind="tokens", classes="0,1"),
+            "token 50; .* allows 0 to 49",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", broken_cases())
+def test_data_that_cannot_be_used_is_refused_with_file_and_reason(case: str, tmp_path: Path) -> None:
+    make, settings, message = broken_cases()[case]
+    path = make(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        loaded(path, settings)
+    if case not in ("relative path", "nothing to train on"):
+        assert str(tmp_path) in str(caught.value)
+
+
+# -- the task that sites agree on ------------------------------------------------------------------------
+
+OPEN = DataSettings(dataset="sites")
+
+
+def told(kind: str, shape: tuple[int, ...], *classes: str, fixed: bool = True, count: int = 5) -> Description:
+    return Description(kind, shape, fixed, classes, count, np.empty(0), np.empty(0))
+
+
+def test_classes_are_those_of_all_sites_in_order() -> None:
+    numbers = agreed(OPEN, [told("image", (1, 8, 8), "10", "2"), told("image", (1, 8, 8), "2", "0")])
+    assert numbers.classes == "0,2,10"
+    texts = agreed(OPEN, [told("image", (1, 8, 8), "dog", "cat"), told("image", (1, 8, 8), "a, b", "cat")])
+    assert class_names(texts.classes) == ("a, b", "cat", "dog")
+    assert agreed(replace(OPEN, classes="x,y"), [told("image", (1, 8, 8))]).classes == "x,y"
+    assert is_complete(numbers)
+    assert task_of(numbers).input_shape == (1, 8, 8)
+
+
+def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
+    folders = [told("image", (3, 64, 64), "a", "c", fixed=False)] * 3
+    assert agreed(OPEN, [*folders, told("image", (3, 32, 32), "b")]).input_shape == "3x32x32"
+    assert agreed(OPEN, [*folders, told("features", (4,), "b")]).input_shape == "3x64x64"
+    assert agreed(replace(OPEN, classes="a,b"), folders).input_shape == "3x64x64"
+    few = [told("image", (1, 8, 8), "a", "b"), told("image", (1, 9, 9), "q"), told("image", (1, 9, 9), "r")]
+    assert (agreed(OPEN, few).input_shape, agreed(OPEN, few).classes) == ("1x9x9", "q,r")  # not those left out
+    assert agreed(replace(OPEN, input_shape="1x8x8"), few).classes == "a,b"
+
+
+@pytest.mark.parametrize(
+    ("settings", "descriptions", "message"),
+    [
+        (OPEN, [told("image", (1, 8, 8), "a")], "classes = 'a': needed are two"),
+        (replace(OPEN, sample_kind="text"), [told("image", (1, 8, 8), "a", "b")], "sample-kind = 'text' .* no site"),
+        (replace(OPEN, input_shape="3x3x3"), [told("image", (1, 8, 8), "a", "b")], "'3x3x3': no site"),
+        (replace(OPEN, classes="a,,b"), [told("image", (1, 8, 8))], "classes = 'a,,b'"),
+        (replace(OPEN, classes="a,a"), [told("image", (1, 8, 8))], "each once"),
+        (replace(OPEN, classes="[1"), [told("image", (1, 8, 8))], "not a JSON list"),
+        (replace(IMAGES, input_shape="8x8"), [told("image", (1, 8, 8))], "input-shape = '8x8'"),
+        (replace(IMAGES, input_shape="2x8x8"), [told("image", (2, 8, 8))], "1 or 3 channels"),
+        (replace(FEATURES, feature_std="0"), [told("features", (3,))], "feature-std = '0': .* above 0"),
+        (replace(FEATURES, feature_mean="1,2"), [told("features", (3,))], "feature-mean = '1,2': .* 3 with commas"),
+    ],
+)
+def test_a_task_that_cannot_be_is_an_error(
+    settings: DataSettings, descriptions: list[Description], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        agreed(settings, descriptions)
+
+
+def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    parts = [1e4 + rng.normal(i, 1 + i, (10 * i + 7, 3)).astype(np.float32) for i in range(3)]
+    for part in parts:
+        part[:, 2] = 5.0
+    settings = replace(OPEN, sample_kind="features")
+    descriptions, trained = [], []
+    for number, part in enumerate(parts):
+        path = npz(tmp_path / f"{number}.npz", part, np.arange(len(part)) % 2)
+        descriptions.append(Description.from_answer(describe_site(path, settings, 1).as_answer()))
+        task = agreed(settings, descriptions)
+        trained.append(part[load_site(path, task, 1)[1].train[0]])
+    pooled = np.concatenate(trained).astype(np.float64)
+    mean, std = pooled_statistics(descriptions)
+    np.testing.assert_allclose(mean, pooled.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(std[:2], pooled.std(0)[:2], rtol=1e-9)
+    assert std[2] == 1.0
+    dataset, _ = load_site(tmp_path / "0.npz", agreed(settings, descriptions), 1)
+    np.testing.assert_array_equal(dataset.mean, mean.astype(np.float32))
+
+
+def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
+    path = npz(tmp_path / "s.npz", np.ones((4, 3)), [0, 1, 2, 1])
+    silent = describe_site(path, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), 1)
+    assert (silent.classes, silent.mean.size, silent.squares.size) == ((), 0, 0)
+    open_ = describe_site(path, OPEN, 1)
+    assert (open_.classes, open_.count, open_.mean.tolist()) == (("0", "1", "2"), 3, [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "sound"},
+        {"shape": [8, 8]},
+        {"shape": [1, 0, 8]},
+        {"shape": [10**6, 10**6, 10**6]},
+        {"count": 0},
+        {"mean": [1.0]},
+        {"kind": "features", "shape": [1], "mean": [float("nan")], "squares": [1.0]},
+        {"kind": "features", "shape": [1], "mean": [0.0], "squares": [-1.0]},
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    good = told("image", (1, 8, 8), "a").as_answer()
+    assert Description.from_answer(good).shape == (1, 8, 8)
+    with pytest.raises(DataError, match="makes no sense"):
+        Description.from_answer(good | change)
+
+
+# -- whole runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> list[Config]:
+    """Return the node configs of three sites with digits: an .npz, folders of seven classes, folders of one."""
+    digits = load_digits()
+    x, y = digits.x[..., 0], digits.y
+    seven, nine = np.flatnonzero(y[200:400] < 7) + 200, np.flatnonzero(y[400:700] == 9) + 400
+    npz(tmp_path / "a.npz", x[:120], y[:120], x_test=x[120:160], y_test=y[120:160])
+    class_folders(tmp_path / "b", x[seven], y[seven])
+    class_folders(tmp_path / "c" / "train", x[nine[:-3]], y[nine[:-3]])
+    class_folders(tmp_path / "c" / "test", x[nine[-3:]], y[nine[-3:]])
+    return [
+        {"data": str(tmp_path / "b"), "name": "site-b", "models": str(tmp_path / "models-b")},
+        {"data": str(tmp_path / "c"), "name": "site-c"},
+        {"data": str(tmp_path / "a.npz"), "name": "site-a"},
+    ]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return defaults() | {
+        "dataset": "sites",
+        "num-clients": 3,
+        "num-server-rounds": 2,
+        "method": "feddrm",
+        "model": "mlp",
+        "device": "cpu",
+        "stack": "loop",
+        "local-epochs": 1,
+        "output-dir": str(tmp_path / "runs"),
+        "run-name": "one",
+        "join-timeout": 2.0,
+    }
+
+
+def rows_of(recorder: Recorder) -> list[list[str]]:
+    lines = (recorder.directory.path / "clients.csv").read_text().splitlines()
+    return [line.split(",") for line in lines[1:]]
+
+
+@pytest.mark.parametrize("method", ["feddrm", "fedfew", "cwfedavg", "fedacs"])
+def test_a_run_over_sites(method: str, sites: list[Config], config: Config, tmp_path: Path) -> None:
+    done = run(NodeGrid(*sites), config | {"method": method, "system-accuracy": "on"})
+    summary = json.loads((done.directory.path / "summary.json").read_text())
+    assert summary["sites"] == ["site-a", "site-b", "site-c"]
+    assert summary["system-accuracy"] is None
+    assert (summary["status"], summary["dropped"]) == ("completed", {})
+    assert "left-out" not in summary
+    assert {tuple(row[1:4]) for row in rows_of(done)} == {("0", "120", "40"), ("1", "106", "36"), ("2", "28", "3")}
+    data = done.settings.data
+    assert (data.sample_kind, data.input_shape, data.classes) == ("image", "1x8x8", "0,1,2,3,4,5,6,7,8,9")
+    assert not (done.directory.path / "figures" / "partition.png").exists()  # the server knows no class counts
+    assert [path.name for path in done.directory.models.iterdir()] == ["server.safetensors"]
+    kept = load_arrays(tmp_path / "models-b" / "client-1.safetensors")
+    assert any(array.shape == (10,) for array in kept.values())
+
+
+def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], config: Config) -> None:
+    done = run(NodeGrid(*sites), config | {"method": "fedavg", "share-class-counts": True})
+    counts = done.strategy.class_counts
+    assert counts is not None
+    assert counts.sum(1).tolist() == [160, 142, 31]
+    assert counts[1, 7:].tolist() == [0, 0, 0]
+    assert counts[2].tolist() == [0] * 9 + [31]
+    assert (done.directory.path / "figures" / "partition.png").exists()
+
+
+def test_who_answers_first_does_not_change_the_run(sites: list[Config], config: Config) -> None:
+    runs = [run(NodeGrid(*order), config | {"run-name": str(i)}) for i, order in enumerate([sites, sites[::-1]])]
+    states = [done.strategy.server_state()["model"].tobytes() for done in runs]
+    assert states[0] == states[1]
+    assert rows_of(runs[0]) == rows_of(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("least", "works"), [(0, False), (2, True), (3, False)], ids=["all needed", "two needed", "three needed"]
+)
+def test_a_site_with_bad_data_is_left_out(
+    least: int, works: bool, sites: list[Config], config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "c" / "train" / "9" / "0.png").write_bytes(b"\x89PNG, but no more")
+    settings = config | {"min-clients": least, "method": "fedavg"}
+    reason = str(tmp_path / "c" / "train" / "9" / "0.png")
+    if not works:
+        with pytest.raises(SettingsError, match="nodes host 2 of them") as caught:
+            run(NodeGrid(*sites), settings)
+        assert reason in str(caught.value)
+        return
+    done = run(NodeGrid(*sites), settings)
+    summary = json.loads((done.directory.path / "summary.json").read_text())
+    assert summary["sites"] == ["site-a", "site-b", None]
+    ((left_out, times),) = summary["left-out"].items()
+    assert times == 1
+    assert reason in left_out
+    assert len({id(record) for record in warnings.records if reason in record.getMessage()}) == 1
+    assert {row[1] for row in rows_of(done)} == {"0", "1"}
+
+
+def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], config: Config, tmp_path: Path) -> None:
+    settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
+    done = run(NodeGrid(*sites), settings)
+    reasons = " ".join(done.federation.left_out if done.federation else ())
+    assert done.strategy.members.keys() == {0}  # site-b alone knows no nine
+    assert f"{tmp_path / 'a.npz'}: label '9' of sample 9 is not a class of the run" in reasons
+    assert f"{tmp_path / 'c'}: label '9'" in reasons
+
+
+def test_a_node_without_data_is_left_out(sites: list[Config], config: Config) -> None:
+    with pytest.raises(SettingsError, match="needs data, as in --node-config"):
+        run(NodeGrid(*sites[:2], {"partition-id": 2, "num-partitions": 3}), config)
+
+
+def test_features_of_three_formats(config: Config, tmp_path: Path) -> None:
+    digits = load_digits()
+    x, y = digits.x.reshape(len(digits), -1).astype(np.float32), digits.y
+    npz(tmp_path / "a.npz", x[:100], y[:100])
+    table(tmp_path / "b.csv", x[100:200], y[100:200])
+    pfllib(tmp_path / "c", x[200:300], y[200:300], 20)
+    grid = NodeGrid(
+        *({"data": str(tmp_path / name), "partition-id": i} for i, name in enumerate(("a.npz", "b.csv", "c")))
+    )
+    done = run(grid, config | {"method": "fedavg", "num-server-rounds": 4, "local-epochs": 5})
+    trained = np.concatenate(
+        [
+            x[start : start + 100][load_site(tmp_path / name, done.settings.data, 42)[1].train[0]]
+            for start, name in ((0, "a.npz"), (100, "b.csv"), (200, "c"))
+        ]
+    )
+    mean = np.array([float(word) for word in done.settings.data.feature_mean.split(",")])
+    np.testing.assert_allclose(mean, trained.mean(0, np.float64), rtol=1e-6)
+    served = json.loads((done.directory.path / "summary.json").read_text())["served"]["last"]["mean"]
+    assert served > 0.5
+
+
+def test_texts_of_two_sites(config: Config, tmp_path: Path) -> None:
+    for name, words in (("a", ("good film", "bad film")), ("b", ("a good book", "bad story"))):
+        lines = [f"{words[i % 2]},{'yes' if i % 2 == 0 else 'no'}" for i in range(40)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *lines]))
+    grid = NodeGrid(*({"data": str(tmp_path / f"{name}.csv"), "name": name} for name in "ab"))
+    more = {"num-clients": 2, "method": "fedavg", "model": "auto", "num-server-rounds": 5, "lr": 0.5, "local-epochs": 5}
+    done = run(grid, config | more)
+    assert (done.settings.data.input_shape, done.settings.data.classes) == ("200", "no,yes")
+    assert json.loads((done.directory.path / "summary.json").read_text())["served"]["last"]["mean"] == 1.0
+
+
+def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config: Config, tmp_path: Path) -> None:
+    grid = NodeGrid(*sites)
+
+    class Changing(NodeGrid):
+        def answer(self, message: Any) -> Any:
+            if message.content.config_records["config"].get("server-round") == 2:
+                digits = load_digits()
+                npz(tmp_path / "a.npz", digits.x[:90, ..., 0], digits.y[:90])
+            return super().answer(message)
+
+    grid.__class__ = Changing
+    done = run(grid, config | {"method": "fedavg", "save-models": False})
+    assert sum(times for reason, times in done.dropped.items() if "the data has changed during the run" in reason) > 0
+    assert {row[1] for row in rows_of(done) if row[0] == "2" and row[2]} == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shift": "low"}, "shift = 'low' does not go with dataset = 'sites'"),
+        ({"max-samples": 9}, "max-samples = 9"),
+        ({"samples-per-client": 9}, "samples-per-client = 9"),
+        ({"engine": "in-process"}, "a simulation has no nodes that hold data"),
+    ],
+)
+def test_settings_that_need_benchmark_data_are_refused(change: Config, message: str, config: Config) -> None:
+    with pytest.raises(SettingsError, match=message):
+        run(NodeGrid(), config | change)
