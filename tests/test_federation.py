@@ -386,7 +386,7 @@ def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkey
 
 def test_a_run_goes_on_while_clients_come_and_go(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """PPFE sends all finished stages again to a client that is back: what it kept may be lost."""
-    config = make_config("ppfe", num_server_rounds=6, ppfe_stages=3, model="mlp", min_clients=3)
+    config = make_config("ppfe", num_server_rounds=6, ppfe_stages=3, model="mlp", min_clients=3, join_timeout=1.0)
     grid = Script(*parts(3))
     lost: list[int] = []
     real = PPFE.configure_train
