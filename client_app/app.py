@@ -1,16 +1,17 @@
 """The ClientApp: from Flower's messages to the NumPyClient of the method, and back."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from client_app.base import PersonalClient
 from client_app.workspace import Workspace, workspace_for
-from posy.flower import isolate_simulation
+from posy.flower import absolute, isolate_simulation
 from posy.methods import client_class
-from posy.state import load_state, save_state
+from posy.state import ContextStore, DirectoryStore, Moment, StateStore, run_folder
 
 isolate_simulation()
 app = ClientApp()
@@ -19,19 +20,13 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train one client for one round."""
-    client, arrays, config = open_message(message, context)
-    result, num_examples, metrics = client.fit(arrays, config)
-    save_state(context, client.client, client.state)
-    return reply_to(message, result, num_examples, metrics)
+    return answer(message, store_for(message, context))
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Score the served model of one client."""
-    client, arrays, config = open_message(message, context)
-    _, num_examples, metrics = client.evaluate(arrays, config)
-    save_state(context, client.client, client.state)
-    return reply_to(message, [], num_examples, metrics)
+    return answer(message, store_for(message, context))
 
 
 @app.query()
@@ -58,14 +53,39 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
-def open_message(message: Message, context: Context) -> tuple[PersonalClient, list[Any], dict[str, Any]]:
-    """Return the client that a message is for, the arrays and the config that it brings."""
+def store_for(message: Message, context: Context) -> StateStore:
+    """Return where this node keeps its clients' states.
+
+    That is the node's own ``state-dir``; or, in a simulation whose run has checkpoints, the directory in the
+    run's own that the server names; or else Flower's context.
+    """
+    config: dict[str, Any] = dict(message.content.config_records["config"])
+    if own := context.node_config.get("state-dir"):
+        return DirectoryStore(run_folder(absolute(str(own)), str(config["run"])))
+    if told := config.get("state-directory"):
+        return DirectoryStore(Path(str(told)))
+    return ContextStore(context)
+
+
+def answer(message: Message, store: StateStore) -> Message:
+    """Let the client that a message is for train or evaluate, with its state from a store."""
+    workspace, received, config = open_message(message)
+    number, moment = int(config["client"]), Moment.of(message)
+    client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, store.load(number, moment))
+    result: list[Any] = []
+    if message.metadata.message_type == MessageType.TRAIN:
+        result, num_examples, metrics = client.fit(received, config)
+    else:
+        _, num_examples, metrics = client.evaluate(received, config)
+    store.save(number, moment, client.state)
+    return reply_to(message, result, num_examples, metrics)
+
+
+def open_message(message: Message) -> tuple[Workspace, list[Any], dict[str, Any]]:
+    """Return the workspace for a message, the arrays, in the order in which they were sent, and the config."""
     config: dict[str, Any] = dict(message.content.config_records["config"])
     workspace = workspace_for(config.pop("settings"))
-    number = int(config["client"])
-    client = client_class(workspace.settings.run.method)(number, workspace, load_state(context, number))
-    arrays = [array.numpy() for array in message.content.array_records["arrays"].values()]
-    return client, arrays, config
+    return workspace, [array.numpy() for array in message.content.array_records["arrays"].values()], config
 
 
 def client_of(message: Message) -> int:

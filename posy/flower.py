@@ -15,9 +15,14 @@ def isolate_simulation() -> None:
     lying there would run in place of the submitted one. Called when the ClientApp is loaded, which in
     the simulation's process comes before Ray starts; the directory left is kept for relative paths.
     """
-    if Path(sys.argv[0]).name.startswith("flwr-simulation"):
+    if in_simulation():
         os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))
         os.chdir(Path(__file__).resolve().parent.parent)
+
+
+def in_simulation() -> bool:
+    """Tell whether this process simulates a federation: server and clients then have one file system."""
+    return Path(sys.argv[0]).name.startswith("flwr-simulation")
 
 
 def absolute(path: str) -> Path:

@@ -1,8 +1,11 @@
 """The ServerApp: read the settings, find the clients, run the method's strategy, keep the record."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from logging import INFO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from flwr.app import ArrayRecord, Context
@@ -11,9 +14,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from client_app.workspace import Workspace
 from posy.config import Settings, resolve
-from posy.flower import absolute
+from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
+from posy.resume import StoredRun, given_keys
 from posy.settings import DATASETS, SettingsError
+from posy.state import DirectoryStore, MemoryStore
+from server_app.checkpoints import resumption
 from server_app.federation import WaveGrid, find_members
 from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
@@ -49,7 +55,15 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
     """
-    settings = with_absolute_paths(resolve(config))
+    where = "the run config"
+    changed: dict[str, Any] = {}
+    stored = None
+    if not config.get("resume"):
+        settings = with_absolute_paths(resolve(config, where))
+    else:
+        stored = StoredRun.find(absolute(str(config["output-dir"])), str(config["resume"]))
+        settings = with_absolute_paths(stored.resumed(given_keys(config, where), where))
+        changed = stored.check(settings)
     workspace = Workspace(settings)
     check_federation(settings, workspace)
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
@@ -61,10 +75,19 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
     waves = WaveGrid(grid)
-    strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, NODE_TIMEOUT)
-    recorder = Recorder(settings, strategy, workspace)
-    log(INFO, "Results of this run: %s", recorder.directory.path)
-    with recorder:
+    with ExitStack() as stack:
+        resumed = None
+        if stored is not None:
+            resumed = resumption(stored, changed, settings, strategy, workspace)
+            stack.callback(resumed.directory.release)
+        strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, NODE_TIMEOUT)
+        recorder = Recorder(settings, strategy, workspace, resumed)
+        stack.callback(recorder.directory.release)
+        if isinstance(grid, InProcessGrid):
+            grid.states = stack.enter_context(states_in_memory(recorder, settings))
+        recorder.tell_clients(one_file_system=in_simulation())
+        log(INFO, "Results of this run: %s", recorder.directory.path)
+        stack.enter_context(recorder)
         strategy.start(
             grid=waves,
             initial_arrays=ArrayRecord(),
@@ -73,6 +96,19 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
             evaluate_fn=recorder.finish_round,
         )
     return recorder
+
+
+@contextmanager
+def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryStore]:
+    """Provide what keeps the clients' states in this process; what does not fit lies in the run's directory."""
+    limit = settings.run.state_memory << 20
+    if settings.run.checkpoint_every or settings.run.resume:
+        states = MemoryStore(DirectoryStore(recorder.directory.state), limit)
+        recorder.checkpoints.flush = states.flush
+        yield states
+        return
+    with TemporaryDirectory(dir=recorder.directory.path, prefix="state-") as folder:
+        yield MemoryStore(DirectoryStore(Path(folder), durable=False), limit)
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

@@ -6,13 +6,15 @@ from logging import ERROR
 from typing import Any
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from client_app.app import answer
 from client_app.app import app as client_app
+from posy.state import StateStore
 
 
 class InProcessGrid(Grid):
@@ -40,6 +42,8 @@ class InProcessGrid(Grid):
             for node in range(1, num_clients + 1)
         }
         self._replies: dict[str, Message] = {}
+        self.states: StateStore | None = None
+        """Where the clients' states are kept; None: in the contexts of their nodes."""
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the virtual nodes 1..M."""
@@ -70,7 +74,10 @@ class InProcessGrid(Grid):
 
     def _answer(self, message: Message) -> Message:
         try:
-            reply = client_app(message, self._contexts[message.metadata.dst_node_id])
+            if self.states is None or message.metadata.message_type == MessageType.QUERY:
+                reply = client_app(message, self._contexts[message.metadata.dst_node_id])
+            else:
+                reply = answer(message, self.states)
         except Exception as error:  # whatever a client raises is its reply, as on a real node
             log(ERROR, "client on node %s: %r", message.metadata.dst_node_id, error)
             reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, repr(error)), reply_to=message)

@@ -119,7 +119,7 @@ TRAIN_FAULTS: dict[str, tuple[Change, str]] = {
     "-Inf": (first(-math.inf), "NaN or Inf"),
     "too large for float32": (array(lambda a: np.full(a.shape, 1e300)), "NaN or Inf"),
     "complex": (array(lambda a: a.astype(np.complex64)), "complex64"),
-    "texts": (array(lambda a: np.full(a.shape, "1.0")), "instead of numbers"),
+    "texts": (array(lambda a: np.full(a.shape, "1")), "instead of numbers"),
     "booleans": (array(lambda a: a > 0), "bool"),
     "one element less": (array(lambda a: a[:-1]), "arrays of shapes"),
     "one axis more": (array(lambda a: a[None]), "arrays of shapes"),
