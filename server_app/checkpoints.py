@@ -90,9 +90,7 @@ class Checkpoints:
         part.rename(folder)
         sync(folder.parent)
         self.rounds = [*(r for r in self.rounds if r < number), number]
-        for old in self.rounds[:-KEPT]:
-            shutil.rmtree(self._folder(old), ignore_errors=True)
-        self.rounds = self.rounds[-KEPT:]
+        self._remove_old()
 
     def read(self, server_round: int) -> Checkpoint:
         """Read the checkpoint of a round.
@@ -130,6 +128,7 @@ class Checkpoints:
             try:
                 checkpoint = self.read(self.rounds[-1])
                 take_up(checkpoint)
+                self._remove_old()
                 return checkpoint
             except (ValueError, LookupError, TypeError) as error:  # DamagedFileError is a ValueError
                 reasons.append(str(error) if isinstance(error, DamagedFileError) else repr(error))
@@ -144,6 +143,11 @@ class Checkpoints:
         raise SettingsError(
             f"resume = {name!r}: it has no checkpoint: the first one follows checkpoint-every rounds. Start it anew"
         )
+
+    def _remove_old(self) -> None:
+        for old in self.rounds[:-KEPT]:
+            shutil.rmtree(self._folder(old), ignore_errors=True)
+        self.rounds = self.rounds[-KEPT:]
 
     def _folder(self, server_round: int) -> Path:
         return self.directory.checkpoints / f"round-{server_round}"
