@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from flwr.app import Context, Message
+from flwr.app import Context
 
 from client_app.base import PersonalClient
-from posy.cli import main
 from posy.config import defaults
 from posy.methods import METHODS, strategy_class
 from posy.results import load_arrays
@@ -100,9 +100,7 @@ class KilledError(BaseException):
     """Stands for the end of the process: nothing of Posy handles it."""
 
 
-def die_in(
-    monkeypatch: pytest.MonkeyPatch, server_round: int, phase: str = "fit", client: int | None = None
-) -> None:
+def die_in(monkeypatch: pytest.MonkeyPatch, server_round: int, phase: str = "fit", client: int | None = None) -> None:
     """End the process when a client is asked to train or evaluate, as kill -9 does: no summary, no last model."""
     original = getattr(PersonalClient, phase)
 
@@ -457,3 +455,90 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
     assert spilled == {f"client-{c}" for c in range(4)}
     assert not list(path.glob("state*"))
     assert_same_results(path, whole)
+
+
+# -- real processes --------------------------------------------------------------------------------------
+
+REAL = {"num_clients": 3, "num_server_rounds": 16, "checkpoint_every": 4, "max_samples": 300, "fraction_train": 1.0}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a directory for runs and temporary files, with a short path: Ray keeps Unix sockets there."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+def posy(*words: str, cwd: Path) -> "subprocess.Popen[str]":
+    """Start `posy run`; what it starts can be told by its temporary directory."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(cwd)}
+    command = [sys.executable, "-P", "-m", "posy.cli", "run", "output-dir=.", *words]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def words(config: Config) -> list[str]:
+    known = defaults()
+    return [f"{key}={value}" for key, value in config.items() if value != known[key] and key != "output-dir"]
+
+
+def finished(*words: str, cwd: Path) -> None:
+    process = posy(*words, cwd=cwd)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+
+def wait_for_rounds(path: Path, count: int, process: "subprocess.Popen[str]") -> None:
+    end = time.monotonic() + 120
+    while not path.exists() or len(path.read_bytes().splitlines()) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"no {count} rounds in {path}"
+        time.sleep(0.02)
+
+
+def simulation_of(folder: Path) -> int:
+    """Return the process that holds the server of a simulation which was started with a temporary directory."""
+    mark = f"TMPDIR={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if any(w.endswith(b"flwr-simulation") for w in words[:2]) and mark in (process / "environ").read_bytes():
+                return int(process.name)
+        except OSError:  # it has ended, or is another user's
+            continue
+    raise AssertionError("no flwr-simulation")
+
+
+@pytest.mark.slow
+def test_kill_9_in_one_process(folder: Path) -> None:
+    whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", **REAL)).directory.path
+    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), "engine=in-process", cwd=folder)
+    wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
+    process.kill()
+    process.communicate()
+    assert summary_of(folder / "cut")["status"] == "running"
+    finished("resume=cut", cwd=folder)
+    assert_same_results(folder / "cut", whole)
+    assert yaml.safe_load((folder / "cut/config.yaml").read_text())["resumed"][0]["round"] in (4, 8, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
+def test_kill_9_of_the_server_in_a_simulation(folder: Path) -> None:
+    """Its clients keep their states in the run's directory; the resumed run has other workers."""
+    whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", **REAL)).directory.path
+    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), cwd=folder)
+    wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
+    os.kill(simulation_of(folder), signal.SIGKILL)
+    process.send_signal(signal.SIGINT)  # Flower itself notices only after a minute
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert len(rounds_of(folder / "cut")) < 16
+    refused = posy("resume=cut", "lr=0.3", cwd=folder)
+    output, _ = refused.communicate(timeout=120)
+    assert refused.returncode == 2
+    assert "lr = 0.3, the run has 0.05" in output
+    finished("resume=cut", "num-clients=3", cwd=folder)
+    assert_same_results(folder / "cut", whole)
+    assert {p.name for p in (folder / "cut/state").iterdir()} == {f"client-{c}" for c in range(3)}

@@ -240,7 +240,7 @@ def test_a_server_cannot_leave_a_nodes_directory(name: str, tmp_path: Path) -> N
 def test_a_node_that_has_lost_its_state_says_so_when_it_is_needed() -> None:
     store = ContextStore(Context(1, 1, {}, RecordDict(), {}))
     lost = store.load(3, Moment(6, TRAIN, (5,), (5,)))
-    with pytest.raises(StateError, match="client 3 .* state-dir"):
+    with pytest.raises(StateError, match=r"client 3 .* state-dir"):
         lost.get("model")
     assert len(lost) == 0  # a method without state does not notice
     assert isinstance(store.load(3, Moment(6, TRAIN)), State)
