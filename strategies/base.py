@@ -588,7 +588,7 @@ def _check_count(key: str, count: Any, least: int) -> None:
 def _check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:
     """Refuse a reply that is too large for what is expected, before its arrays are made from their bytes."""
     if len(record) != len(shapes):
-        raise BadReplyError(f"arrays of shapes {[a.shape for a in record.values()]} instead of {shapes}")
+        raise BadReplyError(f"{len(record)} arrays instead of {len(shapes)}")
     for array, shape in zip(record.values(), shapes, strict=True):
         if len(array.data) > (most := ITEM_BYTES * math.prod(shape) + HEADER_BYTES):
             raise BadReplyError(f"an array of {len(array.data)} bytes, for the shape {shape} it may have {most}")
