@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -253,6 +254,8 @@ class DirectoryStore(StateStore):
 class MemoryStore(StateStore):
     """Keeps states in memory by reference; the least recently used ones beyond a limit go to files.
 
+    Several threads may use it. Whoever reads an array must not write into it.
+
     Parameters
     ----------
     files : DirectoryStore
@@ -268,30 +271,34 @@ class MemoryStore(StateStore):
         """Bytes that the states in memory take."""
         # The moment says when a state that is not in the files yet was kept; None: it is there.
         self._kept: OrderedDict[int, tuple[State, Moment | None]] = OrderedDict()
+        self._lock = Lock()
 
     def load(self, client: int, moment: Moment) -> State:
         """Return the state; its arrays are those that were kept, not copies."""
-        if client not in self._kept:
-            self._keep(client, self.files.load(client, moment), None)
+        with self._lock:
+            if client in self._kept:
+                self._kept.move_to_end(client)
+                return State(self._kept[client][0])
+            state = self.files.load(client, moment)
+            self._keep(client, state, None)
             self._spill()
-        if client not in self._kept:  # larger than the limit by itself
-            return self.files.load(client, moment)
-        self._kept.move_to_end(client)
-        return State(self._kept[client][0])
+            return State(state)
 
     def save(self, client: int, moment: Moment, state: State) -> None:
         """Keep the state in memory."""
         if state.changed:
+            with self._lock:
+                self._keep(client, State(state), moment)
+                self._spill()
             state.changed = False
-            self._keep(client, State(state), moment)
-            self._spill()
 
     def flush(self) -> None:
         """Write all states that are not in the files yet, so that a checkpoint can be made."""
-        for client, (state, moment) in self._kept.items():
-            if moment is not None:
-                self._write(client, state, moment)
-                self._kept[client] = state, None
+        with self._lock:
+            for client, (state, moment) in self._kept.items():
+                if moment is not None:
+                    self._write(client, state, moment)
+                    self._kept[client] = state, None
 
     def _keep(self, client: int, state: State, moment: Moment | None) -> None:
         if client in self._kept:
