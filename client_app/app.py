@@ -1,5 +1,7 @@
 """The ClientApp: from Flower's messages to the NumPyClient of the method, and back."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,9 @@ from client_app.base import PersonalClient, Steps
 from client_app.site import describe, enrol, prepare, workspace_of
 from client_app.workspace import Workspace
 from posy.arrays import record_of
-from posy.flower import isolate_simulation
+from posy.flower import absolute, isolate_simulation
 from posy.methods import client_class
-from posy.state import load_state, save_state
+from posy.state import ContextStore, DirectoryStore, Moment, StateStore, run_folder
 
 isolate_simulation()
 app = ClientApp()
@@ -59,6 +61,19 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
+def store_for(config: Mapping[str, Any], context: Context) -> StateStore:
+    """Return where this node keeps its clients' states.
+
+    That is the node's own ``state-dir``; or, in a simulation whose run has checkpoints, the directory in the
+    run's own that the server names; or else Flower's context.
+    """
+    if own := context.node_config.get("state-dir"):
+        return DirectoryStore(run_folder(absolute(str(own)), str(config["run"])))
+    if told := config.get("state-directory"):
+        return DirectoryStore(Path(str(told)))
+    return ContextStore(context)
+
+
 class Call:
     """A message that asks one client to train or to evaluate.
 
@@ -67,17 +82,20 @@ class Call:
     message : Message
         What the server sent.
     context : Context
-        The node's; it holds the client's state.
+        The node's.
+    store : StateStore, optional
+        Where the client's state is kept; if not given, :func:`store_for` says it.
     """
 
-    def __init__(self, message: Message, context: Context) -> None:
+    def __init__(self, message: Message, context: Context, store: StateStore | None = None) -> None:
         self.message = message
-        self._context = context
         self._config: dict[str, Any] = dict(message.content.config_records["config"])
         self.workspace = workspace_of(self._config.pop("settings"), context)
         if self.workspace.of_sites:
             prepare(self.workspace, context, self._config)
         self.number = int(self._config["client"])
+        self._store = store or store_for(self._config, context)
+        self._moment = Moment.of(message)
         # Imported here, not where the client is made: that may be on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 
@@ -88,7 +106,7 @@ class Call:
 
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
         """Return the client, with its state, and the generator of what it is to do."""
-        client = self._make(self.number, self.workspace, load_state(self._context, self.number))
+        client = self._make(self.number, self.workspace, self._store.load(self.number, self._moment))
         self._state = client.state
         arrays = [array.numpy() for array in self.message.content.array_records["arrays"].values()]
         training = self.message.metadata.message_type == MessageType.TRAIN
@@ -97,7 +115,7 @@ class Call:
     def close(self, result: tuple[Any, int, dict[str, Any]]) -> Message:
         """Keep the client's state and return the reply."""
         arrays, num_examples, metrics = result
-        save_state(self._context, self.number, self._state)
+        self._store.save(self.number, self._moment, self._state)
         sent = arrays if self.message.metadata.message_type == MessageType.TRAIN else []
         return reply_to(self.message, sent, num_examples, metrics)
 

@@ -16,6 +16,7 @@ from data.errors import DataError
 from posy import config as configuration
 from posy.launch import APP, INTERRUPTED, LaunchError, interruptible, run_in_process, run_simulation, toml
 from posy.methods import METHODS, settings_class
+from posy.resume import StoredRun
 from posy.settings import (
     DATASETS,
     SITES,
@@ -58,9 +59,20 @@ def run(options: argparse.Namespace) -> int:
     words = list(options.settings)
     if words and "=" not in words[0]:
         words[0] = f"experiment={words[0]}"
-    config = with_absolute_paths(merged(assignments(words)))
+    given = merged(assignments(words))
+    config = with_absolute_paths(given)
     check(config, WHERE)
-    known = {**_common_defaults(), **config}
+    if name := config.get("resume"):
+        stored = StoredRun.find(Path(config["output-dir"]), str(name))
+        # Of the paths only what is given stands over the stored one; output-dir says where the run lies.
+        config = {key: value for key, value in config.items() if key in given or key == "output-dir"}
+        set_keys = config.keys() - {"resume"}
+        resumed = stored.resumed({key: config[key] for key in set_keys}, WHERE)
+        stored.check(resumed)
+        known = resumed.as_config()
+        config["resume-keys"] = " ".join(sorted(set_keys))
+    else:
+        known = {**_common_defaults(), **config}
     if known["dataset"] == SITES:
         raise SettingsError(
             f"dataset = {SITES!r} on {WHERE}: a simulation has no nodes that hold data; start a SuperLink and a "

@@ -30,14 +30,17 @@ class Progress:
     ----------
     rounds : int
         Number of rounds R of the run.
+    done : int
+        Rounds that were finished before this process took up the run.
     enabled : bool
         False shows nothing.
     stream : text stream, optional
         Where to write; standard output if not given.
     """
 
-    def __init__(self, rounds: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(self, rounds: int, *, done: int = 0, enabled: bool = True, stream: TextIO | None = None) -> None:
         self._rounds = rounds
+        self._done = done
         self._stream = stream or sys.stdout
         self._every = max(1, math.ceil(rounds / _MAX_LINES))
         self._enabled = enabled
@@ -45,13 +48,13 @@ class Progress:
         self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
         self._known: dict[str, tuple[int, str]] = {}
         # Start and end times of the last rounds: the first one also loads data and starts processes.
-        self._times: deque[tuple[int, float]] = deque([(0, time.monotonic())], maxlen=20)
+        self._times: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=20)
 
     def __enter__(self) -> Self:
-        self._times = deque([(0, time.monotonic())], maxlen=20)
+        self._times = deque([(self._done, time.monotonic())], maxlen=20)
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task("", total=self._rounds, figures="")
+            self._task = self._bar.add_task("", total=self._rounds, completed=self._done, figures="")
             self._redirect_logs()
         return self
 
@@ -88,7 +91,7 @@ class Progress:
         if self._bar is not None:
             figures = "  ".join(self._figures(server_round) + self._pace(server_round))
             self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
-        elif self._enabled and (server_round in (1, self._rounds) or server_round % self._every == 0):
+        elif self._enabled and (server_round in (self._done + 1, self._rounds) or server_round % self._every == 0):
             parts = [f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}"]
             line = "  ".join(parts + self._figures(server_round) + self._pace(server_round))
             self._stream.write(line + "\n")  # in one piece: the log is shared with other writers

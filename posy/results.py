@@ -4,16 +4,18 @@ Everything is on disk after each round, so that a run that is killed keeps what 
 """
 
 import csv
+import fcntl
 import importlib.metadata
 import io
 import json
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ import yaml
 
 from posy.metrics import Spread
 from posy.settings import SettingsError
+from posy.storage import is_folder_name, replace, sync, write_arrays
 
 Point = Literal["served", "local"]
 """An evaluation point: the model a client is served, or the one it has after its training."""
@@ -42,6 +45,10 @@ CLIENT_COLUMNS = (
     "bytes_up",
     "bytes_down",
 )
+
+
+GROWING = ("rounds.jsonl", "clients.csv")
+"""Files to which each round appends."""
 
 
 class Evaluation(NamedTuple):
@@ -83,7 +90,7 @@ class History:
 
 
 class RunDirectory:
-    """The directory of one run; none that exists is ever written into.
+    """The directory of one run, locked as long as it goes on; none that exists is written into but to resume it.
 
     Parameters
     ----------
@@ -94,8 +101,10 @@ class RunDirectory:
 
     Attributes
     ----------
-    path, models, figures : Path
-        The directory of the run, and those of its models and figures in it.
+    path, models, figures, state, checkpoints : Path
+        The directory of the run, and those of its models, figures, clients' states and checkpoints in it.
+    id : str
+        Random, to tell the run from others of its name.
 
     Raises
     ------
@@ -104,24 +113,60 @@ class RunDirectory:
     """
 
     def __init__(self, output_dir: Path, run_name: str) -> None:
-        if not _is_plain(run_name):
+        if not is_folder_name(run_name):
             raise SettingsError(
                 f"run-name = {run_name!r} in the run config: it must be the name of a folder, without / or \\, not . "
                 "or .., of at most 200 bytes"
             )
         try:
-            self.path = _new_folder(Path(output_dir).absolute(), run_name)
-            self.models = self.path / "models"
-            self.figures = self.path / "figures"
-            self.models.mkdir()
-            self.figures.mkdir()
+            self._take(_new_folder(Path(output_dir).absolute(), run_name), secrets.token_hex(4))
         except OSError as error:
             raise SettingsError(
                 f"output-dir = {str(output_dir)!r} in the run config: it must be a directory that can be written to "
                 f"({error})"
             ) from error
 
-    def write_config(self, settings: Mapping[str, Any], gpu: str | None = None) -> None:
+    @classmethod
+    def existing(cls, path: Path, run_id: str) -> Self:
+        """Return the directory of a run that is to go on.
+
+        Raises
+        ------
+        SettingsError
+            If a process is still at work in it.
+        """
+        directory = cls.__new__(cls)
+        try:
+            directory._take(path, run_id)
+        except BlockingIOError:
+            raise SettingsError(f"resume = {path.name!r}: a process is still at work in {path}") from None
+        return directory
+
+    def _take(self, path: Path, run_id: str) -> None:
+        self.path, self.id = path, run_id
+        self.models, self.figures = path / "models", path / "figures"
+        self.state, self.checkpoints = path / "state", path / "checkpoints"
+        self._lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise
+        self.models.mkdir(exist_ok=True)
+        self.figures.mkdir(exist_ok=True)
+
+    def release(self) -> None:
+        """Give up the lock: the run goes on no longer."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def write_config(
+        self,
+        settings: Mapping[str, Any],
+        gpu: str | None = None,
+        resumed: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Write ``config.yaml``: every resolved setting, the versions, the machine.
 
         Parameters
@@ -130,11 +175,15 @@ class RunDirectory:
             All settings of the run by key.
         gpu : str, optional
             Name of the accelerator the server sees.
+        resumed : sequence of Mapping
+            When the run was resumed, from which round on, and with which changed settings.
         """
         text = yaml.safe_dump(
             {
                 "settings": plain(settings),
                 "seed": plain(settings.get("seed")),
+                "id": self.id,
+                **({"resumed": plain(list(resumed))} if resumed else {}),
                 "versions": {"python": platform.python_version()}
                 | {name: _version(name) for name in ("posy", "flwr", "torch", "numpy")},
                 "machine": {
@@ -167,6 +216,19 @@ class RunDirectory:
             writer.writeheader()
         writer.writerows(plain(row) for row in rows)
         _append(path, text.getvalue())
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of the files that grow by each round, once the disk has them."""
+        sizes = {}
+        for name in GROWING:
+            sync(self.path / name)
+            sizes[name] = (self.path / name).stat().st_size
+        return sizes
+
+    def cut_back(self, sizes: Mapping[str, int]) -> None:
+        """Take back what was appended since :meth:`sizes` was called."""
+        for name in GROWING:
+            os.truncate(self.path / name, sizes[name])
 
     def write_summary(
         self,
@@ -232,12 +294,10 @@ class RunDirectory:
         ValueError
             If the name is not that of a file.
         """
-        if not _is_plain(name):
+        if not is_folder_name(name):
             raise ValueError(f"{name!r} is not a name for a file of arrays")
-        # safetensors writes the memory as it lies, whatever the strides: copy what is not in C order.
-        dense = {key: np.asarray(array, order="C") for key, array in arrays.items()}
         path = self.models / f"{name}.safetensors"
-        _replace(path, lambda temporary: safetensors.numpy.save_file(dense, temporary, dict(metadata or {})))
+        write_arrays(path, arrays, metadata)
         return path
 
 
@@ -265,16 +325,6 @@ def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
     return None if evaluation is None else {"round": evaluation.round, **evaluation.over_clients}
 
 
-def _is_plain(name: str) -> bool:
-    return (
-        name not in ("", ".", "..")
-        and name == name.strip()
-        and name.isprintable()
-        and not set(name) & set("/\\")
-        and len(name.encode()) <= 200
-    )
-
-
 def _new_folder(parent: Path, name: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
@@ -293,17 +343,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside its place and move it there: a reader sees the old or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _version(package: str) -> str | None:

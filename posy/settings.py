@@ -195,6 +195,9 @@ class RunSettings:
     num_server_rounds: int = setting(15, "communication rounds", minimum=1)
     fraction_train: float = setting(1.0, "part of the clients sampled in each round", above=0, maximum=1)
     min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
+    max_update_norm: float = setting(
+        0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
+    )
     round_timeout: float = setting(3600.0, "seconds to wait for the replies of a round", above=0)
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
     system_accuracy: str = setting(
@@ -209,6 +212,14 @@ class RunSettings:
     min_clients: int = setting(0, "clients that must be there for the first round; 0: all num-clients", minimum=0)
     join_timeout: float = setting(300.0, "seconds to wait for the clients before the first round", above=0)
     secure_aggregation: bool = setting(False, "SecAgg+: the server sees sums only (not possible on Flower 1.39)")
+    checkpoint_every: int = setting(10, "rounds between checkpoints (the last round is always one); 0: none", minimum=0)
+    resume: str = setting("", "name of a run in output-dir to go on with, from its last checkpoint")
+    resume_keys: str = setting(
+        "", "keys given beside resume although they have their default value; `posy run` fills it in"
+    )
+    state_memory: int = setting(
+        4096, "MiB that the clients' states may take in an in-process run, the rest goes to disk; 0: all", minimum=0
+    )
 
 
 def key_of(name: str, prefix: str = "") -> str:

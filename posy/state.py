@@ -1,22 +1,56 @@
-"""What a client keeps between rounds: named arrays that never leave its node unless a method sends them."""
+"""What a client keeps between rounds: named arrays that never leave its node unless a method sends them.
 
-from collections.abc import Iterator, MutableMapping
+Where they are kept is a store's business: in Flower's context, which is lost with the node's process; in a
+directory, which survives it and can go back to a checkpoint of the server; or in memory.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Context
+from flwr.app import Context, Message, MessageType
 
 from posy.arrays import record_of
+from posy.settings import SettingsError
+from posy.storage import DamagedFileError, is_folder_name, read_arrays, write_arrays
+
+PHASES = (MessageType.TRAIN, MessageType.EVALUATE)
+"""The messages of a round, in their order."""
+
+_FILE = re.compile(r"round-(\d+)-(train|evaluate)-(\d+)\.safetensors")
+
+
+class StateError(RuntimeError):
+    """A client's state is lost, damaged, or not the one that a message is meant for."""
 
 
 class State(MutableMapping[str, npt.NDArray[np.generic]]):
-    """The named arrays of one client."""
+    """The named arrays of one client.
 
-    def __init__(self) -> None:
-        self._arrays: dict[str, npt.NDArray[np.generic]] = {}
+    Parameters
+    ----------
+    arrays : Mapping, optional
+        What it holds; the arrays themselves are not copied.
+    lost : str
+        Why the state is not there, although it should be: reading it is then an error, while a method that
+        keeps nothing does not notice.
+    """
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[np.generic]] | None = None, lost: str = "") -> None:
+        self._arrays: dict[str, npt.NDArray[np.generic]] = dict(arrays or {})
+        self._lost = lost
         self.changed = False
 
     def __getitem__(self, name: str) -> npt.NDArray[np.generic]:
+        if self._lost and name not in self._arrays:
+            raise StateError(self._lost)
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: npt.NDArray[np.generic]) -> None:
@@ -33,24 +67,265 @@ class State(MutableMapping[str, npt.NDArray[np.generic]]):
     def __len__(self) -> int:
         return len(self._arrays)
 
-
-def load_state(context: Context, client: int) -> State:
-    """Read the state of one client from a node's Flower context (a node may host several clients)."""
-    state = State()
-    record = context.state.array_records.get(_key(client))
-    if record is not None:
-        for name, array in record.items():
-            state[name] = array.numpy()
-    state.changed = False
-    return state
+    @property
+    def nbytes(self) -> int:
+        """Size of the arrays in bytes."""
+        return sum(np.asarray(array).nbytes for array in self._arrays.values())
 
 
-def save_state(context: Context, client: int, state: State) -> None:
-    """Write the state of one client to a node's Flower context, if it has changed."""
-    if state.changed:
-        context.state[_key(client)] = record_of({name: np.asarray(value) for name, value in state.items()})
+class Generation(NamedTuple):
+    """A client's state as the message of one round and phase left it.
+
+    ``phase`` is 0 after training, 1 after an evaluation; ``attempt`` counts how often the run had been
+    resumed by then.
+    """
+
+    server_round: int
+    phase: int
+    attempt: int
+
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"round-{self.server_round}-{PHASES[self.phase]}-{self.attempt}.safetensors"
+
+    @classmethod
+    def of(cls, file: str) -> "Generation | None":
+        """Return the generation that a file holds, or None."""
+        found = _FILE.fullmatch(file)
+        return cls(int(found[1]), PHASES.index(found[2]), int(found[3])) if found else None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The place of a message in a run: it decides which generation a client sees.
+
+    Attributes
+    ----------
+    server_round, phase : int
+        Round and position in :data:`PHASES` of the message.
+    checkpoints : tuple of int
+        Rounds of the checkpoints that the server may still go back to.
+    resumed_from : tuple of int
+        The round from which each resumption of the run went on, in their order.
+    """
+
+    server_round: int
+    phase: int
+    checkpoints: tuple[int, ...] = ()
+    resumed_from: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        """Read what a message of the server says."""
+        config: Mapping[str, Any] = message.content.config_records["config"]
+        return cls(
+            int(config["server-round"]),
+            PHASES.index(message.metadata.message_type),
+            tuple(config.get("checkpoints", ())),
+            tuple(config.get("resumed-from", ())),
+        )
+
+    @property
+    def generation(self) -> Generation:
+        """What is written at this moment."""
+        return Generation(self.server_round, self.phase, len(self.resumed_from))
+
+    def counts(self, generation: Generation) -> bool:
+        """Tell whether a generation belongs to the run: not if a resumption has gone back behind it."""
+        later = self.resumed_from[generation.attempt :]
+        return all(generation.server_round <= begun for begun in later)
+
+
+class StateStore(ABC):
+    """Keeps the states of clients."""
+
+    @abstractmethod
+    def load(self, client: int, moment: Moment) -> State:
+        """Return a client's state as it was before a moment; an empty one where nothing was kept.
+
+        Raises
+        ------
+        StateError
+            If it is damaged, or a later message has been answered already.
+        """
+
+    @abstractmethod
+    def save(self, client: int, moment: Moment, state: State) -> None:
+        """Keep a client's state, if it has changed."""
+
+
+class ContextStore(StateStore):
+    """Keeps states in a node's Flower context (a node may host several clients); it knows the latest only."""
+
+    def __init__(self, context: Context) -> None:
+        self._records = context.state
+
+    def load(self, client: int, moment: Moment) -> State:
+        """Return the latest state; in a resumed run, whose earlier contexts are gone, it may be lost."""
+        record = self._records.array_records.get(f"client-{client}")
+        if record is not None:
+            return State({name: array.numpy() for name, array in record.items()})
+        if moment.resumed_from:
+            return State(
+                lost=f"the state of client {client} from before the run was resumed is not on this node: only one "
+                "that is started with a state-dir in its node config keeps it"
+            )
+        return State()
+
+    def save(self, client: int, moment: Moment, state: State) -> None:
+        """Put the state into the context."""
+        if state.changed:
+            self._records[f"client-{client}"] = record_of({name: np.asarray(value) for name, value in state.items()})
+            state.changed = False
+
+
+class DirectoryStore(StateStore):
+    """Keeps one safetensors file for each client and generation.
+
+    Kept are the newest generation, and for each checkpoint that the server may go back to the one it needs.
+
+    Parameters
+    ----------
+    path : Path
+        Directory of the run; made when something is kept.
+    durable : bool
+        Whether a file must survive a loss of power.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self.path = path
+        self._durable = durable
+
+    def load(self, client: int, moment: Moment) -> State:
+        """Return the newest generation that is older than the moment.
+
+        Those that a resumption of the run has gone back behind are removed.
+        """
+        folder = self._folder(client)
+        for abandoned in folder.glob(".*.part"):  # by a process that was killed while it wrote
+            abandoned.unlink(missing_ok=True)
+        newest = None
+        for generation in self._generations(client):
+            if generation.attempt > len(moment.resumed_from):
+                raise StateError(f"client {client}: the run was resumed since this message was sent")
+            if not moment.counts(generation):
+                (folder / generation.file).unlink(missing_ok=True)
+            elif generation[:2] > moment.generation[:2]:
+                raise StateError(
+                    f"client {client}: this message of round {moment.server_round} comes too late, "
+                    f"one of round {generation.server_round} has been answered"
+                )
+            elif generation[:2] < moment.generation[:2]:
+                newest = generation
+        if newest is None:
+            return State()
+        try:
+            return State(read_arrays(folder / newest.file)[0])
+        except (DamagedFileError, OSError) as error:
+            # The generation before it would be a wrong state.
+            raise StateError(f"the state of client {client} cannot be read: {error}") from error
+
+    def save(self, client: int, moment: Moment, state: State) -> None:
+        """Write the generation of the moment, then remove those that are not needed any more."""
+        if not state.changed:
+            return
+        folder = self._folder(client)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_arrays(folder / moment.generation.file, state, durable=self._durable)
         state.changed = False
+        generations = self._generations(client)
+        needed = {generations[-1]}
+        for checkpoint in moment.checkpoints:
+            needed |= set([g for g in generations if g.server_round <= checkpoint][-1:])
+        for generation in set(generations) - needed:
+            (folder / generation.file).unlink(missing_ok=True)
+
+    def _folder(self, client: int) -> Path:
+        return self.path / f"client-{client}"
+
+    def _generations(self, client: int) -> list[Generation]:
+        """Return what is there, oldest first."""
+        folder = self._folder(client)
+        found = (Generation.of(file.name) for file in folder.iterdir()) if folder.is_dir() else ()
+        return sorted(generation for generation in found if generation is not None)
 
 
-def _key(client: int) -> str:
-    return f"client-{client}"
+class MemoryStore(StateStore):
+    """Keeps states in memory by reference; the least recently used ones beyond a limit go to files.
+
+    Several threads may use it. Whoever reads an array must not write into it.
+
+    Parameters
+    ----------
+    files : DirectoryStore
+        Where states beyond the limit go, and all of them at a checkpoint.
+    limit : int
+        Bytes that states may take in memory; 0: no limit.
+    """
+
+    def __init__(self, files: DirectoryStore, limit: int = 0) -> None:
+        self.files = files
+        self.limit = limit
+        self.nbytes = 0
+        """Bytes that the states in memory take."""
+        # The moment says when a state that is not in the files yet was kept; None: it is there.
+        self._kept: OrderedDict[int, tuple[State, Moment | None]] = OrderedDict()
+        self._lock = Lock()
+
+    def load(self, client: int, moment: Moment) -> State:
+        """Return the state; its arrays are those that were kept, not copies."""
+        with self._lock:
+            if client in self._kept:
+                self._kept.move_to_end(client)
+                return State(self._kept[client][0])
+            state = self.files.load(client, moment)
+            self._keep(client, state, None)
+            self._spill()
+            return State(state)
+
+    def save(self, client: int, moment: Moment, state: State) -> None:
+        """Keep the state in memory."""
+        if state.changed:
+            with self._lock:
+                self._keep(client, State(state), moment)
+                self._spill()
+            state.changed = False
+
+    def flush(self) -> None:
+        """Write all states that are not in the files yet, so that a checkpoint can be made."""
+        with self._lock:
+            for client, (state, moment) in self._kept.items():
+                if moment is not None:
+                    self._write(client, state, moment)
+                    self._kept[client] = state, None
+
+    def _keep(self, client: int, state: State, moment: Moment | None) -> None:
+        if client in self._kept:
+            self.nbytes -= self._kept.pop(client)[0].nbytes
+        self._kept[client] = state, moment
+        self.nbytes += state.nbytes
+
+    def _spill(self) -> None:
+        while self.limit and self.nbytes > self.limit:
+            client, (state, moment) = self._kept.popitem(last=False)
+            self.nbytes -= state.nbytes
+            if moment is not None:
+                self._write(client, state, moment)
+
+    def _write(self, client: int, state: State, moment: Moment) -> None:
+        state.changed = True
+        self.files.save(client, moment, state)
+
+
+def run_folder(state_dir: Path, run: str) -> Path:
+    """Return the folder of a run in a node's state directory.
+
+    Raises
+    ------
+    SettingsError
+        If the name, which comes from the server, is not that of a folder in it.
+    """
+    if not is_folder_name(run):
+        raise SettingsError(f"run = {run!r} in the server's message: it must be the name of a folder")
+    return state_dir / run

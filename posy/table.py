@@ -26,7 +26,19 @@ from posy.launch import APP, ENVIRONMENT
 from posy.progress import duration, size
 from posy.settings import Scalar, SettingsError
 
-PLACE = {"output-dir", "run-name", "experiment", "data-dir", "download", "engine", "round-timeout"}
+PLACE = {
+    "output-dir",
+    "run-name",
+    "experiment",
+    "data-dir",
+    "download",
+    "engine",
+    "round-timeout",
+    "checkpoint-every",
+    "state-memory",
+    "resume",
+    "resume-keys",
+}
 """Settings that say where and how a run is carried out, but not what it computes."""
 
 POINTS = tuple(itertools.product(("served", "local"), ("last", "best")))
@@ -79,8 +91,9 @@ class Cell:
             ran: dict[str, Any] = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))["settings"]
         except FileNotFoundError:
             return None
-        wanted = resolve({**defaults(), **self.config}).as_config()
-        differ = any(ran.get(key) != value for key, value in wanted.items() if key not in PLACE)
+        known = defaults()  # what a setting has meant before it existed
+        wanted = resolve({**known, **self.config}).as_config()
+        differ = any(ran.get(key, known[key]) != value for key, value in wanted.items() if key not in PLACE)
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
         return None if differ or lacks or summary["status"] != "completed" else summary
@@ -188,7 +201,8 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
         given = {**content.get("settings", {}), **below, **own, **(overrides or {})}
         if clash := given.keys() & place.keys():
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
-        config = merged(given) | place
+        # A cell that is interrupted is run anew, so that no checkpoint of it is needed.
+        config = {"checkpoint-every": 0} | merged(given) | place
         check(config, where)
         cells.append(Cell(variant, row, seed, with_absolute_paths(config)))
     return Plan(content.get("title", file.stem), folder, content.get("keep-models", False), tuple(cells))

@@ -1,8 +1,11 @@
 """The ServerApp: read the settings, find the clients, run the method's strategy, keep the record."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from logging import INFO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from flwr.app import ArrayRecord, Context
@@ -15,7 +18,10 @@ from posy.config import Settings, resolve
 from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
 from posy.privacy import check_privacy
+from posy.resume import StoredRun, given_keys
 from posy.settings import DATASETS, SITES, SettingsError
+from posy.state import DirectoryStore, MemoryStore
+from server_app.checkpoints import resumption
 from server_app.federation import Federation, WaveGrid
 from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
@@ -49,7 +55,15 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
     """
-    settings = with_absolute_paths(resolve(config))
+    where = "the run config"
+    changed: dict[str, Any] = {}
+    stored = None
+    if not config.get("resume"):
+        settings = with_absolute_paths(resolve(config, where))
+    else:
+        stored = StoredRun.find(absolute(str(config["output-dir"])), str(config["resume"]))
+        settings = with_absolute_paths(stored.resumed(given_keys(config, where), where))
+        changed = stored.check(settings)
     check_privacy(settings)
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
@@ -66,11 +80,21 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
             f"so it must be 1 to {size}"
         )
-    strategy.members = federation.join()
-    strategy.refresh = federation.refresh
-    recorder = Recorder(settings, strategy, workspace, federation)
-    log(INFO, "Results of this run: %s", recorder.directory.path)
-    with recorder:
+    with ExitStack() as stack:
+        resumed = None
+        if stored is not None:
+            resumed = resumption(stored, changed, settings, strategy, workspace)
+            stack.callback(resumed.directory.release)
+            federation.names.update(resumed.checkpoint.progress["sites"])
+        strategy.members = federation.join()
+        strategy.refresh = federation.refresh
+        recorder = Recorder(settings, strategy, workspace, federation, resumed)
+        stack.callback(recorder.directory.release)
+        if isinstance(grid, InProcessGrid):
+            grid.states = stack.enter_context(states_in_memory(recorder, settings))
+        recorder.tell_clients(one_file_system=in_simulation())
+        log(INFO, "Results of this run: %s", recorder.directory.path)
+        stack.enter_context(recorder)
         strategy.start(
             grid=waves,
             initial_arrays=ArrayRecord(),
@@ -79,6 +103,19 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
             evaluate_fn=recorder.finish_round,
         )
     return recorder
+
+
+@contextmanager
+def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryStore]:
+    """Provide what keeps the clients' states in this process; what does not fit lies in the run's directory."""
+    limit = settings.run.state_memory << 20
+    if settings.run.checkpoint_every or settings.run.resume:
+        states = MemoryStore(DirectoryStore(recorder.directory.state), limit)
+        recorder.checkpoints.flush = states.flush
+        yield states
+        return
+    with TemporaryDirectory(dir=recorder.directory.path, prefix="state-") as folder:
+        yield MemoryStore(DirectoryStore(Path(folder), durable=False), limit)
 
 
 def with_absolute_paths(settings: Settings) -> Settings:

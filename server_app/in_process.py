@@ -16,6 +16,7 @@ from client_app.app import Call
 from client_app.app import app as client_app
 from client_app.engine import Engine
 from client_app.workspace import Workspace
+from posy.state import StateStore
 
 
 class InProcessGrid(Grid):
@@ -44,6 +45,8 @@ class InProcessGrid(Grid):
         }
         self._replies: dict[str, Message] = {}
         self._engine: Engine | None = None
+        self.states: StateStore | None = None
+        """Where the clients' states are kept; None: each node says it."""
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the virtual nodes 1..M."""
@@ -101,7 +104,7 @@ class InProcessGrid(Grid):
         context = self._contexts[message.metadata.dst_node_id]
         if message.metadata.message_type == MessageType.QUERY:
             return client_app(message, context)
-        return Call(message, context)
+        return Call(message, context, self.states)
 
     def _engine_for(self, workspace: Workspace) -> Engine:
         if self._engine is None or self._engine.workspace is not workspace:

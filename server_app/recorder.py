@@ -16,7 +16,8 @@ from posy import figures
 from posy.config import Settings
 from posy.metrics import Spread, spread
 from posy.progress import Progress, results_table
-from posy.results import Evaluation, History, RunDirectory
+from posy.results import Evaluation, History, RunDirectory, plain
+from server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digest
 from server_app.federation import Federation
 from server_app.system import system_accuracy
 from strategies.base import PersonalisedStrategy, RoundRecord
@@ -37,6 +38,8 @@ class Recorder:
         The server's view of data and partition.
     federation : Federation, optional
         Who takes part, for the summary.
+    resumption : Resumption, optional
+        What is known of the run where it is one that goes on.
     """
 
     def __init__(
@@ -45,17 +48,21 @@ class Recorder:
         strategy: PersonalisedStrategy,
         workspace: Workspace,
         federation: Federation | None = None,
+        resumption: Resumption | None = None,
     ) -> None:
         self.settings = settings
         self.strategy = strategy
         self.workspace = workspace
         self.federation = federation
-        run, data = settings.run, settings.data
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        name = run.run_name or f"{run.method}-{Path(data.dataset).name}-seed{run.seed}-{stamp}"
-        self.directory = RunDirectory(Path(run.output_dir), name)
+        run = settings.run
+        if resumption is None:
+            self.directory = RunDirectory(Path(run.output_dir), run.run_name or default_name(settings))
+            self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
+        else:
+            self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
+        self._resumed = [] if resumption is None else resumption.history
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        self.directory.write_config(settings.as_config(), gpu)
+        self.directory.write_config(settings.as_config(), gpu, self._resumed)
         if run.save_models:
             strategy.models_folder = self.directory.models
         self.accuracy = History()
@@ -67,7 +74,9 @@ class Recorder:
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._drawn = 0.0
-        self._progress = Progress(run.num_server_rounds)
+        if resumption is not None:
+            self._take_up(resumption.checkpoint)
+        self._progress = Progress(run.num_server_rounds, done=self.rounds)
 
     def __enter__(self) -> Self:
         self._draw_partition()
@@ -111,9 +120,62 @@ class Recorder:
         self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train))
         if self.strategy.saving:
             self.directory.save_arrays("server", self.strategy.server_state())
+        if self.checkpoints.due(server_round):
+            self.checkpoints.write(Checkpoint(server_round, self.strategy.server_state(), self._so_far()))
+            self.tell_clients()
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
         return None
+
+    def tell_clients(self, *, one_file_system: bool | None = None) -> None:
+        """Have the strategy's messages say where the clients' states are kept, and which of them count.
+
+        Parameters
+        ----------
+        one_file_system : bool, optional
+            Whether the clients can write into the directory of the run; as before if not given.
+        """
+        told = self.strategy.state_config
+        told["run"] = f"{self.directory.path.name}-{self.directory.id}"
+        told["checkpoints"] = list(self.checkpoints.rounds)
+        told["resumed-from"] = [entry["round"] for entry in self._resumed]
+        if one_file_system and (self.checkpoints.every or self._resumed):
+            told["state-directory"] = str(self.directory.state)
+
+    def _so_far(self) -> dict[str, Any]:
+        """Return all that is to be known of the finished rounds when the run is resumed, as JSON holds it."""
+        return plain(
+            {
+                "data": data_digest(self.workspace),
+                "sites": self.federation.names if self.federation else {},
+                "files": self.directory.sizes(),
+                "seconds": time.perf_counter() - self._started,
+                "bytes-up": self.bytes_up,
+                "bytes-down": self.bytes_down,
+                "dropped": self.dropped,
+                "accuracy": [self.accuracy.served, self.accuracy.local],
+                "loss": [self.loss.served, self.loss.local],
+                "clients": dict(sorted(self.last_rows.items())),
+                "last-round": sorted(self.strategy.record.clients),
+            }
+        )
+
+    def _take_up(self, checkpoint: Checkpoint) -> None:
+        """Go on where a checkpoint was written; what came after it is taken back."""
+        so_far = checkpoint.progress
+        self.directory.cut_back(so_far["files"])
+        self.rounds = checkpoint.server_round
+        self._started -= so_far["seconds"]
+        self.bytes_up, self.bytes_down = so_far["bytes-up"], so_far["bytes-down"]
+        self.dropped.update(so_far["dropped"])
+        self.accuracy, self.loss = (
+            History(*([Evaluation(*point) for point in points] for points in so_far[measure]))
+            for measure in ("accuracy", "loss")
+        )
+        self.last_rows = {int(client): row for client, row in so_far["clients"].items()}
+        rows = {client: self.last_rows[client] for client in so_far["last-round"]}
+        self.strategy.record = RoundRecord(checkpoint.server_round, clients=rows)
+        self.strategy.resumed_after = checkpoint.server_round
 
     def _write_summary(self, status: Any) -> None:
         settings = self.settings
@@ -159,6 +221,12 @@ class Recorder:
         except (ValueError, OSError, ArithmeticError) as error:
             log(WARNING, "a picture could not be drawn: %r", error)
         self._drawn = time.perf_counter()
+
+
+def default_name(settings: Settings) -> str:
+    """Return the name of a run that was given none."""
+    run = settings.run
+    return f"{run.method}-{Path(settings.data.dataset).name}-seed{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _round_row(

@@ -56,14 +56,18 @@ class AttentionStrategy(PersonalisedStrategy):
         }
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the models of the clients seen, and what they are sent."""
-        return {"clients": np.array(self.seen, np.int64), "models": self.models, "mixed": self.mixed}
+        """Return the models of the clients seen, what they are sent, and the attention of some rounds."""
+        pictures = {f"attention-{number}": matrix for number, matrix in self.pictures.items()}
+        return {"clients": np.array(self.seen, np.int64), "models": self.models, "mixed": self.mixed, **pictures}
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Take up the clients' models."""
         self.seen = arrays["clients"].tolist()
         self.models = np.asarray(arrays["models"], np.float32)
         self.mixed = np.asarray(arrays["mixed"], np.float32)
+        names = [name for name in arrays if name.startswith("attention-")]
+        rounds = sorted(int(name.removeprefix("attention-")) for name in names)
+        self.pictures = {number: np.asarray(arrays[f"attention-{number}"], np.float64) for number in rounds}
 
     def draw(self, folder: Path) -> None:
         """Draw the attention matrix over the rounds, clients in the order of their data's similarity."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from models.architecture import Architecture
 from posy.arrays import Array, record_of_arrays
@@ -49,6 +49,8 @@ UNREADABLE = (
 )
 """What reading bytes and records that are not as they should be may raise (SyntaxError: an array's header;
 AttributeError and BadZipFile: an .npz in its place; MemoryError: a header that claims too much)."""
+ITEM_BYTES, HEADER_BYTES = 8, 4096
+"""The most that an element and the header of an array in a reply may take."""
 SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
 
 
@@ -122,6 +124,9 @@ class PersonalisedStrategy(Strategy):
         The plain network of the run; see :meth:`network_for`.
     """
 
+    follows_number_of_rounds = False
+    """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
+
     def __init__(self, settings: Settings, plain: Architecture) -> None:
         self.settings = settings
         self.method: Any = settings.method
@@ -132,6 +137,10 @@ class PersonalisedStrategy(Strategy):
         """Brings :attr:`members` up to date before a round; returns the clients whose own state may be lost."""
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
+        self.resumed_after = 0
+        """Rounds that were finished before this process took up the run."""
+        self.state_config: dict[str, Any] = {}
+        """What every message tells of the clients' states: where they are kept, and which of them counts."""
         self.saving = False
         """Whether the models of this round are stored: the last round's, and now and then before."""
         self._saved = -math.inf
@@ -171,7 +180,7 @@ class PersonalisedStrategy(Strategy):
 
     @abstractmethod
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the server's state by name, all that :meth:`load_server_state` needs."""
+        """Return the server's state by name: all that the next rounds and the pictures need."""
 
     @abstractmethod
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
@@ -191,6 +200,15 @@ class PersonalisedStrategy(Strategy):
 
     def check(self, arrays: Arrays) -> None:
         """Raise :class:`BadReplyError` for arrays of the right shapes that mean nothing to the method."""
+
+    def update_of(self, client: int, arrays: Arrays) -> FloatArray | None:
+        """Return the update Δ in a checked reply, whose norm ``max-update-norm`` limits; None where there is none.
+
+        By default its first array less the first that the client was sent.
+        """
+        if not arrays:
+            return None
+        return np.asarray(arrays[0], np.float32) - np.asarray(self.serve(client)[0], np.float32)
 
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
         """Take note of a good reply, after training or evaluation."""
@@ -220,6 +238,46 @@ class PersonalisedStrategy(Strategy):
             train.lr,
         )
         log(INFO, "\t└──> Method: %s", self.method)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Carry out the rounds from the one after ``resumed_after`` to ``num_rounds``.
+
+        The phases and arguments are those of Flower's own loop, which however always begins with round 1.
+        """
+        log(INFO, "Starting %s strategy: rounds %s to %s", type(self).__name__, self.resumed_after + 1, num_rounds)
+        self.summary()
+        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        result, arrays = Result(), initial_arrays
+        if evaluate_fn and not self.resumed_after and (central := evaluate_fn(0, arrays)) is not None:
+            result.evaluate_metrics_serverapp[0] = central
+        for server_round in range(self.resumed_after + 1, num_rounds + 1):
+            log(INFO, "")
+            log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
+            messages = self.configure_train(server_round, arrays, train_config, grid)
+            new, metrics = self.aggregate_train(server_round, grid.send_and_receive(messages, timeout=timeout))
+            if new is not None:
+                result.arrays = arrays = new
+            if metrics is not None:
+                log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
+                result.train_metrics_clientapp[server_round] = metrics
+            messages = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
+            scores = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
+            if scores is not None:
+                log(INFO, "\t└──> Aggregated MetricRecord: %s", scores)
+                result.evaluate_metrics_clientapp[server_round] = scores
+            central = evaluate_fn(server_round, arrays) if evaluate_fn else None
+            if central is not None:
+                result.evaluate_metrics_serverapp[server_round] = central
+        return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -348,7 +406,14 @@ class PersonalisedStrategy(Strategy):
         served = self.serve(client)
         arrays = record_of_arrays({str(i): array for i, array in enumerate(self._pack(served))})
         told = ConfigRecord(
-            {**config, "settings": self._settings_json, "server-round": server_round, "client": client, **extra}
+            {
+                **config,
+                "settings": self._settings_json,
+                "server-round": server_round,
+                "client": client,
+                **self.state_config,
+                **extra,
+            }
         )
         size = sum(array.nbytes for array in served)
         self.record.bytes_down += size
@@ -402,12 +467,13 @@ class PersonalisedStrategy(Strategy):
     def _read_update(self, client: int, content: RecordDict) -> Update:
         record = content.array_records["arrays"]
         metrics: dict[str, Any] = dict(content.metric_records["metrics"])
+        shapes = self.expected_shapes(client)
+        _check_size(record, shapes)
         arrays = [array.numpy() for array in record.values()]
         count, loss = metrics.pop("num-examples"), metrics.pop("train-loss")
         tested = metrics.pop("num-test")
         check_count("num-examples", count, 1)
         check_count("num-test", tested, 0)
-        shapes = self.expected_shapes(client)
         if [a.shape for a in arrays] != shapes:
             raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
         if any(a.dtype.kind not in "iuf" for a in arrays):
@@ -418,6 +484,7 @@ class PersonalisedStrategy(Strategy):
         if not math.isfinite(loss) or not finite:
             raise BadReplyError("NaN or Inf in the reply")
         self.check(arrays)
+        self._check_norm(client, arrays)
         scores = _scores_of(metrics)
         self.acknowledged(client, metrics)
         # From here on the reply is good: one that is dropped leaves nothing in the client's row.
@@ -427,6 +494,13 @@ class PersonalisedStrategy(Strategy):
         row["bytes_up"] += size
         row |= {"n_train": int(count), "n_test": int(tested), "train_loss": loss, **scores}
         return Update(client, arrays, int(count), float(loss), metrics)
+
+    def _check_norm(self, client: int, arrays: Arrays) -> None:
+        """Refuse an update beyond ``max-update-norm``; it is not clipped, which would hide what happened."""
+        limit = self.settings.run.max_update_norm
+        update = self.update_of(client, arrays) if limit else None
+        if update is not None and not (norm := float(np.linalg.norm(update.astype(np.float64)))) <= limit:
+            raise BadReplyError(f"an update of norm {norm:.6g}, max-update-norm is {limit:g}")
 
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
         metrics: Mapping[str, Any] = content.metric_records["metrics"]
@@ -518,6 +592,16 @@ def check_count(key: str, count: Any, least: int) -> None:
     """Raise :class:`BadReplyError` for a number of samples that cannot be."""
     if not least <= count < MAX_EXAMPLES or count != int(count):
         raise BadReplyError(f"{key} = {count}")
+
+
+def _check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:
+    """Refuse a reply that is too large for what is expected, before its arrays are made from their bytes."""
+    if len(record) != len(shapes):
+        raise BadReplyError(f"{len(record)} arrays instead of {len(shapes)}")
+    for array, shape in zip(record.values(), shapes, strict=True):
+        size = len(vars(array).get("data", b""))  # an array that was passed by reference has no bytes
+        if size > (most := ITEM_BYTES * math.prod(shape) + HEADER_BYTES):
+            raise BadReplyError(f"an array of {size} bytes, for the shape {shape} it may have {most}")
 
 
 def _scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -87,14 +87,20 @@ class CwFedAvg(PersonalisedStrategy):
         return {"largest_class_share": float(distributions.max(axis=1).mean())}
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the averaged layers, the class models ``(C, d_cw)`` and the distributions ``(M, C)``."""
-        return {"model": self.model, "class_models": self.class_models, "distributions": self.distributions}
+        """Return averaged layers, class models ``(C, d_cw)``, distributions and norms of output rows ``(M, C)``."""
+        return {
+            "model": self.model,
+            "class_models": self.class_models,
+            "distributions": self.distributions,
+            "local_norms": self.local_norms,
+        }
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Take up the server's state."""
         self.model = np.asarray(arrays["model"], np.float32)
         self.class_models = np.asarray(arrays["class_models"], np.float32)
         self.distributions = np.asarray(arrays["distributions"], np.float64)
+        self.local_norms = np.asarray(arrays["local_norms"], np.float64)
 
     def draw(self, folder: Path) -> None:
         """Draw the norms of the output rows of local and class models (Fig. 3) and p̃ against p (Fig. 8)."""

@@ -61,6 +61,10 @@ class FedFew(PersonalisedStrategy):
         """Expect the updates Δ_i ``(K, d)`` and the losses L_i ``(K,)``."""
         return [self.models.shape, (len(self.models),)]
 
+    def update_of(self, client: int, arrays: Arrays) -> FloatArray:
+        """Return Δ_i ``(K, d)``, which is what a client sends."""
+        return np.asarray(arrays[0], np.float32)
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Weigh the updates and move the K models."""
         losses = np.stack([update.arrays[1] for update in updates]).astype(np.float64)
@@ -80,12 +84,16 @@ class FedFew(PersonalisedStrategy):
         }
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the K models."""
-        return {"models": self.models}
+        """Return the K models, losses and inner weights ``(M, K)``, and the objective of each round ``(R, 2)``."""
+        objectives = np.array(self.objectives, np.float64).reshape(-1, 2)
+        return {"models": self.models, "losses": self.losses, "weights": self.weights, "objectives": objectives}
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up K models."""
+        """Take up the server's state."""
         self.models = np.asarray(arrays["models"], np.float32)
+        self.losses = np.asarray(arrays["losses"], np.float64)
+        self.weights = np.asarray(arrays["weights"], np.float64)
+        self.objectives = [(int(number), value) for number, value in arrays["objectives"].tolist()]
 
     def draw(self, folder: Path) -> None:
         """Draw the objective, and which models serve which clients."""

@@ -39,6 +39,10 @@ class IFCA(PersonalisedStrategy):
         if int(arrays[1]) not in range(len(self.models)):
             raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
 
+    def update_of(self, client: int, arrays: Arrays) -> FloatArray:
+        """Return what the client has changed of the model of its cluster."""
+        return np.asarray(arrays[0], np.float32) - self.models[int(arrays[1])]
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average every cluster's model over its clients."""
         clusters = np.array([int(update.arrays[1]) for update in updates])

@@ -88,6 +88,8 @@ class Stage:
 class PPFE(PersonalisedStrategy):
     """Average the shared layers of the stage, uniformly over its clients (Algorithm 1, line 18)."""
 
+    follows_number_of_rounds = True
+
     def initialise(self) -> None:
         """Begin stage 1."""
         self.stages = plan_stages(self.settings, self.architecture)
@@ -172,10 +174,10 @@ class PPFE(PersonalisedStrategy):
         )
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the shared layers of this stage and of the finished ones."""
+        """Return the shared layers of this stage and of the finished ones, and what is known of the clients."""
         finished = {f"finished-{i}": model for i, model in enumerate(self.finished, start=1)}
         progress = np.array([self.stage.number, self.rounds_done], np.int64)
-        return {"model": self.model, "progress": progress, "informed": self.informed, **finished}
+        return {"model": self.model, "progress": progress, "informed": self.informed, "betas": self.betas, **finished}
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Take up the server's state."""
@@ -183,6 +185,7 @@ class PPFE(PersonalisedStrategy):
         self.stage = self.stages[number - 1]
         self.model = np.asarray(arrays["model"], np.float32)
         self.informed = np.asarray(arrays["informed"], np.int64)
+        self.betas = np.asarray(arrays["betas"], np.float64)
         count = sum(name.startswith("finished-") for name in arrays)
         self.finished = [np.asarray(arrays[f"finished-{i}"], np.float32) for i in range(1, count + 1)]
 

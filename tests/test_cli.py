@@ -68,6 +68,8 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         (["run", "no-such-experiment"], ["no-such-experiment", "ppfe-cifar10-s2"]),
         (["run", "engine=in-process", "dataset=no-such-data"], ["no-such-data", "digits"]),
         (["run", "dataset=sites"], ["dataset = 'sites'", "SuperNode at each site"]),
+        (["run", "resume=gone"], ["resume = 'gone'", "there is no run in", "runs/gone"]),
+        (["run", "resume=../gone"], ["resume = '../gone'", "the name of a folder"]),
         (["settings", "fedavgg"], ["fedavgg", "fedavg"]),
         (["table", "no-such-table.yaml"], ["no-such-table.yaml"]),
     ],

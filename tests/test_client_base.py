@@ -20,7 +20,7 @@ from posy.config import resolve
 from posy.methods import METHODS
 from posy.results import load_arrays
 from posy.settings import SettingsError
-from posy.state import State, load_state, save_state
+from posy.state import ContextStore, Moment, State
 from posy.training import Train, TrainingDivergedError
 from server_app.in_process import InProcessGrid
 
@@ -293,46 +293,50 @@ def test_an_ensemble_is_stored_with_its_coefficients(make_client: MakeClient, tm
 # -- state -----------------------------------------------------------------------------------------------
 
 
+FIRST = Moment(1, 0)
+
+
 def context(**node: Any) -> Context:
     node_config = {"partition-id": 0, "num-partitions": 1, **node}
     return Context(run_id=1, node_id=1, node_config=node_config, state=RecordDict(), run_config={})
 
 
 def test_state_survives_a_nodes_context_exactly() -> None:
-    node, state = context(), State()
+    store, state = ContextStore(context()), State()
     state["weights"] = np.array([1e-30, math.pi, -0.0], np.float32)
     state["count"] = np.array(7, np.int64)
     state["strided"] = np.arange(6.0).reshape(2, 3).T
-    save_state(node, 3, state)
-    again = load_state(node, 3)
+    store.save(3, FIRST, state)
+    again = store.load(3, FIRST)
     assert set(again) == {"weights", "count", "strided"}
     assert not again.changed
     for name, array in state.items():
         assert again[name].dtype == array.dtype
         assert np.array_equal(again[name], array)
-    assert not len(load_state(node, 30))
+    assert not len(store.load(30, FIRST))
 
 
 def test_clients_of_one_node_have_states_of_their_own() -> None:
-    node = context()
+    store = ContextStore(context())
     for client in (1, 11):
-        state = load_state(node, client)
+        state = store.load(client, FIRST)
         state["own"] = np.array(client)
-        save_state(node, client, state)
-    assert [int(load_state(node, client)["own"]) for client in (1, 11)] == [1, 11]
+        store.save(client, FIRST, state)
+    assert [int(store.load(client, FIRST)["own"]) for client in (1, 11)] == [1, 11]
 
 
 def test_only_a_change_is_written() -> None:
     node, state = context(), State()
-    save_state(node, 0, state)
+    store = ContextStore(node)
+    store.save(0, FIRST, state)
     assert not node.state
     state["a"] = np.zeros(1)
     assert state.changed
-    save_state(node, 0, state)
+    store.save(0, FIRST, state)
     assert not state.changed
     del state["a"]
-    save_state(node, 0, state)
-    assert not len(load_state(node, 0))
+    store.save(0, FIRST, state)
+    assert not len(store.load(0, FIRST))
 
 
 def test_keep_and_recall(make_client: MakeClient) -> None:
@@ -353,11 +357,11 @@ def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[.
         return next(iter(grid.send_and_receive([Message(content, 1, MessageType.TRAIN)])))
 
     assert not ask(0.1).has_error()
-    kept = load_state(grid._contexts[1], 0)["model"]
+    kept = ContextStore(grid._contexts[1]).load(0, FIRST)["model"]
     failed = ask(1e38)
     assert failed.has_error()
     assert "diverged" in str(failed.error.reason)
-    assert np.array_equal(load_state(grid._contexts[1], 0)["model"], kept)
+    assert np.array_equal(ContextStore(grid._contexts[1]).load(0, FIRST)["model"], kept)
 
 
 # -- messages --------------------------------------------------------------------------------------------
@@ -378,12 +382,12 @@ def test_arrays_of_a_message_keep_their_order(make_config: Callable[..., Any], m
     """Twelve arrays: their keys, as texts, would sort as 0, 1, 10, 11, 2."""
     InProcessGrid(1)
     arrays = ArrayRecord({str(i): Array(np.array(i)) for i in range(12)})
-    config = ConfigRecord({"settings": resolve(make_config("fedavg")).to_json(), "client": 0})
+    config = ConfigRecord({"settings": resolve(make_config("fedavg")).to_json(), "client": 0, "server-round": 1})
     message = Message(RecordDict({"arrays": arrays, "config": config}), 1, MessageType.TRAIN)
     told: list[tuple[list[int], dict[str, Any]]] = []
     monkeypatch.setattr(PersonalClient, "fit_steps", lambda _, *args: told.append(([int(a) for a in args[0]], args[1])))
     client_app.Call(message, context()).open()
-    assert told == [(list(range(12)), {"client": 0})]
+    assert told == [(list(range(12)), {"client": 0, "server-round": 1})]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 10, 12])

@@ -121,6 +121,7 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
         "summary.json",
         "models",
         "figures",
+        "checkpoints",
     }
     assert {p.name for p in (path / "models").iterdir()} == {"server.safetensors"} | {
         f"client-{c}.safetensors" for c in range(4)

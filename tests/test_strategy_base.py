@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
+from posy.arrays import Array as ByReference
 from posy.methods import METHODS
 from server_app.in_process import InProcessGrid
 from strategies.base import BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
@@ -119,13 +120,13 @@ TRAIN_FAULTS: dict[str, tuple[Change, str]] = {
     "-Inf": (first(-math.inf), "NaN or Inf"),
     "too large for float32": (array(lambda a: np.full(a.shape, 1e300)), "NaN or Inf"),
     "complex": (array(lambda a: a.astype(np.complex64)), "complex64"),
-    "texts": (array(lambda a: np.full(a.shape, "1.0")), "instead of numbers"),
+    "texts": (array(lambda a: np.full(a.shape, "1")), "instead of numbers"),
     "booleans": (array(lambda a: a > 0), "bool"),
     "one element less": (array(lambda a: a[:-1]), "arrays of shapes"),
     "one axis more": (array(lambda a: a[None]), "arrays of shapes"),
     "scalar": (array(lambda a: np.array(1.0, np.float32)), "arrays of shapes"),
-    "one array more": (more_arrays, "arrays of shapes"),
-    "no arrays": (no_arrays, "arrays of shapes"),
+    "one array more": (more_arrays, "2 arrays instead of 1"),
+    "no arrays": (no_arrays, "0 arrays instead of 1"),
     "no bytes": (data(b""), "malformed"),
     "noise": (data(b"noise" * 100), "malformed"),
     "a zip": (data(b"PK\x03\x04" + bytes(100)), "malformed"),
@@ -567,3 +568,98 @@ def test_arrays_that_mean_nothing_to_the_method_are_refused(
     strategy.check(good)
     with pytest.raises(BadReplyError):
         strategy.check(spoil(good))
+
+
+# -- limits on what a reply may hold ---------------------------------------------------------------------
+
+LIMITED = ("fedavg", "fedrep", "cwfedavg", "fedacs", "fedamp", "feddrm", "ppfe", "fedfew", "ifca")
+
+
+def moved_by_3_and_4(strategy: Any) -> Change:
+    """Return what makes a reply of an update that is 0 but for a 3 and a 4: its norm is 5."""
+
+    def change(content: RecordDict) -> None:
+        record = content.array_records["arrays"]
+        if strategy.settings.run.method == "fedfew":  # sends the updates of K models
+            update = np.zeros(strategy.models.shape, np.float32)
+            update[0, 1], update[2, 0] = 3, 4
+        elif strategy.settings.run.method == "ifca":
+            record["1"] = Array(np.array(1))
+            update = strategy.models[1].copy()
+            update[:2] += (3, -4)
+        else:
+            update = strategy.serve(BAD)[0].copy()
+            update[[0, -1]] += (3, -4)
+        record["0"] = Array(update)
+
+    return change
+
+
+@pytest.mark.parametrize("method", LIMITED)
+def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_strategy: MakeStrategy) -> None:
+    for limit, dropped in ((4.999, True), (5.001, False)):
+        strategy = make_strategy(method, max_update_norm=limit, lr=1e-4)
+        _, replies = send(strategy)
+        moved_by_3_and_4(strategy)(replies[BAD].content)
+        take(strategy, replies)
+        assert [client for client, _ in strategy.record.dropped] == ([BAD] if dropped else [])
+        assert ("train_loss" in strategy.record.clients[BAD]) is not dropped
+        if dropped:
+            assert strategy.record.dropped[0][1] == "an update of norm 5, max-update-norm is 4.999"
+            without_it = make_strategy(method, lr=1e-4)
+            _, others = send(without_it)
+            take(without_it, [others[c] for c in GOOD])
+            assert state_of(strategy) == state_of(without_it)
+
+
+def test_an_update_too_large_for_a_float_is_beyond_any_limit(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", max_update_norm=1e30)
+    _, replies = send(strategy)
+    array(lambda a: np.full(a.shape, 3e38, np.float32))(replies[BAD].content)
+    take(strategy, replies)
+    ((client, reason),) = strategy.record.dropped
+    assert (client, "max-update-norm" in reason) == (BAD, True)
+
+
+def test_without_a_limit_no_norm_is_reckoned(make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = make_strategy("fedavg")
+    monkeypatch.setattr(strategy, "update_of", None)
+    _, replies = send(strategy)
+    take(strategy, replies)
+    assert not strategy.record.dropped
+
+
+def test_local_training_sends_nothing_that_could_be_too_large(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("local", max_update_norm=1e-9)
+    _, replies = send(strategy)
+    take(strategy, replies)
+    assert not strategy.record.dropped
+
+
+def test_a_huge_reply_is_refused_before_its_arrays_are_made(
+    make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For d float64 numbers and a header there is room, for more there is not."""
+    strategy = make_strategy("fedavg")
+    _, replies = send(strategy)
+    d = strategy.size
+    array(lambda a: a.astype(np.float64))(replies[0].content)
+    array(lambda a: np.zeros(2 * d + 1000))(replies[BAD].content)
+    many = replies[2].content.array_records["arrays"]
+    for number in range(1, 50):
+        many[str(number)] = Array(np.zeros(d, np.float32))
+    made: list[tuple[int, ...]] = []
+
+    for kind in (Array, ByReference):
+
+        def numpy(self: Array, original: Callable[[Array], Any] = kind.numpy) -> Any:
+            made.append(self.shape)
+            return original(self)
+
+        monkeypatch.setattr(kind, "numpy", numpy)
+    take(strategy, replies)
+    assert made == [(d,), (d,)]  # those of the clients 0 and 3
+    reasons = dict(strategy.record.dropped)
+    assert sorted(reasons) == [1, 2]
+    assert f"for the shape ({d},) it may have {8 * d + 4096}" in reasons[1]
+    assert reasons[2] == "50 arrays instead of 1"

@@ -1,0 +1,171 @@
+"""Files that are whole or not there: written beside their place and moved, read with a check of every byte."""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+CHECKSUMS = "crc32"
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+
+class DamagedFileError(ValueError):
+    """A file does not hold what was written into it."""
+
+
+def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
+    """Write a file beside its place and move it there: a reader sees the old or the new, never a part.
+
+    Parameters
+    ----------
+    path : Path
+        Where the file is to lie.
+    write : callable
+        Writes it to the path that it is given.
+    durable : bool
+        Wait until the disk has it, so that it survives a loss of power too.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        write(temporary)
+        if durable:
+            sync(temporary)
+        temporary.replace(path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the entries of a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_arrays(
+    path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None, *, durable: bool = False
+) -> None:
+    """Write arrays as safetensors, with a checksum of each in the file's metadata."""
+    # safetensors writes the memory as it lies, whatever the strides: copy what is not in C order.
+    dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    sums = json.dumps({name: _checksum(array) for name, array in dense.items()})
+    content = {**(metadata or {}), CHECKSUMS: sums}
+    replace(path, lambda temporary: safetensors.numpy.save_file(dense, temporary, content), durable=durable)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+    """Map the arrays of a file that :func:`write_arrays` has written into memory.
+
+    Returns
+    -------
+    arrays : dict of str to numpy.ndarray
+        Backed by the file's pages; what is written into them stays in memory.
+    metadata : dict of str to str
+
+    Raises
+    ------
+    DamagedFileError
+        If the file is truncated or holds other bytes than were written.
+    FileNotFoundError
+        If there is none.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(min(length, path.stat().st_size)))
+        metadata: dict[str, str] = header.pop("__metadata__")
+        size = path.stat().st_size - 8 - length
+        data = np.memmap(path, np.uint8, "c", offset=8 + length) if size else np.zeros(0, np.uint8)
+        arrays = {name: _view(data, entry) for name, entry in header.items()}
+        sums = json.loads(metadata.pop(CHECKSUMS))
+        wrong = sorted(
+            name for name in arrays.keys() | sums.keys() if sums.get(name) != _checksum(arrays.get(name, data[:0]))
+        )
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedFileError(f"{path} is damaged: {error!r}") from error
+    if wrong:
+        raise DamagedFileError(f"{path} is damaged: the checksum of {', '.join(wrong)} is wrong")
+    return arrays, metadata
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write an object of JSON with its checksum."""
+    text = json.dumps({CHECKSUMS: _checksum_of_json(content), "content": content}, ensure_ascii=False) + "\n"
+    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), durable=durable)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what :func:`write_json` has written.
+
+    Raises
+    ------
+    DamagedFileError
+        If the file is truncated or holds something else than was written.
+    FileNotFoundError
+        If there is none.
+    """
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read["content"]
+        whole = read[CHECKSUMS] == _checksum_of_json(content)
+    except (ValueError, LookupError, TypeError) as error:
+        raise DamagedFileError(f"{path} is damaged: {error!r}") from error
+    if not whole:
+        raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
+    return content
+
+
+def is_folder_name(name: str) -> bool:
+    """Tell whether a text can only mean a file or folder right inside another folder."""
+    return (
+        name not in ("", ".", "..")
+        and name == name.strip()
+        and name.isprintable()
+        and not set(name) & set("/\\")
+        and len(name.encode()) <= 200
+    )
+
+
+def _view(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
+    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
+    start, stop = entry["data_offsets"]
+    if not 0 <= start <= stop <= len(data) or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"an array {shape} at bytes {start} to {stop} of {len(data)}")
+    # A plain array: what is made of it must not be a memory map too.
+    return np.asarray(data[start:stop]).view(dtype).reshape(shape)
+
+
+def _checksum(array: npt.NDArray[Any]) -> int:
+    kind = zlib.crc32(f"{array.dtype.str} {array.shape}".encode())
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data, kind)
+
+
+def _checksum_of_json(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

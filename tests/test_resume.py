@@ -1,0 +1,547 @@
+"""Runs that are stopped, by whatever means, and go on as if they had not been."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from flwr.app import Context
+
+from client_app.base import PersonalClient
+from posy.config import defaults
+from posy.methods import METHODS, strategy_class
+from posy.results import load_arrays
+from posy.settings import SettingsError
+from posy.storage import write_json
+from server_app import checkpoints as checkpoints_module
+from server_app.app import run
+from server_app.checkpoints import Checkpoints
+from server_app.federation import WaveGrid
+from server_app.in_process import InProcessGrid
+from server_app.recorder import Recorder
+
+Config = dict[str, Any]
+ROOT = Path(__file__).resolve().parent.parent
+
+CHANGES: dict[str, Config] = {
+    "fedfew": {"fedfew-personal-head": True},
+    "cwfedavg": {},
+    "ppfe": {"ppfe-stages": 3},
+    "fedacs": {"fedacs-p": 0.3},
+}
+
+
+def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
+    """Return a small run on digits with checkpoints after rounds 2, 4 and 6."""
+    own = {
+        "method": method,
+        "num-clients": 4,
+        "num-server-rounds": 6,
+        "checkpoint-every": 2,
+        "max-samples": 240,
+        "fraction-train": 0.6,
+        "model": "mlp",
+        "local-epochs": 1,
+        "device": "cpu",
+        "output-dir": str(folder / "runs"),
+        "run-name": name,
+    }
+    return {**defaults(), **own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
+
+
+def again(config: Config, name: str, **more: Any) -> Config:
+    """Return what a person gives to go on with a run: its name, and where it lies."""
+    given = {k.replace("_", "-"): v for k, v in more.items()}
+    return {**defaults(), "output-dir": config["output-dir"], "resume": name, **given}
+
+
+def grid_of(config: Config) -> InProcessGrid:
+    return InProcessGrid(int(config["num-clients"]))
+
+
+def rounds_of(path: Path) -> list[Config]:
+    rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def summary_of(path: Path) -> Config:
+    summary = json.loads((path / "summary.json").read_text())
+    return {key: value for key, value in summary.items() if key != "seconds"}
+
+
+def models_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {file.name: load_arrays(file) for file in sorted((path / "models").glob("*.safetensors"))}
+
+
+def assert_same_results(path: Path, whole: Path) -> None:
+    assert rounds_of(path) == rounds_of(whole)
+    assert (path / "clients.csv").read_bytes() == (whole / "clients.csv").read_bytes()
+    assert summary_of(path) == summary_of(whole)
+    models, others = models_of(path), models_of(whole)
+    assert models.keys() == others.keys()
+    for name, arrays in models.items():
+        assert arrays.keys() == others[name].keys()
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(array, others[name][key], err_msg=f"{name}, {key}")
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process: nothing of Posy handles it."""
+
+
+def die_in(
+    monkeypatch: pytest.MonkeyPatch, server_round: int, phase: str = "fit_steps", client: int | None = None
+) -> None:
+    """End the process when a client is asked to train or evaluate, as kill -9 does: no summary, no last model."""
+    original = getattr(PersonalClient, phase)
+
+    def killed(self: PersonalClient, parameters: Any, config: Config) -> Any:
+        if config["server-round"] == server_round and client in (None, config["client"]):
+            raise KilledError
+        return original(self, parameters, config)
+
+    monkeypatch.setattr(PersonalClient, phase, killed)
+    monkeypatch.setattr(Recorder, "__exit__", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
+
+
+@pytest.fixture
+def log_lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+# -- stopped and resumed is the same run ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_was_killed_equals_one_that_was_not(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while its second client trains in round 6, and again in the evaluation of round 5: from 4 both times."""
+    whole = run(grid_of(settings(tmp_path, method, "whole")), settings(tmp_path, method, "whole")).directory.path
+    config = settings(tmp_path, method, "cut")
+    with monkeypatch.context() as patched:
+        die_in(patched, 6)
+        with pytest.raises(KilledError):
+            run(grid_of(config), config)
+    path = whole.parent / "cut"
+    assert len(rounds_of(path)) == 5
+    with monkeypatch.context() as patched:
+        die_in(patched, 5, "evaluate_steps", client=2)
+        with pytest.raises(KilledError):
+            run(grid_of(config), again(config, "cut"))
+    strategy = run(grid_of(config), again(config, "cut")).strategy
+    assert_same_results(path, whole)
+    written = yaml.safe_load((path / "config.yaml").read_text())
+    assert [entry["round"] for entry in written["resumed"]] == [4, 4]
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["round-4", "round-6"]
+    # What the pictures are drawn from is that of all rounds too.
+    other = strategy_class(method)(strategy.settings, strategy.architecture)
+    other.load_server_state(load_arrays(whole / "checkpoints" / "round-6" / "server.safetensors"))
+    for name in ("losses", "weights", "objectives", "local_norms", "pictures", "betas"):
+        if hasattr(other, name):
+            np.testing.assert_equal(getattr(strategy, name), getattr(other, name))
+
+
+class Nodes(WaveGrid):
+    """Nodes of a federation, of which a new set has nothing but the directories of the one before."""
+
+    def __init__(self, count: int, state_dir: Path | None) -> None:
+        nodes = InProcessGrid(count)
+        for node, context in nodes._contexts.items():
+            if state_dir is not None:
+                own = {**context.node_config, "state-dir": str(state_dir / f"node-{node}")}
+                nodes._contexts[node] = Context(context.run_id, node, own, context.state, {})
+        super().__init__(nodes)
+
+
+@pytest.mark.parametrize("method", ["fedrep", "ppfe", "fedamp"])
+def test_nodes_that_keep_the_states_themselves(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One after the other: how many are trained side by side, which the number of nodes decides, is in the last bits.
+    whole = run(Nodes(4, None), settings(tmp_path, method, "whole", stack="loop")).directory.path
+    config = settings(tmp_path, method, "cut", stack="loop")
+    with monkeypatch.context() as patched:
+        die_in(patched, 4, "evaluate_steps", client=3)
+        with pytest.raises(KilledError):
+            run(Nodes(2, tmp_path / "nodes"), config)
+    run(Nodes(2, tmp_path / "nodes"), again(config, "cut"))
+    assert_same_results(whole.parent / "cut", whole)
+    assert not (whole.parent / "cut" / "state").exists()  # what a client keeps stays on its node
+    assert {p.name for p in (tmp_path / "nodes").rglob("client-*")} == {f"client-{c}" for c in range(4)}
+
+
+def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method, dropped in (("fedrep", True), ("fedavg", False)):
+        config = settings(tmp_path, method, method)
+        with monkeypatch.context() as patched:
+            die_in(patched, 5)
+            with pytest.raises(KilledError):
+                run(Nodes(4, None), config)
+        summary = summary_of(run(Nodes(4, None), again(config, method)).directory.path)
+        assert any("state-dir" in reason for reason in summary["dropped"]) is dropped
+
+
+def test_a_client_whose_state_is_damaged_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, "fedrep", "cut", fraction_train=1.0)
+    with monkeypatch.context() as patched:
+        die_in(patched, 6)
+        with pytest.raises(KilledError):
+            run(grid_of(config), config)
+    path = tmp_path / "runs" / "cut"
+    (file,) = (path / "state" / "client-1").glob("round-4-*")
+    file.write_bytes(file.read_bytes()[:-1])
+    summary = summary_of(run(grid_of(config), again(config, "cut")).directory.path)
+    ((reason, count),) = summary["dropped"].items()
+    assert "the state of client 1 cannot be read" in reason and "round-4" in reason
+    assert count == 4  # trainings and evaluations of rounds 5 and 6
+    assert {c for row in rounds_of(path)[4:] for c in (entry["client"] for entry in row["dropped"])} == {1}
+
+
+def test_elapsed_seconds_and_dropped_replies_of_the_first_part_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, "fedavg", "cut", max_update_norm=1e-6, fraction_train=1.0)
+    with monkeypatch.context() as patched:
+        die_in(patched, 5)
+        with pytest.raises(KilledError):
+            run(grid_of(config), config)
+    first = json.loads((tmp_path / "runs/cut/checkpoints/round-4/progress.json").read_text())["content"]
+    assert sum(first["dropped"].values()) == 16
+    run(grid_of(config), again(config, "cut"))
+    summary = json.loads((tmp_path / "runs/cut/summary.json").read_text())
+    assert sum(summary["dropped"].values()) == 24
+    assert summary["seconds"] > first["seconds"] > 0
+
+
+# -- going further, and what may change -------------------------------------------------------------------
+
+
+def test_a_complete_run_goes_further(tmp_path: Path) -> None:
+    longer = settings(tmp_path, "fedrep", "longer", num_server_rounds=8)
+    run(grid_of(longer), longer)
+    config = settings(tmp_path, "fedrep", "mine")
+    path = run(grid_of(config), config).directory.path
+    with pytest.raises(SettingsError, match=r"6 rounds are complete; a larger num-server-rounds"):
+        run(grid_of(config), again(config, "mine"))
+    run(grid_of(config), again(config, "mine", num_server_rounds=8, round_timeout=99.5))
+    assert_same_results(path, path.parent / "longer")
+    written = yaml.safe_load((path / "config.yaml").read_text())
+    assert written["settings"]["num-server-rounds"] == 8
+    assert written["resumed"][0]["changed"] == {"num-server-rounds": 8, "round-timeout": 99.5}
+    with pytest.raises(SettingsError, match=r"num-server-rounds = 7: 'mine' has finished 8"):
+        run(grid_of(config), again(config, "mine", num_server_rounds=7))
+
+
+@pytest.mark.parametrize(
+    ("method", "before", "given", "parts"),
+    [
+        ("fedavg", {}, {"lr": 0.2, "batch-size": 10, "seed": 7}, ("lr = 0.2, the run has 0.05", "seed = 7")),
+        ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
+        ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "goes by it")),
+        ("fedavg", {"lr-schedule": "cosine"}, {"num-server-rounds": 9}, ("num-server-rounds = 9",)),
+        ("fedavg", {"lr": 0.1}, {"lr": 0.05, "resume-keys": "lr"}, ("lr = 0.05, the run has 0.1",)),
+        ("fedavg", {}, {"resume-keys": "lr rounds"}, ("rounds", "not a setting")),
+    ],
+)
+def test_settings_that_must_not_change_are_refused_by_name(
+    method: str, before: Config, given: Config, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = {**settings(tmp_path, method, "mine"), **before}
+    path = run(grid_of(config), config).directory.path
+    left = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(SettingsError) as raised:
+        run(grid_of(config), {**again(config, "mine"), **given})
+    assert all(part in str(raised.value) for part in parts)
+    assert "batch-size" not in str(raised.value)  # given as it is
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == left
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y)
+    config = settings(tmp_path, "fedavg", "mine", dataset=str(tmp_path / "own.npz"), max_samples=0, num_server_rounds=2)
+    run(grid_of(config), config)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
+    with pytest.raises(SettingsError, match="data or their partition are not those of the run"):
+        run(grid_of(config), again(config, "mine", num_server_rounds=4))
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "unknown"])
+def test_a_name_that_is_no_run(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="resume = "):
+        run(InProcessGrid(4), {**defaults(), "output-dir": str(tmp_path), "resume": name})
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(tmp_path, "fedavg", "mine")
+    original = Recorder.finish_round
+    refused = []
+
+    def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
+        if server_round == 3:
+            monkeypatch.setattr(Recorder, "finish_round", original)
+            with pytest.raises(SettingsError, match="a process is still at work"):
+                run(grid_of(config), again(config, "mine"))
+            refused.append(server_round)
+        return original(self, server_round, arrays)
+
+    monkeypatch.setattr(Recorder, "finish_round", finish_round)
+    assert summary_of(run(grid_of(config), config).directory.path)["status"] == "completed"
+    assert refused == [3]
+
+
+# -- damaged checkpoints ---------------------------------------------------------------------------------
+
+
+def cut_arrays(path: Path) -> None:
+    file = path / "checkpoints/round-4/server.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_arrays(path: Path) -> None:
+    file = path / "checkpoints/round-4/server.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-50] ^= 1
+    file.write_bytes(content)
+
+
+def cut_progress(path: Path) -> None:
+    file = path / "checkpoints/round-4/progress.json"
+    file.write_text(file.read_text()[:-20])
+
+
+def change_progress(path: Path) -> None:
+    file = path / "checkpoints/round-4/progress.json"
+    file.write_text(file.read_text().replace('"bytes-up": ', '"bytes-up": 1'))
+
+
+def lose_progress(path: Path) -> None:
+    (path / "checkpoints/round-4/progress.json").unlink()
+
+
+def of_another_round(path: Path) -> None:
+    shutil.copytree(path / "checkpoints/round-2", path / "checkpoints/round-4", dirs_exist_ok=True)
+
+
+def of_another_run(path: Path) -> None:
+    file = path / "checkpoints/round-4/progress.json"
+    write_json(file, {**json.loads(file.read_text())["content"], "run": "deadbeef"})
+
+
+DAMAGES = (cut_arrays, flip_arrays, cut_progress, change_progress, lose_progress, of_another_round, of_another_run)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
+    damage: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log_lines: pytest.LogCaptureFixture,
+) -> None:
+    whole = run(InProcessGrid(4), settings(tmp_path, "fedrep", "whole")).directory.path
+    config = settings(tmp_path, "fedrep", "cut")
+    with monkeypatch.context() as patched:
+        die_in(patched, 6)
+        with pytest.raises(KilledError):
+            run(grid_of(config), config)
+    path = whole.parent / "cut"
+    damage(path)
+    log_lines.clear()
+    run(grid_of(config), again(config, "cut"))
+    assert len({id(r) for r in log_lines.records if "the checkpoint of round 4 is not used" in r.message}) == 1
+    assert_same_results(path, whole)
+    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
+
+
+def test_without_a_usable_checkpoint_the_reasons_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(tmp_path, "fedavg", "cut")
+    with monkeypatch.context() as patched:
+        die_in(patched, 6)
+        with pytest.raises(KilledError):
+            run(grid_of(config), config)
+    path = tmp_path / "runs" / "cut"
+    cut_arrays(path)
+    (path / "checkpoints/round-2/server.safetensors").write_bytes(b"")
+    with pytest.raises(SettingsError, match=r"no checkpoint of it can be used .*round-4.*round-2"):
+        run(grid_of(config), again(config, "cut"))
+    config = settings(tmp_path, "fedavg", "none", checkpoint_every=0)
+    run(grid_of(config), config)
+    with pytest.raises(SettingsError, match="it has no checkpoint"):
+        run(grid_of(config), again(config, "none", num_server_rounds=9))
+    assert not (tmp_path / "runs/none/state").exists() and not list((tmp_path / "runs/none").glob("state*"))
+
+
+@pytest.mark.parametrize("function", ["write_arrays", "write_json", "sync"])
+def test_a_process_that_dies_while_it_writes_a_checkpoint(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a file, half a folder, or a folder that is moved but whose predecessors are not removed yet."""
+    whole = run(InProcessGrid(4), settings(tmp_path, "ditto", "whole")).directory.path
+    config = settings(tmp_path, "ditto", "cut")
+    original = getattr(checkpoints_module, function)
+    writing: list[int] = []
+    usual = Checkpoints.write
+
+    def write(self: Checkpoints, checkpoint: Any) -> None:
+        writing.append(checkpoint.server_round)
+        usual(self, checkpoint)
+
+    def die(path: Path, *args: Any, **kwargs: Any) -> None:
+        if writing[-1] != 6:
+            return original(path, *args, **kwargs)
+        if function != "sync":
+            path.write_bytes(b"half of it")
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "write", write)
+        patched.setattr(checkpoints_module, function, die)
+        patched.setattr(Recorder, "__exit__", lambda *_: None)
+        with pytest.raises(KilledError):
+            run(grid_of(config), config)
+    path = whole.parent / "cut"
+    run(grid_of(config), again(config, "cut"))
+    assert_same_results(path, whole)
+    # Where the folder of round 6 was in its place, nothing was left but to finish.
+    expected = 6 if function == "sync" else 4
+    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == expected
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["round-4", "round-6"]
+
+
+def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MiB for the models of four clients, 40 kB each and 14 times as large: all but one lie on the disk."""
+    from server_app import app
+
+    whole = run(InProcessGrid(4), settings(tmp_path, "local", "whole")).directory.path
+    config = settings(tmp_path, "local", "small", state_memory=1, checkpoint_every=0)
+    made = []
+    original = app.MemoryStore
+
+    def tiny(files: Any, limit: int) -> Any:
+        assert limit == 1 << 20
+        made.append(original(files, 60_000))
+        return made[0]
+
+    monkeypatch.setattr(app, "MemoryStore", tiny)
+    spilled: set[str] = set()
+    usual = Recorder.finish_round
+
+    def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
+        spilled.update(p.parent.name for p in self.directory.path.glob("state-*/*/*.safetensors"))
+        return usual(self, server_round, arrays)
+
+    monkeypatch.setattr(Recorder, "finish_round", finish_round)
+    path = run(InProcessGrid(4), config).directory.path
+    assert spilled == {f"client-{c}" for c in range(4)}
+    assert not list(path.glob("state*"))
+    assert_same_results(path, whole)
+
+
+# -- real processes --------------------------------------------------------------------------------------
+
+REAL = {"num_clients": 3, "num_server_rounds": 16, "checkpoint_every": 4, "max_samples": 300, "fraction_train": 1.0}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a directory for runs and temporary files, with a short path: Ray keeps Unix sockets there."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+def posy(*words: str, cwd: Path) -> "subprocess.Popen[str]":
+    """Start `posy run`; what it starts can be told by its temporary directory."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(cwd)}
+    command = [sys.executable, "-P", "-m", "posy.cli", "run", "output-dir=.", *words]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def words(config: Config) -> list[str]:
+    known = defaults()
+    return [f"{key}={value}" for key, value in config.items() if value != known[key] and key != "output-dir"]
+
+
+def finished(*words: str, cwd: Path) -> None:
+    process = posy(*words, cwd=cwd)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+
+def wait_for_rounds(path: Path, count: int, process: "subprocess.Popen[str]") -> None:
+    end = time.monotonic() + 120
+    while not path.exists() or len(path.read_bytes().splitlines()) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"no {count} rounds in {path}"
+        time.sleep(0.02)
+
+
+def simulation_of(folder: Path) -> int:
+    """Return the process that holds the server of a simulation which was started with a temporary directory."""
+    mark = f"TMPDIR={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if any(w.endswith(b"flwr-simulation") for w in words[:2]) and mark in (process / "environ").read_bytes():
+                return int(process.name)
+        except OSError:  # it has ended, or is another user's
+            continue
+    raise AssertionError("no flwr-simulation")
+
+
+@pytest.mark.slow
+def test_kill_9_in_one_process(folder: Path) -> None:
+    whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", **REAL)).directory.path
+    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), "engine=in-process", cwd=folder)
+    wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
+    process.kill()
+    process.communicate()
+    assert summary_of(folder / "cut")["status"] == "running"
+    finished("resume=cut", cwd=folder)
+    assert_same_results(folder / "cut", whole)
+    assert yaml.safe_load((folder / "cut/config.yaml").read_text())["resumed"][0]["round"] in (4, 8, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
+def test_kill_9_of_the_server_in_a_simulation(folder: Path) -> None:
+    """Its clients keep their states in the run's directory; the resumed run has other workers."""
+    whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", stack="loop", **REAL)).directory.path
+    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), cwd=folder)
+    wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
+    os.kill(simulation_of(folder), signal.SIGKILL)
+    process.send_signal(signal.SIGINT)  # Flower itself notices only after a minute
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert len(rounds_of(folder / "cut")) < 16
+    refused = posy("resume=cut", "lr=0.3", cwd=folder)
+    output, _ = refused.communicate(timeout=120)
+    assert refused.returncode == 2
+    assert "lr = 0.3, the run has 0.05" in output
+    finished("resume=cut", "num-clients=3", cwd=folder)
+    assert_same_results(folder / "cut", whole)
+    assert {p.name for p in (folder / "cut/state").iterdir()} == {f"client-{c}" for c in range(3)}
