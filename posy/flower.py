@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
+CLOCK_SECONDS = 60.0
+"""By how much the clocks of two machines may differ: a message lives for round-timeout and so much more."""
 
 
 def isolate_simulation() -> None:

@@ -121,6 +121,13 @@ def resources(num_clients: int, device: str) -> dict[str, float]:
     }
 
 
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def toml(value: Scalar) -> str:
     """Return a value as TOML writes it."""
     if isinstance(value, str):
@@ -195,9 +202,7 @@ class _Flower:
 @contextmanager
 def _superlink(folder: Path, environment: Mapping[str, str]) -> Iterator[_Flower]:
     """Start a SuperLink for simulations that keeps its state in memory; end it and all it started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     home = folder / "flwr"
     home.mkdir()
     (home / "config.toml").write_text(

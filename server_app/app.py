@@ -14,7 +14,7 @@ from posy.config import Settings, resolve
 from posy.flower import absolute
 from posy.methods import strategy_class
 from posy.settings import DATASETS, SettingsError
-from server_app.federation import WaveGrid, find_members
+from server_app.federation import PollingGrid, WaveGrid, find_members
 from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
 
@@ -26,6 +26,9 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
+    from posy.deploy.internals import hasten_pulls  # noqa: PLC0415 - what only a run by Flower needs
+
+    hasten_pulls()
     run(grid, context.run_config)
 
 
@@ -58,9 +61,8 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
             f"so it must be 1 to {size}"
         )
-    if settings.run.engine == "in-process":
-        grid = InProcessGrid(settings.data.num_clients)
-    waves = WaveGrid(grid)
+    in_process = settings.run.engine == "in-process"
+    waves = WaveGrid(InProcessGrid(settings.data.num_clients) if in_process else PollingGrid(grid))
     strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, NODE_TIMEOUT)
     recorder = Recorder(settings, strategy, workspace)
     log(INFO, "Results of this run: %s", recorder.directory.path)
