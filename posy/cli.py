@@ -14,7 +14,17 @@ import yaml
 
 from data.errors import DataError
 from posy import config as configuration
-from posy.launch import APP, INTERRUPTED, LaunchError, interruptible, run_in_process, run_simulation, toml
+from posy.deploy import commands as deployment
+from posy.launch import (
+    APP,
+    INTERRUPTED,
+    LaunchError,
+    interruptible,
+    run_in_process,
+    run_on_superlink,
+    run_simulation,
+    toml,
+)
 from posy.methods import METHODS, settings_class
 from posy.settings import (
     DATASETS,
@@ -57,7 +67,11 @@ def run(options: argparse.Namespace) -> int:
     words = list(options.settings)
     if words and "=" not in words[0]:
         words[0] = f"experiment={words[0]}"
-    config = with_absolute_paths(merged(assignments(words)))
+    config = merged(assignments(words))
+    if options.superlink:  # paths are those of its machine
+        check(config, WHERE)
+        return run_on_superlink(config, deployment.connection(options), verbose=options.verbose)
+    config = with_absolute_paths(config)
     check(config, WHERE)
     known = {**_common_defaults(), **config}
     if known["engine"] == "in-process":
@@ -205,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run an experiment",
         description=(
             "Run an experiment, in Flower's simulation or, with engine=in-process, in this process with a live "
-            "progress bar. Without settings: FedFew on scikit-learn's digits."
+            "progress bar, or on the nodes of a running SuperLink. Without settings: FedFew on scikit-learn's digits."
         ),
     )
     command.add_argument(
@@ -215,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a file of settings (a name in experiments/ or a path), and settings over it",
     )
     command.add_argument("-v", "--verbose", action="store_true", help="show the whole log of Flower")
+    deployment.add_connection(command, optional=True)
     command.set_defaults(command=run)
 
     command = commands.add_parser(
@@ -246,6 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--check", action="store_true", help="compare the defaults with pyproject.toml")
     command.set_defaults(command=settings)
 
+    deployment.add_commands(commands)
     commands.add_parser("methods", help="list the methods").set_defaults(command=methods)
     commands.add_parser("datasets", help="list the data sets").set_defaults(command=datasets)
     return parser

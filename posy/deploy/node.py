@@ -85,7 +85,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "posy.deploy.worker", address, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "posy.deploy.worker", address, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "FLWR_HOME": str(home)},  # its own: nodes that share one install over each other
