@@ -83,6 +83,9 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--key", type=Path, metavar="FILE", help="private key of this node")
     _add_trust(command, "--root-certificates", "certificates/ca.pem", "certificate of the SuperLink's authority")
     command.add_argument(
+        "--wait", type=float, metavar="SECONDS", help="end when the SuperLink cannot be reached for so long"
+    )
+    command.add_argument(
         "--stock", action="store_true", help="start Flower's own command, which starts Python anew for every message"
     )
     command.set_defaults(command=supernode)
@@ -191,6 +194,8 @@ def supernode(options: argparse.Namespace) -> int:
         words += ["--root-certificates", str(_there(options.root_certificates, "--root-certificates"))]
         if options.key is not None:
             words += ["--auth-supernode-private-key", str(_there(options.key, "--key"))]
+    if options.wait is not None:
+        words += ["--max-wait-time", f"{options.wait:g}"]
     if config := node_config(options.config):
         words += ["--node-config", config]
     environment = flower_environment(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")))
