@@ -62,7 +62,7 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
             f"so it must be 1 to {size}"
         )
     in_process = settings.run.engine == "in-process"
-    waves = WaveGrid(InProcessGrid(settings.data.num_clients) if in_process else PollingGrid(grid))
+    waves = WaveGrid(InProcessGrid(settings.data.num_clients)) if in_process else PollingGrid(grid)
     strategy.members = find_members(waves, settings.to_json(), settings.data.num_clients, NODE_TIMEOUT)
     recorder = Recorder(settings, strategy, workspace)
     log(INFO, "Results of this run: %s", recorder.directory.path)

@@ -21,15 +21,38 @@ PULL_PATIENCE = 0.02
 """After t seconds of a phase replies are asked for every 0.02 t seconds, within the two limits above."""
 
 
-class ProxyGrid(Grid):
-    """A grid that hands on to another one."""
+class WaveGrid(Grid):
+    """A grid that never has two messages for the same node under way.
+
+    A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
+    is read and written once a message, so messages for one node must not overlap.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and return the replies."""
-        return self._grid.send_and_receive(messages, timeout=timeout)
+        """Send in as many waves as the busiest node has messages; return all replies.
+
+        The time is that of all waves together; what it does not suffice for is not sent.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        waves: dict[int, list[Message]] = defaultdict(list)
+        seen: dict[int, int] = defaultdict(int)
+        for message in messages:
+            node = message.metadata.dst_node_id
+            waves[seen[node]].append(message)
+            seen[node] += 1
+        replies: list[Message] = []
+        for wave in waves.values():
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            replies += self._deliver(wave, None if timeout is None else left)
+        return replies
+
+    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
+        return self._grid.send_and_receive(wave, timeout=timeout)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""
@@ -57,19 +80,18 @@ class ProxyGrid(Grid):
         return self._grid.create_message(*args, **kwargs)
 
 
-class PollingGrid(ProxyGrid):
-    """A grid that asks for replies up to ten times a second; Flower's own asks every three seconds.
+class PollingGrid(WaveGrid):
+    """The same for a grid of real nodes: it asks for replies up to ten times a second, Flower's own every 3 s.
 
     The longer a phase has lasted, the longer it waits: phases of minutes need no ten requests a second.
     """
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Push messages and pull their replies until all are there or the time is over."""
+    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
         started = time.monotonic()
-        pending = {i for i in self.push_messages(list(messages)) if i}
+        pending = {number for number in self._grid.push_messages(wave) if number}
         replies: list[Message] = []
         while pending:
-            came = list(self.pull_messages(pending))
+            came = list(self._grid.pull_messages(pending))
             replies += came
             pending -= {reply.metadata.reply_to_message_id for reply in came}
             waited = time.monotonic() - started
@@ -77,34 +99,6 @@ class PollingGrid(ProxyGrid):
                 break
             if pending:
                 time.sleep(min(MAX_PULL_SECONDS, max(PULL_SECONDS, PULL_PATIENCE * waited)))
-        return replies
-
-
-class WaveGrid(ProxyGrid):
-    """A grid that never has two messages for the same node under way.
-
-    A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
-    is read and written once a message, so messages for one node must not overlap.
-    """
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send in as many waves as the busiest node has messages; return all replies.
-
-        The time is that of all waves together; what it does not suffice for is not sent.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        waves: dict[int, list[Message]] = defaultdict(list)
-        seen: dict[int, int] = defaultdict(int)
-        for message in messages:
-            node = message.metadata.dst_node_id
-            waves[seen[node]].append(message)
-            seen[node] += 1
-        replies: list[Message] = []
-        for wave in waves.values():
-            left = end - time.monotonic()
-            if left <= 0:
-                break
-            replies += self._grid.send_and_receive(wave, timeout=None if timeout is None else left)
         return replies
 
 
