@@ -37,6 +37,9 @@ from posy.launch import LaunchError
 FLOWER = "1.39"
 BACKOFF_SECONDS = 0.05
 """First pause before Flower looks again for a part of a message that is still on its way; its own is 1 s."""
+BEAT_SECONDS = 15
+"""A node that is silent for twice as long counts as gone, and its key can come back; with Flower's own 30 s
+both take a minute."""
 IDLE_SECONDS = 1.0
 """A wait of Flower's node that is at least so long is one for the next message, a shorter one for a reply."""
 
@@ -85,7 +88,9 @@ def run_node(arguments: list[str], waits: Waits) -> None:
         What stands in for the sleeps of its main loop.
     """
     require_version()
-    from flwr.supernode import start_client_internal  # noqa: PLC0415 - a second to import
+    from flwr.client.grpc_rere_client import connection  # noqa: PLC0415 - a second to import
+    from flwr.supercore import heartbeat  # noqa: PLC0415
+    from flwr.supernode import start_client_internal  # noqa: PLC0415
     from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
 
     def sleep(seconds: float) -> None:
@@ -95,6 +100,8 @@ def run_node(arguments: list[str], waits: Waits) -> None:
             waits.reply(seconds)
 
     hasten_pulls()
+    for module in (connection, heartbeat):
+        vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = BEAT_SECONDS
     start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
     sys.argv = ["flower-supernode", *arguments]
     flower_supernode()
