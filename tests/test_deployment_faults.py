@@ -140,13 +140,11 @@ def ready(deployment: Deployment) -> None:
     """Bring all nodes up, whatever the test before has done to them."""
 
     def alive() -> bool:
-        missing = [i for i in range(NODES) if deployment.processes.get(f"node-{i}") is None]
-        missing += [
-            i for i in range(NODES) if i not in missing and deployment.processes[f"node-{i}"].poll() is not None
-        ]
-        for number in missing:
-            node(deployment, number, wait=False)
-        return not missing and all(worker_ready(deployment, f"node-{i}") for i in range(NODES))
+        for number in range(NODES):
+            process = deployment.processes.get(f"node-{number}")
+            if process is None or process.poll() is not None:
+                node(deployment, number, wait=False)
+        return all(worker_ready(deployment, f"node-{i}") for i in range(NODES))
 
     deployment.until(alive, "node-3", 120)
 
