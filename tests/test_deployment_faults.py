@@ -5,13 +5,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from deployed import Deployment, children
 
 from posy.config import defaults
+from posy.deploy.local import Deployment, children
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 NODES = 4
-LONG = ("method=fedavg", f"num-clients={NODES}", "num-server-rounds=200", "lr=0.01")
 joins = pytest.mark.skipif("min-clients" not in defaults(), reason="nodes are found before the first round only")
 
 
@@ -20,22 +19,21 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     made = Deployment(tmp_path_factory.mktemp("faults"), [f"node-{i}" for i in range(NODES)])
     try:
         for i in range(NODES - 1):
-            node(made, i, wait=False)
+            node(made, i)
         for i in range(NODES - 1):
-            made.until(lambda name=f"node-{i}": "is ready" in made.log(name), f"node-{i}")
+            made.until(lambda name=f"node-{i}": made.ready(name), f"node-{i}")
         yield made
     finally:
         made.stop()
 
 
-def node(deployment: Deployment, number: int, *, wait: bool = True) -> None:
-    deployment.node(f"node-{number}", f"partition-id={number}", f"num-partitions={NODES}", wait=wait)
+def node(deployment: Deployment, number: int) -> None:
+    deployment.node(f"node-{number}", f"partition-id={number}", f"num-partitions={NODES}")
 
 
-def worker_of(deployment: Deployment, name: str) -> int:
-    found = children(deployment.processes[name].pid)
-    [worker] = [pid for pid, command in found.items() if "posy.deploy.worker" in command]
-    return worker
+def settings(rounds: int, *more: str, epochs: int = 1) -> list[str]:
+    words = ["dataset=digits", "model=mlp", "device=cpu", "max-samples=600", "method=fedavg", "lr=0.01"]
+    return [*words, f"num-clients={NODES}", f"num-server-rounds={rounds}", f"local-epochs={epochs}", *more]
 
 
 def trained(deployment: Deployment, run: str) -> list[int]:
@@ -45,9 +43,9 @@ def trained(deployment: Deployment, run: str) -> list[int]:
 
 @joins
 def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(deployment: Deployment) -> None:
-    process = deployment.submit("join", *LONG, f"min-clients={NODES - 1}", "join-timeout=10", "num-server-rounds=12")
+    process = deployment.submit("join", *settings(12, f"min-clients={NODES - 1}", "join-timeout=10"))
     deployment.until(lambda: len(deployment.rounds("join")) >= 2, "run-join", 120)
-    node(deployment, NODES - 1, wait=False)
+    node(deployment, NODES - 1)
     assert process.wait(240) == 0, deployment.log("run-join")
     cohorts = [row["cohort"] for row in deployment.rounds("join")]
     assert cohorts[:2] == [NODES - 1] * 2
@@ -58,10 +56,10 @@ def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(deployment: Deplo
 
 def test_a_killed_worker_is_answered_for_and_replaced(deployment: Deployment) -> None:
     ready(deployment)
-    process = deployment.submit("worker", *LONG, "num-server-rounds=6", "local-epochs=40")
+    process = deployment.submit("worker", *settings(5, epochs=40))
     deployment.until(lambda: len(deployment.rounds("worker")) >= 1, "run-worker", 120)
     before = len(deployment.rounds("worker"))
-    os.kill(worker_of(deployment, "node-1"), signal.SIGKILL)
+    os.kill(deployment.worker("node-1"), signal.SIGKILL)
     assert process.wait(240) == 0, deployment.log("run-worker")
     dropped = [(row["round"], drop) for row in deployment.rounds("worker") for drop in row["dropped"]]
     assert len(dropped) <= 1
@@ -74,9 +72,9 @@ def test_a_killed_worker_is_answered_for_and_replaced(deployment: Deployment) ->
 
 def test_a_worker_that_hangs_is_left_out_by_the_timeout(deployment: Deployment) -> None:
     ready(deployment)
-    process = deployment.submit("hang", *LONG, "num-server-rounds=3", "round-timeout=8")
+    process = deployment.submit("hang", *settings(3, "round-timeout=8"))
     deployment.until(lambda: len(deployment.rounds("hang")) >= 1, "run-hang", 120)
-    worker = worker_of(deployment, "node-2")
+    worker = deployment.worker("node-2")
     os.kill(worker, signal.SIGSTOP)
     assert process.wait(240) == 0, deployment.log("run-hang")
     summary = deployment.summary("hang")
@@ -88,7 +86,7 @@ def test_a_worker_that_hangs_is_left_out_by_the_timeout(deployment: Deployment) 
 
 def test_a_node_killed_while_it_trains_is_left_out(deployment: Deployment) -> None:
     ready(deployment)
-    process = deployment.submit("killed", *LONG, "num-server-rounds=4", "local-epochs=60", "round-timeout=60")
+    process = deployment.submit("killed", *settings(4, "round-timeout=60", epochs=60))
     deployment.until(lambda: len(deployment.rounds("killed")) >= 1, "run-killed", 120)
     deployment.kill("node-3")
     assert process.wait(300) == 0, deployment.log("run-killed")
@@ -104,13 +102,15 @@ def test_a_node_killed_while_it_trains_is_left_out(deployment: Deployment) -> No
 def test_a_node_comes_back_after_a_restart(deployment: Deployment) -> None:
     if deployment.processes["node-3"].poll() is None:
         deployment.kill("node-3")
-    process = deployment.submit("back", *LONG, f"min-clients={NODES - 1}", "join-timeout=10", "round-timeout=20")
+    process = deployment.submit(
+        "back", *settings(200, f"min-clients={NODES - 1}", "join-timeout=10", "round-timeout=20")
+    )
     deployment.until(lambda: len(deployment.rounds("back")) >= 2, "run-back", 180)
 
     def returned() -> bool:
         """Start the node until its key is accepted: the SuperLink must first see that it was gone."""
         if deployment.processes["node-3"].poll() is not None:
-            node(deployment, 3, wait=False)
+            node(deployment, 3)
         return deployment.log("run-back").count("client 3 ") > 0
 
     deployment.until(returned, "run-back", 120)
@@ -123,7 +123,7 @@ def test_a_node_comes_back_after_a_restart(deployment: Deployment) -> None:
 
 def test_a_run_outlives_its_superlink(deployment: Deployment) -> None:
     ready(deployment)
-    process = deployment.submit("outage", *LONG, "num-server-rounds=12")
+    process = deployment.submit("outage", *settings(12))
     deployment.until(lambda: len(deployment.rounds("outage")) >= 3, "run-outage", 120)
     found = children(deployment.processes["superlink"].pid)
     [superlink] = [pid for pid, command in found.items() if "flower-superlink" in command]
@@ -143,12 +143,7 @@ def ready(deployment: Deployment) -> None:
         for number in range(NODES):
             process = deployment.processes.get(f"node-{number}")
             if process is None or process.poll() is not None:
-                node(deployment, number, wait=False)
-        return all(worker_ready(deployment, f"node-{i}") for i in range(NODES))
+                node(deployment, number)
+        return all(deployment.ready(f"node-{i}") for i in range(NODES))
 
     deployment.until(alive, "node-3", 120)
-
-
-def worker_ready(deployment: Deployment, name: str) -> bool:
-    log = deployment.log(name).rpartition("Starting Flower SuperNode")[2]
-    return "SuperNode ID" in log and "is ready" in log

@@ -1,4 +1,4 @@
-"""A federation of real processes for tests: `posy superlink`, `posy supernode`, `posy run --superlink`."""
+"""A federation of real processes on this machine, with TLS and node authentication, for tests and measurements."""
 
 import json
 import os
@@ -10,23 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posy.launch import free_port
+from posy.launch import APP, LaunchError, free_port
 
-ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 60.0
-# Small, and the same in every process, whatever the defaults are.
-DIGITS = ("dataset=digits", "model=mlp", "local-epochs=1", "device=cpu", "stack=loop", "max-samples=600")
+START_SECONDS = 90.0
 
 
 class Deployment:
-    """A SuperLink with TLS and node authentication, and nodes that may be killed.
+    """A SuperLink, and nodes and runs to start and end at will.
 
     Parameters
     ----------
     folder : Path
         Where keys, states, logs and results lie.
-    names : sequence of str
-        Names of the nodes whose keys are registered.
+    names : list of str
+        Names of the nodes whose keys are registered; ``stranger`` has a key that is not.
     """
 
     def __init__(self, folder: Path, names: list[str]) -> None:
@@ -47,7 +44,7 @@ class Deployment:
         temporary.mkdir(exist_ok=True)
         return {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(APP),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(temporary),
             "FLWR_HOME": str(self.folder / "home"),
@@ -68,7 +65,13 @@ class Deployment:
         return process
 
     def posy(self, *words: str, timeout: float = 240.0) -> "subprocess.CompletedProcess[str]":
-        """Carry out a `posy` command that ends; it must end well."""
+        """Carry out a `posy` command that ends.
+
+        Raises
+        ------
+        LaunchError
+            If it fails.
+        """
         done = subprocess.run(
             [sys.executable, "-P", "-m", "posy.cli", *words],
             cwd=self.folder,
@@ -78,27 +81,35 @@ class Deployment:
             timeout=timeout,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        if done.returncode:
+            raise LaunchError(f"`posy {words[0]}` ended with status {done.returncode}: {done.stdout}{done.stderr}")
         return done
 
-    def node(self, name: str, *config: str, key: str | None = None, wait: bool = True) -> "subprocess.Popen[bytes]":
-        """Start a node; wait until it is ready to work."""
-        seen = self.log(name).count("is ready")
-        words = ["--superlink", self.fleet, "--root-certificates", str(self.ca)]
-        process = self.start(name, "supernode", *words, "--key", f"certificates/{key or name}.key", *config)
-        if wait:
-            self.until(lambda: self.log(name).count("is ready") > seen and "SuperNode ID" in self.log(name), name)
-        return process
+    def node(self, name: str, *config: str) -> "subprocess.Popen[bytes]":
+        """Start a node; :meth:`ready` tells when it can work."""
+        words = ["--superlink", self.fleet, "--root-certificates", str(self.ca), "--key", f"certificates/{name}.key"]
+        return self.start(name, "supernode", *words, *config)
+
+    def ready(self, name: str) -> bool:
+        """Tell whether a node has connected and its worker is warm, since it was last started."""
+        log = self.log(name).rpartition("$ python")[2]
+        return "SuperNode ID" in log and "is ready" in log
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
         """Submit a run and go on; its results lie in :meth:`results` of the name."""
         words = ["--superlink", self.control, "--root-certificates", str(self.ca), "--verbose"]
-        return self.start(f"run-{name}", "run", *words, *DIGITS, "output-dir=runs", f"run-name={name}", *settings)
+        return self.start(f"run-{name}", "run", *words, "output-dir=runs", f"run-name={name}", *settings)
 
     def run(self, name: str, *settings: str, timeout: float = 240.0) -> dict[str, Any]:
-        """Carry out a run and return its summary."""
-        status = self.submit(name, *settings).wait(timeout)
-        assert status == 0, self.log(f"run-{name}") + self.log("superlink")[-3000:]
+        """Carry out a run and return its summary.
+
+        Raises
+        ------
+        LaunchError
+            If it fails.
+        """
+        if status := self.submit(name, *settings).wait(timeout):
+            raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")
         return self.summary(name)
 
     def results(self, name: str) -> Path:
@@ -121,16 +132,29 @@ class Deployment:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def until(self, true: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> None:
-        """Wait until something is true."""
+        """Wait until something is true.
+
+        Raises
+        ------
+        LaunchError
+            If it is not after so many seconds; with what the process named ``what`` has said.
+        """
         end = time.monotonic() + seconds
         while not true():
-            assert time.monotonic() < end, f"{what}: not after {seconds:g} s; log:\n{self.log(what)[-3000:]}"
+            if time.monotonic() > end:
+                raise LaunchError(f"{what}: not after {seconds:g} s; its log:\n{self.log(what)[-3000:]}")
             time.sleep(0.1)
 
     def kill(self, name: str) -> None:
         """Kill a process with -9; what it started must end by itself."""
         os.kill(self.processes[name].pid, signal.SIGKILL)
         self.processes[name].wait()
+
+    def worker(self, node: str) -> int:
+        """Return the process number of a node's worker."""
+        found = children(self.processes[node].pid)
+        [worker] = [number for number, command in found.items() if "posy.deploy.worker" in command]
+        return worker
 
     def stop(self) -> None:
         """End all processes."""
