@@ -1,6 +1,5 @@
 """The ClientApp: from Flower's messages to the NumPyClient of the method, and back."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,10 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from client_app.base import PersonalClient, Steps
-from client_app.site import describe, enrol, prepare, workspace_of
+from client_app.site import check_unchanged, describe, enrol, workspace_of
 from client_app.workspace import Workspace
 from posy.arrays import record_of
-from posy.flower import absolute, isolate_simulation
+from posy.flower import absolute, isolate_simulation, of_simulation
 from posy.methods import client_class
 from posy.state import ContextStore, DirectoryStore, Moment, StateStore, run_folder
 
@@ -23,13 +22,13 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train one client for one round."""
-    return Call(message, context).answer()
+    return Call(message, context, trusting=of_simulation()).answer()
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Score the served model of one client."""
-    return Call(message, context).answer()
+    return Call(message, context, trusting=of_simulation()).answer()
 
 
 @app.query()
@@ -61,17 +60,25 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
-def store_for(config: Mapping[str, Any], context: Context) -> StateStore:
-    """Return where this node keeps its clients' states.
+def own_places(config: dict[str, Any], context: Context) -> None:
+    """Replace the places in a message's config, which are the server's, by those that the node's config names.
 
-    That is the node's own ``state-dir``; or, in a simulation whose run has checkpoints, the directory in the
-    run's own that the server names; or else Flower's context.
+    The client's state goes to ``state-dir``, the personal model to ``models``, or else beside the state: each
+    in a folder of the run.
+
+    Raises
+    ------
+    SettingsError
+        If the name of the run is not that of a folder.
     """
-    if own := context.node_config.get("state-dir"):
-        return DirectoryStore(run_folder(absolute(str(own)), str(config["run"])))
-    if told := config.get("state-directory"):
-        return DirectoryStore(Path(str(told)))
-    return ContextStore(context)
+    wanted, _ = config.pop("save-models-to", ""), config.pop("state-directory", "")
+    state, models = (str(context.node_config.get(key, "")) for key in ("state-dir", "models"))
+    if state:
+        config["state-directory"] = str(run_folder(absolute(state), str(config["run"])))
+    if wanted and models:
+        config["save-models-to"] = str(run_folder(absolute(models), str(config["run"])))
+    elif wanted and state:
+        config["save-models-to"] = str(Path(config["state-directory"], "models"))
 
 
 class Call:
@@ -84,17 +91,25 @@ class Call:
     context : Context
         The node's.
     store : StateStore, optional
-        Where the client's state is kept; if not given, :func:`store_for` says it.
+        Where the client's state is kept; if not given, in the directory that the config names, or else in the
+        context.
+    trusting : bool
+        Whether the server may say where this process writes, as in a simulation; else the node's config does.
     """
 
-    def __init__(self, message: Message, context: Context, store: StateStore | None = None) -> None:
+    def __init__(
+        self, message: Message, context: Context, store: StateStore | None = None, *, trusting: bool = False
+    ) -> None:
         self.message = message
         self._config: dict[str, Any] = dict(message.content.config_records["config"])
         self.workspace = workspace_of(self._config.pop("settings"), context)
         if self.workspace.of_sites:
-            prepare(self.workspace, context, self._config)
+            check_unchanged(self.workspace, context)
+        if not trusting:
+            own_places(self._config, context)
+        folder = self._config.get("state-directory")
+        self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self.number = int(self._config["client"])
-        self._store = store or store_for(self._config, context)
         self._moment = Moment.of(message)
         # Imported here, not where the client is made: that may be on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)

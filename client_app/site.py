@@ -58,23 +58,6 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
     return told
 
 
-def prepare(workspace: Workspace, context: Context, config: dict[str, Any]) -> None:
-    """Make a message ready for a site: see that its data is still the same, and where it writes.
-
-    The server does not choose that: the model goes to ``models`` of the node config, or nowhere, and the
-    client's state to its ``state-dir``, or Flower's context.
-
-    Raises
-    ------
-    DataError
-        If the data has changed since the node's first message of this run.
-    """
-    check_unchanged(workspace, context)
-    config.pop("state-directory", None)
-    if config.pop("save-models-to", "") and (folder := context.node_config.get("models")):
-        config["save-models-to"] = str(folder)
-
-
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 

@@ -14,7 +14,17 @@ import yaml
 
 from data.errors import DataError
 from posy import config as configuration
-from posy.launch import APP, INTERRUPTED, LaunchError, interruptible, run_in_process, run_simulation, toml
+from posy.deploy import commands as deployment
+from posy.launch import (
+    APP,
+    INTERRUPTED,
+    LaunchError,
+    interruptible,
+    run_in_process,
+    run_on_superlink,
+    run_simulation,
+    toml,
+)
 from posy.methods import METHODS, settings_class
 from posy.resume import StoredRun
 from posy.settings import (
@@ -60,6 +70,9 @@ def run(options: argparse.Namespace) -> int:
     if words and "=" not in words[0]:
         words[0] = f"experiment={words[0]}"
     given = merged(assignments(words))
+    if options.superlink:  # paths are those of its machine
+        check(given, WHERE)
+        return run_on_superlink(given, deployment.connection(options), verbose=options.verbose)
     config = with_absolute_paths(given)
     check(config, WHERE)
     if name := config.get("resume"):
@@ -76,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     if known["dataset"] == SITES:
         raise SettingsError(
             f"dataset = {SITES!r} on {WHERE}: a simulation has no nodes that hold data; start a SuperLink and a "
-            "SuperNode at each site, and submit the run with `flwr run`"
+            "SuperNode at each site, and say where the SuperLink is with --superlink"
         )
     if known["engine"] == "in-process":
         return run_in_process({**configuration.defaults(), **config})
@@ -223,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run an experiment",
         description=(
             "Run an experiment, in Flower's simulation or, with engine=in-process, in this process with a live "
-            "progress bar. Without settings: FedFew on scikit-learn's digits."
+            "progress bar, or on the nodes of a running SuperLink. Without settings: FedFew on scikit-learn's digits."
         ),
     )
     command.add_argument(
@@ -233,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a file of settings (a name in experiments/ or a path), and settings over it",
     )
     command.add_argument("-v", "--verbose", action="store_true", help="show the whole log of Flower")
+    deployment.add_connection(command, optional=True)
     command.set_defaults(command=run)
 
     command = commands.add_parser(
@@ -264,6 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--check", action="store_true", help="compare the defaults with pyproject.toml")
     command.set_defaults(command=settings)
 
+    deployment.add_commands(commands)
     commands.add_parser("methods", help="list the methods").set_defaults(command=methods)
     commands.add_parser("datasets", help="list the data sets").set_defaults(command=datasets)
     return parser

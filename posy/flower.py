@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
+CLOCK_SECONDS = 60.0
+"""By how much the clocks of two machines may differ: a message lives for round-timeout and so much more."""
 
 
 def isolate_simulation() -> None:
@@ -23,6 +25,11 @@ def isolate_simulation() -> None:
 def in_simulation() -> bool:
     """Tell whether this process simulates a federation: server and clients then have one file system."""
     return Path(sys.argv[0]).name.startswith("flwr-simulation")
+
+
+def of_simulation() -> bool:
+    """Tell whether this process runs clients of a simulation, as Ray's workers do: its files are the server's."""
+    return in_simulation() or Path(sys.argv[0]).name == "default_worker.py"
 
 
 def absolute(path: str) -> Path:

@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ INTERRUPTED = 130
 
 CLIENTS_PER_GPU = 4
 START_SECONDS = 60.0
+OUTAGE_SECONDS = 600.0
+"""For so long a SuperLink that does not answer is waited for."""
 STOP_SECONDS = 15.0
 _RESULTS = re.compile(r"Results of this run: (.+)")
 _WRONG = re.compile(r"^[\w.]+\.(SettingsError|DataError): ", re.MULTILINE)
@@ -85,17 +88,13 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
     LaunchError
         If Flower does not start or refuses the run.
     """
-    if not (APP / "pyproject.toml").is_file():
-        raise LaunchError(
-            f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), or set engine = in-process"
-        )
+    _check_app()
     overrides, environment, begun = dict(overrides), dict(ENVIRONMENT), time.time()
     if device.startswith("cuda:"):  # an actor sees only the GPU that Ray gives it, as number 0
         environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:")
         overrides["device"] = "cuda"
     with tempfile.TemporaryDirectory(prefix="posy-", ignore_cleanup_errors=True) as folder:
-        settings = Path(folder, "run.toml")
-        settings.write_text("".join(f"{key} = {toml(value)}\n" for key, value in overrides.items()), encoding="utf-8")
+        settings = _written(overrides, Path(folder))
         federation = " ".join(f"{key}={value}" for key, value in resources(num_clients, device).items())
         with _superlink(Path(folder), environment) as flower:
             answer = flower.ask("run", str(APP), "--run-config", str(settings), "--federation-config", federation)
@@ -105,6 +104,57 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
         print(f"posy: stopped; results so far: {results or 'none'}", file=sys.stderr)
         if results:
             mark_stopped(Path(results))
+    return status
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Where a SuperLink takes orders, and how it is recognised.
+
+    Attributes
+    ----------
+    address : str
+        Host and port of its HTTP interface.
+    root_certificates : Path or None
+        Certificate of the authority that has signed the SuperLink's; None: no TLS.
+    """
+
+    address: str
+    root_certificates: Path | None = None
+
+    @contextmanager
+    def open(self) -> Iterator["Flower"]:
+        """Provide Flower's command line for this SuperLink, with settings of its own."""
+        with tempfile.TemporaryDirectory(prefix="posy-", ignore_cleanup_errors=True) as folder:
+            yield _connected(self, Path(folder), ENVIRONMENT)
+
+
+def run_on_superlink(overrides: Mapping[str, Scalar], superlink: Connection, *, verbose: bool = False) -> int:
+    """Submit a run to a SuperLink with SuperNodes, show its progress, and return the exit status.
+
+    An outage of the SuperLink is waited for: the run itself may outlive it.
+
+    Parameters
+    ----------
+    overrides : Mapping
+        Settings that differ from their defaults; paths mean places on the SuperLink's machine.
+    superlink : Connection
+        The SuperLink.
+    verbose : bool
+        Show Flower's whole log.
+
+    Raises
+    ------
+    LaunchError
+        If the SuperLink cannot be reached or refuses the run.
+    """
+    _check_app()
+    with superlink.open() as flower:
+        settings = _written(overrides, flower.folder)
+        answer = flower.ask("run", str(APP), "--run-config", str(settings))
+        status, results = _follow(flower, answer["run-id"], verbose, patience=OUTAGE_SECONDS)
+    if status == INTERRUPTED:
+        print(f"posy: stopped; results so far, on the SuperLink's machine: {results or 'none'}", file=sys.stderr)
     return status
 
 
@@ -121,11 +171,32 @@ def resources(num_clients: int, device: str) -> dict[str, float]:
     }
 
 
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def toml(value: Scalar) -> str:
     """Return a value as TOML writes it."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _check_app() -> None:
+    if not (APP / "pyproject.toml").is_file():
+        raise LaunchError(
+            f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), or set engine = in-process"
+        )
+
+
+def _written(overrides: Mapping[str, Scalar], folder: Path) -> Path:
+    """Write settings to a file that `flwr run` reads."""
+    path = folder / "run.toml"
+    path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in overrides.items()), encoding="utf-8")
+    return path
 
 
 def _begun_since(begun: float, folder: Path) -> str:
@@ -156,7 +227,7 @@ def interruptible() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Flower:
+class Flower:
     """Flower's command line, bound to one SuperLink."""
 
     folder: Path
@@ -165,7 +236,7 @@ class _Flower:
     def start(self, *words: str) -> "subprocess.Popen[str]":
         """Start `flwr`, out of reach of the terminal's Ctrl-C."""
         return subprocess.Popen(
-            [_script("flwr"), *words],
+            [script("flwr"), *words],
             cwd=self.folder,
             env=dict(self.environment),
             text=True,
@@ -193,25 +264,12 @@ class _Flower:
 
 
 @contextmanager
-def _superlink(folder: Path, environment: Mapping[str, str]) -> Iterator[_Flower]:
+def _superlink(folder: Path, environment: Mapping[str, str]) -> Iterator[Flower]:
     """Start a SuperLink for simulations that keeps its state in memory; end it and all it started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    home = folder / "flwr"
-    home.mkdir()
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "posy"\n[superlink.posy]\naddress = "{address}"\ninsecure = true\n', encoding="utf-8"
-    )
-    own = {
-        **os.environ,
-        **environment,
-        "FLWR_HOME": str(home),
-        "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),
-        "NO_PROXY": ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY", "")))),
-    }
+    address = f"127.0.0.1:{free_port()}"
+    flower = _connected(Connection(address), folder, environment)
     command = [
-        _script("flower-superlink"),
+        script("flower-superlink"),
         "--insecure",
         "--simulation",
         "--host",
@@ -223,13 +281,44 @@ def _superlink(folder: Path, environment: Mapping[str, str]) -> Iterator[_Flower
     with log.open("w", encoding="utf-8") as output, lock.open("w+") as empty:
         fcntl.flock(empty, fcntl.LOCK_EX)  # all descendants inherit it as their stdin: locked until the last one ends
         process = subprocess.Popen(
-            command, cwd=folder, env=own, stdin=empty, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env=dict(flower.environment),
+            stdin=empty,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         _await(process, f"http://{address}/health", log)
-        yield _Flower(folder, own)
+        yield flower
     finally:
         _end(process, lock)
+
+
+def _connected(superlink: Connection, folder: Path, environment: Mapping[str, str]) -> Flower:
+    """Write Flower's settings for a SuperLink into a folder, and return the command line that uses them."""
+    home = folder / "flwr"
+    home.mkdir()
+    trust = "insecure = true"
+    if superlink.root_certificates is not None:
+        trust = f"root-certificates = {toml(str(superlink.root_certificates.absolute()))}"
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "posy"\n[superlink.posy]\naddress = {toml(superlink.address)}\n{trust}\n',
+        encoding="utf-8",
+    )
+    return Flower(folder, flower_environment(home, environment))
+
+
+def flower_environment(home: Path, environment: Mapping[str, str] = ENVIRONMENT) -> dict[str, str]:
+    """Return the environment for Flower's commands, which keep their own files in ``home``."""
+    return {
+        **os.environ,
+        **environment,
+        "FLWR_HOME": str(home),
+        "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),
+        "NO_PROXY": ",".join(filter(None, ("127.0.0.1,localhost", os.environ.get("NO_PROXY", "")))),
+    }
 
 
 def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
@@ -244,23 +333,28 @@ def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     raise LaunchError(f"Flower's SuperLink did not start: {log.read_text(encoding='utf-8').strip()[-2000:]}")
 
 
-def _follow(flower: _Flower, run_id: str, verbose: bool) -> tuple[int, str]:
-    """Show the log of a run until it ends; Ctrl-C stops the run. Return exit status and results directory."""
-    process = flower.start("log", run_id, "--stream")
-    assert process.stdout is not None
+def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -> tuple[int, str]:
+    """Show the log of a run until it ends; Ctrl-C stops the run. Return exit status and results directory.
+
+    A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
+    """
     shown = _Shown(verbose)
+    answered = time.monotonic()
+    run: dict[str, Any] = {}
     try:
-        for line in process.stdout:
-            shown.add(line)
-        run = flower.ask("list", "--run-id", run_id)["runs"][0]
+        while not str(run.get("status", "")).startswith("finished"):
+            _show_log(flower, run_id, shown)
+            try:
+                run = flower.ask("list", "--run-id", run_id)["runs"][0]
+                answered = time.monotonic()
+            except LaunchError:
+                if time.monotonic() - answered > patience:
+                    raise
+                time.sleep(1.0)
     except KeyboardInterrupt:
         print("\nposy: stopping the run", file=sys.stderr)
         flower.ask("stop", run_id)
         return INTERRUPTED, shown.results
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
     if run["status"] == "finished:completed":
         return 0, shown.results
     shown.release()
@@ -269,16 +363,35 @@ def _follow(flower: _Flower, run_id: str, verbose: bool) -> tuple[int, str]:
     return 1, shown.results
 
 
+def _show_log(flower: Flower, run_id: str, shown: "_Shown") -> None:
+    """Show the log of a run as it grows, until it ends or breaks off; what is shown already is passed over."""
+    process = flower.start("log", run_id, "--stream")
+    assert process.stdout is not None
+    known = Counter(shown.lines)
+    try:
+        for line in process.stdout:
+            if known[line]:  # told again from the beginning
+                known[line] -= 1
+            else:
+                shown.add(line)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 class _Shown:
     """What is shown of Flower's log: rounds, results, warnings, errors; news of the start only if it failed."""
 
     def __init__(self, verbose: bool) -> None:
         self.results = ""
+        self.lines: Counter[str] = Counter()
         self._verbose = verbose
         self._held: list[str] = []
 
     def add(self, line: str) -> None:
         """Show a line, hold it back, or drop it."""
+        self.lines[line] += 1
         found = _RESULTS.search(line)
         if found and not self.results:
             self.results = found[1].strip()
@@ -328,7 +441,7 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-def _script(name: str) -> str:
+def script(name: str) -> str:
     """Return a command of the environment that runs this code, whether it is activated or not."""
     return str(Path(sysconfig.get_path("scripts")) / name)
 

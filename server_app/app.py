@@ -22,7 +22,7 @@ from posy.resume import StoredRun, given_keys
 from posy.settings import DATASETS, SITES, SettingsError
 from posy.state import DirectoryStore, MemoryStore
 from server_app.checkpoints import resumption
-from server_app.federation import Federation, WaveGrid
+from server_app.federation import Federation, PollingGrid, WaveGrid
 from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
 
@@ -32,6 +32,9 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
+    from posy.deploy.internals import hasten_pulls  # noqa: PLC0415 - what only a run by Flower needs
+
+    hasten_pulls()
     run(grid, context.run_config)
 
 
@@ -67,7 +70,7 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     check_privacy(settings)
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
-    waves = WaveGrid(grid)
+    waves = WaveGrid(grid) if isinstance(grid, InProcessGrid) else PollingGrid(grid)
     federation = Federation(waves, settings)
     if settings.data.dataset == SITES:
         check_sites(settings)

@@ -23,6 +23,10 @@ from posy.settings import SITES, SettingsError
 from strategies.base import UNREADABLE, BadReplyError, Member, check_count
 
 POLL_SECONDS = 0.5
+PULL_SECONDS = 0.1
+MAX_PULL_SECONDS = 1.0
+PULL_PATIENCE = 0.02
+"""After t seconds of a phase replies are asked for every 0.02 t seconds, within the two limits above."""
 REFRESH_SECONDS = 2.0
 """How long a round waits for the answers of nodes that have just come; later ones join in the next round."""
 
@@ -58,8 +62,11 @@ class WaveGrid(Grid):
             left = end - time.monotonic()
             if left <= 0:
                 break
-            replies += self._grid.send_and_receive(wave, timeout=None if timeout is None else left)
+            replies += self._deliver(wave, None if timeout is None else left)
         return replies
+
+    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
+        return self._grid.send_and_receive(wave, timeout=timeout)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the connected nodes."""
@@ -89,6 +96,28 @@ class WaveGrid(Grid):
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         """Create a message with the grid underneath."""
         return self._grid.create_message(*args, **kwargs)
+
+
+class PollingGrid(WaveGrid):
+    """The same for a grid of real nodes: it asks for replies up to ten times a second, Flower's own every 3 s.
+
+    The longer a phase has lasted, the longer it waits: phases of minutes need no ten requests a second.
+    """
+
+    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
+        started = time.monotonic()
+        pending = {number for number in self._grid.push_messages(wave) if number}
+        replies: list[Message] = []
+        while pending:
+            came = list(self._grid.pull_messages(pending))
+            replies += came
+            pending -= {reply.metadata.reply_to_message_id for reply in came}
+            waited = time.monotonic() - started
+            if timeout is not None and waited >= timeout:
+                break
+            if pending:
+                time.sleep(min(MAX_PULL_SECONDS, max(PULL_SECONDS, PULL_PATIENCE * waited)))
+        return replies
 
 
 @dataclass(frozen=True)

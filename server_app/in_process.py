@@ -46,7 +46,9 @@ class InProcessGrid(Grid):
         self._replies: dict[str, Message] = {}
         self._engine: Engine | None = None
         self.states: StateStore | None = None
-        """Where the clients' states are kept; None: each node says it."""
+        """Where the clients' states are kept; None: each call says it."""
+        self.trusting = True
+        """Whether the server says where its clients write: they are of one process."""
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the virtual nodes 1..M."""
@@ -104,7 +106,7 @@ class InProcessGrid(Grid):
         context = self._contexts[message.metadata.dst_node_id]
         if message.metadata.message_type == MessageType.QUERY:
             return client_app(message, context)
-        return Call(message, context, self.states)
+        return Call(message, context, self.states, trusting=self.trusting)
 
     def _engine_for(self, workspace: Workspace) -> Engine:
         if self._engine is None or self._engine.workspace is not workspace:

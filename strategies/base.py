@@ -27,6 +27,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from models.architecture import Architecture
 from posy.arrays import Array, record_of_arrays
 from posy.config import Settings
+from posy.flower import CLOCK_SECONDS
 from posy.parameters import FloatArray, Part
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
@@ -420,7 +421,8 @@ class PersonalisedStrategy(Strategy):
         self.record.row(client)["bytes_down"] += size
         content = RecordDict({"arrays": arrays, "config": told})
         node = self.members[client].node_id
-        return Message(content, dst_node_id=node, message_type=kind, group_id=str(server_round))
+        lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
+        return Message(content, dst_node_id=node, message_type=kind, ttl=lives, group_id=str(server_round))
 
     def _pack(self, arrays: Arrays) -> list[Array]:
         """Wrap arrays for Flower; what the client before was sent too is not serialised again."""

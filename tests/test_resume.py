@@ -166,6 +166,7 @@ class Nodes(WaveGrid):
 
     def __init__(self, count: int, state_dir: Path | None) -> None:
         nodes = InProcessGrid(count)
+        nodes.trusting = state_dir is None
         for node, context in nodes._contexts.items():
             if state_dir is not None:
                 own = {**context.node_config, "state-dir": str(state_dir / f"node-{node}")}
@@ -183,9 +184,14 @@ def test_nodes_that_keep_the_states_themselves(method: str, tmp_path: Path, monk
         with pytest.raises(KilledError):
             run(Nodes(2, tmp_path / "nodes"), config)
     run(Nodes(2, tmp_path / "nodes"), again(config, "cut"))
-    assert_same_results(whole.parent / "cut", whole)
-    assert not (whole.parent / "cut" / "state").exists()  # what a client keeps stays on its node
-    assert {p.name for p in (tmp_path / "nodes").rglob("client-*")} == {f"client-{c}" for c in range(4)}
+    (kept,) = {path.name for path in (tmp_path / "nodes").glob("node-*/*")}
+    cut = whole.parent / "cut"
+    assert [path.name for path in (cut / "models").iterdir()] == ["server.safetensors"]
+    for file in (tmp_path / "nodes").glob(f"node-*/{kept}/models/*"):
+        shutil.copy(file, cut / "models")
+    assert_same_results(cut, whole)
+    assert not (cut / "state").exists()  # what a client keeps stays on its node
+    assert {p.name for p in (tmp_path / "nodes").glob("*/*/client-*")} == {f"client-{c}" for c in range(4)}
 
 
 def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(

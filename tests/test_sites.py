@@ -405,7 +405,8 @@ def test_a_run_over_sites(method: str, sites: list[Config], config: Config, tmp_
     assert (data.sample_kind, data.input_shape, data.classes) == ("image", "1x8x8", "0,1,2,3,4,5,6,7,8,9")
     assert not (done.directory.path / "figures" / "partition.png").exists()  # the server knows no class counts
     assert [path.name for path in done.directory.models.iterdir()] == ["server.safetensors"]
-    kept = load_arrays(tmp_path / "models-b" / "client-1.safetensors")
+    (own,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
+    kept = load_arrays(own)
     assert any(array.shape == (10,) for array in kept.values())
 
 

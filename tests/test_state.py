@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from client_app.app import store_for
+from client_app.app import own_places
 from posy.settings import SettingsError
 from posy.state import ContextStore, DirectoryStore, MemoryStore, Moment, State, StateError
 from posy.storage import DamagedFileError, read_arrays, read_json, write_arrays, write_json
@@ -215,24 +215,30 @@ def test_memory_is_written_for_a_checkpoint_and_read_by_the_next_process(tmp_pat
 # -- which store a node takes ----------------------------------------------------------------------------
 
 
-def store_of(config: dict[str, Any], **node: Any) -> Any:
-    context = Context(1, 1, {"partition-id": 0, "num-partitions": 1, **node}, RecordDict(), {})
-    return store_for(config, context)
+def places(told: dict[str, Any], **node: Any) -> dict[str, Any]:
+    own_places(told, Context(1, 1, {"partition-id": 0, "num-partitions": 1, **node}, RecordDict(), {}))
+    return told
 
 
-def test_a_nodes_own_directory_stands_over_the_servers(tmp_path: Path) -> None:
-    told = {"run": "mine-1a2b", "state-directory": str(tmp_path / "run" / "state")}
-    own = store_of(told, **{"state-dir": str(tmp_path / "node")})
-    assert own.path == tmp_path / "node" / "mine-1a2b"
-    assert store_of(told).path == tmp_path / "run" / "state"
-    assert isinstance(store_of({"run": "mine-1a2b"}), ContextStore)
+def test_a_node_says_itself_where_it_writes(tmp_path: Path) -> None:
+    told = {"run": "mine-1a2b", "state-directory": "/srv/run/state", "save-models-to": "/srv/run/models"}
+    state, models = tmp_path / "state", tmp_path / "models"
+    own = {"state-directory": str(state / "mine-1a2b"), "save-models-to": str(state / "mine-1a2b" / "models")}
+    assert places(dict(told)) == {"run": "mine-1a2b"}
+    assert places(dict(told), **{"state-dir": str(state)}) == {"run": "mine-1a2b", **own}
+    apart = {**own, "save-models-to": str(models / "mine-1a2b")}
+    assert places(dict(told), **{"state-dir": str(state), "models": str(models)}) == {"run": "mine-1a2b", **apart}
+    # The server need not ask for either.
+    del own["save-models-to"]
+    assert places({"run": "mine-1a2b"}, **{"state-dir": str(state)}) == {"run": "mine-1a2b", **own}
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "/etc", "../other", "a/b", "a\\b", "a\n", "x" * 300])
 def test_a_server_cannot_leave_a_nodes_directory(name: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="must be the name of a folder"):
-        store_of({"run": name}, **{"state-dir": str(tmp_path)})
-    assert not list(tmp_path.iterdir())
+        places({"run": name}, **{"state-dir": str(tmp_path)})
+    with pytest.raises(SettingsError, match="must be the name of a folder"):
+        places({"run": name, "save-models-to": "x"}, models=str(tmp_path))
 
 
 def test_a_node_that_has_lost_its_state_says_so_when_it_is_needed() -> None:

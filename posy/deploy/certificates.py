@@ -1,0 +1,200 @@
+"""Certificates for TLS and keys for node authentication, in the forms that Flower reads."""
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from posy.settings import SettingsError
+
+LOOPBACK = ("localhost", "127.0.0.1")
+"""Names that every server certificate holds: Flower's own processes reach the SuperLink under them."""
+SKEW = datetime.timedelta(minutes=10)
+"""By how much a certificate is valid before it was made, for machines whose clocks are behind."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a directory of certificates."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        """Certificate of the authority: every machine gets it, to check the SuperLink."""
+        return self.folder / "ca.pem"
+
+    @property
+    def ca_key(self) -> Path:
+        """Key of the authority, for later server certificates; no machine of the federation needs it."""
+        return self.folder / "ca.key"
+
+    @property
+    def server(self) -> Path:
+        """Certificate of the SuperLink."""
+        return self.folder / "server.pem"
+
+    @property
+    def server_key(self) -> Path:
+        """Key of the SuperLink."""
+        return self.folder / "server.key"
+
+    def node_key(self, name: str) -> Path:
+        """Private key of a node, which only that node gets."""
+        return self.folder / f"{name}.key"
+
+    def node_public(self, name: str) -> Path:
+        """Public key of a node, which is registered with the SuperLink."""
+        return self.folder / f"{name}.pub"
+
+
+def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], days: int) -> list[Path]:
+    """Make what a directory lacks: an authority, the SuperLink's certificate, and a key pair for each node.
+
+    Parameters
+    ----------
+    folder : Path
+        Directory to write to; made if need be. What is there stays as it is.
+    hosts : sequence of str
+        Names and IP addresses under which nodes reach the SuperLink, besides ``localhost``.
+    nodes : iterable of str
+        Names of the nodes.
+    days : int
+        How long certificates are valid.
+
+    Returns
+    -------
+    list of Path
+        The files written.
+
+    Raises
+    ------
+    SettingsError
+        If the directory cannot be written to, holds only a part of a pair, or a node's name is no file name.
+    """
+    files, written = Files(folder), []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if _lacks(files.ca, files.ca_key, or_only=files.ca):
+            key = ec.generate_private_key(ec.SECP256R1())
+            written += [_write_key(files.ca_key, key), _write(files.ca, _pem(_authority(key, days)))]
+        if _lacks(files.server, files.server_key):
+            if not files.ca_key.exists():
+                raise SettingsError(f"{files.ca_key} is missing: it signs {files.server.name}, which is to be made")
+            authority_key = serialization.load_pem_private_key(files.ca_key.read_bytes(), None)
+            assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
+            authority = x509.load_pem_x509_certificate(files.ca.read_bytes())
+            key = ec.generate_private_key(ec.SECP256R1())
+            certificate = _server(key, [*LOOPBACK, *hosts], authority, authority_key, days)
+            written += [_write_key(files.server_key, key), _write(files.server, _pem(certificate))]
+        for name in nodes:
+            if Path(name).name != name or name in ("ca", "server"):
+                raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
+            if _lacks(files.node_public(name), files.node_key(name), or_only=files.node_public(name)):
+                key = ec.generate_private_key(ec.SECP384R1())
+                public = key.public_key().public_bytes(
+                    serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+                )
+                written += [_write_key(files.node_key(name), key, ssh=True), _write(files.node_public(name), public)]
+    except OSError as error:
+        raise SettingsError(f"{folder}: certificates cannot be written there: {error}") from error
+    return written
+
+
+def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
+    """Tell whether a pair is missing; the public half alone will do where it is ``or_only``."""
+    there = [path for path in (public, private) if path.exists()]
+    if len(there) == 1 and there != [or_only]:
+        raise SettingsError(f"{there[0]} is there without its other half; delete it, or bring {public} and {private}")
+    return not there
+
+
+def _authority(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Posy federation")])
+    return (
+        _builder(name, name, key, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _server(
+    key: ec.EllipticCurvePrivateKey,
+    hosts: Sequence[str],
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+    days: int,
+) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Posy SuperLink")])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    return (
+        _builder(name, authority.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_general_name(h) for h in dict.fromkeys(hosts)]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, *, ssh: bool = False) -> Path:
+    form = serialization.PrivateFormat.OpenSSH if ssh else serialization.PrivateFormat.PKCS8
+    return _write(path, key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()), mode=0o600)
+
+
+def _write(path: Path, content: bytes, mode: int = 0o644) -> Path:
+    """Write a new file, which nobody else can read before it has its mode."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    return path

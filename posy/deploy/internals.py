@@ -1,0 +1,225 @@
+"""All that Posy takes from inside Flower 1.39, beyond its public interface.
+
+Stock Flower starts an interpreter for every message that a node gets, and its loops sleep for up to three
+seconds between two looks. What is needed to keep a node warm stands here, and nowhere else: the node's main
+loop with other waits (:func:`run_node`) and the Runtime API through which a task is taken, carried out and
+answered (:class:`Tasks`, :class:`Task`).
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import flwr
+import flwr.supercore.inflatable.inflatable_utils as pulling
+from flwr.app import Context, Error, Message
+from flwr.app.message import remove_content_from_message
+from flwr.cli.install import install_from_fab
+from flwr.clientapp import ClientApp
+from flwr.clientapp.utils import get_load_client_app_fn
+from flwr.common.config import get_project_dir
+from flwr.common.constant import ErrorCode, SubStatus
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.run import Run
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+
+from posy.launch import LaunchError
+
+FLOWER = "1.39"
+BACKOFF_SECONDS = 0.05
+"""First pause before Flower looks again for a part of a message that is still on its way; its own is 1 s."""
+BEAT_SECONDS = 15
+"""A node that is silent for twice as long counts as gone, and its key can come back; with Flower's own 30 s
+both take a minute."""
+IDLE_SECONDS = 1.0
+"""A wait of Flower's node that is at least so long is one for the next message, a shorter one for a reply."""
+
+
+def require_version() -> None:
+    """Refuse other versions of Flower.
+
+    Raises
+    ------
+    LaunchError
+        If the installed Flower is not 1.39.
+    """
+    if not flwr.__version__.startswith(f"{FLOWER}."):
+        raise LaunchError(
+            f"warm SuperNodes use internals of Flower {FLOWER}, but {flwr.__version__} is installed: install "
+            f"'flwr>={FLOWER},<1.40', or start the stock command, `flower-supernode`, which works with any version"
+        )
+
+
+def hasten_pulls() -> None:
+    """Shorten the pause before a part of a message is asked for again; Flower works without it, only slower."""
+    for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
+        defaults = function.__kwdefaults__ or {}
+        if "initial_backoff" in defaults:
+            defaults["initial_backoff"] = BACKOFF_SECONDS
+
+
+class Waits(Protocol):
+    """How a node waits: until it asks for the next message, and until a reply is there."""
+
+    def idle(self) -> None:
+        """Wait a while before asking for a message."""
+
+    def reply(self, seconds: float) -> None:
+        """Wait for the reply of a task, not much longer than ``seconds``."""
+
+
+def run_node(arguments: list[str], waits: Waits) -> None:
+    """Run ``flower-supernode`` in this process, its sleeps replaced; it ends the process.
+
+    Parameters
+    ----------
+    arguments : list of str
+        Arguments of ``flower-supernode``, with ``--isolation process``.
+    waits : Waits
+        What stands in for the sleeps of its main loop.
+    """
+    require_version()
+    from flwr.client.grpc_rere_client import connection  # noqa: PLC0415 - a second to import
+    from flwr.supercore import heartbeat  # noqa: PLC0415
+    from flwr.supernode import start_client_internal  # noqa: PLC0415
+    from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
+
+    def sleep(seconds: float) -> None:
+        if seconds >= IDLE_SECONDS:
+            waits.idle()
+        else:
+            waits.reply(seconds)
+
+    hasten_pulls()
+    for module in (connection, heartbeat):
+        vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = BEAT_SECONDS
+    start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
+    sys.argv = ["flower-supernode", *arguments]
+    flower_supernode()
+
+
+class Tasks:
+    """The tasks of one SuperNode, as ``flower-superexec`` takes them.
+
+    Parameters
+    ----------
+    address : str
+        Host and port of the node's Runtime API, plain HTTP on the same machine.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._client = _client(address)
+
+    def acquire(self) -> str | None:
+        """Take the oldest task that waits, and return its token, or None."""
+        answer = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
+        return answer.token if answer.HasField("task") and answer.token else None
+
+
+class Task:
+    """One message that a node has to answer.
+
+    Parameters
+    ----------
+    address : str
+        Host and port of the node's Runtime API.
+    token : str
+        What :meth:`Tasks.acquire` has returned.
+    """
+
+    def __init__(self, address: str, token: str) -> None:
+        self._client = _client(address, token)
+
+    def pull(self) -> tuple[Message, Context, Run, Fab]:
+        """Return the message, the node's context, the run and the code that belongs to it; possible once."""
+        return pull_task_input(self._client)
+
+    def beat(self) -> None:
+        """Tell the node that the task is alive; after 60 s without it, the node answers with an error."""
+        self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+
+    def push(self, reply: Message, context: Context) -> None:
+        """Hand in the reply; of the context only run and node count."""
+        push_message(self._client, reply, context)
+
+    def finish(self, context: Context | None, error: str = "") -> None:
+        """End the task, and store the context if there is one."""
+        push_task_output(self._client, context, SubStatus.FAILED if error else SubStatus.COMPLETED, error)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+def error_reply(message: Message, reason: str, *, crashed: bool = False) -> Message:
+    """Return the reply that says why there is no other."""
+    code = ErrorCode.CLIENT_APP_CRASHED if crashed else ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+def envelope(message: Message) -> bytes:
+    """Return a message without its content, enough to answer it with an error."""
+    return message_to_proto(remove_content_from_message(message)).SerializeToString()
+
+
+def from_envelope(data: bytes) -> Message:
+    """Return what :func:`envelope` has packed."""
+    return message_from_proto(MessageProto.FromString(data))
+
+
+def context_for(message: Message) -> Context:
+    """Return an empty context for the run and node of a message."""
+    from flwr.app import RecordDict  # noqa: PLC0415
+
+    metadata = message.metadata
+    return Context(
+        run_id=metadata.run_id, node_id=metadata.dst_node_id, node_config={}, state=RecordDict(), run_config={}
+    )
+
+
+class Apps:
+    """The ClientApp of the code that a message belongs to; loaded once, and anew when the code changes."""
+
+    def __init__(self) -> None:
+        self._hash = ""
+        self._folder: Path | None = None
+        self._app: Callable[[Message, Context], Message] | None = None
+
+    def load(self, run: Run, fab: Fab) -> Callable[[Message, Context], Message]:
+        """Install the code of a run, if it is new, and return its ClientApp."""
+        if self._app is None or self._hash != fab.hash_str:
+            self._app = None
+            install_from_fab(fab.content, skip_prompt=True)
+            folder = Path(get_project_dir(run.fab_id, run.fab_version, fab.hash_str))
+            _forget(self._folder, folder)
+            app: ClientApp = get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)(
+                run.fab_id, run.fab_version, fab.hash_str
+            )
+            self._folder, self._hash, self._app = folder, fab.hash_str, app
+        return self._app
+
+
+def _forget(old: Path | None, new: Path) -> None:
+    """Forget imported packages that the new code brings in its own version, this package among them."""
+    if old is not None and str(old) in sys.path:
+        sys.path.remove(str(old))
+    own = {path.stem for path in new.iterdir() if path.is_dir() or path.suffix == ".py"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+        del sys.modules[name]
+
+
+def _client(address: str, token: str = "") -> RuntimeHttpClient:
+    interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
+    if token:
+        interceptors.append(RuntimeTokenHttpInterceptor(token))
+    # Without Flower's retries: they end the whole process when a task's time is over.
+    return RuntimeHttpClient.from_server_address(address, True, None, interceptors)

@@ -1,0 +1,182 @@
+"""A federation of real processes on this machine, with TLS and node authentication, for tests and measurements."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posy.launch import APP, LaunchError, free_port
+
+START_SECONDS = 90.0
+
+
+class Deployment:
+    """A SuperLink, and nodes and runs to start and end at will.
+
+    Parameters
+    ----------
+    folder : Path
+        Where keys, states, logs and results lie.
+    names : list of str
+        Names of the nodes whose keys are registered; ``stranger`` has a key that is not.
+    """
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder = folder
+        self.control, self.fleet = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.ca = folder / "certificates/ca.pem"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.posy("certificates", "certificates", *names, "stranger")
+        words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet]
+        self.start("superlink", "superlink", *words)
+        self.until(lambda: "Starting Fleet API" in self.log("superlink"), "the SuperLink")
+        public = [str(folder / f"certificates/{name}.pub") for name in names]
+        self.posy("register", *public, "--superlink", self.control, "--root-certificates", str(self.ca))
+
+    def environment(self) -> dict[str, str]:
+        """Return what processes need to run this code, apart from other tests."""
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        return {
+            **os.environ,
+            "PYTHONPATH": str(APP),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temporary),
+            "FLWR_HOME": str(self.folder / "home"),
+        }
+
+    def start(self, name: str, *words: str) -> "subprocess.Popen[bytes]":
+        """Start a `posy` command that goes on; its log bears the name."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "posy.cli", *words],
+                cwd=self.folder,
+                env=self.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes[name] = process
+        return process
+
+    def posy(self, *words: str, timeout: float = 240.0) -> "subprocess.CompletedProcess[str]":
+        """Carry out a `posy` command that ends.
+
+        Raises
+        ------
+        LaunchError
+            If it fails.
+        """
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "posy.cli", *words],
+            cwd=self.folder,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode:
+            raise LaunchError(f"`posy {words[0]}` ended with status {done.returncode}: {done.stdout}{done.stderr}")
+        return done
+
+    def node(self, name: str, *config: str) -> "subprocess.Popen[bytes]":
+        """Start a node; :meth:`ready` tells when it can work."""
+        words = ["--superlink", self.fleet, "--root-certificates", str(self.ca), "--key", f"certificates/{name}.key"]
+        return self.start(name, "supernode", *words, *config)
+
+    def ready(self, name: str) -> bool:
+        """Tell whether a node has connected and its worker is warm, since it was last started."""
+        log = self.log(name).rpartition("$ python")[2]
+        return "SuperNode ID" in log and "is ready" in log
+
+    def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
+        """Submit a run and go on; its results lie in :meth:`results` of the name."""
+        words = ["--superlink", self.control, "--root-certificates", str(self.ca), "--verbose"]
+        return self.start(f"run-{name}", "run", *words, "output-dir=runs", f"run-name={name}", *settings)
+
+    def run(self, name: str, *settings: str, timeout: float = 240.0) -> dict[str, Any]:
+        """Carry out a run and return its summary.
+
+        Raises
+        ------
+        LaunchError
+            If it fails.
+        """
+        if status := self.submit(name, *settings).wait(timeout):
+            raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")
+        return self.summary(name)
+
+    def results(self, name: str) -> Path:
+        """Return the directory of a run."""
+        return self.folder / "runs" / name
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """Return the summary of a run."""
+        found: dict[str, Any] = json.loads((self.results(name) / "summary.json").read_text(encoding="utf-8"))
+        return found
+
+    def rounds(self, name: str) -> list[dict[str, Any]]:
+        """Return the finished rounds of a run."""
+        path = self.results(name) / "rounds.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def log(self, name: str) -> str:
+        """Return what a process has said."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def until(self, true: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> None:
+        """Wait until something is true.
+
+        Raises
+        ------
+        LaunchError
+            If it is not after so many seconds; with what the process named ``what`` has said.
+        """
+        end = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > end:
+                raise LaunchError(f"{what}: not after {seconds:g} s; its log:\n{self.log(what)[-3000:]}")
+            time.sleep(0.1)
+
+    def kill(self, name: str) -> None:
+        """Kill a process with -9; what it started must end by itself."""
+        os.kill(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].wait()
+
+    def worker(self, node: str) -> int:
+        """Return the process number of a node's worker."""
+        found = children(self.processes[node].pid)
+        [worker] = [number for number, command in found.items() if "posy.deploy.worker" in command]
+        return worker
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def children(process: int) -> dict[int, str]:
+    """Return the command lines of the processes that a process has started, by number."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            command = (path.parent / "cmdline").read_text().replace("\0", " ")
+        except (OSError, IndexError):  # it has ended meanwhile
+            continue
+        if parent == process:
+            found[int(path.parent.name)] = command
+    return found

@@ -1,0 +1,234 @@
+"""A warm SuperNode: ``python -m posy.deploy.node`` takes the arguments of ``flower-supernode``.
+
+This process is Flower's own node. A thread of it, the :class:`Executor`, takes the node's tasks and hands
+them to one worker process that keeps PyTorch, code and data loaded. A worker that dies is replaced, and its
+task is answered with an error at once; one that takes longer than the reply is worth something is ended.
+When the node ends the worker ends with it.
+"""
+
+import argparse
+import base64
+import contextlib
+import json
+import math
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from logging import ERROR, INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+import httpx
+from flwr.app import Message
+from flwr.common.logger import log
+
+from posy.deploy.internals import Task, Tasks, context_for, error_reply, from_envelope, require_version, run_node
+from posy.launch import LaunchError, free_port
+
+POLL_SECONDS = 0.1
+"""Pause before a node that was busy a moment ago asks for the next message."""
+MAX_POLL_SECONDS = 1.0
+PATIENCE = 0.02
+"""A node that has waited t seconds asks again after t times this, within the two limits above."""
+BEAT_SECONDS = 15.0
+LOOK_SECONDS = 5.0
+"""How often a node with nothing to do looks whether its worker is alive."""
+START_SECONDS = 300.0
+MAX_FAILED_STARTS = 3
+
+
+class Waits:
+    """The pauses of the node's main loop: short while there is work, and woken by it."""
+
+    def __init__(self) -> None:
+        self.work = threading.Event()
+        """Set when the node waits for a reply: there is a task to take."""
+        self.replied = threading.Event()
+        """Set when the worker has handed in its reply."""
+        self._busy = time.monotonic()
+
+    def idle(self) -> None:
+        """Wait before asking for a message; the longer nothing came, the longer."""
+        waited = time.monotonic() - self._busy
+        time.sleep(min(MAX_POLL_SECONDS, max(POLL_SECONDS, PATIENCE * waited)))
+
+    def reply(self, seconds: float) -> None:
+        """Wait until the worker has handed in its reply, or for ``seconds``."""
+        self._busy = time.monotonic()
+        self.work.set()
+        if self.replied.wait(seconds):
+            time.sleep(0.005)  # should the reply be for another message
+
+
+@dataclass
+class Worker:
+    """A running worker process."""
+
+    process: "subprocess.Popen[bytes]"
+    connection: socket.socket
+    home: Path
+    events: "queue.Queue[dict[str, Any] | None]"
+    """What it has told; None: its end of the connection is closed."""
+
+    @classmethod
+    def start(cls, address: str) -> "Worker":
+        """Start a worker for the node at ``address``."""
+        home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "posy.deploy.worker", address, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "FLWR_HOME": str(home)},  # its own: nodes that share one install over each other
+            )
+        worker = cls(process, ours, home, queue.Queue())
+        threading.Thread(target=worker._listen, daemon=True).start()
+        return worker
+
+    def hand(self, token: str) -> None:
+        """Hand over a task."""
+        with contextlib.suppress(OSError):  # its death is told by an event
+            self.connection.sendall(f"{token}\n".encode())
+
+    def end(self) -> str:
+        """Kill the process, if it has not ended, and say how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.5)
+        if self.process.poll() is None:
+            self.process.kill()
+        code = self.process.wait()
+        self.connection.close()
+        shutil.rmtree(self.home, ignore_errors=True)
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self.connection.makefile("r") as lines:
+            for line in lines:
+                self.events.put(json.loads(line))
+        self.events.put(None)
+
+
+class Executor(threading.Thread):
+    """Takes the node's tasks, one at a time, and has the worker carry them out.
+
+    Parameters
+    ----------
+    address : str
+        Host and port of the node's Runtime API.
+    waits : Waits
+        The pauses of the node's main loop.
+    """
+
+    def __init__(self, address: str, waits: Waits) -> None:
+        super().__init__(name="posy-executor", daemon=True)
+        self._address = address
+        self._waits = waits
+        self._worker: Worker | None = None
+        self._failed_starts = 0
+
+    def run(self) -> None:
+        """Serve until the process ends; end it if no worker can be started."""
+        try:
+            tasks = Tasks(self._address)
+            while True:
+                worker = self._warm()
+                if worker is not None and self._waits.work.wait(LOOK_SECONDS):
+                    self._waits.work.clear()
+                    if token := tasks.acquire():
+                        self._carry_out(worker, token)
+        except Exception as error:
+            log(ERROR, "the node ends, because its tasks cannot be carried out", exc_info=error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _warm(self) -> Worker | None:
+        """Return a worker that is ready, a new one if need be; None if that died before it was."""
+        if self._worker is not None:
+            if self._worker.process.poll() is None:
+                return self._worker
+            log(WARNING, "the worker process died with nothing to do (%s); a new one is started", self._worker.end())
+        self._worker = worker = Worker.start(self._address)
+        with contextlib.suppress(queue.Empty):
+            if event := worker.events.get(timeout=START_SECONDS):
+                self._failed_starts = 0
+                log(INFO, "worker process %s is ready", event["process"])
+                return worker
+        self._worker = None
+        self._failed_starts += 1
+        log(ERROR, "the worker process did not start (%s)", worker.end())
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise RuntimeError(f"{MAX_FAILED_STARTS} worker processes in a row did not start; the log says why")
+        return None
+
+    def _carry_out(self, worker: Worker, token: str) -> None:
+        """Have one task done; answer it with an error if the worker dies over it or takes too long."""
+        self._waits.replied.clear()
+        with contextlib.closing(Task(self._address, token)) as task:
+            message, limit, end = None, 0.0, math.inf
+            worker.hand(token)
+            while True:
+                try:
+                    event = worker.events.get(timeout=max(0.0, min(BEAT_SECONDS, end - time.monotonic())))
+                except queue.Empty:
+                    if time.monotonic() >= end:
+                        reason = f"the worker process was killed: no answer after {limit:g} s, when it is of no use"
+                        worker.process.kill()
+                        break
+                    with contextlib.suppress(httpx.HTTPError):  # the next one may come through
+                        task.beat()
+                    continue
+                if event is None:
+                    reason = ""
+                    break
+                if event["event"] == "message":
+                    message, limit = from_envelope(base64.b64decode(event["envelope"])), event["seconds"]
+                    end = time.monotonic() + limit
+                elif event["event"] == "pushed":
+                    self._waits.replied.set()
+                else:
+                    return
+            ended = worker.end()
+            self._worker = None
+            self._answer(task, message, reason or f"the worker process died while it worked on this message ({ended})")
+
+    def _answer(self, task: Task, message: Message | None, reason: str) -> None:
+        """Answer a task whose worker is gone."""
+        log(ERROR, "%s; a new one is started", reason)
+        if self._waits.replied.is_set():  # the reply itself was handed in
+            return
+        try:
+            message = message or task.pull()[0]
+            task.push(error_reply(message, reason, crashed=True), context_for(message))
+            task.finish(None, reason)
+        except (httpx.HTTPError, RuntimeError) as error:
+            log(WARNING, "Flower will answer for it within a minute: %r", error)
+        self._waits.replied.set()
+
+
+def main() -> None:
+    """Run a warm node; the arguments are those of ``flower-supernode``."""
+    try:
+        require_version()
+    except LaunchError as error:
+        sys.exit(f"posy: {error}")
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--host", default="127.0.0.1")
+    own.add_argument("--port", default="")
+    own.add_argument("--isolation", default="process", choices=["process"])
+    options, arguments = own.parse_known_args()
+    port = options.port or str(free_port())
+    waits = Waits()
+    Executor(f"{options.host}:{port}", waits).start()
+    run_node([*arguments, "--isolation", "process", "--host", options.host, "--port", port], waits)
+
+
+if __name__ == "__main__":
+    main()

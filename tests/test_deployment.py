@@ -1,0 +1,146 @@
+"""A federation of real processes over gRPC, with TLS and node authentication, gives what a simulation gives."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posy.deploy.certificates import Files, make_certificates
+from posy.deploy.commands import node_config
+from posy.deploy.local import Deployment
+from posy.results import load_arrays
+from posy.settings import SettingsError
+
+NODES = 5
+# Small, and the same in both, whatever the defaults are.
+DIGITS = ("dataset=digits", "model=mlp", "local-epochs=1", "device=cpu", "stack=loop", "max-samples=600")
+METHODS = ("fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe")
+
+processes = pytest.mark.xdist_group("flower")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    made = Deployment(tmp_path_factory.mktemp("deployment"), [f"node-{i}" for i in range(NODES)])
+    try:
+        for i in range(NODES):
+            made.node(f"node-{i}", f"partition-id={i}", f"num-partitions={NODES}", f"state-dir=state-{i}")
+        for i in range(NODES):
+            made.until(lambda name=f"node-{i}": made.ready(name), f"node-{i}")
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.mark.slow
+@processes
+@pytest.mark.parametrize("method", METHODS)
+def test_grpc_gives_the_models_of_a_simulation(method: str, deployment: Deployment) -> None:
+    words = [f"method={method}", f"num-clients={NODES}", "num-server-rounds=2", "lr=0.05", "seed=7"]
+    words += ["ppfe-stages=2", "ppfe-stage-rounds=1,1"] if method == "ppfe" else []
+    summary = deployment.run(method, *DIGITS, *words)
+    assert (summary["status"], summary["rounds"], summary["dropped"]) == ("completed", 2, {})
+    deployment.posy("run", *DIGITS, *words, "engine=in-process", "output-dir=runs", f"run-name={method}-simulated")
+    here, there = deployment.results(method) / "models", deployment.results(f"{method}-simulated") / "models"
+    own = {path.name: path for path in deployment.folder.glob(f"state-*/{method}-*/models/*")}
+    files = {path.name: path for path in here.iterdir()}
+    assert list(files) == ["server.safetensors"]  # personal models stay on their nodes
+    assert sorted(own) == [f"client-{i}.safetensors" for i in range(NODES)]
+    files |= own
+    assert sorted(files) == sorted(path.name for path in there.iterdir())
+    for name, file in files.items():
+        ours, simulated = load_arrays(file), load_arrays(there / name)
+        assert ours.keys() == simulated.keys()
+        for key, array in simulated.items():
+            np.testing.assert_allclose(ours[key], array, rtol=1e-6, atol=1e-9, err_msg=f"{name}: {key}")
+    assert summary["served"] == deployment.summary(f"{method}-simulated")["served"]
+
+
+@pytest.mark.slow
+@processes
+def test_nodes_keep_one_worker_for_all_runs(deployment: Deployment) -> None:
+    for i in range(NODES):
+        assert deployment.log(f"node-{i}").count("is ready") == 1
+
+
+@pytest.mark.slow
+@processes
+def test_a_key_that_is_not_registered_does_not_take_part(deployment: Deployment) -> None:
+    process = deployment.node("stranger", "partition-id=0", f"num-partitions={NODES}")
+    assert process.wait(60) != 0
+    assert "SuperNode ID" not in deployment.log("stranger")
+
+
+@pytest.mark.slow
+@processes
+def test_another_authority_is_not_trusted(deployment: Deployment, tmp_path: Path) -> None:
+    make_certificates(tmp_path, [], ["other"], 1)
+    words = ["--superlink", deployment.fleet, "--root-certificates", str(tmp_path / "ca.pem")]
+    process = deployment.start("distrust", "supernode", *words, "--key", "certificates/node-0.key")
+    assert process.wait(60) != 0
+    assert "SuperNode ID" not in deployment.log("distrust")
+
+
+@pytest.mark.slow
+@processes
+def test_worker_and_node_end_together(deployment: Deployment) -> None:
+    process = deployment.processes["node-0"]
+    os.kill(deployment.worker("node-0"), signal.SIGKILL)
+    deployment.until(lambda: deployment.log("node-0").count("is ready") == 2, "node-0")
+    assert "a new one is started" in deployment.log("node-0")
+    assert process.poll() is None
+    worker = deployment.worker("node-0")
+    deployment.kill("node-0")
+    deployment.until(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end", 10.0)
+
+
+# -- certificates and node config, without processes ---------------------------------------------------------
+
+
+def test_certificates_are_made_once(tmp_path: Path) -> None:
+    files = Files(tmp_path / "keys")
+    written = make_certificates(files.folder, ["superlink"], ["a"], 30)
+    assert {path.name for path in written} == {"ca.key", "ca.pem", "server.key", "server.pem", "a.key", "a.pub"}
+    for path in (files.ca_key, files.server_key, files.node_key("a")):
+        assert path.stat().st_mode & 0o077 == 0
+    before = {path.name: path.read_bytes() for path in written}
+    assert [path.name for path in make_certificates(files.folder, [], ["a", "b"], 30)] == ["b.key", "b.pub"]
+    assert {name: (files.folder / name).read_bytes() for name in before} == before
+
+
+def test_half_a_pair_is_refused(tmp_path: Path) -> None:
+    make_certificates(tmp_path, [], ["a"], 30)
+    (tmp_path / "server.key").unlink()
+    with pytest.raises(SettingsError, match=r"server\.pem is there without its other half"):
+        make_certificates(tmp_path, [], [], 30)
+    (tmp_path / "a.key").unlink()  # the authority's machine need not keep the nodes' private keys
+    (tmp_path / "server.pem").unlink()
+    assert [path.name for path in make_certificates(tmp_path, [], ["a"], 30)] == ["server.key", "server.pem"]
+    with pytest.raises(SettingsError, match="no name for a node"):
+        make_certificates(tmp_path, [], ["../a"], 30)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["partition-id=0", "num-partitions=5"], "partition-id=0 num-partitions=5"),
+        (["data=/srv/site a", 'name="site-a"'], 'data="/srv/site a" name="site-a"'),
+        (["on=true", "x=1.5", "day=2026-01-01"], 'on=true x=1.5 day="2026-01-01"'),
+    ],
+)
+def test_node_config_is_handed_on(words: list[str], told: str) -> None:
+    from flwr.common.config import parse_config_args
+
+    assert node_config(words) == told
+    parsed = parse_config_args([node_config(words)])
+    assert [str(value) for value in parsed.values()] == [
+        str(word.partition("=")[2]).strip('"').replace("true", "True") for word in words
+    ]
+
+
+def test_node_config_must_be_key_and_value() -> None:
+    with pytest.raises(SettingsError, match="'partition-id': node config is given as key=value"):
+        node_config(["partition-id"])
