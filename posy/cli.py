@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             "SuperNode at each site, and say where the SuperLink is with --superlink"
         )
     if known["engine"] == "in-process":
-        return run_in_process({**configuration.defaults(), **config})
+        return run_in_process(config)
     return run_simulation(config, int(known["num-clients"]), str(known["device"]), verbose=options.verbose)
 
 

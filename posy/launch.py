@@ -19,9 +19,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from posy.settings import Scalar
+
+if TYPE_CHECKING:
+    from server_app.recorder import Recorder
 
 APP = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -56,14 +59,20 @@ def run_in_process(config: Mapping[str, Scalar]) -> int:
     SettingsError, DataError
         If a setting or the data is wrong.
     """
+    record_in_process(config)
+    return 0
+
+
+def record_in_process(config: Mapping[str, Scalar]) -> "Recorder":
+    """Do the same and return the record of the run."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    from posy.config import defaults  # noqa: PLC0415
     from server_app.app import run  # noqa: PLC0415 - imports PyTorch
     from server_app.in_process import InProcessGrid  # noqa: PLC0415
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    run(InProcessGrid(int(config["num-clients"])), config)
-    return 0
+    return run(InProcessGrid(0), {**defaults(), **config, "engine": "in-process"})
 
 
 def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: str, *, verbose: bool = False) -> int:

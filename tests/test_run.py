@@ -13,6 +13,7 @@ import torch
 import yaml
 from flwr.app import ArrayRecord, Error, Message
 
+import posy
 from client_app.app import Call
 from client_app.fedavg import FedAvgClient
 from client_app.workspace import Workspace
@@ -631,3 +632,11 @@ def test_the_run_config_of_the_caller_stays(make_config: MakeConfig) -> None:
     before = dict(config)
     started(dict(config))
     assert config == before
+
+
+def test_a_run_from_python(tmp_path: Path) -> None:
+    done = posy.run(method="fedprox", fedprox_mu=0.1, model="linear", num_server_rounds=2, output_dir=str(tmp_path))
+    assert (done.summary["method"], done.summary["rounds"], done.settings.method.mu) == ("fedprox", 2, 0.1)
+    assert done.directory.path.parent == tmp_path
+    with pytest.raises(SettingsError, match="did you mean num-clients"):
+        posy.run(num_client=3)
