@@ -39,6 +39,9 @@ def system_accuracy(
     paths = {c: directory.models / f"client-{c}.safetensors" for c in range(settings.data.num_clients)}
     # A client that the last round has lost may have left the model of an earlier one.
     reported = {client for client, row in strategy.record.clients.items() if "n_train" in row}
+    if not any(path.exists() for path in paths.values()):
+        log(INFO, "system accuracy is not available: the clients' models stay on their nodes")
+        return None
     missing = [client for client, path in paths.items() if client not in reported or not path.exists()]
     if missing:
         log(WARNING, "system accuracy: the last models of clients %s are missing", missing)

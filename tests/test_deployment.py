@@ -24,7 +24,8 @@ processes = pytest.mark.xdist_group("flower")
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    made = Deployment(tmp_path_factory.mktemp("deployment"), [f"node-{i}" for i in range(NODES)])
+    names = [*(f"node-{i}" for i in range(NODES)), "patient"]
+    made = Deployment(tmp_path_factory.mktemp("deployment"), names)
     try:
         for i in range(NODES):
             made.node(f"node-{i}", f"partition-id={i}", f"num-partitions={NODES}", f"state-dir=state-{i}")
@@ -95,6 +96,22 @@ def test_worker_and_node_end_together(deployment: Deployment) -> None:
     worker = deployment.worker("node-0")
     deployment.kill("node-0")
     deployment.until(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end", 10.0)
+
+
+@pytest.mark.slow
+@processes
+def test_a_node_ends_when_its_superlink_is_gone_for_too_long(deployment: Deployment) -> None:
+    """Last of all: the SuperLink ends for good, and one node has been told how long to wait for it."""
+    process = deployment.node("patient", "--wait", "4", "partition-id=4", f"num-partitions={NODES}")
+    deployment.until(lambda: deployment.ready("patient"), "patient")
+    worker = deployment.worker("patient")
+    superlink = deployment.processes["superlink"]
+    superlink.terminate()
+    superlink.wait(30)
+    assert process.wait(30) == 1
+    assert "the SuperLink has been out of reach for 4 s" in deployment.log("patient")
+    deployment.until(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end", 10.0)
+    assert deployment.processes["node-2"].poll() is None  # it was not told so
 
 
 # -- certificates and node config, without processes ---------------------------------------------------------

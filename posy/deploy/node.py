@@ -213,6 +213,37 @@ class Executor(threading.Thread):
         self._waits.replied.set()
 
 
+class Watch(threading.Thread):
+    """Ends the node when its SuperLink has been out of reach for too long.
+
+    Flower counts ``--max-wait-time`` for each of its requests anew, so that a node alone may go on for ever; and
+    a node that ends tells its SuperLink so, for which it waits again.
+
+    Parameters
+    ----------
+    address : str
+        Host and port of the SuperLink.
+    seconds : float
+        For so long it may be out of reach.
+    """
+
+    def __init__(self, address: str, seconds: float) -> None:
+        super().__init__(name="posy-watch", daemon=True)
+        host, _, port = address.rpartition(":")
+        self._address = host.strip("[]"), int(port)
+        self._seconds = seconds
+
+    def run(self) -> None:
+        """Look every few seconds until it is time to end."""
+        reached = time.monotonic()
+        while time.monotonic() - reached <= self._seconds:
+            with contextlib.suppress(OSError), socket.create_connection(self._address, LOOK_SECONDS):
+                reached = time.monotonic()
+            time.sleep(min(LOOK_SECONDS, self._seconds / 2))
+        log(WARNING, "the SuperLink has been out of reach for %g s: the node ends", self._seconds)
+        os._exit(1)  # the worker ends with it
+
+
 def main() -> None:
     """Run a warm node; the arguments are those of ``flower-supernode``."""
     try:
@@ -224,6 +255,12 @@ def main() -> None:
     own.add_argument("--port", default="")
     own.add_argument("--isolation", default="process", choices=["process"])
     options, arguments = own.parse_known_args()
+    seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    seen.add_argument("--superlink", default="")
+    seen.add_argument("--max-wait-time", type=float)
+    limits, _ = seen.parse_known_args(arguments)
+    if limits.max_wait_time is not None:
+        Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
     waits = Waits()
     Executor(f"{options.host}:{port}", waits).start()
