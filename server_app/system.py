@@ -30,18 +30,19 @@ def system_accuracy(
     routes = getattr(strategy, "route", None)
     if wanted == "off" or (wanted == "auto" and routes is None):
         return None
-    if workspace.of_sites:
-        log(INFO, "system accuracy is not available: the sites keep their test samples")
-        return None
-    if not settings.run.save_models:
-        log(INFO, "system accuracy needs save-models = true")
-        return None
     paths = {c: directory.models / f"client-{c}.safetensors" for c in range(settings.data.num_clients)}
+    reason = ""
+    if workspace.of_sites:
+        reason = "the sites keep their test samples"
+    elif not settings.run.save_models:
+        reason = "it needs save-models = true"
+    elif not any(path.exists() for path in paths.values()):
+        reason = "the clients' models stay on their nodes"
+    if reason:
+        log(INFO, "system accuracy is not available: %s", reason)
+        return None
     # A client that the last round has lost may have left the model of an earlier one.
     reported = {client for client, row in strategy.record.clients.items() if "n_train" in row}
-    if not any(path.exists() for path in paths.values()):
-        log(INFO, "system accuracy is not available: the clients' models stay on their nodes")
-        return None
     missing = [client for client, path in paths.items() if client not in reported or not path.exists()]
     if missing:
         log(WARNING, "system accuracy: the last models of clients %s are missing", missing)
