@@ -163,6 +163,9 @@ class TrainSettings:
     lr_schedule: str = setting("constant", "learning rate over the rounds", choices=("constant", "cosine"))
     momentum: float = setting(0.0, "SGD momentum, fresh each round", minimum=0, maximum=0.9999)
     weight_decay: float = setting(0.0, "L2 weight decay", minimum=0)
+    max_grad_norm: float = setting(
+        0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
+    )
     device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`")
     threads: int = setting(1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0)
     stack: str = setting(

@@ -248,6 +248,9 @@ class Models(Protocol):
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
 
+    def clipped(self, gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
+        """Return the gradients, those of each model scaled down to an L2 norm that they exceed."""
+
 
 class LoopedModels:
     """K models of one client as resident modules, differentiated one after the other on each batch."""
@@ -287,6 +290,16 @@ class LoopedModels:
             gradients += torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
             losses.append(loss.detach())
         return torch.stack(losses).unsqueeze(0), gradients
+
+    def clipped(self, gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
+        """Clip model by model."""
+        clipped: list[Tensor] = []
+        size = len(self._names)
+        for begin in range(0, len(gradients), size):
+            own = list(gradients[begin : begin + size])
+            found = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own)))
+            clipped += torch._foreach_mul(own, (norm / found).clamp(max=1.0))
+        return clipped
 
 
 class StackedModels:
@@ -334,6 +347,12 @@ class StackedModels:
         losses = self._losses(moving, fixed, (batch.x, batch.y, batch.weight), context)
         # The models have nothing in common, so the gradient of the sum holds that of each.
         return losses.detach(), torch.autograd.grad(losses.sum(), moving)
+
+    def clipped(self, gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
+        """Clip the gradients of all models at once."""
+        found = torch.stack([gradient.square().sum(dim=-1) for gradient in gradients]).sum(dim=0).sqrt()
+        factor = (norm / found).clamp(max=1.0).unsqueeze(-1)
+        return [gradient * factor for gradient in gradients]
 
     def _loss(
         self,
@@ -552,7 +571,7 @@ class Trainer:
 
 
 class SGD:
-    """SGD with momentum and weight decay over lists of tensors, with a factor on the rate of each.
+    """SGD with clipping, momentum and weight decay over lists of tensors, with a factor on the rate of each.
 
     One fused call a step and group: the stock optimiser costs more than a small model's backward pass.
     Of stacked models the first A take a step where the gradients are those of A clients.
@@ -562,6 +581,8 @@ class SGD:
         work = jobs[0].work
         self.momentum = settings.momentum
         self.weight_decay = settings.weight_decay
+        self.max_grad_norm = settings.max_grad_norm
+        self._clipped = models.clipped
         groups: dict[float, list[int]] = {}
         for index, rate in enumerate(models.rates):
             groups.setdefault(jobs[0].lr * rate, []).append(index)
@@ -579,7 +600,7 @@ class SGD:
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor]) -> None:
         """Update the parameters in place."""
-        gradients = list(grads)
+        gradients = self._clipped(grads, self.max_grad_norm) if self.max_grad_norm else list(grads)
         parameters = _first(self.parameters, gradients)
         if self.weight_decay:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=self.weight_decay))

@@ -1,17 +1,20 @@
 """What goes wrong in a federation of real processes never ends a run or turns into a wrong number."""
 
+import csv
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from posy.config import defaults
 from posy.deploy.local import Deployment, children
+from posy.results import load_arrays
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 NODES = 4
-joins = pytest.mark.skipif("min-clients" not in defaults(), reason="nodes are found before the first round only")
+LIAR = Path(__file__).resolve().parent / "liar"
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +30,15 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         made.stop()
 
 
-def node(deployment: Deployment, number: int) -> None:
-    deployment.node(f"node-{number}", f"partition-id={number}", f"num-partitions={NODES}")
+def node(deployment: Deployment, number: int, python_path: Path | None = None) -> None:
+    words = [f"partition-id={number}", f"num-partitions={NODES}", f"state-dir=state-{number}"]
+    deployment.node(f"node-{number}", *words, python_path=python_path)
 
 
 def settings(rounds: int, *more: str, epochs: int = 1) -> list[str]:
     words = ["dataset=digits", "model=mlp", "device=cpu", "max-samples=600", "method=fedavg", "lr=0.01"]
-    return [*words, f"num-clients={NODES}", f"num-server-rounds={rounds}", f"local-epochs={epochs}", *more]
+    words += [f"num-clients={NODES}", f"num-server-rounds={rounds}", f"local-epochs={epochs}", *more]
+    return list({word.partition("=")[0]: word for word in words}.values())
 
 
 def trained(deployment: Deployment, run: str) -> list[int]:
@@ -41,7 +46,6 @@ def trained(deployment: Deployment, run: str) -> list[int]:
     return [row["cohort"] - len({d["client"] for d in row["dropped"]}) for row in deployment.rounds(run)]
 
 
-@joins
 def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(deployment: Deployment) -> None:
     process = deployment.submit("join", *settings(12, f"min-clients={NODES - 1}", "join-timeout=10"))
     deployment.until(lambda: len(deployment.rounds("join")) >= 2, "run-join", 120)
@@ -98,20 +102,21 @@ def test_a_node_killed_while_it_trains_is_left_out(deployment: Deployment) -> No
     assert deployment.log("run-killed").count("dropped 1 x") >= 1
 
 
-@joins
-def test_a_node_comes_back_after_a_restart(deployment: Deployment) -> None:
+def test_a_node_comes_back_after_a_restart_with_its_personal_state(deployment: Deployment) -> None:
     if deployment.processes["node-3"].poll() is None:
         deployment.kill("node-3")
-    process = deployment.submit(
-        "back", *settings(200, f"min-clients={NODES - 1}", "join-timeout=10", "round-timeout=20")
-    )
-    deployment.until(lambda: len(deployment.rounds("back")) >= 2, "run-back", 180)
+    ready(deployment)
+    words = [f"min-clients={NODES - 1}", "join-timeout=10", "round-timeout=20", "method=fedrep", "lr=0.1"]
+    process = deployment.submit("back", *settings(300, *words, epochs=3))
+    deployment.until(lambda: len(deployment.rounds("back")) >= 8, "run-back", 180)
+    deployment.kill("node-3")
+    deployment.until(lambda: short(deployment), "run-back", 120)
 
     def returned() -> bool:
         """Start the node until its key is accepted: the SuperLink must first see that it was gone."""
         if deployment.processes["node-3"].poll() is not None:
             node(deployment, 3)
-        return deployment.log("run-back").count("client 3 ") > 0
+        return "client 3 is back" in deployment.log("run-back")
 
     deployment.until(returned, "run-back", 120)
     seen = len(deployment.rounds("back"))
@@ -119,6 +124,59 @@ def test_a_node_comes_back_after_a_restart(deployment: Deployment) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert deployment.rounds("back")[-1]["cohort"] == NODES
+    with (deployment.results("back") / "clients.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["partition"] == "3"]
+    first = next(row for row in rows if int(row["round"]) > short(deployment)[-1] and row["served_accuracy"])
+    # The shared body with a new head would answer like a coin with ten sides.
+    assert float(first["served_accuracy"]) > 0.5
+
+
+def test_a_killed_server_process_is_resumed(deployment: Deployment) -> None:
+    ready(deployment)
+    words = settings(12, "method=fedrep", "checkpoint-every=2", "stack=loop")
+    assert deployment.run("whole", *words)["dropped"] == {}
+    process = deployment.submit("cut", *words)
+    deployment.until(lambda: len(deployment.rounds("cut")) >= 5, "run-cut", 120)
+    kept = children(deployment.processes["superlink"].pid)
+    [executor] = [number for number, command in kept.items() if "flower-superexec" in command]
+    [server] = [number for number, command in children(executor).items() if "flwr-serverapp" in command]
+    os.kill(server, signal.SIGKILL)
+    process.send_signal(signal.SIGINT)
+    process.wait(60)
+    assert deployment.summary("cut")["status"] == "running"
+    again = deployment.submit("again", "resume=cut")
+    assert again.wait(240) == 0, deployment.log("run-again")
+    summary, whole = deployment.summary("cut"), deployment.summary("whole")
+    assert (summary["status"], summary["rounds"], summary["dropped"]) == ("completed", 12, {})
+    assert summary["served"] == whole["served"]
+    one, other = (load_arrays(deployment.results(name) / "models/server.safetensors") for name in ("cut", "whole"))
+    for key, array in other.items():
+        np.testing.assert_array_equal(one[key], array)
+
+
+def test_lies_of_a_node_are_dropped(deployment: Deployment) -> None:
+    ready(deployment)
+    deployment.kill("node-1")
+
+    def lying() -> bool:
+        """Start the liar until its key is accepted: the SuperLink must first see that the other is gone."""
+        if deployment.processes["node-1"].poll() is not None:
+            node(deployment, 1, python_path=LIAR)
+        return deployment.ready("node-1")
+
+    deployment.until(lying, "node-1", 120)
+    summary = deployment.run("lies", *settings(8))
+    assert (summary["status"], summary["rounds"]) == ("completed", 8)
+    dropped = [row["dropped"] for row in deployment.rounds("lies")]
+    assert [[drop["client"] for drop in drops] for drops in dropped] == [[1]] * 7 + [[]]
+    reasons = ["NaN or Inf", "NaN or Inf", "arrays of shapes [(17225,)]", "malformed reply: KeyError('train-loss')"]
+    reasons += ["num-examples = 0", "num-examples = -1", "num-examples = 1000000000000"]
+    for [drop], reason in zip(dropped[:-1], reasons, strict=True):
+        assert reason in drop["reason"]
+    assert sum(summary["dropped"].values()) == len(reasons)
+    assert deployment.log("run-lies").count("dropped 1 x") == len(reasons)
+    assert np.isfinite(load_arrays(deployment.results("lies") / "models/server.safetensors")["model"]).all()
+    deployment.kill("node-1")
 
 
 def test_a_run_outlives_its_superlink(deployment: Deployment) -> None:
@@ -134,6 +192,11 @@ def test_a_run_outlives_its_superlink(deployment: Deployment) -> None:
     assert [row["round"] for row in deployment.rounds("outage")] == list(range(1, 13))
     assert trained(deployment, "outage")[-1] == NODES
     assert "flower-superlink died (-9) and is started again" in deployment.log("superlink")
+
+
+def short(deployment: Deployment) -> list[int]:
+    """Return the rounds that node 3 did not take part in."""
+    return [row["round"] for row in deployment.rounds("back") if row["cohort"] < NODES or row["dropped"]]
 
 
 def ready(deployment: Deployment) -> None:

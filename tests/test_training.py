@@ -1,5 +1,6 @@
 """Local training against hand-written loops, stacked against single models, and its degenerate cases."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -100,6 +101,7 @@ def by_hand(
     weight: Tensor | None = None,
     data: Samples | None = None,
     size: int = 4,
+    clip: float = math.inf,
 ) -> tuple[Tensor, float]:
     """Train with PyTorch's own optimiser, in double precision, drawing the batches as a person would."""
     data, own, rates = data or samples(), generator(), rates or {}
@@ -129,6 +131,7 @@ def by_hand(
             loss = (each * (1.0 if weight is None else weight[chosen].double())).sum() / len(chosen)
             optimiser.zero_grad()
             loss.backward()
+            torch.nn.utils.clip_grad_norm_([p for n, p in module.named_parameters() if rates.get(n[:4], 1.0)], clip)
             for name, parameter in module.named_parameters():
                 assert parameter.grad is not None
                 if mask is not None:  # what is masked does not decay either
@@ -185,6 +188,13 @@ WEIGHT = torch.linspace(0.1, 2.0, N)
             {"mask": MASK, "decay": 0.3, "momentum": 0.9},
             id="mask",
         ),
+        pytest.param(
+            {"rates": {"body": 0.0}, "pull": Pull(initial(7), 0.7)},
+            {"max_grad_norm": 0.2, "weight_decay": 0.3, "momentum": 0.5},
+            {"rates": {"body": 0.0}, "pull": Pull(initial(7), 0.7), "clip": 0.2, "decay": 0.3, "momentum": 0.5},
+            id="clipped, frozen body, pull",
+        ),
+        pytest.param({}, {"max_grad_norm": 0.4}, {"clip": 0.4}, id="clipped"),
         pytest.param({"sample_weight": WEIGHT}, {}, {"weight": WEIGHT}, id="sample weights"),
         pytest.param({}, {"batch_size": 5}, {"size": 5}, id="last batch of one"),
         pytest.param({}, {"batch_size": 100}, {"size": 100}, id="one batch"),
@@ -253,14 +263,16 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-@pytest.mark.parametrize("extra", ["nothing", "one anchor", "K anchors", "rates", "mask", "weights"])
+@pytest.mark.parametrize("extra", ["nothing", "one anchor", "K anchors", "rates", "mask", "weights", "clipped"])
 def test_stacked_models_equal_looped_and_single_ones(name: str, extra: str) -> None:
     architecture, objective, context = CONTEXTS[name]
     starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(3)])
     anchors = starts.roll(1, dims=0)
     size = architecture.layout.size
+    norm = 0.1 if extra == "clipped" else 0.0
     choices: dict[str, dict[str, Any]] = {
         "nothing": {},
+        "clipped": {},
         "one anchor": {"pull": Pull(anchors[1], 0.5)},
         "K anchors": {"pull": Pull(anchors, 0.5)},
         "rates": {"rates": {"head": 0.2, architecture.layer_names[0]: 0.0}},
@@ -272,13 +284,15 @@ def test_stacked_models_equal_looped_and_single_ones(name: str, extra: str) -> N
     for stack in ("loop", "vmap"):
         net = Network(architecture.build, architecture.layout, CPU)
         work = Train(starts, objective, context, **options)
-        results[stack] = train(work, net, stack=stack, momentum=0.9, weight_decay=0.01)
+        results[stack] = train(work, net, stack=stack, momentum=0.9, weight_decay=0.01, max_grad_norm=norm)
     assert results["loop"].parameters.shape == starts.shape
     assert results["loop"].loss.shape == (3,)
     for k in range(3):
         own = {**options, "pull": Pull(anchors[k], 0.5)} if extra == "K anchors" else options
         net = Network(architecture.build, architecture.layout, CPU)
-        single = train(Train(starts[k], objective, context, **own), net, momentum=0.9, weight_decay=0.01)
+        single = train(
+            Train(starts[k], objective, context, **own), net, momentum=0.9, weight_decay=0.01, max_grad_norm=norm
+        )
         assert single.loss.shape == ()
         moved = single.parameters - starts[k]
         assert moved.abs().max() > 1e-3

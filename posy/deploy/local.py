@@ -50,13 +50,16 @@ class Deployment:
             "FLWR_HOME": str(self.folder / "home"),
         }
 
-    def start(self, name: str, *words: str) -> "subprocess.Popen[bytes]":
-        """Start a `posy` command that goes on; its log bears the name."""
+    def start(self, name: str, *words: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
+        """Start a `posy` command that goes on; its log bears the name, and ``python_path`` comes before the code."""
+        environment = self.environment()
+        if python_path is not None:
+            environment["PYTHONPATH"] = os.pathsep.join((str(python_path), environment["PYTHONPATH"]))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "posy.cli", *words],
                 cwd=self.folder,
-                env=self.environment(),
+                env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -85,10 +88,10 @@ class Deployment:
             raise LaunchError(f"`posy {words[0]}` ended with status {done.returncode}: {done.stdout}{done.stderr}")
         return done
 
-    def node(self, name: str, *config: str) -> "subprocess.Popen[bytes]":
+    def node(self, name: str, *config: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
         """Start a node; :meth:`ready` tells when it can work."""
         words = ["--superlink", self.fleet, "--root-certificates", str(self.ca), "--key", f"certificates/{name}.key"]
-        return self.start(name, "supernode", *words, *config)
+        return self.start(name, "supernode", *words, *config, python_path=python_path)
 
     def ready(self, name: str) -> bool:
         """Tell whether a node has connected and its worker is warm, since it was last started."""
@@ -96,9 +99,11 @@ class Deployment:
         return "SuperNode ID" in log and "is ready" in log
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
-        """Submit a run and go on; its results lie in :meth:`results` of the name."""
-        words = ["--superlink", self.control, "--root-certificates", str(self.ca), "--verbose"]
-        return self.start(f"run-{name}", "run", *words, "output-dir=runs", f"run-name={name}", *settings)
+        """Submit a run and go on; its results lie in :meth:`results` of the name, or of the run that it resumes."""
+        words = ["--superlink", self.control, "--root-certificates", str(self.ca), "--verbose", "output-dir=runs"]
+        if not any(setting.startswith("resume=") for setting in settings):
+            words.append(f"run-name={name}")
+        return self.start(f"run-{name}", "run", *words, *settings)
 
     def run(self, name: str, *settings: str, timeout: float = 240.0) -> dict[str, Any]:
         """Carry out a run and return its summary.
