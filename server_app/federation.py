@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
@@ -348,9 +349,14 @@ class Federation:
 
     def _read(self, node: int, reply: Message, take: Take) -> None:
         """Read the answer of a node; one that cannot take part is left out."""
+        if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
+            log(INFO, "node %s was gone before it could answer; it is asked again if it comes back", node)
+            self._asked.discard(node)
+            return
         if reply.has_error():
-            # Flower packs what a client has raised as <class 'data.errors.DataError'>:<'the message'>.
-            raised = re.fullmatch(r"<class '[\w.]+'>:<'(.*)'>", str(reply.error.reason), re.DOTALL)
+            # Flower packs what a client has raised as <class 'data.errors.DataError'>:<'the message'>, a warm node
+            # as DataError: the message.
+            raised = re.fullmatch(r"(?:<class '[\w.]+'>:<'|\w+: )(.*?)(?:'>)?", str(reply.error.reason), re.DOTALL)
             self._leave_out(node, raised[1] if raised else str(reply.error.reason))
             return
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
+from flwr.common.constant import ErrorCode
 from nodes import NodeGrid
 
 from client_app.app import Call
@@ -342,6 +343,22 @@ def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings) -> None
     grid.replies[query] = grid.answer(next(q for q in grid.kept if q.metadata.message_id == query))
     assert found.refresh() == []
     assert hosts(found)[1] == 9  # its late answer counts
+
+
+def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings) -> None:
+    class Flaky(Script):
+        gone = 2
+
+        def answer(self, message: Message) -> Message:
+            if message.metadata.dst_node_id == 1 and self.gone:
+                self.gone -= 1
+                return Message(Error(ErrorCode.NODE_UNAVAILABLE, "node unavailable"), reply_to=message)
+            return super().answer(message)
+
+    grid = Flaky(*parts(4))
+    found = grid.joined(settings)
+    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert (grid.gone, dict(found.left_out)) == (0, {})
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,18 @@ def require_version() -> None:
         )
 
 
-def hasten_pulls() -> None:
-    """Shorten the pause before a part of a message is asked for again; Flower works without it, only slower."""
+def hasten_pulls(patience: float | None = None) -> None:
+    """Shorten the pause before a part of a message is asked for again; Flower works without it, only slower.
+
+    Parameters
+    ----------
+    patience : float, optional
+        After so many seconds a part that is still missing is given up; Flower's own limit is minutes.
+    """
+    changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
     for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
         defaults = function.__kwdefaults__ or {}
-        if "initial_backoff" in defaults:
-            defaults["initial_backoff"] = BACKOFF_SECONDS
+        defaults |= {key: value for key, value in changes.items() if key in defaults}
 
 
 class Waits(Protocol):
@@ -140,8 +146,17 @@ class Task:
         self._client = _client(address, token)
 
     def pull(self) -> tuple[Message, Context, Run, Fab]:
-        """Return the message, the node's context, the run and the code that belongs to it; possible once."""
-        return pull_task_input(self._client)
+        """Return the message, the node's context, the run and the code that belongs to it; possible once.
+
+        Raises
+        ------
+        RuntimeError
+            If the message is not there: Flower's node leaves a task behind when its run ends while it receives.
+        """
+        try:
+            return pull_task_input(self._client)
+        except pulling.ObjectPullError as error:
+            raise RuntimeError(f"the message of a task is not there: {error}") from error
 
     def beat(self) -> None:
         """Tell the node that the task is alive; after 60 s without it, the node answers with an error."""

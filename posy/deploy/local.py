@@ -31,6 +31,7 @@ class Deployment:
         self.control, self.fleet = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self.ca = folder / "certificates/ca.pem"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._before: dict[str, int] = {}  # characters in a log when its process was started
         self.posy("certificates", "certificates", *names, "stranger")
         words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet]
         self.start("superlink", "superlink", *words)
@@ -55,6 +56,7 @@ class Deployment:
         environment = self.environment()
         if python_path is not None:
             environment["PYTHONPATH"] = os.pathsep.join((str(python_path), environment["PYTHONPATH"]))
+        self._before[name] = len(self.log(name))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "posy.cli", *words],
@@ -95,7 +97,7 @@ class Deployment:
 
     def ready(self, name: str) -> bool:
         """Tell whether a node has connected and its worker is warm, since it was last started."""
-        log = self.log(name).rpartition("$ python")[2]
+        log = self.log(name)[self._before[name] :]
         return "SuperNode ID" in log and "is ready" in log
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":

@@ -145,6 +145,7 @@ class Executor(threading.Thread):
                     self._waits.work.clear()
                     if token := tasks.acquire():
                         self._carry_out(worker, token)
+                        self._waits.work.clear()  # whatever comes next is not whole before the node waits for a reply
         except Exception as error:
             log(ERROR, "the node ends, because its tasks cannot be carried out", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from logging import ERROR
+from logging import ERROR, WARNING
 from typing import Any, TextIO
 
 import httpx
@@ -25,6 +25,8 @@ from flwr.common.logger import log
 from posy.deploy.internals import Apps, Task, envelope, error_reply, hasten_pulls
 from posy.flower import CLOCK_SECONDS
 
+PULL_SECONDS = 10.0
+"""The parts of a message are on this machine when its task is taken: what is missing for so long never comes."""
 PRELOADED = ("torch", "torch._dynamo", "torch.optim", "safetensors.numpy")
 """What takes long to import, and does not belong to the code of a run."""
 
@@ -36,7 +38,7 @@ def main() -> None:
     address, connection = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     tokens: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, tokens), daemon=True).start()
-    hasten_pulls()
+    hasten_pulls(PULL_SECONDS)
     for name in PRELOADED:
         importlib.import_module(name)
     apps = Apps()
@@ -63,7 +65,9 @@ def serve(task: Task, apps: Apps, told: TextIO) -> None:
         _tell(told, event="pushed")
         task.finish(None if error else context, error)
     except (httpx.HTTPError, RuntimeError) as wrong:  # without an answer the node itself gives one, after a minute
-        log(ERROR, "a task was lost between node and worker", exc_info=wrong)
+        log(WARNING, "a task was lost between node and worker: %r", wrong)
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):
+            task.finish(None, repr(wrong))
     finally:
         task.close()
     _tell(told, event="done")
