@@ -71,8 +71,13 @@ def record_in_process(config: Mapping[str, Scalar]) -> "Recorder":
     from server_app.app import run  # noqa: PLC0415 - imports PyTorch
     from server_app.in_process import InProcessGrid  # noqa: PLC0415
 
-    logging.getLogger("flwr").setLevel(logging.WARNING)
-    return run(InProcessGrid(0), {**defaults(), **config, "engine": "in-process"})
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        return run(InProcessGrid(0), {**defaults(), **config, "engine": "in-process"})
+    finally:
+        logger.setLevel(level)
 
 
 def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: str, *, verbose: bool = False) -> int:

@@ -16,6 +16,7 @@ from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from data.errors import DataError
 from data.sites import Description, agreed, is_complete, task_of
@@ -28,6 +29,8 @@ PULL_SECONDS = 0.1
 MAX_PULL_SECONDS = 1.0
 PULL_PATIENCE = 0.02
 """After t seconds of a phase replies are asked for every 0.02 t seconds, within the two limits above."""
+PUSHES = 5
+"""So often messages are sent whose content does not get through."""
 REFRESH_SECONDS = 2.0
 """How long a round waits for the answers of nodes that have just come; later ones join in the next round."""
 
@@ -107,7 +110,7 @@ class PollingGrid(WaveGrid):
 
     def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
         started = time.monotonic()
-        pending = {number for number in self._grid.push_messages(wave) if number}
+        pending = self._push(wave)
         replies: list[Message] = []
         while pending:
             came = list(self._grid.pull_messages(pending))
@@ -119,6 +122,19 @@ class PollingGrid(WaveGrid):
             if pending:
                 time.sleep(min(MAX_PULL_SECONDS, max(PULL_SECONDS, PULL_PATIENCE * waited)))
         return replies
+
+    def _push(self, wave: list[Message]) -> set[str]:
+        """Push messages and return their ids; a SuperLink that was started again half-way gets them anew."""
+        for left in reversed(range(PUSHES)):
+            try:
+                return {number for number in self._grid.push_messages(wave) if number}
+            except ObjectPushError as error:
+                if not left:
+                    raise
+                log(WARNING, "the SuperLink has lost messages on their way, they are sent again: %s", error)
+                for message in wave:  # as others: those before are known to it, without their content
+                    message.metadata.created_at = time.time()
+        return set()
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def trained(deployment: Deployment, run: str) -> list[int]:
 
 
 def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(deployment: Deployment) -> None:
-    process = deployment.submit("join", *settings(12, f"min-clients={NODES - 1}", "join-timeout=10"))
+    process = deployment.submit("join", *settings(12, f"min-clients={NODES - 1}", "join-timeout=30"))
     deployment.until(lambda: len(deployment.rounds("join")) >= 2, "run-join", 120)
     node(deployment, NODES - 1)
     assert process.wait(240) == 0, deployment.log("run-join")
@@ -104,7 +104,7 @@ def test_a_node_killed_while_it_trains_is_left_out(deployment: Deployment) -> No
 
 def test_a_node_comes_back_after_a_restart_with_its_personal_state(deployment: Deployment) -> None:
     ready(deployment)
-    words = [f"min-clients={NODES - 1}", "join-timeout=10", "round-timeout=20", "method=fedrep", "lr=0.1"]
+    words = [f"min-clients={NODES - 1}", "join-timeout=30", "round-timeout=20", "method=fedrep", "lr=0.1"]
     process = deployment.submit("back", *settings(300, *words, epochs=3))
     deployment.until(lambda: len(deployment.rounds("back")) >= 8, "run-back", 180)
     deployment.kill("node-3")

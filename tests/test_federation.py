@@ -5,13 +5,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from nodes import NodeGrid
 
 from client_app.app import Call
@@ -19,7 +21,7 @@ from posy.config import Settings, resolve
 from posy.settings import SettingsError
 from server_app import federation
 from server_app.app import run
-from server_app.federation import Federation, WaveGrid
+from server_app.federation import Federation, PollingGrid, WaveGrid
 from server_app.in_process import InProcessGrid
 from strategies.ppfe import PPFE
 
@@ -100,6 +102,25 @@ def test_the_rest_of_a_grid_is_passed_on(settings_json: str) -> None:
     ids = list(waves.push_messages(queries(settings_json, 1)))
     assert [r.metadata.reply_to_message_id for r in waves.pull_messages(ids)] == ids
     assert list(waves.pull_messages(ids)) == []
+
+
+def test_messages_that_a_superlink_has_lost_half_way_are_sent_again(settings_json: str) -> None:
+    class Forgetful(NodeGrid):
+        lost: ClassVar[list[list[float]]] = []
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            if len(self.lost) < 2:
+                self.lost.append([message.metadata.created_at for message in messages])
+                raise ObjectPushError("an object", 1, "a session")
+            return super().push_messages(messages)
+
+    grid = Forgetful(*parts(2))
+    sent = queries(settings_json, 1, 2)
+    replies = PollingGrid(grid).send_and_receive(sent)
+    assert {r.metadata.reply_to_message_id for r in replies} == {m.metadata.message_id for m in sent}
+    times = [*grid.lost, [message.metadata.created_at for message in sent]]
+    for one, two in pairwise(times):
+        assert all(before < after for before, after in zip(one, two, strict=True))
 
 
 # -- the grid inside the process -------------------------------------------------------------------------

@@ -40,6 +40,8 @@ BACKOFF_SECONDS = 0.05
 BEAT_SECONDS = 15
 """A node that is silent for twice as long counts as gone, and its key can come back; with Flower's own 30 s
 both take a minute."""
+PULL_SECONDS = 30.0
+"""So long a node waits for a part of a message that the SuperLink does not have; Flower's own limit is two hours."""
 IDLE_SECONDS = 1.0
 """A wait of Flower's node that is at least so long is one for the next message, a shorter one for a reply."""
 
@@ -65,7 +67,7 @@ def hasten_pulls(patience: float | None = None) -> None:
     Parameters
     ----------
     patience : float, optional
-        After so many seconds a part that is still missing is given up; Flower's own limit is minutes.
+        After so many seconds a part that is still missing is given up; Flower's own limit is two hours.
     """
     changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
     for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
@@ -105,7 +107,7 @@ def run_node(arguments: list[str], waits: Waits) -> None:
         else:
             waits.reply(seconds)
 
-    hasten_pulls()
+    hasten_pulls(PULL_SECONDS)
     for module in (connection, heartbeat):
         vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = BEAT_SECONDS
     start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
