@@ -54,6 +54,11 @@ def add_commands(commands: Any) -> None:
     )
     _add_trust(command, "--certificates", "certificates", "directory made by `posy certificates`")
     command.add_argument("--state", type=Path, default=Path("superlink"), metavar="DIR", help="its database and files")
+    command.add_argument(
+        "--volatile",
+        action="store_true",
+        help="keep the state in memory: rounds are faster, but runs end with the SuperLink",
+    )
     command.add_argument("--fleet", metavar="HOST:PORT", help=f"where nodes connect to (default: {FLEET})")
     command.add_argument(
         "--control", default=CONTROL, metavar="HOST:PORT", help=f"where runs are submitted (default: {CONTROL})"
@@ -151,13 +156,9 @@ def superlink(options: argparse.Namespace) -> int:
     state = options.state.absolute()
     state.mkdir(parents=True, exist_ok=True)
     state.chmod(0o700)
-    kept = [
-        "--isolation",
-        "process",
-        "--database",
-        str(state / "state.db"),
-        "--disable-runtime-dependency-installation",
-    ]
+    kept = ["--isolation", "process", "--disable-runtime-dependency-installation"]
+    if not options.volatile:
+        kept += ["--database", str(state / "state.db")]
     commands = [
         [script("flower-superlink"), *served, *trust, *kept],
         [script("flower-superexec"), "--runtime-api-address", reached, *asked, "--parent-pid", str(os.getpid())],

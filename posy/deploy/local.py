@@ -24,16 +24,18 @@ class Deployment:
         Where keys, states, logs and results lie.
     names : list of str
         Names of the nodes whose keys are registered; ``stranger`` has a key that is not.
+    options : str
+        Further options of `posy superlink`.
     """
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
+    def __init__(self, folder: Path, names: list[str], *options: str) -> None:
         self.folder = folder
         self.control, self.fleet = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self.ca = folder / "certificates/ca.pem"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._before: dict[str, int] = {}  # characters in a log when its process was started
         self.posy("certificates", "certificates", *names, "stranger")
-        words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet]
+        words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet, *options]
         self.start("superlink", "superlink", *words)
         self.until(lambda: "Starting Fleet API" in self.log("superlink"), "the SuperLink")
         public = [str(folder / f"certificates/{name}.pub") for name in names]
