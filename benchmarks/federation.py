@@ -23,11 +23,11 @@ import statistics
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from posy.config import defaults
 from posy.deploy.local import Deployment, children
 from posy.launch import run_in_process
 
@@ -69,8 +69,8 @@ def start(deployment: Deployment, nodes: int, *, stock: bool) -> None:
         words = [f"partition-id={i}", f"num-partitions={nodes}", *(["--stock"] if stock else [])]
         deployment.node(f"node-{i}", *words)
         if i % 4 == 3 or i == nodes - 1:
-            told = "SuperNode ID" if stock else "is ready"
-            deployment.until(lambda name=f"node-{i}", told=told: told in deployment.log(name), f"node-{i}", 300.0)
+            there = (lambda name: "SuperNode ID" in deployment.log(name)) if stock else deployment.ready
+            deployment.until(partial(there, f"node-{i}"), f"node-{i}", 300.0)
 
 
 def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: str) -> dic
     words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in config.items()]
     deployment.run("speed", *words, timeout=1800.0)
     with contextlib.redirect_stdout(io.StringIO()):
-        run_in_process({**defaults(), **config, "output-dir": str(deployment.folder), "run-name": "plain"})
+        run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"})
     path = deployment.folder / "plain/rounds.jsonl"
     plain = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     over_grpc = [sum(row["seconds"].values()) for row in deployment.rounds("speed")[WARM_ROUNDS:]]

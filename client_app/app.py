@@ -71,7 +71,8 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     SettingsError
         If the name of the run is not that of a folder.
     """
-    wanted, _ = config.pop("save-models-to", ""), config.pop("state-directory", "")
+    wanted = config.pop("save-models-to", "")
+    config.pop("state-directory", None)
     state, models = (str(context.node_config.get(key, "")) for key in ("state-dir", "models"))
     if state:
         config["state-directory"] = str(run_folder(absolute(state), str(config["run"])))

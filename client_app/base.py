@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from flwr.client import NumPyClient
-from safetensors.numpy import save_file
 from torch import Tensor
 
 from client_app.workspace import Workspace
@@ -26,6 +25,7 @@ from posy.parameters import FloatArray, Layout
 from posy.privacy import noised
 from posy.randomness import torch_generator
 from posy.state import State
+from posy.storage import write_arrays
 from posy.training import Forward, Job, Network, Train, Trained
 
 Config = Mapping[str, Any]
@@ -323,9 +323,8 @@ class PersonalClient(NumPyClient):
             arrays |= {prefix + name: array for name, array in named.items()}
             if several:
                 arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
-        temporary = path / f".client-{self.client}.safetensors"
-        save_file(arrays, temporary, metadata={"client": str(self.client), "chosen": predictor.chosen})
-        temporary.rename(path / f"client-{self.client}.safetensors")
+        metadata = {"client": str(self.client), "chosen": predictor.chosen}
+        write_arrays(path / f"client-{self.client}.safetensors", arrays, metadata)
 
 
 def scores(log_probabilities: Tensor, labels: Tensor) -> Scores:

@@ -30,6 +30,7 @@ from posy.resume import StoredRun
 from posy.settings import (
     DATASETS,
     SITES,
+    SITES_NEED_NODES,
     DataSettings,
     Rule,
     RunSettings,
@@ -87,10 +88,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         known = {**_common_defaults(), **config}
     if known["dataset"] == SITES:
-        raise SettingsError(
-            f"dataset = {SITES!r} on {WHERE}: a simulation has no nodes that hold data; start a SuperLink and a "
-            "SuperNode at each site, and say where the SuperLink is with --superlink"
-        )
+        raise SettingsError(f"dataset = {SITES!r} on {WHERE}: {SITES_NEED_NODES}")
     if known["engine"] == "in-process":
         return run_in_process(config)
     return run_simulation(config, int(known["num-clients"]), str(known["device"]), verbose=options.verbose)

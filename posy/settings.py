@@ -85,6 +85,10 @@ DATASETS = (
 )
 SITES = "sites"
 """The `dataset` of a run whose nodes hold their own data."""
+SITES_NEED_NODES = (
+    "a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each site, and say where the "
+    "SuperLink is with --superlink"
+)
 
 SAMPLE_KINDS = ("auto", "image", "image-float", "features", "text", "tokens")
 MODELS = (

@@ -19,7 +19,7 @@ from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
 from posy.privacy import check_privacy
 from posy.resume import StoredRun, given_keys
-from posy.settings import DATASETS, SITES, SettingsError
+from posy.settings import DATASETS, SITES, SITES_NEED_NODES, SettingsError
 from posy.state import DirectoryStore, MemoryStore
 from server_app.checkpoints import resumption
 from server_app.federation import Federation, PollingGrid, WaveGrid
@@ -32,9 +32,10 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
-    from posy.deploy.internals import hasten_pulls  # noqa: PLC0415 - what only a run by Flower needs
+    if not in_simulation():
+        from posy.deploy.internals import hasten_pulls  # noqa: PLC0415 - what only a run over a network needs
 
-    hasten_pulls()
+        hasten_pulls()
     run(grid, context.run_config)
 
 
@@ -137,10 +138,7 @@ def check_sites(settings: Settings) -> None:
     """Raise :class:`SettingsError` for settings that do not go with sites that hold their own data."""
     check_site_settings(settings.data)
     if settings.run.engine == "in-process" or in_simulation():
-        raise SettingsError(
-            f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
-            "site"
-        )
+        raise SettingsError(f"dataset = {SITES!r}: {SITES_NEED_NODES}")
 
 
 def check_federation(settings: Settings, workspace: Workspace) -> None:

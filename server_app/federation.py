@@ -125,16 +125,17 @@ class PollingGrid(WaveGrid):
 
     def _push(self, wave: list[Message]) -> set[str]:
         """Push messages and return their ids; a SuperLink that was started again half-way gets them anew."""
-        for left in reversed(range(PUSHES)):
+        for _ in range(PUSHES - 1):
             try:
-                return {number for number in self._grid.push_messages(wave) if number}
+                return self._pushed(wave)
             except ObjectPushError as error:
-                if not left:
-                    raise
                 log(WARNING, "the SuperLink has lost messages on their way, they are sent again: %s", error)
                 for message in wave:  # as others: those before are known to it, without their content
                     message.metadata.created_at = time.time()
-        return set()
+        return self._pushed(wave)
+
+    def _pushed(self, wave: list[Message]) -> set[str]:
+        return {number for number in self._grid.push_messages(wave) if number}
 
 
 @dataclass(frozen=True)
