@@ -71,6 +71,7 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: i
             "round_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
             "evaluation_seconds": round(statistics.median(run["evaluation"] for run in runs), 3),
             "start_up_seconds": round(statistics.median(run["start_up"] for run in runs), 1),
+            "imports_seconds": None if name == "ray" else round(statistics.median(run["imports"] for run in runs), 1),
             "peak_mib": max(run["peak_mib"] for run in runs),
         }
         print(workload, clients, name, table[name], file=sys.stderr, flush=True)

@@ -16,15 +16,31 @@ import torch.nn.functional as F
 
 from client_app.workspace import Workspace, cores
 from posy.config import defaults, resolve
+from posy.methods import client_class
+from posy.state import State
+
+IN_PROCESS = """
+import json, sys, time
+begun = time.perf_counter()
+import posy, posy.figures, posy.launch, server_app.app
+from posy.methods import client_class, strategy_class
+settings = json.loads(sys.argv[1])
+client_class(settings["method"]), strategy_class(settings["method"])
+imported = time.perf_counter()
+posy.run(**{key.replace("-", "_"): value for key, value in settings.items()})
+print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)
+"""
+"""A run in one process that tells the seconds of its imports and of all that follows."""
 
 
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
-    """Train one model on some clients' batches with nothing but PyTorch."""
+    """Train the method's network on some clients' batches with nothing but PyTorch."""
     torch.set_num_threads(1)
     workspace = Workspace(resolve(defaults() | config))
     size = workspace.settings.train.batch_size
     data = [workspace.client_data(client) for client in clients]
-    module = workspace.architecture.build().to(workspace.device)
+    client = client_class(workspace.settings.run.method)(clients[0], workspace, State())
+    module = client.architecture.build().to(workspace.device)
     if data[0].x_train.dim() == 4 and workspace.device.type == "cpu":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimiser = torch.optim.SGD(module.parameters(), lr=0.005)
@@ -33,7 +49,11 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
         for index in torch.split(torch.randperm(len(y), device=y.device), size):
             if len(index) == 1 and size > 1:
                 continue
-            loss = F.cross_entropy(module(x[index]), y[index])
+            outputs = module(x[index])
+            logits, *branch = outputs if isinstance(outputs, tuple) else (outputs,)
+            loss = F.cross_entropy(logits, y[index])
+            for other in branch:  # FedDRM's second branch tells the client
+                loss = loss + F.cross_entropy(other, torch.zeros_like(y[index]))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -46,13 +66,13 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
     epoch(data[0].x_train[:200], data[0].y_train[:200])
     barrier.wait()
     start = settled()
-    for client in data:
-        epoch(client.x_train, client.y_train)
-    queue.put((sum(len(client.y_train) for client in data), settled() - start))
+    for each in data:
+        epoch(each.x_train, each.y_train)
+    queue.put((sum(len(each.y_train) for each in data), settled() - start))
 
 
 def bare_speed(config: dict[str, Any]) -> float:
-    """Return samples per second of the bare loop over the clients of one round.
+    """Return samples per second of the bare loop over the clients of one round, with the network of the method.
 
     On a CPU it runs in as many processes as there are cores, one thread each, on shares of about equal work;
     on a GPU in one process.
@@ -77,21 +97,25 @@ def bare_speed(config: dict[str, Any]) -> float:
 
 
 def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any]:
-    """Run ``posy run`` in a process of its own and return what its record tells.
+    """Run an experiment in a process of its own and return what its record tells.
 
     Returns
     -------
     dict
         ``seconds`` of the training phase, median without the first round; ``spread`` between its fastest and
         slowest; ``messages`` of the phase; ``samples`` trained in it; ``evaluation`` seconds; ``start_up``
-        seconds outside the rounds; ``peak_mib`` of the largest process.
+        seconds outside the rounds, start and end, with Ray from the command on and in one process after the
+        ``imports``, which then stand apart; ``peak_mib`` of the largest process.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "save-models": False, **config, "num-server-rounds": rounds, "evaluate-every": rounds,
             "output-dir": folder, "run-name": "run", "engine": engine,
         }  # fmt: skip
-        words = [sys.executable, "-m", "posy.cli", "run", *(f"{key}={_word(v)}" for key, v in settings.items())]
+        if engine == "ray":
+            words = [sys.executable, "-m", "posy.cli", "run", *(f"{key}={_word(v)}" for key, v in settings.items())]
+        else:
+            words = [sys.executable, "-c", IN_PROCESS, json.dumps(settings)]
         start = time.perf_counter()
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
@@ -99,7 +123,8 @@ def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - start
         if status:
-            raise RuntimeError(f"posy run ended with status {status}: {errors[-2000:]}")
+            raise RuntimeError(f"the run ended with status {status}: {errors[-2000:]}")
+        imports, wall = (None, wall) if engine == "ray" else json.loads(errors.splitlines()[-1])
         lines = (Path(folder) / "run" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
         clients = (Path(folder) / "run" / "clients.csv").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
@@ -113,6 +138,7 @@ def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any
         "messages": rows[-1]["cohort"],
         "samples": sum(trained),
         "evaluation": rows[-1]["seconds"].get("evaluate"),
+        "imports": imports,
         "start_up": wall - sum(sum(row["seconds"].values()) for row in rows),
         "peak_mib": round(usage.ru_maxrss / 1024),
     }

@@ -69,13 +69,12 @@ def record_in_process(config: Mapping[str, Scalar]) -> "Recorder":
         os.environ.setdefault(name, value)
     from posy.config import defaults  # noqa: PLC0415
     from server_app.app import run  # noqa: PLC0415 - imports PyTorch
-    from server_app.in_process import InProcessGrid  # noqa: PLC0415
 
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        return run(InProcessGrid(0), {**defaults(), **config, "engine": "in-process"})
+        return run(None, {**defaults(), **config, "engine": "in-process"})
     finally:
         logger.setLevel(level)
 

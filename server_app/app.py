@@ -39,13 +39,13 @@ def main(grid: Grid, context: Context) -> None:
     run(grid, context.run_config)
 
 
-def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
+def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
     """Run an experiment on a grid, whatever delivers its messages.
 
     Parameters
     ----------
-    grid : Grid
-        Flower's grid.
+    grid : Grid or None
+        Flower's grid; not needed where ``engine`` is ``in-process``, which makes its own.
     config : Mapping
         Flat settings as in ``[tool.flwr.app.config]``.
 
@@ -71,6 +71,8 @@ def run(grid: Grid, config: Mapping[str, Any]) -> Recorder:
     check_privacy(settings)
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
+    if grid is None:
+        raise SettingsError(f"engine = {settings.run.engine!r} runs on a grid of Flower's: start it with `flwr run`")
     waves = WaveGrid(grid) if isinstance(grid, InProcessGrid) else PollingGrid(grid)
     federation = Federation(waves, settings)
     if settings.data.dataset == SITES:

@@ -623,8 +623,10 @@ def test_clients_of_one_class_and_of_one_sample_take_part(make_config: MakeConfi
 
 
 def test_the_engine_in_the_process_needs_no_nodes(make_config: MakeConfig) -> None:
-    path = started(make_config("fedavg", engine="in-process", num_server_rounds=1), InProcessGrid(0)).directory.path
+    path = run(None, make_config("fedavg", engine="in-process", num_server_rounds=1)).directory.path
     assert summary_of(path)["status"] == "completed"
+    with pytest.raises(SettingsError, match="engine = 'ray' runs on a grid of Flower's"):
+        run(None, make_config("fedavg", engine="ray"))
 
 
 def test_the_run_config_of_the_caller_stays(make_config: MakeConfig) -> None:

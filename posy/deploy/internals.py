@@ -1,4 +1,4 @@
-"""All that Posy takes from inside Flower 1.39, beyond its public interface.
+"""What warm SuperNodes take from inside Flower 1.39, beyond its public interface.
 
 Stock Flower starts an interpreter for every message that a node gets, and its loops sleep for up to three
 seconds between two looks. What is needed to keep a node warm stands here, and nowhere else: the node's main

@@ -1,0 +1,292 @@
+"""Learning curves beside plain PyTorch programs, on the same PFLlib split.
+
+usage: python -m benchmarks.curves [--dataset cifar10] [--data-dir datasets] [--samples 12000] [--rounds 20]
+       [--picture docs/curves.png]
+
+A split is written as PFLlib's scripts do it: classes dealt out by Dirichlet draws, 75 % of each client's
+samples for training, pickled dicts. Posy reads that directory; so do the programs below, which know nothing of
+Posy or Flower. They go step by step as the published ones of FedAvg (PFLlib) and cwFedAvg (built on PFLlib)
+do: the same network, a shuffling DataLoader that drops an incomplete last batch, a new SGD a round, the served
+models scored on the clients' test samples. FedFew has no published program; its Algorithm 1 is written out.
+Prints JSON: for each method and evaluated round the accuracy (mean over the clients, weighted by their samples)
+of both over the seeds, their gap, and the spread over the seeds.
+"""
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, TensorDataset
+
+import posy
+from benchmarks.machine import machine
+from client_app.workspace import cores
+from data.datasets import load_dataset
+from posy import figures
+from posy.config import defaults, resolve
+
+LR = 0.005
+BATCH = 10
+WDR_LAMBDA = 10.0
+MODELS, MU = 3, 0.01
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "cwfedavg": {"cwfedavg_wdr_lambda": WDR_LAMBDA},
+    "fedfew": {"fedfew_models": MODELS, "fedfew_mu": MU},
+}
+
+
+class Client(NamedTuple):
+    """One client's tensors."""
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+# -- the split -------------------------------------------------------------------------------------------
+
+
+def write_split(folder: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], clients: int, alpha: float, seed: int) -> None:
+    """Write a PFLlib directory of uint8 images ``(N, H, W, C)``: each class is dealt out by a Dirichlet draw."""
+    x = (x.transpose(0, 3, 1, 2) / 127.5 - 1).astype(np.float32)
+    generator = np.random.default_rng(seed)
+    held: list[list[int]] = [[] for _ in range(clients)]
+    while min(map(len, held)) < 2 * BATCH:
+        held = [[] for _ in range(clients)]
+        for label in np.unique(y):
+            members = generator.permutation(np.flatnonzero(y == label))
+            cuts = np.cumsum(generator.dirichlet(np.full(clients, alpha)))[:-1]
+            for mine, part in zip(held, np.split(members, (cuts * len(members)).astype(int)), strict=True):
+                mine.extend(part.tolist())
+    for client, indices in enumerate(held):
+        order = generator.permutation(indices)
+        kept = round(0.75 * len(order))
+        for split, chosen in (("train", order[:kept]), ("test", order[kept:])):
+            (folder / split).mkdir(parents=True, exist_ok=True)
+            np.savez_compressed(folder / split / f"{client}.npz", data=np.array({"x": x[chosen], "y": y[chosen]}))
+    (folder / "config.json").write_text(json.dumps({"num_clients": clients, "num_classes": len(np.unique(y))}))
+
+
+def read_split(folder: Path) -> list[Client]:
+    """Read what :func:`write_split` has just written, as PFLlib does."""
+    clients = []
+    for number in range(len(list((folder / "train").glob("*.npz")))):
+        parts = [np.load(folder / s / f"{number}.npz", allow_pickle=True)["data"].tolist() for s in ("train", "test")]
+        tensors = [torch.from_numpy(part[key]) for part in parts for key in ("x", "y")]
+        clients.append(Client(tensors[0], tensors[1].long(), tensors[2], tensors[3].long()))
+    return clients
+
+
+# -- the plain programs ----------------------------------------------------------------------------------
+
+
+def network(example: Tensor, classes: int) -> nn.Sequential:
+    """Return the 4-layer CNN of the three papers."""
+    features = nn.Sequential(
+        nn.Conv2d(example.shape[0], 32, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+    )  # fmt: skip
+    width = features(example[None]).shape[1]
+    return nn.Sequential(*features, nn.Linear(width, 512), nn.ReLU(), nn.Linear(512, classes))
+
+
+def row_share(weight: Tensor) -> Tensor:
+    """Return the norms of the output rows as shares of their sum."""
+    norms = weight.norm(dim=1)
+    return norms / norms.sum()
+
+
+def train(
+    model: nn.Sequential, start: Tensor, client: Client, penalty: Callable[[nn.Sequential], Tensor] | None = None
+) -> tuple[Tensor, float]:
+    """Train one epoch from some parameters; return the new ones and the mean loss on the way."""
+    vector_to_parameters(start, model.parameters())
+    whole = len(client.y_train) >= BATCH
+    loader = DataLoader(TensorDataset(client.x_train, client.y_train), BATCH, shuffle=True, drop_last=whole)
+    optimiser = torch.optim.SGD(model.parameters(), lr=LR)
+    total, seen = 0.0, 0
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        total, seen = total + loss.item() * len(y), seen + len(y)
+        if penalty is not None:
+            loss = loss + penalty(model)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return parameters_to_vector(model.parameters()).detach().clone(), total / seen
+
+
+@torch.no_grad()
+def outputs(model: nn.Sequential, parameters: Tensor, x: Tensor) -> Tensor:
+    """Return the logits of a model."""
+    vector_to_parameters(parameters, model.parameters())
+    return torch.cat([model(part) for part in x.split(500)])
+
+
+def fedavg(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
+    """Yield the served models after each round: one average for all."""
+    average = parameters_to_vector(model.parameters()).detach().clone()
+    while True:
+        average = shares @ torch.stack([train(model, average, client)[0] for client in clients])
+        yield [average] * len(clients)
+
+
+def cwfedavg(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
+    """Yield the served models after each round: the average, with an output layer mixed for each client."""
+    head = sum(p.numel() for p in model[-1].parameters())
+    served = [parameters_to_vector(model.parameters()).detach().clone()] * len(clients)
+    classes = model[-1].out_features
+
+    def regulariser(counts: Tensor, net: nn.Sequential) -> Tensor:
+        weight = net[-1].weight
+        assert isinstance(weight, Tensor)
+        return WDR_LAMBDA * torch.linalg.vector_norm(counts / counts.sum() - row_share(weight))
+
+    while True:
+        trained = []
+        for client, start in zip(clients, served, strict=True):
+            counts = torch.bincount(client.y_train, minlength=classes)
+            trained.append(train(model, start, client, partial(regulariser, counts))[0])
+        stacked = torch.stack(trained)
+        mixture = torch.stack([row_share(each[-head:-classes].view(classes, -1)) for each in stacked])
+        joint = shares[:, None] * mixture
+        heads = (joint / joint.sum(0)).T @ stacked[:, -head:]
+        average = shares @ stacked
+        served = [torch.cat([average[:-head], own @ heads]) for own in mixture]
+        yield served
+
+
+def fedfew(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
+    """Yield the served models after each round: of K, the one of the least training loss (Algorithm 1)."""
+    starts = [model, *(network(clients[0].x_train[0], model[-1].out_features) for _ in range(MODELS - 1))]
+    models = [parameters_to_vector(start.parameters()).detach().clone() for start in starts]
+    while True:
+        results = [[train(model, start, client) for start in models] for client in clients]
+        losses = shares[:, None].double() * torch.tensor([[loss for _, loss in row] for row in results]).double()
+        inner = torch.softmax(-losses / MU, dim=1)
+        outer = torch.softmax(-torch.logsumexp(-losses / MU, dim=1), dim=0)
+        weight = (outer[:, None] * inner).float()
+        models = [
+            start + sum(weight[i, k] * (row[k][0] - start) for i, row in enumerate(results))
+            for k, start in enumerate(models)
+        ]
+        yield [
+            min(models, key=lambda m, c=client: float(F.cross_entropy(outputs(model, m, c.x_train), c.y_train)))
+            for client in clients
+        ]
+
+
+PROGRAMS = {"fedavg": fedavg, "cwfedavg": cwfedavg, "fedfew": fedfew}
+
+
+def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -> list[float]:
+    """Run a plain program and return its accuracy at the evaluated rounds."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    clients = read_split(folder)
+    sizes = torch.tensor([float(len(client.y_train)) for client in clients])
+    shares = sizes / sizes.sum()
+    classes = 1 + max(int(client.y_train.max()) for client in clients)
+    model = network(clients[0].x_train[0], classes)
+    curve = []
+    for number, served in zip(range(1, rounds + 1), PROGRAMS[method](model, clients, shares), strict=False):
+        if number % every == 0:
+            hits = [
+                (outputs(model, parameters, client.x_test).argmax(1) == client.y_test).float().mean()
+                for parameters, client in zip(served, clients, strict=True)
+            ]
+            curve.append(float(shares @ torch.stack(hits)))
+    return curve
+
+
+# -- beside Posy -----------------------------------------------------------------------------------------
+
+
+def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -> list[float]:
+    """Run Posy and return its accuracy at the evaluated rounds."""
+    clients = len(list((folder / "train").glob("*.npz")))
+    with tempfile.TemporaryDirectory() as output:
+        record = posy.run(
+            method=method, dataset=str(folder), partition="natural", num_clients=clients, model="cnn",
+            num_server_rounds=rounds, evaluate_every=every, batch_size=BATCH, lr=LR, seed=seed, save_models=False,
+            output_dir=output, **METHODS[method],
+        )  # fmt: skip
+        lines = (record.directory.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+    accuracies = [json.loads(line)["served_accuracy"] for line in lines]
+    return [accuracy["weighted"] for accuracy in accuracies if accuracy is not None]
+
+
+def compared(plain: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """Return both curves ``(seeds, points)`` as means, their gap, and the standard deviation over the seeds."""
+    spread = np.sqrt((plain.var(axis=0, ddof=1) + ours.var(axis=0, ddof=1)) / 2)
+    gap = ours.mean(axis=0) - plain.mean(axis=0)
+    return {
+        "plain": plain.mean(axis=0).round(4).tolist(),
+        "posy": ours.mean(axis=0).round(4).tolist(),
+        "gap": gap.round(4).tolist(),
+        "spread_over_seeds": spread.round(4).tolist(),
+        "mean_gap": round(float(gap.mean()), 4),
+        "mean_spread": round(float(spread.mean()), 4),
+    }
+
+
+def main() -> None:
+    """Run both, print JSON and draw the curves."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--dataset", default="cifar10", choices=("cifar10", "mnist", "fmnist"))
+    parser.add_argument("--data-dir", default="datasets")
+    parser.add_argument("--samples", type=int, default=12_000)
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--alpha", type=float, default=0.1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    rounds, every = options.rounds, options.every
+    points = list(range(every, rounds + 1, every))
+    series: dict[str, list[tuple[int, float]]] = {}
+    report: dict[str, Any] = {"machine": machine(), **vars(options), "evaluated_rounds": points, "methods": {}}
+    report["picture"] = None if options.picture is None else options.picture.name
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        config = {"dataset": options.dataset, "data-dir": options.data_dir, "max-samples": options.samples}
+        settings = resolve(defaults() | config)
+        dataset = load_dataset(settings.data, Path(options.data_dir), 0)
+        write_split(folder, np.asarray(dataset.x), np.asarray(dataset.y), options.clients, options.alpha, 1)
+        with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+            waiting = {
+                method: [pool.submit(plain_curve, method, folder, rounds, every, seed) for seed in options.seeds]
+                for method in options.methods
+            }
+            plain = {name: np.array([future.result() for future in futures]) for name, futures in waiting.items()}
+        for method in options.methods:
+            ours = np.array([posy_curve(method, folder, rounds, every, seed) for seed in options.seeds])
+            report["methods"][method] = row = compared(plain[method], ours)
+            for label in ("plain", "posy"):
+                series[f"{method}, {label}"] = list(zip(points, row[label], strict=True))
+    if options.picture is not None:
+        title = f"{options.dataset}, {options.clients} clients, Dir({options.alpha:g}): served models"
+        figures.lines(series, options.picture, title=title, ylabel="accuracy", percent=True)
+    report.pop("data_dir")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
