@@ -126,7 +126,7 @@ def train(
         if penalty is not None:
             loss = loss + penalty(model)
         optimiser.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
     return parameters_to_vector(model.parameters()).detach().clone(), total / seen
 
@@ -135,10 +135,10 @@ def train(
 def outputs(model: nn.Sequential, parameters: Tensor, x: Tensor) -> Tensor:
     """Return the logits of a model."""
     vector_to_parameters(parameters, model.parameters())
-    return torch.cat([model(part) for part in x.split(500)])
+    return torch.cat([model(part) for part in torch.split(x, 500)])
 
 
-def fedavg(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
+def fedavg(model: nn.Sequential, clients: list[Client], shares: Tensor, classes: int) -> Iterator[list[Tensor]]:
     """Yield the served models after each round: one average for all."""
     average = parameters_to_vector(model.parameters()).detach().clone()
     while True:
@@ -146,11 +146,10 @@ def fedavg(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Itera
         yield [average] * len(clients)
 
 
-def cwfedavg(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
+def cwfedavg(model: nn.Sequential, clients: list[Client], shares: Tensor, classes: int) -> Iterator[list[Tensor]]:
     """Yield the served models after each round: the average, with an output layer mixed for each client."""
     head = sum(p.numel() for p in model[-1].parameters())
     served = [parameters_to_vector(model.parameters()).detach().clone()] * len(clients)
-    classes = model[-1].out_features
 
     def regulariser(counts: Tensor, net: nn.Sequential) -> Tensor:
         weight = net[-1].weight
@@ -171,9 +170,9 @@ def cwfedavg(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Ite
         yield served
 
 
-def fedfew(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
+def fedfew(model: nn.Sequential, clients: list[Client], shares: Tensor, classes: int) -> Iterator[list[Tensor]]:
     """Yield the served models after each round: of K, the one of the least training loss (Algorithm 1)."""
-    starts = [model, *(network(clients[0].x_train[0], model[-1].out_features) for _ in range(MODELS - 1))]
+    starts = [model, *(network(clients[0].x_train[0], classes) for _ in range(MODELS - 1))]
     models = [parameters_to_vector(start.parameters()).detach().clone() for start in starts]
     while True:
         results = [[train(model, start, client) for start in models] for client in clients]
@@ -185,10 +184,11 @@ def fedfew(model: nn.Sequential, clients: list[Client], shares: Tensor) -> Itera
             start + sum(weight[i, k] * (row[k][0] - start) for i, row in enumerate(results))
             for k, start in enumerate(models)
         ]
-        yield [
-            min(models, key=lambda m, c=client: float(F.cross_entropy(outputs(model, m, c.x_train), c.y_train)))
-            for client in clients
-        ]
+        served = []
+        for client in clients:
+            fit = [float(F.cross_entropy(outputs(model, each, client.x_train), client.y_train)) for each in models]
+            served.append(models[fit.index(min(fit))])
+        yield served
 
 
 PROGRAMS = {"fedavg": fedavg, "cwfedavg": cwfedavg, "fedfew": fedfew}
@@ -204,7 +204,7 @@ def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -
     classes = 1 + max(int(client.y_train.max()) for client in clients)
     model = network(clients[0].x_train[0], classes)
     curve = []
-    for number, served in zip(range(1, rounds + 1), PROGRAMS[method](model, clients, shares), strict=False):
+    for number, served in zip(range(1, rounds + 1), PROGRAMS[method](model, clients, shares, classes), strict=False):
         if number % every == 0:
             hits = [
                 (outputs(model, parameters, client.x_test).argmax(1) == client.y_test).float().mean()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
+from benchmarks.measure import as_words
 from posy.deploy.local import Deployment, children
 from posy.launch import run_in_process
 
@@ -75,13 +76,12 @@ def start(deployment: Deployment, nodes: int, *, stock: bool) -> None:
 
 def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: str) -> dict[str, Any]:
     """Return seconds of a round over gRPC, of its training, of the bytes alone, and what is left."""
-    config = {
+    config: dict[str, Any] = {
         "method": "fedavg", "dataset": "cifar10", "data-dir": data_dir, "max-samples": 2000, "model": "cnn",
         "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds, "lr": 0.01,
         "save-models": False, "device": "cpu",
     }  # fmt: skip
-    words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in config.items()]
-    deployment.run("speed", *words, timeout=1800.0)
+    deployment.run("speed", *as_words(config), timeout=1800.0)
     with contextlib.redirect_stdout(io.StringIO()):
         run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"})
     path = deployment.folder / "plain/rounds.jsonl"

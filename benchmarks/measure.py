@@ -42,7 +42,7 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
     client = client_class(workspace.settings.run.method)(clients[0], workspace, State())
     module = client.architecture.build().to(workspace.device)
     if data[0].x_train.dim() == 4 and workspace.device.type == "cpu":
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module = module.to(memory_format=torch.channels_last)
     optimiser = torch.optim.SGD(module.parameters(), lr=0.005)
 
     def epoch(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
             for other in branch:  # FedDRM's second branch tells the client
                 loss = loss + F.cross_entropy(other, torch.zeros_like(y[index]))
             optimiser.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
 
     def settled() -> float:
@@ -113,11 +113,11 @@ def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any
             "output-dir": folder, "run-name": "run", "engine": engine,
         }  # fmt: skip
         if engine == "ray":
-            words = [sys.executable, "-m", "posy.cli", "run", *(f"{key}={_word(v)}" for key, v in settings.items())]
+            command = [sys.executable, "-m", "posy.cli", "run", *as_words(settings)]
         else:
-            words = [sys.executable, "-c", IN_PROCESS, json.dumps(settings)]
+            command = [sys.executable, "-c", IN_PROCESS, json.dumps(settings)]
         start = time.perf_counter()
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         errors = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
@@ -144,5 +144,6 @@ def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any
     }
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def as_words(settings: dict[str, Any]) -> list[str]:
+    """Return settings as words of a command line."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]

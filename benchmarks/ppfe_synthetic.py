@@ -55,7 +55,7 @@ def draw_clients(
 
 def ridge(x: Array, y: Array, penalty: float) -> Array:
     """Return argmin_w ||y - X w||^2 + penalty ||w||^2."""
-    return np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ y)
+    return np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ y).astype(np.float64, copy=False)
 
 
 def best_ridge(client: Client, before: Array, grid: Array) -> tuple[Array, float]:

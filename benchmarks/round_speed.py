@@ -20,7 +20,7 @@ from benchmarks.measure import bare_speed, federated
 from client_app.workspace import Workspace
 from posy.config import defaults, resolve
 
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
     "fedacs": {"method": "fedacs"},
     "feddrm": {"method": "feddrm"},
