@@ -225,9 +225,25 @@ def toml_block(defaults: Mapping[str, Scalar]) -> str:
     return "\n".join(["[tool.flwr.app.config]", *(f"{key} = {toml(value)}" for key, value in defaults.items())])
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Takes settings before, between and after options; a stock parser gives up after the first group of words."""
+
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse intermixed, which comes back here for each group of words."""
+        if self._inside:
+            return super().parse_known_args(args, namespace)
+        self._inside = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._inside = False
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="posy", description="Personalised federated learning on Flower.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 
     command = commands.add_parser(
         "run",

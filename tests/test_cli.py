@@ -92,6 +92,21 @@ def test_wrong_use_is_one_clear_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["table", "t.yaml", "lr=1", "-j", "3", "seed=2"],
+        ["table", "-j", "3", "t.yaml", "lr=1", "seed=2"],
+        ["table", "t.yaml", "-j", "3", "lr=1", "seed=2"],
+    ],
+)
+def test_settings_stand_before_and_after_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, list[str]]] = []
+    monkeypatch.setattr(cli, "table", lambda options: seen.append((options.file, options.jobs, options.settings)) or 0)
+    assert cli.main(words) == 0
+    assert seen == [("t.yaml", 3, ["lr=1", "seed=2"])]
+
+
 def test_help_and_wrong_values_come_without_pytorch() -> None:
     code = (
         "import sys; from posy import cli\n"
