@@ -115,7 +115,7 @@ def train(
     model: nn.Sequential, start: Tensor, client: Client, penalty: Callable[[nn.Sequential], Tensor] | None = None
 ) -> tuple[Tensor, float]:
     """Train one epoch from some parameters; return the new ones and the mean loss on the way."""
-    vector_to_parameters(start, model.parameters())
+    vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of it, changed in place
     whole = len(client.y_train) >= BATCH
     loader = DataLoader(TensorDataset(client.x_train, client.y_train), BATCH, shuffle=True, drop_last=whole)
     optimiser = torch.optim.SGD(model.parameters(), lr=LR)
@@ -138,18 +138,22 @@ def outputs(model: nn.Sequential, parameters: Tensor, x: Tensor) -> Tensor:
     return torch.cat([model(part) for part in torch.split(x, 500)])
 
 
-def fedavg(model: nn.Sequential, clients: list[Client], shares: Tensor, classes: int) -> Iterator[list[Tensor]]:
+def fedavg(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
     """Yield the served models after each round: one average for all."""
-    average = parameters_to_vector(model.parameters()).detach().clone()
+    average = starts[0]
     while True:
         average = shares @ torch.stack([train(model, average, client)[0] for client in clients])
         yield [average] * len(clients)
 
 
-def cwfedavg(model: nn.Sequential, clients: list[Client], shares: Tensor, classes: int) -> Iterator[list[Tensor]]:
+def cwfedavg(
+    model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor
+) -> Iterator[list[Tensor]]:
     """Yield the served models after each round: the average, with an output layer mixed for each client."""
+    *_, bias = model.parameters()
+    classes = len(bias)
     head = sum(p.numel() for p in model[-1].parameters())
-    served = [parameters_to_vector(model.parameters()).detach().clone()] * len(clients)
+    served = starts[:1] * len(clients)
 
     def regulariser(counts: Tensor, net: nn.Sequential) -> Tensor:
         weight = net[-1].weight
@@ -170,10 +174,9 @@ def cwfedavg(model: nn.Sequential, clients: list[Client], shares: Tensor, classe
         yield served
 
 
-def fedfew(model: nn.Sequential, clients: list[Client], shares: Tensor, classes: int) -> Iterator[list[Tensor]]:
+def fedfew(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
     """Yield the served models after each round: of K, the one of the least training loss (Algorithm 1)."""
-    starts = [model, *(network(clients[0].x_train[0], classes) for _ in range(MODELS - 1))]
-    models = [parameters_to_vector(start.parameters()).detach().clone() for start in starts]
+    models = starts
     while True:
         results = [[train(model, start, client) for start in models] for client in clients]
         losses = shares[:, None].double() * torch.tensor([[loss for _, loss in row] for row in results]).double()
@@ -191,7 +194,14 @@ def fedfew(model: nn.Sequential, clients: list[Client], shares: Tensor, classes:
         yield served
 
 
-PROGRAMS = {"fedavg": fedavg, "cwfedavg": cwfedavg, "fedfew": fedfew}
+Program = Callable[[nn.Sequential, list[Tensor], list[Client], Tensor], Iterator[list[Tensor]]]
+PROGRAMS: dict[str, Program] = {"fedavg": fedavg, "cwfedavg": cwfedavg, "fedfew": fedfew}
+
+
+def shares_of(clients: list[Client]) -> Tensor:
+    """Return n_i / N ``(M,)``."""
+    sizes = torch.tensor([float(len(client.y_train)) for client in clients])
+    return sizes / sizes.sum()
 
 
 def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -> list[float]:
@@ -199,15 +209,15 @@ def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     clients = read_split(folder)
-    sizes = torch.tensor([float(len(client.y_train)) for client in clients])
-    shares = sizes / sizes.sum()
+    shares = shares_of(clients)
     classes = 1 + max(int(client.y_train.max()) for client in clients)
-    model = network(clients[0].x_train[0], classes)
+    models = [network(clients[0].x_train[0], classes) for _ in range(MODELS)]
+    starts = [parameters_to_vector(model.parameters()).detach() for model in models]
     curve = []
-    for number, served in zip(range(1, rounds + 1), PROGRAMS[method](model, clients, shares, classes), strict=False):
+    for number, served in zip(range(1, rounds + 1), PROGRAMS[method](models[0], starts, clients, shares), strict=False):
         if number % every == 0:
             hits = [
-                (outputs(model, parameters, client.x_test).argmax(1) == client.y_test).float().mean()
+                (outputs(models[0], parameters, client.x_test).argmax(1) == client.y_test).float().mean()
                 for parameters, client in zip(served, clients, strict=True)
             ]
             curve.append(float(shares @ torch.stack(hits)))
