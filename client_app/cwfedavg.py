@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from client_app.base import Config, Steps, Update, array_of
+from client_app.base import Config, Predictor, Steps, Update, array_of
 from client_app.fedavg import FedAvgClient
 from posy.batches import Batch
 from posy.training import Context, Net, Train, cross_entropy
+from strategies.cwfedavg import parts
 
 
 class CwFedAvgClient(FedAvgClient):
@@ -14,10 +15,22 @@ class CwFedAvgClient(FedAvgClient):
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
         """Train as FedAvg does; send the class distribution too in the `empirical` ablation."""
-        update = yield from super().local_round(received, config)
+        update = yield from super().local_round([self.assembled(received)], config)
         if self.method.distribution == "empirical":
             update.arrays.append(array_of(self.class_distribution()))
         return update
+
+    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+        """Return the averaged layers with the client's mix of the class-wise ones."""
+        yield from ()
+        return self.plain(self.assembled(received))
+
+    def assembled(self, received: list[Tensor]) -> Tensor:
+        """Return the whole model ``(d,)``."""
+        whole = torch.empty(self.layout.size, device=self.device)
+        for part, values in zip(parts(self.architecture, self.method.layers), received, strict=True):
+            part.put(whole, values)
+        return whole
 
     def work(self, start: Tensor) -> Train:
         """Return local training with the regulariser."""

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models.architecture import Architecture
 from posy import figures
-from posy.parameters import FloatArray
+from posy.parameters import FloatArray, Part
 from posy.settings import setting
 from strategies.base import Arrays, BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
 
@@ -40,8 +41,7 @@ class CwFedAvg(PersonalisedStrategy):
     def initialise(self) -> None:
         """Start every class model from the common initialisation; p̃_i = 1/C for clients not seen yet."""
         layout = self.architecture.layout
-        self.classwise = layout.part(self._classwise_layers())
-        self.averaged = layout.without(self._classwise_layers())
+        self.averaged, self.classwise = parts(self.architecture, self.method.layers)
         self.output = layout.entry(self.architecture.weight_name("head"))
         start = self.initial()
         self.num_classes = self.architecture.task.num_classes
@@ -51,11 +51,18 @@ class CwFedAvg(PersonalisedStrategy):
         self.local_norms = np.full((self.num_clients, self.num_classes), np.nan)
 
     def serve(self, client: int) -> Arrays:
-        """Send w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise layers, the average in the others."""
-        whole = np.empty(self.size, np.float32)
-        self.averaged.put(whole, self.model)
-        self.classwise.put(whole, self.distributions[client].astype(np.float32) @ self.class_models)
-        return [whole]
+        """Send the averaged layers, alike for all, and w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise ones."""
+        return [self.model, self.distributions[client].astype(np.float32) @ self.class_models]
+
+    def served_model(self, client: int) -> FloatArray:
+        """Return the whole model ``(d,)`` that a client is sent."""
+        averaged, classwise = self.serve(client)
+        whole = self.averaged.put(np.empty(self.size, np.float32), averaged)
+        return self.classwise.put(whole, classwise)
+
+    def update_of(self, client: int, arrays: Arrays) -> FloatArray:
+        """Return the local model less the one that the client was sent."""
+        return np.asarray(arrays[0], np.float32) - self.served_model(client)
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Expect the local model ``(d,)``, and the empirical distribution ``(C,)`` where that is used."""
@@ -122,19 +129,23 @@ class CwFedAvg(PersonalisedStrategy):
             panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
         figures.heatmaps(panels, folder / "norms.png", title="Data and output weights")
 
-    def _classwise_layers(self) -> tuple[str, ...]:
-        chosen = {
-            "output": ("head",),
-            "fc-output": self.architecture.fully_connected,
-            "all": self.architecture.layer_names,
-        }
-        return chosen[self.method.layers]
-
     def _class_heads(self) -> FloatArray | None:
         """Return the output weights of the class models ``(C, C, E)``."""
         whole = np.zeros((self.num_classes, self.size), np.float32)
         self.classwise.put(whole, self.class_models)
         return whole[:, self.output.start : self.output.stop].reshape(self.num_classes, *self.output.shape)
+
+
+def parts(architecture: Architecture, layers: str) -> tuple[Part, Part]:
+    """Return the parts of the flat vector that are averaged over all clients, and class-wise.
+
+    Parameters
+    ----------
+    layers : str
+        Which layers are class-wise: ``output``, ``fc-output`` or ``all`` (Table 3).
+    """
+    chosen = {"output": ("head",), "fc-output": architecture.fully_connected, "all": architecture.layer_names}[layers]
+    return architecture.layout.without(chosen), architecture.layout.part(chosen)
 
 
 def weight_distribution(output_weights: FloatArray) -> Float64:

@@ -10,7 +10,7 @@ from torch import Tensor
 from client_app.cwfedavg import regularised
 from posy.batches import Batch
 from posy.training import classification
-from strategies.cwfedavg import class_models, class_weights, weight_distribution
+from strategies.cwfedavg import class_models, class_weights, parts, weight_distribution
 
 # A linear model of two features and three classes: weights (3, 2), then biases (3,).
 # Row norms 5, 10, 5 and 3, 0, 1: p̃ = (1/4, 1/2, 1/4) and (3/4, 0, 1/4).
@@ -75,15 +75,15 @@ def test_whole_round_by_hand(make_strategy, update):
     q = np.array([[0.1, 0.9], [1, 0], [0.25, 0.75]])
     models = q @ np.stack([FIRST, SECOND])  # Eq. 5
     np.testing.assert_allclose(strategy.class_models, models, rtol=1e-6)
-    np.testing.assert_allclose(strategy.serve(0)[0], [0.25, 0.5, 0.25] @ models, rtol=1e-6)  # Eq. 7
-    np.testing.assert_allclose(strategy.serve(1)[0], [0.75, 0, 0.25] @ models, rtol=1e-6)
-    np.testing.assert_allclose(strategy.serve(2)[0], models.mean(axis=0), rtol=1e-6)  # not seen: p̃ = 1/C
+    np.testing.assert_allclose(strategy.served_model(0), [0.25, 0.5, 0.25] @ models, rtol=1e-6)  # Eq. 7
+    np.testing.assert_allclose(strategy.served_model(1), [0.75, 0, 0.25] @ models, rtol=1e-6)
+    np.testing.assert_allclose(strategy.served_model(2), models.mean(axis=0), rtol=1e-6)  # not seen: p̃ = 1/C
 
 
 def test_everybody_is_served_the_initial_model_first(make_strategy):
     strategy = make_strategy("cwfedavg", cwfedavg_layers="all")
     for client in range(4):
-        np.testing.assert_allclose(strategy.serve(client)[0], strategy.initial(), rtol=1e-6)
+        np.testing.assert_allclose(strategy.served_model(client), strategy.initial(), rtol=1e-6)
 
 
 def test_distribution_of_a_client_that_did_not_reply_stays(make_strategy, update):
@@ -112,7 +112,7 @@ def test_iid_clients_make_every_class_model_fedavgs(make_strategy, update, layer
     for model in strategy.class_models:
         np.testing.assert_allclose(model, strategy.classwise.take(average.model), atol=1e-5)
     for client in range(4):
-        np.testing.assert_allclose(strategy.serve(client)[0], average.model, atol=1e-5)
+        np.testing.assert_allclose(strategy.served_model(client), average.model, atol=1e-5)
 
 
 def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update):
@@ -125,7 +125,7 @@ def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update)
     first = 0.25 * models[0] + 0.75 * models[2]
     np.testing.assert_allclose(strategy.class_models, [first, models[1], models[3]], atol=1e-6)
     for client, own in enumerate((first, models[1], first, models[3])):
-        np.testing.assert_allclose(strategy.serve(client)[0], own, atol=1e-6)
+        np.testing.assert_allclose(strategy.served_model(client), own, atol=1e-6)
 
 
 # -- selective application (Table 3) -------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_layers_that_are_averaged_class_wise(make_strategy, update, layers, clas
     mixed = p @ class_weights(p, np.array([1.0, 3.0])) @ models
     plain = 0.25 * models[0] + 0.75 * models[1]
     for client in range(2):
-        served = strategy.serve(client)[0]
+        served = strategy.served_model(client)
         for entry in strategy.architecture.layout.entries:
             part = slice(entry.start, entry.stop)
             expected, other = (mixed[client], plain) if entry.layer in classwise else (plain, mixed[client])
@@ -158,6 +158,11 @@ def test_layers_that_are_averaged_class_wise(make_strategy, update, layers, clas
 
 
 # -- the client ----------------------------------------------------------------------------------------
+
+
+def sent(client):
+    """Return the common initialisation as the server sends it: averaged layers, and class-wise ones."""
+    return [part.take(client.initial().numpy()) for part in parts(client.architecture, client.method.layers)]
 
 
 def test_regulariser_by_hand():
@@ -211,7 +216,7 @@ def test_training_moves_the_weight_distribution_towards_the_data(make_client):
     for wdr in (True, False):
         client = make_client("cwfedavg", client=1, local_epochs=30, lr=0.01, cwfedavg_wdr=wdr)
         np.testing.assert_allclose(client.class_distribution(), [0.5, 0.5, 0])
-        (trained,), _, _ = client.fit([client.initial().numpy()], {"server-round": 1})
+        (trained,), _, _ = client.fit(sent(client), {"server-round": 1})
         entry = client.layout.entry("head.weight")
         rows = trained[entry.start : entry.stop].reshape(1, *entry.shape)
         distances[wdr] = np.linalg.norm(weight_distribution(rows)[0] - [0.5, 0.5, 0])
@@ -222,7 +227,7 @@ def test_training_moves_the_weight_distribution_towards_the_data(make_client):
 def test_without_regulariser_the_client_is_fedavgs(make_client, off):
     client = make_client("cwfedavg", **off)
     assert client.work(client.initial()).objective is classification
-    (trained,), _, _ = client.fit([client.initial().numpy()], {"server-round": 1})
+    (trained,), _, _ = client.fit(sent(client), {"server-round": 1})
     (plain,), _, _ = make_client("fedavg").fit([client.initial().numpy()], {"server-round": 1})
     np.testing.assert_array_equal(trained, plain)
 
@@ -230,7 +235,7 @@ def test_without_regulariser_the_client_is_fedavgs(make_client, off):
 def test_label_counts_leave_the_client_only_in_the_ablation(make_client, make_strategy):
     for distribution, count in (("approx", 1), ("empirical", 2)):
         client = make_client("cwfedavg", client=1, cwfedavg_distribution=distribution)
-        arrays, _, metrics = client.fit([client.initial().numpy()], {"server-round": 1})
+        arrays, _, metrics = client.fit(sent(client), {"server-round": 1})
         shapes = make_strategy("cwfedavg", cwfedavg_distribution=distribution).expected_shapes(1)
         assert [a.shape for a in arrays] == shapes and len(arrays) == count
         assert set(metrics) <= {"train-loss", "num-test"}

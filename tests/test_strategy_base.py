@@ -588,7 +588,7 @@ def moved_by_3_and_4(strategy: Any) -> Change:
             update = strategy.models[1].copy()
             update[:2] += (3, -4)
         else:
-            update = strategy.serve(BAD)[0].copy()
+            update = np.concatenate(strategy.serve(BAD))  # cwFedAvg sends the head, which comes last, apart
             update[[0, -1]] += (3, -4)
         record["0"] = Array(update)
 
