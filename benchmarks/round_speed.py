@@ -1,6 +1,7 @@
 """Samples trained per second inside a round, beside a bare PyTorch loop over the same batches.
 
 usage: python -m benchmarks.round_speed [--data-dir datasets] [--samples 12000] [--rounds 4] [--engine ray]
+       [--only fedavg feddrm]
 
 CIFAR-10, 4-layer CNN, 20 clients with Dir(0.1), batch 10, one epoch. The bare loop runs in as many
 processes as there are cores, one thread each, every process on its share of the clients, before and
@@ -46,12 +47,17 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=12_000)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--engine", choices=("ray", "in-process"), default="ray")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=f"of {list(RUNS)}")
     options = parser.parse_args()
     config = settings(str(Path(options.data_dir).absolute()), options.samples)
     workspace = Workspace(resolve(defaults() | config))
     samples = sum(map(len, workspace.partition.train))
     before = bare_speed(config)
-    results = {name: federated(config | own, options.engine, options.rounds) for name, own in RUNS.items()}
+    results = {
+        name: federated(config | own, options.engine, options.rounds)
+        for name, own in RUNS.items()
+        if name in options.only
+    }
     bare = max(before, bare_speed(config))
     table: dict[str, dict[str, Any]] = {
         name: {
@@ -61,16 +67,22 @@ def main() -> None:
         }
         for name, result in results.items()
     }
-    own_loop = bare_speed(config | RUNS["feddrm"])
-    table["feddrm"]["of_bare_loop_with_client_branch"] = round(samples / results["feddrm"]["seconds"] / own_loop, 3)
+    if "feddrm" in table:
+        own_loop = bare_speed(config | RUNS["feddrm"])
+        table["feddrm"]["of_bare_loop_with_client_branch"] = round(samples / results["feddrm"]["seconds"] / own_loop, 3)
+
+    def ratio(slow: str, fast: str) -> float | None:
+        both = {slow, fast} <= results.keys()
+        return round(results[slow]["seconds"] / results[fast]["seconds"], 2) if both else None
+
     report = {
         "engine": options.engine,
         "machine": machine(),
         "training_samples": samples,
         "bare_loop_samples_per_second": round(bare),
         "runs": table,
-        "fedfew_K3_over_K1": round(results["fedfew, K = 3"]["seconds"] / results["fedfew, K = 1"]["seconds"], 2),
-        "wdr_over_none": round(results["cwfedavg"]["seconds"] / results["cwfedavg without wdr"]["seconds"], 2),
+        "fedfew_K3_over_K1": ratio("fedfew, K = 3", "fedfew, K = 1"),
+        "wdr_over_none": ratio("cwfedavg", "cwfedavg without wdr"),
     }
     print(json.dumps(report, indent=2))
 
