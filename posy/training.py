@@ -462,7 +462,9 @@ class Trainer:
         return results
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
+        # Without its cache, which a step has no use for: one that is not cleared holds weights of earlier steps.
+        enabled = self.settings.precision == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
     def _run(self, models: Models, jobs: Sequence[Job], schedule: Schedule) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""

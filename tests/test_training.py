@@ -607,3 +607,15 @@ def test_bfloat16_rounds_products_and_nothing_else(stack: str) -> None:
     expected = Trainer(TrainSettings(), CPU).forward(Forward(start), network(), samples())
     assert outputs.dtype == torch.float32
     assert 0 < float((outputs - expected).abs().max()) < 0.1
+
+
+def test_bfloat16_trains_on_the_weights_of_each_step() -> None:
+    """A Ctrl-C inside autocast's own entry or exit leaves its cache of casted weights open for the whole process."""
+    expected = train(Train(initial()), stack="loop", precision="bfloat16")
+    torch.autocast_increment_nesting()
+    try:
+        found = train(Train(initial()), stack="loop", precision="bfloat16")
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+    assert torch.equal(found.parameters, expected.parameters)

@@ -71,7 +71,7 @@ class Deployment:
         self.processes[name] = process
         return process
 
-    def posy(self, *words: str, timeout: float = 240.0) -> "subprocess.CompletedProcess[str]":
+    def posy(self, *words: str, timeout: float = 400.0) -> "subprocess.CompletedProcess[str]":
         """Carry out a `posy` command that ends.
 
         Raises
@@ -109,7 +109,7 @@ class Deployment:
             words.append(f"run-name={name}")
         return self.start(f"run-{name}", "run", *words, *settings)
 
-    def run(self, name: str, *settings: str, timeout: float = 240.0) -> dict[str, Any]:
+    def run(self, name: str, *settings: str, timeout: float = 400.0) -> dict[str, Any]:
         """Carry out a run and return its summary.
 
         Raises
