@@ -5,8 +5,9 @@ usage: python -m benchmarks.engines [--data-dir datasets] [--rounds 4] [--only c
 For each workload, number of clients and engine: samples trained per second inside a round, its part of
 the bare loop over the same batches, the overhead of a message, start-up, and the peak of memory. The
 overhead is what a message costs beyond one step on one sample: it is measured in runs that train no more
-than that. Of 1,000 clients 10 % train in a round. Workloads for which a CPU is too slow are left out there
-unless ``--slow`` is given. Then the cost of one server step at M = 20, 100 and 1,000. Prints JSON.
+than that. Beside it stands what no engine can save: to copy the model once to where it is trained, and the
+result once to the reply. Of 1,000 clients 10 % train in a round. Workloads for which a CPU is too slow are
+left out there unless ``--slow`` is given. Then the cost of one server step at M = 20, 100 and 1,000. Prints JSON.
 """
 
 import argparse
@@ -14,14 +15,19 @@ import json
 import math
 import statistics
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import run as run_command
+from threading import local
 from typing import Any
 
 import torch
 
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
+from client_app.workspace import Workspace
+from posy.config import defaults, resolve
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "cnn-10": {"dataset": "cifar10", "model": "cnn", "batch-size": 10, "samples-per-client": 100},
@@ -57,11 +63,39 @@ def overhead(config: dict[str, Any], engine: dict[str, Any], rounds: int) -> flo
     return 1000 * (result["seconds"] / result["messages"] - step)
 
 
+def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> float:
+    """Return milliseconds a message that it takes to copy a model in and a result out, in as many threads as train."""
+    workspace = Workspace(resolve(defaults() | config))
+    torch.set_num_threads(1)
+    model = torch.randn(workspace.architecture.layout.size, device=workspace.device)
+    here = local()
+
+    def message(_: int) -> torch.Tensor:
+        if not hasattr(here, "resident"):
+            here.resident = torch.empty_like(model)
+        resident: torch.Tensor = here.resident
+        return resident.copy_(model).clone()
+
+    def a_round(pool: ThreadPoolExecutor) -> float:
+        start = time.perf_counter()
+        replies = list(pool.map(message, range(messages)))
+        if workspace.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / len(replies)
+
+    with ThreadPoolExecutor(workspace.workers) as pool:
+        return 1000 * statistics.median(a_round(pool) for _ in range(rounds))
+
+
 def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: int) -> dict[str, Any]:
     """Measure all engines on one workload."""
     config = settings(workload, clients, data_dir)
     limit = max(bare_speed(config) for _ in range(repeats))
-    table: dict[str, Any] = {"bare_loop_samples_per_second": round(limit)}
+    table: dict[str, Any] = {
+        "bare_loop_samples_per_second": round(limit),
+        "copies_ms_a_message": round(copying(config), 2),
+    }
+    print(workload, clients, table, file=sys.stderr, flush=True)
     for name, engine in ENGINES.items():
         runs = [federated(config | {"stack": engine["stack"]}, engine["engine"], rounds) for _ in range(repeats)]
         speed = statistics.median(run["samples"] / run["seconds"] for run in runs)
