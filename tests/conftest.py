@@ -1,9 +1,13 @@
 """Fixtures that all tests share: a tiny data set, settings, and a federation inside this process."""
 
 import os
+import signal
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts the tests in the background lets them ignore Ctrl-C, and so would all runs that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import json
 from collections.abc import Callable, Collection, Sequence
