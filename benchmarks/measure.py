@@ -47,8 +47,6 @@ def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: A
 
     def epoch(x: torch.Tensor, y: torch.Tensor) -> None:
         for index in torch.split(torch.randperm(len(y), device=y.device), size):
-            if len(index) == 1 and size > 1:
-                continue
             outputs = module(x[index])
             logits, *branch = outputs if isinstance(outputs, tuple) else (outputs,)
             loss = F.cross_entropy(logits, y[index])
