@@ -140,16 +140,19 @@ def main() -> None:
     parser.add_argument("--server-parameters", type=int, default=600_000, help="d of the server steps; 0: none")
     options = parser.parse_args()
     data_dir = str(Path(options.data_dir).absolute())
-    results: dict[str, Any] = {}
-    for workload in options.only or WORKLOADS:
-        for clients in options.clients:
-            slow = (workload, clients) in TOO_SLOW_ON_CPU and not torch.cuda.is_available()
-            if not slow or options.slow:
-                results[f"{workload}, {clients} clients"] = measured(
-                    workload, clients, data_dir, options.rounds, options.repeats
-                )
-    steps = server_steps(options.server_parameters) if options.server_parameters else []
-    print(json.dumps({"machine": machine(), "workloads": results, "server_steps": steps}, indent=2))
+    report: dict[str, Any] = {"machine": machine(), "workloads": {}, "server_steps": []}
+    try:
+        for workload in options.only or WORKLOADS:
+            for clients in options.clients:
+                slow = (workload, clients) in TOO_SLOW_ON_CPU and not torch.cuda.is_available()
+                if not slow or options.slow:
+                    table = measured(workload, clients, data_dir, options.rounds, options.repeats)
+                    report["workloads"][f"{workload}, {clients} clients"] = table
+        if options.server_parameters:
+            report["server_steps"] = server_steps(options.server_parameters)
+    except KeyboardInterrupt:
+        print("stopped: what was measured until here", file=sys.stderr)
+    print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
