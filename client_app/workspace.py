@@ -155,7 +155,7 @@ class Workspace:
 
 
 @lru_cache(maxsize=1)
-def workspace_for(settings_json: str, site: str = "") -> Workspace:
+def workspace_for(settings_json: str, site: str, /) -> Workspace:
     """Return this process's workspace for some settings; a change of settings replaces it."""
     return Workspace(from_json(settings_json), site)
 

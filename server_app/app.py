@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from client_app.workspace import Workspace
+from client_app.workspace import Workspace, workspace_for
 from data.sites import check_site_settings
 from posy.config import Settings, resolve
 from posy.flower import absolute, in_simulation
@@ -78,7 +78,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
     if settings.data.dataset == SITES:
         check_sites(settings)
         settings = federation.agree()
-    workspace = Workspace(settings)
+    workspace = workspace_for(settings.to_json(), "")  # that of the clients, where they are in this process
     check_federation(settings, workspace)
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):

@@ -406,10 +406,10 @@ def test_every_client_has_one_node(nodes: int) -> None:
 
 def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[..., Any]) -> None:
     one, other = (resolve(make_config("fedavg", seed=seed)).to_json() for seed in (1, 2))
-    workspace = workspace_for(one)
-    assert workspace_for(one) is workspace
-    assert workspace_for(other) is not workspace
-    assert workspace_for(other).settings.run.seed == 2
+    workspace = workspace_for(one, "")
+    assert workspace_for(one, "") is workspace
+    assert workspace_for(other, "") is not workspace
+    assert workspace_for(other, "").settings.run.seed == 2
 
 
 def test_clients_data_is_kept_while_it_fits(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

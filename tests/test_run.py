@@ -17,6 +17,7 @@ import posy
 from client_app.app import Call
 from client_app.fedavg import FedAvgClient
 from client_app.workspace import Workspace
+from data.datasets import load_dataset
 from data.errors import DataError
 from posy.config import defaults, resolve
 from posy.results import CLIENT_COLUMNS, load_arrays
@@ -247,6 +248,18 @@ def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(make_config: Mak
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_in_one_process_the_data_is_loaded_once(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    def counted(*args: Any) -> Any:
+        loaded.append(args)
+        return load_dataset(*args)
+
+    monkeypatch.setattr("client_app.workspace.load_dataset", counted)
+    started(make_config("fedavg", engine="in-process", num_server_rounds=2))
+    assert len(loaded) == 1
 
 
 @pytest.mark.parametrize("method", ["fedfew", "ppfe", "fedavg-ft"])
