@@ -233,8 +233,8 @@ def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) ->
     with tempfile.TemporaryDirectory() as output:
         record = posy.run(
             method=method, dataset=str(folder), partition="natural", num_clients=clients, model="cnn",
-            num_server_rounds=rounds, evaluate_every=every, batch_size=BATCH, lr=LR, seed=seed, save_models=False,
-            output_dir=output, **METHODS[method],
+            num_server_rounds=rounds, evaluate_every=every, local_epochs=1, batch_size=BATCH, lr=LR, seed=seed,
+            save_models=False, output_dir=output, **METHODS[method],
         )  # fmt: skip
         lines = (record.directory.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
     accuracies = [json.loads(line)["served_accuracy"] for line in lines]
