@@ -15,9 +15,11 @@ of both over the seeds, their gap, and the spread over the seeds.
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,7 +232,7 @@ def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -
 def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -> list[float]:
     """Run Posy and return its accuracy at the evaluated rounds."""
     clients = len(list((folder / "train").glob("*.npz")))
-    with tempfile.TemporaryDirectory() as output:
+    with tempfile.TemporaryDirectory() as output, redirect_stdout(sys.stderr):
         record = posy.run(
             method=method, dataset=str(folder), partition="natural", num_clients=clients, model="cnn",
             num_server_rounds=rounds, evaluate_every=every, local_epochs=1, batch_size=BATCH, lr=LR, seed=seed,
