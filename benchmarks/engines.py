@@ -66,7 +66,6 @@ def overhead(config: dict[str, Any], engine: dict[str, Any], rounds: int) -> flo
 def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> float:
     """Return milliseconds a message that it takes to copy a model in and a result out, in as many threads as train."""
     workspace = Workspace(resolve(defaults() | config))
-    torch.set_num_threads(1)
     model = torch.randn(workspace.architecture.layout.size, device=workspace.device)
     here = local()
 
