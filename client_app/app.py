@@ -109,7 +109,9 @@ class Call:
         if not trusting:
             own_places(self._config, context)
         folder = self._config.get("state-directory")
-        self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
+        # A real SuperLink that was lost may bring a message twice.
+        files = DirectoryStore(Path(folder), repeats=not trusting) if folder else None
+        self._store = store or files or ContextStore(context)
         self.number = int(self._config["client"])
         self._moment = Moment.of(message)
         # Imported here, not where the client is made: that may be on one of several threads.

@@ -4,6 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+from flwr.app import Message
+from flwr.serverapp import Grid
+from flwr.supercore.retry import RetryInvoker, RetryState
+
 START_DIRECTORY = "POSY_START_DIRECTORY"
 CLOCK_SECONDS = 60.0
 """By how much the clocks of two machines may differ: a message lives for round-timeout and so much more."""
@@ -35,3 +39,31 @@ def of_simulation() -> bool:
 def absolute(path: str) -> Path:
     """Return a path from the settings, relative ones taken from where the process was started."""
     return (Path(os.environ.get(START_DIRECTORY, Path.cwd())) / Path(path).expanduser()).resolve()
+
+
+class Outages:
+    """Counts how often a grid of Flower's could not reach its SuperLink; it asks again by itself until it can.
+
+    Parameters
+    ----------
+    grid : Grid
+        The grid; one that reaches no other process has no outages.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.count = 0
+        invoker = getattr(grid, "_retry_invoker", None)
+        if isinstance(invoker, RetryInvoker):
+            self._noted = invoker.on_backoff
+            invoker.on_backoff = self._note
+
+    def _note(self, state: RetryState) -> None:
+        self.count += 1
+        if self._noted is not None:
+            self._noted(state)
+
+
+def answer_to(message_id: str, reply: Message) -> Message:
+    """Let a reply to a copy of a message be one to the message itself."""
+    reply.metadata.__dict__["_reply_to_message_id"] = message_id
+    return reply

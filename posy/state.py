@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Context, Message, MessageType
+from flwr.app import ConfigRecord, Context, Message, MessageType
 
 from posy.arrays import record_of
 from posy.settings import SettingsError
@@ -162,9 +162,21 @@ class ContextStore(StateStore):
         self._records = context.state
 
     def load(self, client: int, moment: Moment) -> State:
-        """Return the latest state; in a resumed run, whose earlier contexts are gone, it may be lost."""
+        """Return the latest state; in a resumed run, whose earlier contexts are gone, it may be lost.
+
+        Raises
+        ------
+        StateError
+            If this message has been answered already: the state from before it is gone.
+        """
         record = self._records.array_records.get(f"client-{client}")
         if record is not None:
+            kept = self._records.config_records[f"client-{client}-kept"]
+            if (kept["round"], kept["phase"]) >= (moment.server_round, moment.phase):
+                raise StateError(
+                    f"client {client}: this message of round {moment.server_round} came twice and has been answered "
+                    "once; only a node that is started with a state-dir in its node config can answer it again"
+                )
             return State({name: array.numpy() for name, array in record.items()})
         if moment.resumed_from:
             return State(
@@ -177,6 +189,7 @@ class ContextStore(StateStore):
         """Put the state into the context."""
         if state.changed:
             self._records[f"client-{client}"] = record_of({name: np.asarray(value) for name, value in state.items()})
+            self._records[f"client-{client}-kept"] = ConfigRecord({"round": moment.server_round, "phase": moment.phase})
             state.changed = False
 
 
@@ -191,11 +204,15 @@ class DirectoryStore(StateStore):
         Directory of the run; made when something is kept.
     durable : bool
         Whether a file must survive a loss of power.
+    repeats : bool
+        Whether the latest message may come a second time: the generation before the newest is kept too, so that
+        the answer is the same.
     """
 
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
+    def __init__(self, path: Path, *, durable: bool = True, repeats: bool = False) -> None:
         self.path = path
         self._durable = durable
+        self._repeats = repeats
 
     def load(self, client: int, moment: Moment) -> State:
         """Return the newest generation that is older than the moment.
@@ -236,6 +253,8 @@ class DirectoryStore(StateStore):
         state.changed = False
         generations = self._generations(client)
         needed = {generations[-1]}
+        if self._repeats:
+            needed |= set([g for g in generations if g[:2] < moment.generation[:2]][-1:])
         for checkpoint in moment.checkpoints:
             needed |= set([g for g in generations if g.server_round <= checkpoint][-1:])
         for generation in set(generations) - needed:

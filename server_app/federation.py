@@ -21,6 +21,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from data.errors import DataError
 from data.sites import Description, agreed, is_complete, task_of
 from posy.config import Settings
+from posy.flower import Outages, answer_to
 from posy.settings import SITES, SettingsError
 from strategies.base import UNREADABLE, BadReplyError, Member, check_count
 
@@ -31,6 +32,9 @@ PULL_PATIENCE = 0.02
 """After t seconds of a phase replies are asked for every 0.02 t seconds, within the two limits above."""
 PUSHES = 5
 """So often messages are sent whose content does not get through."""
+RETURN_SECONDS = 90.0
+"""So long after an outage a node that seems to be gone may take to be seen again; it tells twice a minute."""
+LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 REFRESH_SECONDS = 2.0
 """How long a round waits for the answers of nodes that have just come; later ones join in the next round."""
 
@@ -44,10 +48,16 @@ class WaveGrid(Grid):
 
     A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
     is read and written once a message, so messages for one node must not overlap.
+
+    Attributes
+    ----------
+    outages : Outages
+        How often the SuperLink was out of reach.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        self.outages = Outages(grid)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send in as many waves as the busiest node has messages; return all replies.
@@ -106,25 +116,41 @@ class PollingGrid(WaveGrid):
     """The same for a grid of real nodes: it asks for replies up to ten times a second, Flower's own every 3 s.
 
     The longer a phase has lasted, the longer it waits: phases of minutes need no ten requests a second.
+
+    A SuperLink hands out each message once, also where it dies before the other side has got it. So what is
+    unanswered after an outage, or answered as lost, is sent again as soon as its node is there. A node that has
+    got both answers both; one answer is taken.
     """
 
     def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
-        started = time.monotonic()
-        pending = self._push(wave)
-        replies: list[Message] = []
-        while pending:
-            came = list(self._grid.pull_messages(pending))
-            replies += came
-            pending -= {reply.metadata.reply_to_message_id for reply in came}
-            waited = time.monotonic() - started
-            if timeout is not None and waited >= timeout:
-                break
-            if pending:
-                time.sleep(min(MAX_PULL_SECONDS, max(PULL_SECONDS, PULL_PATIENCE * waited)))
-        return replies
+        started, outages = time.monotonic(), self.outages.count
+        asked = self._push(wave)
+        replies: dict[str, Message] = {}
+        again: dict[str, Message] = {}
+        patience = 0.0
+        while True:
+            for reply in list(self._grid.pull_messages(set(asked))):
+                number = asked.pop(reply.metadata.reply_to_message_id).metadata.message_id
+                if number not in replies or replies[number].has_error():
+                    replies[number] = answer_to(number, reply)
+            answered = {number for number, reply in replies.items() if not reply.has_error()}
+            asked = {copy: message for copy, message in asked.items() if message.metadata.message_id not in answered}
+            now = time.monotonic()
+            if outages != self.outages.count:
+                outages, patience = self.outages.count, now + RETURN_SECONDS
+                again = {m.metadata.message_id: m for m in wave if _may_be_lost(replies.get(m.metadata.message_id))}
+            again = {number: message for number, message in again.items() if number not in answered and now < patience}
+            if again:
+                pushed = self._push_again(again.values(), now - started)
+                asked |= pushed
+                for message in pushed.values():
+                    del again[message.metadata.message_id]
+            if not (asked or again) or (timeout is not None and now - started >= timeout):
+                return replies.values()
+            time.sleep(min(MAX_PULL_SECONDS, max(PULL_SECONDS, PULL_PATIENCE * (now - started))))
 
-    def _push(self, wave: list[Message]) -> set[str]:
-        """Push messages and return their ids; a SuperLink that was started again half-way gets them anew."""
+    def _push(self, wave: list[Message]) -> dict[str, Message]:
+        """Push messages and return them by id; a SuperLink that was started again half-way gets them anew."""
         for _ in range(PUSHES - 1):
             try:
                 return self._pushed(wave)
@@ -134,8 +160,34 @@ class PollingGrid(WaveGrid):
                     message.metadata.created_at = time.time()
         return self._pushed(wave)
 
-    def _pushed(self, wave: list[Message]) -> set[str]:
-        return {number for number in self._grid.push_messages(wave) if number}
+    def _push_again(self, messages: Iterable[Message], waited: float) -> dict[str, Message]:
+        """Push copies of messages whose nodes are there; return the messages by the ids of their copies."""
+        present = set(self.get_node_ids())
+        there = [message for message in messages if message.metadata.dst_node_id in present]
+        if not there:
+            return {}
+        log(WARNING, "the SuperLink was out of reach: %s messages that it may have lost are sent again", len(there))
+        copies = [
+            Message(
+                message.content,
+                message.metadata.dst_node_id,
+                message.metadata.message_type,
+                ttl=message.metadata.ttl - waited,
+                group_id=message.metadata.group_id,
+            )
+            for message in there
+        ]
+        pushed = {id(copy): number for number, copy in self._push(copies).items()}
+        return {pushed[id(copy)]: message for copy, message in zip(copies, there, strict=True) if id(copy) in pushed}
+
+    def _pushed(self, wave: list[Message]) -> dict[str, Message]:
+        numbers = self._grid.push_messages(wave)
+        return {number: message for number, message in zip(numbers, wave, strict=False) if number}
+
+
+def _may_be_lost(reply: Message | None) -> bool:
+    """Tell whether a message has no reply, or only one that says that it or its node was not to be found."""
+    return reply is None or (reply.has_error() and reply.error.code in LOST)
 
 
 @dataclass(frozen=True)
@@ -155,8 +207,8 @@ class Federation:
 
     Parameters
     ----------
-    grid : Grid
-        Flower's grid.
+    grid : WaveGrid
+        The way to the nodes.
     settings : Settings
         All settings of the run.
     names : Mapping of str to int, optional
@@ -172,7 +224,7 @@ class Federation:
         Nodes that cannot take part, by reason.
     """
 
-    def __init__(self, grid: Grid, settings: Settings, names: Mapping[str, int] | None = None) -> None:
+    def __init__(self, grid: WaveGrid, settings: Settings, names: Mapping[str, int] | None = None) -> None:
         self.grid = grid
         self.settings = settings
         self.members: dict[int, Member] = {}
@@ -186,6 +238,7 @@ class Federation:
         self._refused: set[int] = set()
         self._doubles: set[tuple[int, int]] = set()
         self._pending: dict[str, int] = {}
+        self._outages = grid.outages.count
         self._registered: dict[int, str] = {}
 
     def agree(self) -> Settings:
@@ -341,6 +394,10 @@ class Federation:
         self._refused &= living
         self._claims = {node: claim for node, claim in self._claims.items() if node in living}
         self._pending = {number: node for number, node in self._pending.items() if node in living}
+        if self._outages != self.grid.outages.count:  # what was under way may be lost
+            self._outages = self.grid.outages.count
+            self._asked -= set(self._pending.values())
+            self._pending.clear()
         new = sorted(living - self._asked)
         self._asked |= set(new)
         if new:

@@ -45,6 +45,30 @@ def test_a_message_sees_what_the_one_before_it_left(tmp_path: Path) -> None:
     assert value(store, Moment(4, TRAIN), client=1) is None
 
 
+def test_a_message_that_comes_twice_starts_from_the_same_state(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, repeats=True)
+    for server_round in (1, 2, 3):
+        put(store, Moment(server_round, TRAIN), server_round)
+    assert files(store) == ["round-2-train-0.safetensors", "round-3-train-0.safetensors"]
+    for _ in range(2):
+        assert value(store, Moment(3, TRAIN)) == 2
+        put(store, Moment(3, TRAIN), 3)
+    assert value(store, Moment(3, EVALUATE)) == 3
+    with pytest.raises(StateError, match="comes too late"):
+        store.load(0, Moment(2, TRAIN))
+
+
+def test_a_context_knows_what_it_has_answered() -> None:
+    context = Context(1, 1, {}, RecordDict(), {})
+    put(ContextStore(context), Moment(1, TRAIN), 1)
+    put(ContextStore(context), Moment(1, EVALUATE), 2)
+    put(ContextStore(context), Moment(1, TRAIN), 5, client=1)  # a node may host several
+    for again in (Moment(1, TRAIN), Moment(1, EVALUATE)):
+        with pytest.raises(StateError, match=r"client 0: .* round 1 came twice .* state-dir"):
+            ContextStore(context).load(0, again)
+    assert value(ContextStore(context), Moment(2, TRAIN)) == 2
+
+
 def test_generations_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     checkpoints: dict[int, tuple[int, ...]] = {1: (), 2: (), 3: (2,), 4: (2,), 5: (2, 4), 6: (2, 4), 7: (4, 6)}
