@@ -352,16 +352,17 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
     A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
     """
     shown = _Shown(verbose)
-    answered = time.monotonic()
+    unanswered: float | None = None  # since when
     run: dict[str, Any] = {}
     try:
         while not str(run.get("status", "")).startswith("finished"):
             _show_log(flower, run_id, shown)
             try:
                 run = flower.ask("list", "--run-id", run_id)["runs"][0]
-                answered = time.monotonic()
+                unanswered = None
             except LaunchError:
-                if time.monotonic() - answered > patience:
+                unanswered = unanswered or time.monotonic()
+                if time.monotonic() - unanswered >= patience:
                     raise
                 time.sleep(1.0)
     except KeyboardInterrupt:

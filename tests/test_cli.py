@@ -11,12 +11,13 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from posy import cli
+from posy import cli, launch
 from posy.config import defaults
-from posy.launch import APP, mark_stopped, resources, toml
+from posy.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
 from posy.settings import SettingsError
 
 COMMON = ["dataset=digits", "num-clients=3", "model=linear", "method=fedavg", "device=cpu"]
@@ -330,3 +331,23 @@ def _left_behind(temporary: Path) -> list[str]:
         except OSError:  # ended meanwhile, or another user's
             continue
     return [name for name in found if name]
+
+
+def test_a_long_run_outlives_an_outage_of_the_superlink(tmp_path: Path) -> None:
+    """What counts is how long the SuperLink has been away, not how long the run has taken before."""
+
+    class Away(Flower):
+        answers: ClassVar[list[bool]] = [False, True]
+
+        def start(self, *words: str) -> "subprocess.Popen[str]":
+            return subprocess.Popen(["sleep", "0.3"], text=True, stdout=subprocess.PIPE)
+
+        def ask(self, *words: str) -> dict[str, Any]:
+            if not self.answers.pop(0):
+                raise LaunchError("out of reach")
+            return {"runs": [{"status": "finished:completed"}]}
+
+    assert launch._follow(Away(tmp_path, {}), "1", verbose=False, patience=0.2)[0] == 0
+    with pytest.raises(LaunchError, match="out of reach"):
+        Away.answers[:] = [False, False]
+        launch._follow(Away(tmp_path, {}), "1", verbose=False, patience=0.2)

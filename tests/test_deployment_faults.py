@@ -12,7 +12,7 @@ import pytest
 from posy.deploy.local import Deployment, children
 from posy.results import load_arrays
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
 NODES = 4
 LIAR = Path(__file__).resolve().parent / "liar"
 
