@@ -293,7 +293,7 @@ def test_an_ensemble_is_stored_with_its_coefficients(make_client: MakeClient, tm
 # -- state -----------------------------------------------------------------------------------------------
 
 
-FIRST = Moment(1, 0)
+FIRST, NEXT = Moment(1, 0), Moment(2, 0)
 
 
 def context(**node: Any) -> Context:
@@ -307,7 +307,7 @@ def test_state_survives_a_nodes_context_exactly() -> None:
     state["count"] = np.array(7, np.int64)
     state["strided"] = np.arange(6.0).reshape(2, 3).T
     store.save(3, FIRST, state)
-    again = store.load(3, FIRST)
+    again = store.load(3, NEXT)
     assert set(again) == {"weights", "count", "strided"}
     assert not again.changed
     for name, array in state.items():
@@ -322,7 +322,7 @@ def test_clients_of_one_node_have_states_of_their_own() -> None:
         state = store.load(client, FIRST)
         state["own"] = np.array(client)
         store.save(client, FIRST, state)
-    assert [int(store.load(client, FIRST)["own"]) for client in (1, 11)] == [1, 11]
+    assert [int(store.load(client, NEXT)["own"]) for client in (1, 11)] == [1, 11]
 
 
 def test_only_a_change_is_written() -> None:
@@ -336,7 +336,7 @@ def test_only_a_change_is_written() -> None:
     assert not state.changed
     del state["a"]
     store.save(0, FIRST, state)
-    assert not len(store.load(0, FIRST))
+    assert not len(store.load(0, NEXT))
 
 
 def test_keep_and_recall(make_client: MakeClient) -> None:
@@ -351,17 +351,17 @@ def test_keep_and_recall(make_client: MakeClient) -> None:
 def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[..., Any]) -> None:
     grid, settings = InProcessGrid(1), resolve(make_config("local", num_clients=4))
 
-    def ask(lr: float) -> Message:
-        config: Config = {"settings": settings.to_json(), "client": 0, "server-round": 1, "lr": lr}
+    def ask(server_round: int, lr: float) -> Message:
+        config: Config = {"settings": settings.to_json(), "client": 0, "server-round": server_round, "lr": lr}
         content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(dict(config))})
         return next(iter(grid.send_and_receive([Message(content, 1, MessageType.TRAIN)])))
 
-    assert not ask(0.1).has_error()
-    kept = ContextStore(grid._contexts[1]).load(0, FIRST)["model"]
-    failed = ask(1e38)
+    assert not ask(1, 0.1).has_error()
+    kept = ContextStore(grid._contexts[1]).load(0, NEXT)["model"]
+    failed = ask(2, 1e38)
     assert failed.has_error()
     assert "diverged" in str(failed.error.reason)
-    assert np.array_equal(ContextStore(grid._contexts[1]).load(0, FIRST)["model"], kept)
+    assert np.array_equal(ContextStore(grid._contexts[1]).load(0, NEXT)["model"], kept)
 
 
 # -- messages --------------------------------------------------------------------------------------------
