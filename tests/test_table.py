@@ -110,16 +110,16 @@ def test_wrong_tables_are_refused(content: dict[str, Any], named: str, tmp_path:
 
 def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
-        {"name": "FedAvg", "settings": {"method": "fedavg", "system-accuracy": "on"}},
+        {"name": "p = 0.5, no WDR", "settings": {"method": "fedavg", "system-accuracy": "on"}},
         {"name": "Broken", "settings": {"method": "fedavg", "partition": "classes", "classes-per-client": 11}},
     ]
     assert run_table(read_plan(_table(tmp_path, runs=rows)), jobs=2) == 1
     printed = capsys.readouterr().out
-    first, second = (tmp_path / f"out/FedAvg/seed-{seed}" for seed in (0, 1))
+    first, second = (tmp_path / f"out/p = 0.5, no WDR/seed-{seed}" for seed in (0, 1))
     assert json.loads((first / "summary.json").read_text())["status"] == "completed"
     assert not (first / "models").exists()
     assert "[2/2]" in printed
-    assert "| FedAvg | 1/1 |" in printed
+    assert "| p = 0.5, no WDR | 1/1 |" in printed
     assert "Broken / seed 0: exit status 2: posy: classes-per-client = 11" in printed
     assert (tmp_path / "out/table.md").read_text() in printed
     assert len(list(csv.DictReader((tmp_path / "out/table.csv").open()))) == 1
@@ -132,9 +132,9 @@ def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     (second / "stale.txt").touch()
     plan = read_plan(_table(tmp_path, runs=rows[:1], seeds=[0, 1]))
     assert run_table(plan, jobs=1, only_print=True) == 1
-    assert "| FedAvg | 1/2 |" in capsys.readouterr().out
+    assert "| p = 0.5, no WDR | 1/2 |" in capsys.readouterr().out
     assert run_table(plan, jobs=1) == 0
-    assert "1 of 2 runs are finished already\n[2/2] FedAvg / seed 1: " in capsys.readouterr().out
+    assert "1 of 2 runs are finished already\n[2/2] p = 0.5, no WDR / seed 1: " in capsys.readouterr().out
     assert (first / "summary.json").stat().st_mtime_ns == kept
     assert json.loads((second / "summary.json").read_text())["status"] == "completed"
     assert not (second / "stale.txt").exists()
