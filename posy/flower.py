@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.retry import RetryInvoker, RetryState
@@ -42,7 +43,9 @@ def absolute(path: str) -> Path:
 
 
 class Outages:
-    """Counts how often a grid of Flower's could not reach its SuperLink; it asks again by itself until it can.
+    """Counts how often nobody answered at the address of a grid's SuperLink; the grid asks again until one does.
+
+    An answer that is slow or refused is no outage: what the SuperLink was told it still knows.
 
     Parameters
     ----------
@@ -58,7 +61,7 @@ class Outages:
             invoker.on_backoff = self._note
 
     def _note(self, state: RetryState) -> None:
-        self.count += 1
+        self.count += isinstance(state.exception, httpx.ConnectError)
         if self._noted is not None:
             self._noted(state)
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
@@ -130,8 +131,9 @@ class Outage(NodeGrid):
     Node 1 never gets the first; node 2 answers the second too late, node 3 before.
     """
 
-    def __init__(self, settings: Settings, refuse: bool = False) -> None:
+    def __init__(self, *, refuse: bool = False) -> None:
         super().__init__(*parts(3))
+        self.error: httpx.TransportError = httpx.ConnectError("refused")
         self._retry_invoker = make_simple_http_retry_invoker()
         self.late: dict[str, Message] = {}
         self.refuse = refuse
@@ -144,7 +146,7 @@ class Outage(NodeGrid):
                 if message.metadata.dst_node_id < 3:
                     self.late[message.metadata.message_id] = self.replies.pop(message.metadata.message_id)
             assert self._retry_invoker.on_backoff is not None
-            self._retry_invoker.on_backoff(RetryState(self.pull_messages, (), {}, 1, 0.5, ConnectionError("gone")))
+            self._retry_invoker.on_backoff(RetryState(self.pull_messages, (), {}, 1, 0.5, self.error))
         if self.pulls == 2:
             [number] = [m.metadata.message_id for m in self.kept[:3] if m.metadata.dst_node_id == 2]
             self.replies[number] = self.late[number]
@@ -155,8 +157,8 @@ class Outage(NodeGrid):
         return super().pull_messages(message_ids)
 
 
-def test_what_is_unanswered_after_an_outage_is_sent_again(settings: Settings, settings_json: str) -> None:
-    grid = Outage(settings)
+def test_what_is_unanswered_after_an_outage_is_sent_again(settings_json: str) -> None:
+    grid = Outage()
     sent = queries(settings_json, 1, 2, 3)
     replies = list(PollingGrid(grid).send_and_receive(sent, timeout=20))
     assert [node for _, node in grid.sent] == [1, 2, 3, 1, 2]
@@ -166,15 +168,23 @@ def test_what_is_unanswered_after_an_outage_is_sent_again(settings: Settings, se
     assert all(copy.metadata.ttl < m.metadata.ttl for copy, m in zip(grid.kept[3:], sent[:2], strict=True))
 
 
-def test_of_two_answers_one_is_taken_that_is_no_error(settings: Settings, settings_json: str) -> None:
-    grid = Outage(settings, refuse=True)
+def test_a_superlink_that_is_only_slow_has_lost_nothing(settings_json: str) -> None:
+    grid = Outage()
+    grid.error = httpx.ReadTimeout("slow")
+    sent = queries(settings_json, 1, 2, 3)
+    assert len(list(PollingGrid(grid).send_and_receive(sent, timeout=1))) == 2
+    assert len(grid.sent) == 3
+
+
+def test_of_two_answers_one_is_taken_that_is_no_error(settings_json: str) -> None:
+    grid = Outage(refuse=True)
     sent = queries(settings_json, 1, 2, 3)
     replies = {r.metadata.reply_to_message_id: r for r in PollingGrid(grid).send_and_receive(sent, timeout=1)}
     errors = [replies[m.metadata.message_id].has_error() for m in sent]
     assert errors == [True, False, False]
 
 
-def test_a_node_that_seems_gone_after_an_outage_is_waited_for(settings: Settings, settings_json: str) -> None:
+def test_a_node_that_seems_gone_after_an_outage_is_waited_for(settings_json: str) -> None:
     """It has not told the new SuperLink yet that it is there; one that stays away is an error in the end."""
 
     class Away(NodeGrid):
