@@ -130,7 +130,8 @@ class PollingGrid(WaveGrid):
         patience = 0.0
         while True:
             for reply in list(self._grid.pull_messages(set(asked))):
-                number = asked.pop(reply.metadata.reply_to_message_id).metadata.message_id
+                told = reply.metadata.reply_to_message_id
+                number = asked.pop(told).metadata.message_id if told in asked else told
                 if number not in replies or replies[number].has_error():
                     replies[number] = answer_to(number, reply)
             answered = {number for number, reply in replies.items() if not reply.has_error()}
