@@ -352,19 +352,11 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
     A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
     """
     shown = _Shown(verbose)
-    unanswered: float | None = None  # since when
     run: dict[str, Any] = {}
     try:
         while not str(run.get("status", "")).startswith("finished"):
             _show_log(flower, run_id, shown)
-            try:
-                run = flower.ask("list", "--run-id", run_id)["runs"][0]
-                unanswered = None
-            except LaunchError:
-                unanswered = unanswered or time.monotonic()
-                if time.monotonic() - unanswered >= patience:
-                    raise
-                time.sleep(1.0)
+            run = _told(flower, run_id, patience)
     except KeyboardInterrupt:
         print("\nposy: stopping the run", file=sys.stderr)
         flower.ask("stop", run_id)
@@ -375,6 +367,18 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
     details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
     print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
     return 1, shown.results
+
+
+def _told(flower: Flower, run_id: str, patience: float) -> dict[str, Any]:
+    """Return what the SuperLink tells of a run; one that does not answer is asked again for ``patience`` seconds."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return dict(flower.ask("list", "--run-id", run_id)["runs"][0])
+        except LaunchError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(1.0)
 
 
 def _show_log(flower: Flower, run_id: str, shown: "_Shown") -> None:

@@ -333,21 +333,22 @@ def _left_behind(temporary: Path) -> list[str]:
     return [name for name in found if name]
 
 
-def test_a_long_run_outlives_an_outage_of_the_superlink(tmp_path: Path) -> None:
-    """What counts is how long the SuperLink has been away, not how long the run has taken before."""
+def test_a_long_run_outlives_outages_of_the_superlink(tmp_path: Path) -> None:
+    """What counts is how long the SuperLink has been away, not how long the run has taken, nor the outages before."""
 
     class Away(Flower):
-        answers: ClassVar[list[bool]] = [False, True]
+        answers: ClassVar[list[str]] = ["", "running", "", "running", "", "finished:completed"]
 
         def start(self, *words: str) -> "subprocess.Popen[str]":
             return subprocess.Popen(["sleep", "0.3"], text=True, stdout=subprocess.PIPE)
 
         def ask(self, *words: str) -> dict[str, Any]:
-            if not self.answers.pop(0):
+            if not (status := self.answers.pop(0)):
                 raise LaunchError("out of reach")
-            return {"runs": [{"status": "finished:completed"}]}
+            return {"runs": [{"status": status}]}
 
-    assert launch._follow(Away(tmp_path, {}), "1", verbose=False, patience=0.2)[0] == 0
+    assert launch._follow(Away(tmp_path, {}), "1", verbose=False, patience=0.9)[0] == 0
+    assert not Away.answers
     with pytest.raises(LaunchError, match="out of reach"):
-        Away.answers[:] = [False, False]
-        launch._follow(Away(tmp_path, {}), "1", verbose=False, patience=0.2)
+        Away.answers[:] = [""] * 2
+        launch._follow(Away(tmp_path, {}), "1", verbose=False, patience=0.9)

@@ -193,6 +193,22 @@ def test_a_run_outlives_its_superlink(deployment: Deployment) -> None:
     assert "flower-superlink died (-9) and is started again" in deployment.log("superlink")
 
 
+def test_a_superlink_that_is_ended_leaves_no_run_behind(deployment: Deployment) -> None:
+    ready(deployment)
+    process = deployment.submit("ended", *settings(3000))
+    deployment.until(lambda: len(deployment.rounds("ended")) >= 3, "run-ended", 120)
+    superlink = deployment.processes["superlink"]
+    [executor] = [number for number, command in children(superlink.pid).items() if "flower-superexec" in command]
+    [server] = [number for number, command in children(executor).items() if "flwr-serverapp" in command]
+    superlink.terminate()
+    assert superlink.wait(60) == 130
+    assert not Path(f"/proc/{server}").exists()
+    assert deployment.summary("ended")["status"] == "stopped"
+    assert deployment.summary("ended")["rounds"] == len(deployment.rounds("ended"))
+    process.kill()
+    process.wait()
+
+
 def short(deployment: Deployment) -> list[int]:
     """Return the rounds that node 3 did not take part in."""
     return [row["round"] for row in deployment.rounds("back") if row["cohort"] < NODES or row["dropped"]]

@@ -5,6 +5,7 @@ ServerApp beside it. If the SuperLink dies it is started again with its state, t
 until it answers, and so do the nodes: the run goes on.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,13 +62,18 @@ class _Kept:
         self.start()
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        """End the process and all that it has started, a ServerApp among them, which would go on asking for ever."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # the group is no more
+            os.killpg(self.process.pid, signal.SIGTERM)
+            end = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < end:
+                self.process.poll()
+                os.killpg(self.process.pid, 0)
+                time.sleep(LOOK_SECONDS / 4)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def keep(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
