@@ -10,6 +10,7 @@ import argparse
 import base64
 import contextlib
 import json
+import logging
 import math
 import os
 import queue
@@ -265,7 +266,14 @@ def main() -> None:
     port = options.port or str(free_port())
     waits = Waits()
     Executor(f"{options.host}:{port}", waits).start()
-    run_node([*arguments, "--isolation", "process", "--host", options.host, "--port", port], waits)
+    try:
+        run_node([*arguments, "--isolation", "process", "--host", options.host, "--port", port], waits)
+    except SystemExit as ended:
+        # The interpreter's own end was seen to hang, with Flower's guard against that already gone.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
 
 
 if __name__ == "__main__":
