@@ -503,9 +503,9 @@ class Trainer:
         work, count, size = job.work, len(job.samples.y), self.settings.batch_size
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
-        return Share(
-            job.samples, work.sample_weight, plan_epochs(epochs, steps, count, size), job.generator, job.augment
-        )
+        plan = plan_epochs(epochs, steps, count, size)
+        weight, odds = (None, work.sample_weight) if work.resample else (work.sample_weight, None)
+        return Share(job.samples, weight, plan, job.generator, job.augment, odds)
 
     def _check_interrupted(self) -> None:
         if self.interrupted.is_set():

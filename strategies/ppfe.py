@@ -52,10 +52,10 @@ class PPFESettings:
         "zero-one", "loss of a sample in the reweighting: 0/1, or 1 - p(label)", choices=("zero-one", "probability")
     )
     weighting: str = setting(
-        "resample",
-        "how samples' weights enter the training: by drawing them in proportion, or as factors on their losses, "
-        "which with few hard samples makes steps so large that training may diverge",
-        choices=("resample", "loss"),
+        "loss",
+        "how samples' weights enter the training: as factors on their losses, or by drawing them in proportion, "
+        "which spares steps as large as the largest weight",
+        choices=("loss", "resample"),
     )
     reweighting: bool = setting(True, "reweight samples between stages (off: ablation WPW)")
     ensemble: bool = setting(True, "predict with all stages (off: with the current one alone; ablations M1-M3)")

@@ -234,6 +234,32 @@ def test_weights_of_one_change_nothing_and_of_zero_train_nothing() -> None:
     assert torch.equal(train(Train(start, sample_weight=torch.zeros(N))).parameters, start)
 
 
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_a_sample_that_alone_has_weight_is_drawn_alone(stack: str) -> None:
+    start, weight, data = initial(), torch.zeros(N), samples()
+    weight[7] = 5.0
+    drawn = train(Train(start, sample_weight=weight, resample=True), stack=stack)
+    copies = Samples(data.x[7].expand(N, -1), data.y[7].expand(N))
+    expected = train(Train(start), data=copies, stack=stack)
+    assert torch.allclose(drawn.parameters, expected.parameters, atol=1e-6)
+    assert float(drawn.loss) == pytest.approx(float(expected.loss), rel=1e-5)
+
+
+def test_samples_are_drawn_as_often_as_they_weigh() -> None:
+    weight, data, seen = torch.zeros(N), samples(), []
+    weight[4], weight[7], weight[9] = 2.0, 1.0, 1.0
+
+    def noting(net: Any, batch: Batch, context: Any) -> Tensor:
+        assert batch.weight is None
+        seen.append(batch.x[:, 0])
+        return classification(net, batch, context)
+
+    train(Train(initial(), noting, sample_weight=weight, resample=True), lr=1e-9, local_epochs=300)
+    counts = (torch.cat(seen)[:, None] == data.x[:, 0]).float().mean(0)
+    assert torch.allclose(counts, weight / 4, atol=0.03)
+    assert not counts[weight == 0].any()
+
+
 def test_no_pull_of_strength_zero() -> None:
     start = initial()
     assert torch.equal(train(Train(start, pull=Pull(initial(1), 0.0))).parameters, train(Train(start)).parameters)
