@@ -1,7 +1,7 @@
 """Learning curves beside plain PyTorch programs, on the same PFLlib split.
 
 usage: python -m benchmarks.curves [--dataset cifar10] [--data-dir datasets] [--samples 12000] [--rounds 20]
-       [--picture docs/curves.png]
+       [--keep-last] [--picture docs/curves.png]
 
 A split is written as PFLlib's scripts do it: classes dealt out by Dirichlet draws, 75 % of each client's
 samples for training, pickled dicts. Posy reads that directory; so do the programs below, which know nothing of
@@ -52,12 +52,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 class Client(NamedTuple):
-    """One client's tensors."""
+    """One client's tensors, and whether it leaves out an incomplete last batch."""
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
+    drop_last: bool = True
 
 
 # -- the split -------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ def train(
 ) -> tuple[Tensor, float]:
     """Train one epoch from some parameters; return the new ones and the mean loss on the way."""
     vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of it, changed in place
-    whole = len(client.y_train) >= BATCH
+    whole = client.drop_last and len(client.y_train) >= BATCH
     loader = DataLoader(TensorDataset(client.x_train, client.y_train), BATCH, shuffle=True, drop_last=whole)
     optimiser = torch.optim.SGD(model.parameters(), lr=LR)
     total, seen = 0.0, 0
@@ -206,11 +207,11 @@ def shares_of(clients: list[Client]) -> Tensor:
     return sizes / sizes.sum()
 
 
-def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -> list[float]:
+def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int, drop_last: bool) -> list[float]:
     """Run a plain program and return its accuracy at the evaluated rounds."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    clients = read_split(folder)
+    clients = [client._replace(drop_last=drop_last) for client in read_split(folder)]
     shares = shares_of(clients)
     classes = 1 + max(int(client.y_train.max()) for client in clients)
     models = [network(clients[0].x_train[0], classes) for _ in range(MODELS)]
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--keep-last", action="store_true", help="plain programs train an incomplete last batch too")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     rounds, every = options.rounds, options.every
@@ -284,7 +286,10 @@ def main() -> None:
         write_split(folder, np.asarray(dataset.x), np.asarray(dataset.y), options.clients, options.alpha, 1)
         with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
             waiting = {
-                method: [pool.submit(plain_curve, method, folder, rounds, every, seed) for seed in options.seeds]
+                method: [
+                    pool.submit(plain_curve, method, folder, rounds, every, seed, not options.keep_last)
+                    for seed in options.seeds
+                ]
                 for method in options.methods
             }
             plain = {name: np.array([future.result() for future in futures]) for name, futures in waiting.items()}
