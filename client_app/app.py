@@ -13,7 +13,7 @@ from client_app.workspace import Workspace
 from posy.arrays import record_of
 from posy.flower import absolute, isolate_simulation, of_simulation
 from posy.methods import client_class
-from posy.state import ContextStore, DirectoryStore, Moment, StateStore, run_folder
+from posy.state import ContextStore, DirectoryStore, Moment, State, StateStore, run_folder
 
 isolate_simulation()
 app = ClientApp()
@@ -114,6 +114,7 @@ class Call:
         self._store = store or files or ContextStore(context)
         self.number = int(self._config["client"])
         self._moment = Moment.of(message)
+        self._state = State()
         # Imported here, not where the client is made: that may be on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 
@@ -134,8 +135,13 @@ class Call:
         """Keep the client's state and return the reply."""
         arrays, num_examples, metrics = result
         self._store.save(self.number, self._moment, self._state)
+        self.forget()
         sent = arrays if self.message.metadata.message_type == MessageType.TRAIN else []
         return reply_to(self.message, sent, num_examples, metrics)
+
+    def forget(self) -> None:
+        """Let go of the client's state: the store alone decides whether it stays in memory."""
+        self._state = State()
 
     def answer(self) -> Message:
         """Let the client do what it is asked, and return the reply."""

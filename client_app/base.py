@@ -7,7 +7,6 @@ algorithm while the training loop, evaluation, state and reply stay in one place
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,8 +175,8 @@ class PersonalClient(NumPyClient):
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, offset: int = 0) -> Tensor:
-        """Return the common initialisation ``(d,)`` that server and clients build from the seed."""
-        return torch.from_numpy(self.architecture.initial(self.settings.run.seed + offset)).to(self.device)
+        """Return the common initialisation ``(d,)`` that server and clients build from the seed; not to be changed."""
+        return self.workspace.initial(self.architecture, self.settings.run.seed + offset)
 
     def recall(self, name: str) -> Tensor | None:
         """Return a kept array as a tensor, or None."""
@@ -304,9 +303,7 @@ class PersonalClient(NumPyClient):
         def stream(purpose: str) -> torch.Generator:
             return torch_generator(self.settings.run.seed, purpose, self.round, self.client, work.stream)
 
-        augment = self.workspace.augment
-        changed = None if augment is None else partial(augment, generator=stream("augment"))
-        return Job(work, self.samples("train"), stream("batches"), self.lr, changed)
+        return Job(work, self.samples("train"), stream("batches"), self.lr, self.workspace.augment(stream("augment")))
 
     def _save(self, predictor: Predictor, config: Config) -> None:
         """Write the personal model to the folder that the config names (simulation: the run's own)."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
@@ -70,6 +70,7 @@ class Engine:
         end : float
             Monotonic time after which no further client is begun.
         """
+        self.workspace.trainer.interrupted.clear()  # a second Ctrl-C may have left it set
         order = sorted(range(len(openers)), key=lambda i: -sizes[i])
         plain = self.workspace.network(self.workspace.architecture)
         if len(order) > 1 and self.workspace.trainer.stacks(plain, len(order)):
@@ -105,8 +106,10 @@ class Engine:
             if time.monotonic() < end and not interrupted.is_set():
                 self._alone(number, openers[number], finish)
 
-        futures = [self._pool.submit(work, number) for number in order]
+        futures: list[Future[None]] = []
         try:
+            for number in order:
+                futures.append(self._pool.submit(work, number))
             wait(futures, return_when=FIRST_EXCEPTION)
             for future in futures:
                 future.result()
@@ -149,9 +152,12 @@ class Engine:
     def _answers(self, asking: Sequence[Running]) -> list[Any]:
         """Answer one request of each client; those of one kind together."""
         groups: dict[Hashable, list[int]] = {}
-        for place, one in enumerate(asking):
-            groups.setdefault(self._kind(one), []).append(place)
         answers: list[Any] = [None] * len(asking)
+        for place, one in enumerate(asking):
+            try:
+                groups.setdefault(self._kind(one), []).append(place)
+            except Exception as error:  # what a client asks for is no request
+                answers[place] = error
         for places in groups.values():
             for place, answer in zip(places, self._together([asking[p] for p in places]), strict=True):
                 answers[place] = answer
@@ -180,7 +186,9 @@ class Engine:
         except torch.OutOfMemoryError:
             self._capacity[network] = len(group) // 2
             log(WARNING, "%s clients at once do not fit into memory: going on with half as many", len(group))
-        except (RuntimeError, ValueError) as error:
+        except TrainingInterruptedError:
+            raise
+        except Exception as error:
             log(WARNING, "%s clients cannot be trained as one computation (%r): one after the other", len(group), error)
             return [self._one(one) for one in group]
         torch.cuda.empty_cache()

@@ -35,7 +35,7 @@ class SharedBodyClient(FedAvgClient):
     def assembled(self, shared: Tensor) -> Tensor:
         """Return the whole model ``(d,)``: the server's layers with the client's own."""
         kept = self.recall("personal")
-        whole = self.initial() if kept is None else torch.empty(self.layout.size, device=self.device)
+        whole = self.initial().clone() if kept is None else torch.empty(self.layout.size, device=self.device)
         if kept is not None:
             self.layout.part(self.personal_layers()).put(whole, kept)
         with torch.no_grad():

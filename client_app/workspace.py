@@ -2,7 +2,6 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import RLock, local
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from data.augment import random_resized_crop
+from data.augment import crop, draw_boxes
 from data.client import ClientData, client_data
 from data.datasets import Dataset, load_dataset
 from data.errors import DataError
@@ -20,12 +19,16 @@ from data.partitions import Partition, partition
 from data.sites import load_site, task_of
 from data.task import Task
 from models.architecture import Architecture, architecture_for
+from posy.batches import Augment
 from posy.config import Settings, from_json
 from posy.settings import SITES, SettingsError
 from posy.training import Network, Trainer
 
-CACHED_BYTES = 2 << 30
-REMEMBERED = 2
+_DEVICES = "it must be auto, cpu, cuda or cuda:N"
+CACHED_PART = 0.25
+"""Of the device's memory, what the clients' tensors of all processes may take."""
+REMEMBERED = 8
+"""Arrays kept on the device that several clients need: initial models, and what came with messages."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -41,7 +44,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise SettingsError(f"device = {name!r}: it must be auto, cpu, cuda or cuda:N") from error
+        raise SettingsError(f"device = {name!r}: {_DEVICES}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SettingsError(f"device = {name!r}: {_DEVICES}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingsError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return device
@@ -72,7 +77,8 @@ class Workspace:
             torch.set_num_threads(settings.train.threads)
         self.trainer = Trainer(settings.train, self.device)
         self._local = local()
-        self._clients: OrderedDict[int, ClientData] = OrderedDict()
+        self._clients: dict[int, ClientData] = {}
+        self._initial: OrderedDict[tuple[Architecture, int], Tensor] = OrderedDict()
         self._received: OrderedDict[int, tuple[Any, Tensor]] = OrderedDict()
         self._cached = 0
         self._lock = RLock()
@@ -97,26 +103,27 @@ class Workspace:
         """The plain network of the run."""
         return architecture_for(self.settings.train.model, self.task)
 
-    @property
-    def augment(self) -> Callable[..., Tensor] | None:
-        """Training augmentation, if the settings ask for one."""
-        return random_resized_crop if self.settings.data.augment == "crop" else None
+    def augment(self, generator: torch.Generator) -> Augment | None:
+        """Return the training augmentation, if the settings ask for one."""
+        return Augment(draw_boxes, crop, generator) if self.settings.data.augment == "crop" else None
 
     def part_of(self, client: int) -> int:
         """Return a client's place in the partition: a site with its own data is all there is of it."""
         return 0 if self.of_sites else client
 
     def client_data(self, client: int) -> ClientData:
-        """Return a client's tensors, made when it is first asked for and kept while they fit."""
+        """Return a client's tensors, made when it is first asked for and kept if there is room.
+
+        Those that are kept stay: clients come in turns, so that to make room for one is to lose the next.
+        """
         with self._lock:
-            if client not in self._clients:
+            data = self._clients.get(client)
+            if data is None:
                 data = client_data(self.dataset, self.partition, self.part_of(client), self.settings.data, self.device)
-                self._clients[client] = data
-                self._cached += _size(data)
-                while len(self._clients) > 1 and self._cached > CACHED_BYTES:
-                    self._cached -= _size(self._clients.popitem(last=False)[1])
-            self._clients.move_to_end(client)
-            return self._clients[client]
+                if self._cached + _size(data) <= self._room:
+                    self._clients[client] = data
+                    self._cached += _size(data)
+            return data
 
     def network(self, architecture: Architecture) -> Network:
         """Return the resident network of an architecture; every thread has its own."""
@@ -124,6 +131,17 @@ class Workspace:
         if architecture not in networks:
             networks[architecture] = Network(architecture.build, architecture.layout, self.device)
         return networks[architecture]
+
+    def initial(self, architecture: Architecture, seed: int) -> Tensor:
+        """Return freshly initialised parameters ``(d,)``, made once for all clients: they must not be written to."""
+        with self._lock:
+            key = architecture, seed
+            if key not in self._initial:
+                self._initial[key] = torch.from_numpy(architecture.initial(seed)).to(self.device)
+                while len(self._initial) > REMEMBERED:
+                    self._initial.popitem(last=False)
+            self._initial.move_to_end(key)
+            return self._initial[key]
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """Return an array on the device; one that came last time too, as for clients of one model, is not moved again.
@@ -137,6 +155,7 @@ class Workspace:
                 self._received[id(array)] = array, tensor
                 while len(self._received) > REMEMBERED:
                     self._received.popitem(last=False)
+            self._received.move_to_end(id(array))
             return tensor
 
     @property
@@ -144,6 +163,15 @@ class Workspace:
         """Clients that are trained at the same time: one on each core, or one on a GPU."""
         threads = self.settings.train.threads
         return max(1, cores() // threads) if self.device.type == "cpu" and threads else 1
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes that clients' tensors may take."""
+        if self.device.type == "cuda":
+            return int(CACHED_PART * torch.cuda.get_device_properties(self.device).total_memory)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
+        processes = 1 if self.settings.run.engine == "in-process" else cores()
+        return int(CACHED_PART * memory) // processes
 
     @cached_property
     def _benchmark(self) -> Dataset:

@@ -7,7 +7,12 @@ from torch.nn import functional
 _SMALLEST = 0.9  # part of the image's area that a crop keeps at least (FedDRM)
 
 
-def random_resized_crop(x: Tensor, generator: torch.Generator) -> Tensor:
+def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
+    """Return what :func:`crop` needs to know of so many images' boxes: ``(count, 3)`` numbers in [0, 1)."""
+    return torch.rand(3, count, generator=generator).T
+
+
+def crop(x: Tensor, boxes: Tensor) -> Tensor:
     """Cut from each image a random box of 90 to 100 % of its area, resized to the full size.
 
     The box keeps the image's aspect ratio and lies inside the image; resampling is bilinear.
@@ -16,19 +21,19 @@ def random_resized_crop(x: Tensor, generator: torch.Generator) -> Tensor:
     ----------
     x : Tensor
         ``(B, C, H, W)`` floating-point images.
-    generator : torch.Generator
-        Draws the boxes; a generator on the CPU draws the same boxes for every device.
+    boxes : Tensor
+        ``(B, 3)`` size and place of the boxes, as :func:`draw_boxes` draws them.
 
     Returns
     -------
     Tensor
         ``(B, C, H, W)``, in channels_last memory format.
     """
-    draws = torch.rand(3, len(x), generator=generator, device=generator.device).to(x.device, x.dtype)
-    side = (_SMALLEST + (1 - _SMALLEST) * draws[0]).sqrt()
+    size, place = boxes[:, :1].to(x.dtype), boxes[:, 1:].to(x.dtype)
+    side = (_SMALLEST + (1 - _SMALLEST) * size).sqrt()
     theta = torch.zeros(len(x), 2, 3, dtype=x.dtype, device=x.device)
-    theta[:, 0, 0] = theta[:, 1, 1] = side
-    theta[:, :, 2] = ((2 * draws[1:] - 1) * (1 - side)).T
+    theta[:, 0, 0] = theta[:, 1, 1] = side[:, 0]
+    theta[:, :, 2] = (2 * place - 1) * (1 - side)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
     cropped = functional.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
     return cropped.contiguous(memory_format=torch.channels_last)

@@ -22,17 +22,37 @@ class Batch(NamedTuple):
     weight: Tensor | None = None
 
 
-Augment = Callable[[Tensor], Tensor]
+class Augment(NamedTuple):
+    """Changes inputs by random numbers: drawn on the CPU, for a whole training, and moved to its device at once.
+
+    Attributes
+    ----------
+    draw : callable
+        ``draw(count, generator)`` returns the numbers of one batch ``(count, k)``, on the CPU.
+    change : callable
+        ``change(x, numbers)`` returns the inputs ``(B, ...)`` changed; each by its own numbers alone.
+    generator : torch.Generator
+        One stream for all batches of the training, in their order.
+    """
+
+    draw: Callable[[int, torch.Generator], Tensor]
+    change: Callable[[Tensor, Tensor], Tensor]
+    generator: torch.Generator
+
+    def numbers(self, counts: Sequence[int]) -> Tensor:
+        """Return the numbers of some batches ``(sum of counts, k)``."""
+        return torch.cat([self.draw(count, self.generator) for count in counts])
 
 
-def plan_epochs(epochs: int, steps: int, count: int, size: int) -> list[int | None]:
+def plan_epochs(epochs: int, steps: int, count: int, size: int, smallest: int = 1) -> list[int | None]:
     """Return the number of steps of each pass over ``count`` samples; None means a whole pass.
 
-    ``steps`` takes the place of ``epochs`` unless it is 0.
+    ``steps`` takes the place of ``epochs`` unless it is 0. A last batch of fewer than ``smallest`` samples is none.
     """
     if not steps:
         return [None] * epochs
-    full, rest = divmod(steps, -(-count // size))
+    whole, rest = divmod(count, size)
+    full, rest = divmod(steps, max(1, whole + (rest >= smallest)))
     return [None] * full + ([rest] if rest else [])
 
 
@@ -44,20 +64,25 @@ def batches(
     generator: torch.Generator,
     smallest: int = 1,
     odds: Tensor | None = None,
+    augment: Augment | None = None,
 ) -> Iterator[Batch]:
     """Yield the mini-batches of one pass (or its first ``steps``) in a fresh random order.
 
     A last batch of fewer than ``smallest`` samples is left out. With ``odds`` ``(n,)`` a pass is n draws
-    with replacement in proportion to them.
+    with replacement in proportion to them. ``augment`` changes the inputs.
     """
     order = _order(len(samples.y), size, steps, generator, smallest, odds).to(samples.y.device)
     # Shuffled once a pass: batches are then views, with no gather and no copy on the step.
     x = samples.x.permute(0, 2, 3, 1)[order].permute(0, 3, 1, 2) if samples.x.dim() == 4 else samples.x[order]
     y = samples.y[order]
     w = None if weight is None else weight[order]
-    for start in range(0, len(order), size):
-        stop = start + size
-        yield Batch(x[start:stop], y[start:stop], None if w is None else w[start:stop])
+    pieces = [slice(start, min(start + size, len(order))) for start in range(0, len(order), size)]
+    numbers = None
+    if augment is not None:
+        numbers = augment.numbers([piece.stop - piece.start for piece in pieces]).to(x.device)
+    for piece in pieces:
+        inputs = x[piece] if augment is None or numbers is None else augment.change(x[piece], numbers[piece])
+        yield Batch(inputs, y[piece], None if w is None else w[piece])
 
 
 def _order(
@@ -133,9 +158,17 @@ class Schedule:
         if any(share.weight is not None for share in shares):
             ones = [torch.ones(len(s.samples.y), device=device) if s.weight is None else s.weight for s in shares]
             self._sample_weight = torch.cat(ones)
-        self._augment = [share.augment for share in shares if share.augment is not None]
-        # Only a client's own samples are changed: those that fill up a batch would draw from its stream.
-        self._held = [(mask > 0).sum(1).tolist() for _, mask, _ in tables] if self._augment else []
+        self._augment = shares[0].augment
+        if self._augment is not None:
+            # What fills up a batch has no numbers of its own: it would draw from the client's stream.
+            drawn = []
+            for share, (_, mask, _) in zip(shares, tables, strict=True):
+                assert share.augment is not None
+                numbers = share.augment.numbers((mask > 0).sum(1).tolist())
+                row = torch.zeros(longest, width, numbers.shape[1])
+                row[: len(mask)][mask > 0] = numbers
+                drawn.append(row)
+            self._numbers = torch.stack(drawn, 1).to(device)
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield batches ``(A, B, ...)`` of the A clients still training, and what each counts in the loss ``(A, 1)``.
@@ -146,9 +179,9 @@ class Schedule:
             index = self._index[step, :active]
             weight = self._weight[step, :active]
             x = self._x[index]
-            for place, augment in enumerate(self._augment[:active]):
-                held = self._held[place][step]
-                x[place, :held] = augment(x[place, :held])
+            if self._augment is not None:
+                numbers = self._numbers[step, :active].flatten(0, 1)
+                x = self._augment.change(x.flatten(0, 1), numbers).view(x.shape)
             if self._sample_weight is not None:
                 weight = weight * self._sample_weight[index]
             yield Batch(x, self._y[index], weight), self._counted[step, :active, None]

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from logging import WARNING
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Self
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.common.logger import log
 
 from posy.arrays import record_of
 from posy.settings import SettingsError
-from posy.storage import DamagedFileError, is_folder_name, read_arrays, write_arrays
+from posy.storage import DamagedFileError, is_folder_name, read_arrays, sync, write_arrays
 
 PHASES = (MessageType.TRAIN, MessageType.EVALUATE)
 """The messages of a round, in their order."""
@@ -243,13 +245,16 @@ class DirectoryStore(StateStore):
             # The generation before it would be a wrong state.
             raise StateError(f"the state of client {client} cannot be read: {error}") from error
 
-    def save(self, client: int, moment: Moment, state: State) -> None:
-        """Write the generation of the moment, then remove those that are not needed any more."""
+    def save(self, client: int, moment: Moment, state: State, *, at_once: bool = True) -> None:
+        """Write the generation of the moment, then remove those that are not needed any more.
+
+        A file that must survive a loss of power does so at once, or else from :meth:`sync` on.
+        """
         if not state.changed:
             return
         folder = self._folder(client)
         folder.mkdir(parents=True, exist_ok=True)
-        write_arrays(folder / moment.generation.file, state, durable=self._durable)
+        write_arrays(folder / moment.generation.file, state, durable=self._durable and at_once)
         state.changed = False
         generations = self._generations(client)
         needed = {generations[-1]}
@@ -259,6 +264,14 @@ class DirectoryStore(StateStore):
             needed |= set([g for g in generations if g.server_round <= checkpoint][-1:])
         for generation in set(generations) - needed:
             (folder / generation.file).unlink(missing_ok=True)
+
+    def sync(self, client: int) -> None:
+        """Wait until the disk has a client's files, if they must survive a loss of power."""
+        if self._durable:
+            folder = self._folder(client)
+            for generation in self._generations(client):
+                sync(folder / generation.file)
+            sync(folder)
 
     def _folder(self, client: int) -> Path:
         return self.path / f"client-{client}"
@@ -290,6 +303,8 @@ class MemoryStore(StateStore):
         """Bytes that the states in memory take."""
         # The moment says when a state that is not in the files yet was kept; None: it is there.
         self._kept: OrderedDict[int, tuple[State, Moment | None]] = OrderedDict()
+        self._unsynced: set[int] = set()
+        self._warned = False
         self._lock = Lock()
 
     def load(self, client: int, moment: Moment) -> State:
@@ -318,6 +333,9 @@ class MemoryStore(StateStore):
                 if moment is not None:
                     self._write(client, state, moment)
                     self._kept[client] = state, None
+            for client in self._unsynced:
+                self.files.sync(client)
+            self._unsynced.clear()
 
     def _keep(self, client: int, state: State, moment: Moment | None) -> None:
         if client in self._kept:
@@ -327,14 +345,22 @@ class MemoryStore(StateStore):
 
     def _spill(self) -> None:
         while self.limit and self.nbytes > self.limit:
-            client, (state, moment) = self._kept.popitem(last=False)
-            self.nbytes -= state.nbytes
+            client, (state, moment) = next(iter(self._kept.items()))
             if moment is not None:
-                self._write(client, state, moment)
+                try:
+                    self._write(client, state, moment)
+                except OSError as error:  # it is another client's whose turn it is, and nothing is lost yet
+                    if not self._warned:
+                        log(WARNING, "states of clients stay in memory, beyond state-memory: %s", error)
+                    self._warned = True
+                    return
+            del self._kept[client]
+            self.nbytes -= state.nbytes
 
     def _write(self, client: int, state: State, moment: Moment) -> None:
         state.changed = True
-        self.files.save(client, moment, state)
+        self.files.save(client, moment, state, at_once=False)
+        self._unsynced.add(client)
 
 
 def run_folder(state_dir: Path, run: str) -> Path:

@@ -142,7 +142,7 @@ class Job(NamedTuple):
         Draws the order of the samples; on the CPU, so that every device sees the same batches.
     lr : float
         Learning rate.
-    augment : callable or None
+    augment : Augment or None
         Changes the inputs of a batch; has its own generator.
     """
 
@@ -396,7 +396,10 @@ class Trainer:
 
         An estimate: parameters, gradients, momentum, anchor and result, and as much again for activations.
         """
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else STACK_BYTES
+        free = STACK_BYTES
+        if self.device.type == "cuda":  # what PyTorch holds from earlier rounds, but does not use, is free to it
+            held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] + held
         return max(1, int(0.8 * free) // (10 * 4 * network.layout.size))
 
     def train(self, job: Job, network: Network) -> Trained:
@@ -437,7 +440,9 @@ class Trainer:
                 )
         single = jobs[0].work.start.dim() == 1
         if len(jobs) > 1 or self.stacks(network, 1 if single else len(jobs[0].work.start)):
-            schedule = Schedule([self._share(job) for job in jobs], self.settings.batch_size, smallest, self.device)
+            schedule = Schedule(
+                [self._share(job, smallest) for job in jobs], self.settings.batch_size, smallest, self.device
+            )
             places = schedule.order
             jobs = [jobs[i] for i in places]
             models: Models = StackedModels(network, [job.work for job in jobs])
@@ -481,29 +486,29 @@ class Trainer:
     def _run_alone(self, models: Models, job: Job, smallest: int) -> Tensor:
         """Train one client's models and return the mean losses ``(1, K)`` of the last epoch."""
         optimiser = SGD(self.settings, models, [job])
-        share = self._share(job)
+        share = self._share(job, smallest)
         total = torch.zeros(models.flat.shape[:2], device=self.device)
         seen = 0
         for steps in share.epochs:
             total.zero_()
             seen = 0
             for batch in batches(
-                job.samples, share.weight, self.settings.batch_size, steps, job.generator, smallest, share.odds
-            ):
-                changed = batch if job.augment is None else batch._replace(x=job.augment(batch.x))
+                job.samples, share.weight, self.settings.batch_size, steps, job.generator, smallest, share.odds,
+                job.augment,
+            ):  # fmt: skip
                 with self._autocast():
-                    losses, gradients = models.gradients(changed)
+                    losses, gradients = models.gradients(batch)
                 optimiser.step(gradients)
                 total += losses * len(batch.y)
                 seen += len(batch.y)
                 self._check_interrupted()
         return total / seen
 
-    def _share(self, job: Job) -> Share:
+    def _share(self, job: Job, smallest: int) -> Share:
         work, count, size = job.work, len(job.samples.y), self.settings.batch_size
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
-        plan = plan_epochs(epochs, steps, count, size)
+        plan = plan_epochs(epochs, steps, count, size, smallest)
         weight, odds = (None, work.sample_weight) if work.resample else (work.sample_weight, None)
         return Share(job.samples, weight, plan, job.generator, job.augment, odds)
 

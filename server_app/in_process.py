@@ -92,6 +92,7 @@ class InProcessGrid(Grid):
                     raise result
                 replies[places[place]] = call.close(result)
             except Exception as error:
+                call.forget()
                 replies[places[place]] = _failure(call.message, error)
 
         if asked:

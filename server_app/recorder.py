@@ -61,7 +61,7 @@ class Recorder:
         else:
             self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
         self._resumed = [] if resumption is None else resumption.history
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         self.directory.write_config(settings.as_config(), gpu, self._resumed)
         if run.save_models:
             strategy.models_folder = self.directory.models

@@ -412,18 +412,27 @@ def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[.
     assert workspace_for(other, "").settings.run.seed == 2
 
 
-def test_clients_data_is_kept_while_it_fits(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any]) -> None:
     workspace = Workspace(resolve(make_config("fedavg")))
     first = workspace.client_data(0)
     assert workspace.client_data(0) is first
-    monkeypatch.setattr("client_app.workspace.CACHED_BYTES", 1)
-    workspace.client_data(1)
-    again = workspace.client_data(0)
-    assert again is not first
-    assert torch.equal(again.x_train, first.x_train)
+    workspace._room = 0
+    second = workspace.client_data(1)
+    again = workspace.client_data(1)
+    assert again is not second
+    assert torch.equal(again.x_train, second.x_train)
+    assert workspace.client_data(0) is first  # or clients that come in turns would all be made again
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", ""])
+def test_initial_models_are_made_once_for_all_clients(make_config: Callable[..., Any]) -> None:
+    workspace = Workspace(resolve(make_config("fedavg")))
+    one = workspace.initial(workspace.architecture, 3)
+    assert workspace.initial(workspace.architecture, 3) is one
+    assert one.numpy().tolist() == workspace.architecture.initial(3).tolist()
+    assert not torch.equal(workspace.initial(workspace.architecture, 4), one)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "meta", "mps"])
 def test_a_device_that_is_none(name: str) -> None:
     with pytest.raises(SettingsError, match=f"device = '{name}'"):
         choose_device(name)

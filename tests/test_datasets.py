@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.augment import random_resized_crop
+from data.augment import crop, draw_boxes
 from data.client import client_data
 from data.datasets import SOURCES, describe, load_dataset
 from data.errors import DataError
@@ -709,25 +709,25 @@ def test_pixels_of_a_client_lie_in_minus_one_to_one_and_channels_last():
 # Augmentation
 
 
-def test_random_resized_crop_keeps_a_constant_image_and_its_bounds():
+def test_a_random_crop_keeps_a_constant_image_and_its_bounds():
     x = torch.full((8, 3, 6, 6), 0.25)
-    cropped = random_resized_crop(x, torch.Generator().manual_seed(0))
+    cropped = crop(x, draw_boxes(len(x), torch.Generator().manual_seed(0)))
     assert torch.allclose(cropped, x)
     assert cropped.is_contiguous(memory_format=torch.channels_last)
     noise = torch.rand(8, 3, 6, 6)
-    cropped = random_resized_crop(noise, torch.Generator().manual_seed(0))
+    cropped = crop(noise, draw_boxes(len(noise), torch.Generator().manual_seed(0)))
     assert cropped.min() >= noise.min()
     assert cropped.max() <= noise.max()
     assert not torch.equal(cropped, noise)
-    again = random_resized_crop(noise, torch.Generator().manual_seed(0))
+    again = crop(noise, draw_boxes(len(noise), torch.Generator().manual_seed(0)))
     assert torch.equal(cropped, again)
 
 
-def test_random_resized_crop_cuts_a_box_of_90_to_100_percent_inside_the_image():
+def test_a_random_crop_cuts_a_box_of_90_to_100_percent_inside_the_image():
     size = 100
     ramp = torch.linspace(0, 1, size).expand(64, 1, size, size)  # a pixel tells its column
     image = torch.cat([ramp, ramp.transpose(2, 3)], 1)
-    cropped = random_resized_crop(image, torch.Generator().manual_seed(1))
+    cropped = crop(image, draw_boxes(len(image), torch.Generator().manual_seed(1)))
     width = (cropped[:, 0, 50, 90] - cropped[:, 0, 50, 10]) / 0.8 * (size - 1) / size
     height = (cropped[:, 1, 90, 50] - cropped[:, 1, 10, 50]) / 0.8 * (size - 1) / size
     area = width * height

@@ -2,16 +2,24 @@
 
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from client_app.app import Call
 from client_app.engine import Engine
+from client_app.fedavg import FedAvgClient
 from client_app.workspace import Workspace
 from posy.config import resolve
 from posy.methods import METHODS
-from posy.training import Trainer
+from posy.settings import TrainSettings
+from posy.state import DirectoryStore, MemoryStore
+from posy.training import Train, Trainer
 from server_app.in_process import InProcessGrid
 
 SAME = 1e-5  # relative, in norm
@@ -106,6 +114,68 @@ def test_a_client_that_raises_is_left_out_and_the_others_are_not(make_config, fe
         assert {c for c, row in record.clients.items() if "train_loss" in row} == {0, 1, 3}
 
 
+def unknown_weight(net, batch, context):
+    return net["no.such.weight"].sum()
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+@pytest.mark.parametrize(
+    "fault",
+    [Train(torch.zeros(0), unknown_weight), Train(torch.zeros(0), rates={"no-such-layer": 0.5}), "no request"],
+    ids=["objective", "rates", "request"],
+)
+def test_a_faulty_request_is_its_clients_alone(make_config, federate, monkeypatch, stack, fault):
+    plain = FedAvgClient.work
+
+    def work(self, start):
+        if self.client not in (1, 2):
+            return plain(self, start)
+        return replace(fault, start=start) if isinstance(fault, Train) else fault
+
+    monkeypatch.setattr(FedAvgClient, "work", work)
+    finished = federate(make_config("fedavg", stack=stack, model="mlp"))
+    for record in finished.records:
+        assert [client for client, _ in record.dropped] == [1, 2]
+        assert {c for c, row in record.clients.items() if "train_loss" in row} == {0, 3}
+
+
+def test_only_the_store_keeps_states_in_memory(make_config, federate, monkeypatch, tmp_path):
+    models, alive = [], []
+
+    class Watched(InProcessGrid):
+        def __init__(self, num_clients):
+            super().__init__(num_clients)
+            self.states = MemoryStore(DirectoryStore(tmp_path), limit=1)
+
+    close = Call.close
+
+    def noted(call, result):
+        models.extend(weakref.ref(array) for array in call._state.values())
+        reply = close(call, result)
+        alive.append(sum(model() is not None for model in models))
+        return reply
+
+    monkeypatch.setattr(Call, "close", noted)
+    federate(make_config("local", stack="loop", model="mlp"), grid=Watched)
+    assert len(models) > 8
+    assert max(alive) <= 2  # of the two that are in hand
+
+
+def test_memory_that_pytorch_holds_unused_is_free_to_it(monkeypatch):
+    """After a round that has filled the device, the next one must not go on in smaller pieces."""
+    total, used = 80 << 30, 1 << 30
+    trainer = Trainer(TrainSettings(), torch.device("cpu"))
+    trainer.device = torch.device("cuda")
+    network = SimpleNamespace(layout=SimpleNamespace(size=11_000_000))
+    found = []
+    for reserved in (used, 40 << 30, total):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, r=reserved: (total - r, total))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, r=reserved: r)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: used)
+        found.append(trainer.capacity(network))
+    assert found == [int(0.8 * (total - used)) // (40 * 11_000_000)] * 3
+
+
 def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate, monkeypatch):
     sizes = []
     train = Trainer.train_together
@@ -156,12 +226,51 @@ def test_an_interrupt_ends_the_training_of_all_threads(make_config, federate, mo
     assert time.monotonic() - start < 20
 
 
+def test_an_interrupt_while_clients_are_submitted_ends_their_training(make_config, federate, monkeypatch):
+    monkeypatch.setattr(Workspace, "workers", 2)
+    submit, calls, steps = ThreadPoolExecutor.submit, [], []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return submit(self, *args)
+
+    check = Trainer._check_interrupted
+    monkeypatch.setattr(Trainer, "_check_interrupted", lambda self: (steps.append(1), check(self))[1])
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        federate(make_config("fedavg", stack="loop", model="mlp", local_steps=10**7))
+    taken = len(steps)
+    time.sleep(0.2)
+    assert len(steps) == taken
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_does_not_outlive_its_run(make_config, federate, monkeypatch, workers):
+    """A second Ctrl-C ends the wait for the threads: the next run of the process must train all the same."""
+    monkeypatch.setattr(Workspace, "workers", workers)
+    made = Engine.__init__
+
+    def interrupted(self, workspace, workers=0):
+        made(self, workspace, workers)
+        workspace.trainer.interrupted.set()
+
+    monkeypatch.setattr(Engine, "__init__", interrupted)
+    finished = federate(make_config("fedavg", stack="loop", model="mlp"))
+    assert all(not record.dropped for record in finished.records)
+
+
 def test_what_all_receive_is_one_tensor(make_config):
     workspace = Workspace(resolve(make_config("fedavg")))
     first, second = np.ones(3, np.float32), np.ones(3, np.float32)
     assert workspace.tensor(first) is workspace.tensor(first)
     assert workspace.tensor(second) is not workspace.tensor(first)
     assert workspace.tensor(first).data_ptr() == first.ctypes.data
+    shared = workspace.tensor(first)
+    for number in range(20):  # beside what each client alone receives
+        workspace.tensor(np.full(3, number, np.float32))
+        assert workspace.tensor(first) is shared
     assert Engine(workspace).workers >= 1
 
 

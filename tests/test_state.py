@@ -219,6 +219,45 @@ def test_a_state_larger_than_the_limit_still_works(tmp_path: Path) -> None:
     assert store.nbytes == 0
 
 
+def test_a_state_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk: nobody's state is lost, and the client whose turn it is has done nothing wrong."""
+    store = MemoryStore(DirectoryStore(tmp_path), limit=2 * 4000)
+    keep(store, 0, Moment(1, TRAIN), 10)
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("posy.state.write_arrays", full)
+        for client in range(1, 4):
+            keep(store, client, Moment(1, TRAIN), 10 + client)
+        assert store.nbytes == 16_000
+        assert [store.load(c, Moment(2, TRAIN))["model"][0] for c in range(4)] == [10, 11, 12, 13]
+        with pytest.raises(OSError, match="No space"):
+            store.flush()  # a checkpoint cannot be made
+    keep(store, 3, Moment(2, TRAIN), 23)
+    assert store.nbytes == 8_000
+    assert [store.load(c, Moment(3, TRAIN))["model"][0] for c in range(4)] == [10, 11, 12, 23]
+
+
+def test_spilled_files_are_on_the_disk_from_the_checkpoint_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    for module in ("posy.state", "posy.storage"):
+        monkeypatch.setattr(f"{module}.sync", lambda path: synced.append(path.name))
+    store = MemoryStore(DirectoryStore(tmp_path), limit=1)
+    for client in range(2):
+        keep(store, client, Moment(1, TRAIN), client)
+    assert synced == []
+    store.flush()
+    assert sorted(synced) == ["client-0", "client-1", *["round-1-train-0.safetensors"] * 2]
+    store.flush()
+    assert len(synced) == 4
+    volatile = MemoryStore(DirectoryStore(tmp_path / "other", durable=False), limit=1)
+    keep(volatile, 0, Moment(1, TRAIN), 1)
+    volatile.flush()
+    assert len(synced) == 4
+
+
 def test_memory_is_written_for_a_checkpoint_and_read_by_the_next_process(tmp_path: Path) -> None:
     store = MemoryStore(DirectoryStore(tmp_path), limit=2 * 4000)
     for server_round in (1, 2):

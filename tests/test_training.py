@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from client_app.cwfedavg import regularised
 from client_app.feddrm import class_and_client
 from data.task import Task
 from models.architecture import Architecture
-from posy.batches import Batch, Samples, batches
+from posy.batches import Augment, Batch, Samples, batches, plan_epochs
 from posy.parameters import Layout, layout_of
 from posy.settings import MODELS, TrainSettings
 from posy.training import (
@@ -537,7 +536,7 @@ def test_a_partial_pass_takes_its_first_batches() -> None:
 )
 def test_epochs_and_steps(work: dict[str, Any], settings: dict[str, Any], expected: list[int | None]) -> None:
     trainer = Trainer(TrainSettings(batch_size=4, **settings), CPU)
-    assert trainer._share(Job(Train(initial(), **work), samples(), generator(), LR)).epochs == expected
+    assert trainer._share(Job(Train(initial(), **work), samples(), generator(), LR), 1).epochs == expected
 
 
 def test_the_loss_is_that_of_the_last_pass_weighted_by_batch() -> None:
@@ -600,24 +599,47 @@ def test_forward_of_no_samples() -> None:
     assert Trainer(TrainSettings(), CPU).forward(Forward(initial()), network(), empty).shape == (0, CLASSES)
 
 
+@pytest.mark.parametrize(
+    ("steps", "count", "size", "smallest", "plan"),
+    [
+        (6, 9, 4, 1, [None, None]),  # batches of 4, 4, 1
+        (6, 9, 4, 2, [None, None, None]),  # the last one is none: batches of 4, 4
+        (5, 9, 4, 2, [None, None, 1]),
+        (2, 1, 4, 1, [None, None]),
+        (3, 8, 4, 2, [None, 1]),
+        (0, 9, 4, 2, [None] * 7),
+    ],
+)
+def test_as_many_steps_as_asked_for(steps: int, count: int, size: int, smallest: int, plan: list[int | None]) -> None:
+    assert plan_epochs(7, steps, count, size, smallest) == plan
+    if steps:
+        rows = Samples(torch.zeros(count, 2), torch.zeros(count, dtype=torch.int64))
+        taken = [batch for part in plan for batch in batches(rows, None, size, part, generator(), smallest)]
+        assert len(taken) == steps
+
+
 def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:
     seen: list[tuple[int, float]] = []
 
-    def shift(x: Tensor, own: torch.Generator) -> Tensor:
-        number = float(torch.rand((), generator=own))
-        seen.append((len(x), number))
-        return x + number
+    def draw(count: int, own: torch.Generator) -> Tensor:
+        return torch.rand(1, generator=own).expand(count, 1)
 
-    trainer = Trainer(TrainSettings(batch_size=4, local_epochs=1), CPU)
+    def shift(x: Tensor, numbers: Tensor) -> Tensor:
+        seen.append((len(x), float(numbers[0])))
+        assert torch.equal(numbers, numbers[:1].expand(len(x), 1))  # those of its own batch
+        return x + numbers
+
+    trainer = Trainer(TrainSettings(batch_size=4, local_epochs=2), CPU)
     first, second = (
-        trainer.train(Job(Train(initial()), samples(), generator(), LR, partial(shift, own=generator(2))), network())
+        trainer.train(Job(Train(initial()), samples(), generator(), LR, Augment(draw, shift, generator(2))), network())
         for _ in range(2)
     )
-    assert [n for n, _ in seen] == [4, 4, 3] * 2
-    assert seen[:3] == seen[3:]
-    assert len({number for _, number in seen}) == 3
+    assert [n for n, _ in seen] == [4, 4, 3] * 4
+    own = generator(2)
+    assert [number for _, number in seen[:6]] == [float(torch.rand(1, generator=own)) for _ in range(6)]
+    assert seen[:6] == seen[6:]
     assert torch.equal(first.parameters, second.parameters)
-    assert not torch.equal(first.parameters, train(Train(initial()), local_epochs=1).parameters)
+    assert not torch.equal(first.parameters, train(Train(initial()), local_epochs=2).parameters)
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
