@@ -7,6 +7,7 @@ algorithm while the training loop, evaluation, state and reply stay in one place
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from flwr.client import NumPyClient
+from flwr.common.logger import log
 from torch import Tensor
 
 from client_app.workspace import Workspace
@@ -22,7 +24,7 @@ from models.architecture import Architecture
 from posy.batches import Samples
 from posy.parameters import FloatArray, Layout
 from posy.privacy import noised
-from posy.randomness import torch_generator
+from posy.randomness import model_seed, torch_generator
 from posy.state import State
 from posy.storage import write_arrays
 from posy.training import Forward, Job, Network, Train, Trained
@@ -174,9 +176,9 @@ class PersonalClient(NumPyClient):
         """Return a single model of the method's network as a predictor."""
         return Predictor([Member(parameters, self.architecture)], chosen)
 
-    def initial(self, offset: int = 0) -> Tensor:
-        """Return the common initialisation ``(d,)`` that server and clients build from the seed; not to be changed."""
-        return self.workspace.initial(self.architecture, self.settings.run.seed + offset)
+    def initial(self, number: int = 0) -> Tensor:
+        """Return the common start ``(d,)`` of one of several models, as the server has it; not to be changed."""
+        return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def recall(self, name: str) -> Tensor | None:
         """Return a kept array as a tensor, or None."""
@@ -218,10 +220,11 @@ class PersonalClient(NumPyClient):
         return mixture.clamp_min(1e-12).log()
 
     def train_losses(self, models: Tensor) -> Steps[Tensor]:
-        """Return the training loss of each of K models ``(K, d)`` as ``(K,)``."""
+        """Return the training loss of each of K models ``(K, d)`` as ``(K,)``; that of a diverged one is infinite."""
         logits = yield Forward(models, "train", self.architecture)
         k, n, _ = logits.shape
-        return F.cross_entropy(logits.flatten(0, 1), self.data.y_train.repeat(k), reduction="none").view(k, n).mean(1)
+        losses = F.cross_entropy(logits.flatten(0, 1), self.data.y_train.repeat(k), reduction="none").view(k, n).mean(1)
+        return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def score(self, predictor: Predictor, split: str) -> Steps[Scores]:
         """Return loss and accuracy of a predictor on a split."""
@@ -255,7 +258,11 @@ class PersonalClient(NumPyClient):
             metrics["chosen"] = served.chosen
             metrics |= yield from self._test_scores("served", served)
         if self.personal_in_every_evaluation or config.get("evaluate-personal"):
-            personal = yield from self.personal_model(received, config)
+            try:
+                personal = yield from self.personal_model(received, config)
+            except ArithmeticError as error:  # what was measured of the served model stands
+                log(WARNING, "client %s has no local model in round %s: %s", self.client, self.round, error)
+                personal = None
             if personal is not None:
                 best = personal
                 metrics |= yield from self._test_scores("local", personal)
@@ -274,11 +281,16 @@ class PersonalClient(NumPyClient):
         return [self.workspace.tensor(np.asarray(array)) for array in parameters]
 
     def drive(self, steps: Steps[R]) -> R:
-        """Carry out a method's requests one after the other."""
-        answer: Any = None
+        """Carry out a method's requests one after the other; it hears of one that fails."""
         try:
+            request = next(steps)
             while True:
-                answer = self.carry_out(steps.send(answer))
+                try:
+                    answer = self.carry_out(request)
+                except Exception as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(answer)
         except StopIteration as finished:
             return finished.value
 

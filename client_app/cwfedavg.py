@@ -9,6 +9,9 @@ from posy.batches import Batch
 from posy.training import Context, Net, Train, cross_entropy
 from strategies.cwfedavg import parts
 
+SMALLEST = 1e-12
+"""Sum of the norms from which on they make a distribution."""
+
 
 class CwFedAvgClient(FedAvgClient):
     """Minimise cross-entropy + λ ||p_i − p̃_i||₂ (Eq. 8)."""
@@ -43,5 +46,8 @@ class CwFedAvgClient(FedAvgClient):
 def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + λ ||p − p̃||₂, differentiated through the norms of the output rows (Eqs. 4, 8)."""
     norms = torch.linalg.vector_norm(net["head.weight"], dim=1)
-    distance = torch.linalg.vector_norm(context["distribution"] - norms / norms.sum())
+    total = norms.sum()
+    # That of a head of zeros is uniform, as on the server.
+    weights = norms / total.clamp_min(SMALLEST) + (total < SMALLEST) / len(norms)
+    distance = torch.linalg.vector_norm(context["distribution"] - weights)
     return cross_entropy(net(batch.x), batch) + context["lambda"] * distance

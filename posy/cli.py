@@ -32,6 +32,7 @@ from posy.settings import (
     SITES,
     SITES_NEED_NODES,
     DataSettings,
+    NothingTrainedError,
     Rule,
     RunSettings,
     Scalar,
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingsError, DataError, LaunchError) as error:
         print(f"posy: {error}", file=sys.stderr)
         return WRONG_USE
+    except NothingTrainedError as error:
+        print(f"posy: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has left; the interpreter must not try to flush into it
@@ -185,7 +189,7 @@ def merged(config: Mapping[str, Any]) -> dict[str, Any]:
     if not name:
         return dict(config)
     path = configuration.experiment_path(name)
-    from_file = configuration.read_yaml(path)
+    from_file = configuration.read_experiment(path)
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
     check(from_file, str(path))

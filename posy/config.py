@@ -1,6 +1,7 @@
 """From the run config to the settings of a run, and back."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,9 @@ from posy.settings import (
     read,
 )
 
+_BOOL = "tag:yaml.org,2002:bool"
+NOT_REPEATED = ("experiment", "resume", "resume-keys")
+"""Settings of a run that its repetition does not take over: what they brought stands in the others."""
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
 
 
@@ -71,7 +75,7 @@ def resolve(config: Mapping[str, Any], where: str = "the run config") -> Setting
     experiment = config.get("experiment", "")
     if experiment:
         path = experiment_path(str(experiment))
-        from_file = read_yaml(path)
+        from_file = read_experiment(path)
         check_keys(from_file, known, str(path))
         own = {key: value for key, value in config.items() if value != known[key]}
         read_all({**known, **from_file}, str(path))
@@ -114,14 +118,43 @@ def experiment_path(name: str) -> Path:
     raise SettingsError(f"experiment = {name!r}: no such file, and experiments/ holds only {names}")
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file of flat settings."""
+class Yaml(yaml.SafeLoader):
+    """YAML as people write it: 1e-3 is a number, on and off are texts (YAML 1.2), and a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Read a mapping; the last of two equal keys would win without a word."""
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+Yaml.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Yaml.add_implicit_resolver(_BOOL, re.compile("[tT]rue|TRUE|[fF]alse|FALSE"), [*"tTfF"])
+Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), [*"-+.0123456789"]
+)
+
+
+def read_yaml(path: Path, loader: type[yaml.SafeLoader] = Yaml) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping, as people write it unless another loader is given."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")
+    return content
+
+
+def read_experiment(path: Path) -> dict[str, Any]:
+    """Read a YAML file of flat settings; of the ``config.yaml`` of a run, what makes another run like it."""
+    content = read_yaml(path)
+    if {"settings", "versions"} <= content.keys():
+        return {key: value for key, value in content["settings"].items() if key not in NOT_REPEATED}
     return content
 
 

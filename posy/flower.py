@@ -1,6 +1,7 @@
 """What Posy needs to know of the Flower runtime that it runs in."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def of_simulation() -> bool:
 def absolute(path: str) -> Path:
     """Return a path from the settings, relative ones taken from where the process was started."""
     return (Path(os.environ.get(START_DIRECTORY, Path.cwd())) / Path(path).expanduser()).resolve()
+
+
+def raised(reason: str) -> str:
+    """Return the message of what a client has raised, out of what Flower's runtimes make of it.
+
+    A node packs the exception as ``<class 'name'>:<'message'>``; in Ray's the message is the end of a traceback.
+    """
+    packed = re.fullmatch(r"<class '[\w.()]+'>:<'(.*)'>", reason, re.DOTALL)
+    return (packed[1] if packed else reason).rpartition("Exception ClientAppException occurred. Message: ")[2]
 
 
 class Outages:

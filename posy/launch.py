@@ -44,7 +44,7 @@ STOP_SECONDS = 15.0
 _RESULTS = re.compile(r"Results of this run: (.+)")
 _WRONG = re.compile(r"^[\w.]+\.(SettingsError|DataError): ", re.MULTILINE)
 # Flower's own news and Ray's: what is left are the rounds, the results, warnings, errors and tracebacks.
-_NEWS = re.compile(r"(\x1b\[\d+m)?(INFO|DEBUG)\b|\(\w+ pid=\d+\)|\d{4}-\d\d-\d\d [\d:,]+\s+INFO\b")
+_NEWS = re.compile(r"(\x1b\[\d+m)?((INFO|DEBUG)\b|\(\w+ pid=\d+\))|\d{4}-\d\d-\d\d [\d:,]+\s+INFO\b")
 
 
 class LaunchError(Exception):

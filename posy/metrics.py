@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 
 class Spread(TypedDict):
-    """A measure over M clients: one value a client, summed up.
+    """A measure over M clients, ``clients`` in number: one value a client, summed up.
 
     ``std`` is that of the population (divided by M), ``weighted`` the mean weighted by the clients'
     weights, ``jain`` Jain's index J = (Σ a_i)² / (M Σ a_i²), None where every a_i is 0.
@@ -20,6 +20,7 @@ class Spread(TypedDict):
     max: float
     weighted: float
     jain: float | None
+    clients: int
 
 
 def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
@@ -61,7 +62,8 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
     unit = a / scale  # squares of a diverged loss would overflow
     # Rounding must not carry a mean out of [min, max].
     mean, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), a @ (w / w.sum())))
-    return Spread(mean=mean, std=scale * float(unit.std()), min=low, max=high, weighted=weighted, jain=_jain(unit))
+    std = scale * float(unit.std())
+    return Spread(mean=mean, std=std, min=low, max=high, weighted=weighted, jain=_jain(unit), clients=len(a))
 
 
 def majority_vote(predictions: npt.ArrayLike, num_classes: int) -> npt.NDArray[np.int64]:

@@ -12,6 +12,11 @@ def seed_of(seed: int, purpose: str, *key: int) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
 
 
+def model_seed(seed: int, number: int) -> int:
+    """Return the seed of the initial weights of one of several models; the first has that of a single model."""
+    return seed_of(seed, "model", number) if number else seed
+
+
 def numpy_generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
     """Return a NumPy generator for one purpose."""
     return np.random.default_rng(seed_of(seed, purpose, *key))

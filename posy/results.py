@@ -81,8 +81,15 @@ class History:
         return points[-1] if points else None
 
     def best(self, point: Point) -> Evaluation | None:
-        """Return the evaluation with the highest mean, of equals the earliest, or None."""
-        return max(self.at(point), key=lambda e: e.over_clients["mean"], default=None)
+        """Return the evaluation with the highest mean, of equals the earliest, or None.
+
+        Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are left out: the
+        best of many small cohorts would say more of the cohorts than of the models.
+        """
+        points = self.at(point)
+        most = max((e.over_clients["clients"] for e in points), default=0)
+        comparable = [e for e in points if 10 * e.over_clients["clients"] >= 9 * most]
+        return max(comparable, key=lambda e: e.over_clients["mean"], default=None)
 
     def at(self, point: Point) -> list[Evaluation]:
         """Return all evaluations of a point, in the order of the rounds."""
@@ -164,6 +171,7 @@ class RunDirectory:
     def write_config(
         self,
         settings: Mapping[str, Any],
+        resolved: Mapping[str, Any] | None = None,
         gpu: str | None = None,
         resumed: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -173,6 +181,8 @@ class RunDirectory:
         ----------
         settings : Mapping
             All settings of the run by key.
+        resolved : Mapping, optional
+            What stands behind settings that are `auto`.
         gpu : str, optional
             Name of the accelerator the server sees.
         resumed : sequence of Mapping
@@ -181,6 +191,7 @@ class RunDirectory:
         text = yaml.safe_dump(
             {
                 "settings": plain(settings),
+                **({"resolved": plain(resolved)} if resolved else {}),
                 "seed": plain(settings.get("seed")),
                 "id": self.id,
                 **({"resumed": plain(list(resumed))} if resumed else {}),

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from posy.config import Settings, defaults, read_all, read_yaml
 from posy.methods import strategy_class
 from posy.settings import SettingsError, check_keys
@@ -63,7 +65,7 @@ class StoredRun:
             raise SettingsError(f"resume = {name!r}: it must be the name of a folder in output-dir = {output_dir}")
         if not (path / "config.yaml").is_file():
             raise SettingsError(f"resume = {name!r}: there is no run in {path}")
-        record = read_yaml(path / "config.yaml")
+        record = read_yaml(path / "config.yaml", yaml.SafeLoader)
         if not isinstance(record.get("settings"), dict) or not isinstance(record.get("id"), str):
             raise SettingsError(f"resume = {name!r}: {path}/config.yaml is not that of a run with checkpoints")
         return cls(path, record["settings"], record)

@@ -16,6 +16,10 @@ Scalar = bool | int | float | str
 T = TypeVar("T")
 
 
+class NothingTrainedError(RuntimeError):
+    """A run has ended without one accepted reply."""
+
+
 class SettingsError(ValueError):
     """A setting is unknown, of the wrong type, or outside its range."""
 

@@ -264,14 +264,17 @@ class LoopedModels:
         self._nets = network.nets[: len(start)]
         self._names = trainable_names(network.layout, work.rates)
         moving = set(self._names)
+        layer_of = {entry.name: entry.layer for entry in network.layout.entries}
         for net in self._nets:
             net.module.train()
+            for name, module in net.module.named_modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):  # a frozen one keeps its statistics
+                    module.train(work.rates.get(layer_of[f"{name}.running_mean"], 1.0) != 0)
             for name, tensor in net.tensors.items():
                 if isinstance(tensor, nn.Parameter):
                     tensor.requires_grad_(name in moving)
         self._leaves = [[net[name] for name in self._names] for net in self._nets]
         self.parameters = [tensor for leaves in self._leaves for tensor in leaves]
-        layer_of = {entry.name: entry.layer for entry in network.layout.entries}
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
         self._work = work
 

@@ -19,7 +19,7 @@ from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
 from posy.privacy import check_privacy
 from posy.resume import StoredRun, given_keys
-from posy.settings import DATASETS, SITES, SITES_NEED_NODES, SettingsError
+from posy.settings import DATASETS, SITES, SITES_NEED_NODES, NothingTrainedError, SettingsError
 from posy.state import DirectoryStore, MemoryStore
 from server_app.checkpoints import resumption
 from server_app.federation import Federation, PollingGrid, WaveGrid
@@ -58,6 +58,8 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
     ------
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
+    NothingTrainedError
+        After the last, if no client's training was accepted: what was measured is the initial model.
     """
     where = "the run config"
     changed: dict[str, Any] = {}
@@ -69,6 +71,8 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         settings = with_absolute_paths(stored.resumed(given_keys(config, where), where))
         changed = stored.check(settings)
     check_privacy(settings)
+    if settings.run.system_accuracy == "on" and not settings.run.save_models:
+        raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
     if grid is None:
@@ -108,6 +112,9 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
             timeout=settings.run.round_timeout,
             evaluate_fn=recorder.finish_round,
         )
+        if not recorder.trained:
+            reasons = "; ".join(f"{count} x {reason}" for reason, count in recorder.dropped.most_common(3))
+            raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
     return recorder
 
 

@@ -21,7 +21,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from data.errors import DataError
 from data.sites import Description, agreed, is_complete, task_of
 from posy.config import Settings
-from posy.flower import Outages, answer_to
+from posy.flower import Outages, answer_to, raised
 from posy.settings import SITES, SettingsError
 from strategies.base import UNREADABLE, BadReplyError, Member, check_count
 
@@ -429,10 +429,8 @@ class Federation:
             self._asked.discard(node)
             return
         if reply.has_error():
-            # Flower packs what a client has raised as <class 'data.errors.DataError'>:<'the message'>, a warm node
-            # as DataError: the message.
-            raised = re.fullmatch(r"(?:<class '[\w.]+'>:<'|\w+: )(.*?)(?:'>)?", str(reply.error.reason), re.DOTALL)
-            self._leave_out(node, raised[1] if raised else str(reply.error.reason))
+            # A warm node says DataError: the message.
+            self._leave_out(node, re.sub(r"^\w+: ", "", raised(str(reply.error.reason))))
             return
         try:
             take(node, reply.content.config_records["config"])

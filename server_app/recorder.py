@@ -62,7 +62,8 @@ class Recorder:
             self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
         self._resumed = [] if resumption is None else resumption.history
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
-        self.directory.write_config(settings.as_config(), gpu, self._resumed)
+        resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
+        self.directory.write_config(settings.as_config(), resolved, gpu, self._resumed)
         if run.save_models:
             strategy.models_folder = self.directory.models
         self.accuracy = History()
@@ -70,6 +71,8 @@ class Recorder:
         self.last_rows: dict[int, dict[str, Any]] = {}
         self.dropped: Counter[str] = Counter()
         self.bytes_up = self.bytes_down = self.rounds = 0
+        self.trained = False
+        """Whether any client's training has been accepted."""
         self.system_accuracy: float | None = None
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
@@ -104,6 +107,7 @@ class Recorder:
         if server_round == 0 or record.number != server_round:
             return None
         self.rounds = server_round
+        self.trained = self.trained or any("train_loss" in row for row in record.clients.values())
         rows = {client: record.clients[client] for client in sorted(record.clients)}
         accuracy = {point: _spread(rows, f"{point}_accuracy") for point in ("served", "local")}
         loss = {point: _spread(rows, f"{point}_loss") for point in ("served", "local")}
@@ -172,6 +176,7 @@ class Recorder:
             History(*([Evaluation(*point) for point in points] for points in so_far[measure]))
             for measure in ("accuracy", "loss")
         )
+        self.trained = True
         self.last_rows = {int(client): row for client, row in so_far["clients"].items()}
         rows = {client: self.last_rows[client] for client in so_far["last-round"]}
         self.strategy.record = RoundRecord(checkpoint.server_round, clients=rows)
@@ -199,9 +204,11 @@ class Recorder:
         task = self.workspace.task
         if self.workspace.of_sites:
             counts = self.federation.class_counts() if self.federation else None
+            self.strategy.class_counts = counts
         else:
-            counts = self.workspace.partition.counts(self.workspace.dataset.y, task.num_classes)
-        self.strategy.class_counts = counts
+            known = self.workspace.dataset.y, task.num_classes
+            counts = self.workspace.partition.counts(*known)
+            self.strategy.class_counts = self.workspace.partition.train_counts(*known)
         if counts is not None:
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 

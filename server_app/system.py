@@ -1,6 +1,6 @@
 """System accuracy: how well the federation as a whole answers a query that names no client."""
 
-from logging import INFO, WARNING
+from logging import WARNING
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def system_accuracy(
     elif not any(path.exists() for path in paths.values()):
         reason = "the clients' models stay on their nodes"
     if reason:
-        log(INFO, "system accuracy is not available: %s", reason)
+        log(WARNING, "system accuracy is not available: %s", reason)
         return None
     # A client that the last round has lost may have left the model of an earlier one.
     reported = {client for client, row in strategy.record.clients.items() if "n_train" in row}

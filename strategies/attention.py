@@ -23,21 +23,23 @@ class AttentionStrategy(PersonalisedStrategy):
 
     @abstractmethod
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
-        """Return the weights a ``(M, M)``, rows summing to 1, for the models ``(M, d)`` of those seen."""
+        """Return the weights a ``(M, M)``, rows summing to 1, for the parameters ``(M, d)`` of those seen."""
 
     def initialise(self) -> None:
         """Start without any client's model."""
         self.seen: list[int] = []
         self.models: FloatArray = np.empty((0, self.size), np.float32)
         self.mixed: FloatArray = self.models
-        self.common_start = self.initial()
+        self.unseen_start = self.initial()
+        # BatchNorm's running statistics are no parameters: they would outweigh these in any comparison.
+        self.parameters = self.architecture.layout.select(lambda entry: entry.trainable)
         self.pictures: dict[int, npt.NDArray[np.float64]] = {}
 
     def serve(self, client: int) -> Arrays:
         """Send u_i."""
         if client in self.seen:
             return [self.mixed[self.seen.index(client)]]
-        return [self.models.mean(axis=0) if self.seen else self.common_start]
+        return [self.unseen_start]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Expect the local model ``(d,)``."""
@@ -46,7 +48,7 @@ class AttentionStrategy(PersonalisedStrategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Take up the new models and mix anew."""
         self._take_up(updates)
-        weights = self.attention(self.models)
+        weights = self.attention(self.parameters.take(self.models))
         self.mixed = weights.astype(np.float32) @ self.models
         self._remember(server_round, weights)
         others = weights - np.diag(np.diag(weights))
@@ -65,6 +67,8 @@ class AttentionStrategy(PersonalisedStrategy):
         self.seen = arrays["clients"].tolist()
         self.models = np.asarray(arrays["models"], np.float32)
         self.mixed = np.asarray(arrays["mixed"], np.float32)
+        if self.seen:
+            self.unseen_start = self.models.mean(axis=0)
         names = [name for name in arrays if name.startswith("attention-")]
         rounds = sorted(int(name.removeprefix("attention-")) for name in names)
         self.pictures = {number: np.asarray(arrays[f"attention-{number}"], np.float64) for number in rounds}
@@ -98,6 +102,8 @@ class AttentionStrategy(PersonalisedStrategy):
             self.seen, self.models = seen, models
         for update in updates:
             self.models[self.seen.index(update.client)] = update.arrays[0]
+        if len(self.seen) < self.num_clients:
+            self.unseen_start = self.models.mean(axis=0)
 
     def _remember(self, server_round: int, weights: npt.NDArray[np.float64]) -> None:
         """Keep the matrices of the first, the last and some rounds between."""

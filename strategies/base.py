@@ -27,9 +27,9 @@ from flwr.serverapp.strategy import Result, Strategy
 from models.architecture import Architecture
 from posy.arrays import Array, record_of_arrays
 from posy.config import Settings
-from posy.flower import CLOCK_SECONDS
+from posy.flower import CLOCK_SECONDS, raised
 from posy.parameters import FloatArray, Part
-from posy.randomness import numpy_generator
+from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
 
 Arrays = list[npt.NDArray[np.generic]]
@@ -368,9 +368,9 @@ class PersonalisedStrategy(Strategy):
         """Number of parameters d."""
         return self.architecture.layout.size
 
-    def initial(self, offset: int = 0) -> FloatArray:
-        """Return freshly initialised parameters ``(d,)``; each offset is an independent seed."""
-        return self.architecture.initial(self.settings.run.seed + offset)
+    def initial(self, number: int = 0) -> FloatArray:
+        """Return freshly initialised parameters ``(d,)`` of one of several models."""
+        return self.architecture.initial(model_seed(self.settings.run.seed, number))
 
     def shared_part(self, layers: Iterable[str]) -> Part:
         """Return the part of the flat vector that some layers take.
@@ -446,7 +446,7 @@ class PersonalisedStrategy(Strategy):
                 if client < 0:
                     raise BadReplyError("a reply to no message of this phase, or a second one")
                 if reply.has_error():
-                    raise BadReplyError(f"error {reply.error.code}: {reply.error.reason}")
+                    raise BadReplyError(f"error {reply.error.code}: {raised(str(reply.error.reason))}")
                 good.append(read(client, reply.content))
             except UNREADABLE as error:
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
@@ -502,7 +502,8 @@ class PersonalisedStrategy(Strategy):
         limit = self.settings.run.max_update_norm
         update = self.update_of(client, arrays) if limit else None
         if update is not None and not (norm := float(np.linalg.norm(update.astype(np.float64)))) <= limit:
-            raise BadReplyError(f"an update of norm {norm:.6g}, max-update-norm is {limit:g}")
+            log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
+            raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
 
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
         metrics: Mapping[str, Any] = content.metric_records["metrics"]

@@ -47,6 +47,9 @@ class FedFew(PersonalisedStrategy):
         distinct = self.method.initialisation == "distinct"
         layers = [x for x in self.architecture.layout.layers if not (self.method.personal_head and x == "head")]
         self.shared = self.shared_part(layers)
+        statistics = self.architecture.layout.select(lambda entry: not entry.trainable)
+        self.statistics = self.shared.take(statistics.put(np.zeros(self.size, bool), np.ones(self.size, bool)))
+        """Which of the shared entries are BatchNorm's running statistics ``(d,)``."""
         starts = [self.shared.take(self.initial(k if distinct else 0)) for k in range(self.method.models)]
         self.models: FloatArray = np.stack(starts)
         self.losses = np.full((self.num_clients, self.method.models), np.nan)
@@ -70,7 +73,11 @@ class FedFew(PersonalisedStrategy):
         losses = np.stack([update.arrays[1] for update in updates]).astype(np.float64)
         n = num_examples(updates)
         weights = stch_weights(weighted_losses(losses, n) if self.method.weigh_losses else losses, self.method.mu)
-        self.models = server_step(self.models, [u.arrays[0] for u in updates], weights, self.method.server_lr)
+        deltas = [update.arrays[0] for update in updates]
+        models = server_step(self.models, deltas, weights, self.method.server_lr)
+        if self.method.server_lr != 1 and self.statistics.any():  # a variance that overshoots is none
+            models[:, self.statistics] = server_step(self.models, deltas, weights, 1.0)[:, self.statistics]
+        self.models = models
         clients = [update.client for update in updates]
         self.losses[clients] = losses
         self.weights[clients] = weights.inner

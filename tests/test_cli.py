@@ -129,13 +129,22 @@ def test_users_keys_stand_over_the_experiment_even_at_their_defaults(tmp_path: P
     assert cli.merged({"experiment": str(file), "lr": at_default}) == {"lr": at_default, "num-clients": 7}
 
 
+def test_experiment_files_hold_what_the_command_line_takes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 1e-3\nweight-decay: 5E-4\nsystem-accuracy: on\nsave-models: True\n", encoding="utf-8")
+    assert cli.merged({"experiment": str(file)}) == {
+        "lr": 0.001, "weight-decay": 0.0005, "system-accuracy": "on", "save-models": True,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
         ("lr: -1", "lr"),
         ("lrr: 1", "did you mean lr"),
         ("experiment: other", "cannot name another"),
-        ("system-accuracy: on", "system-accuracy = True"),
+        ("system-accuracy: maybe", "system-accuracy = 'maybe'"),
+        ("lr: 0.1\nlr: 0.2", "lr given twice"),
         ("- lr", "key: value"),
     ],
 )

@@ -131,6 +131,24 @@ def test_training_losses_of_several_models(make_client: MakeClient) -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["fedfew", "ifca"])
+def test_nobody_chooses_a_model_that_has_diverged(make_client: MakeClient, method: str) -> None:
+    client = make_client(method)
+    models = np.stack([initial(client, k) for k in range(3)])
+    models[0] = math.nan
+    assert torch.isinf(drive(client, client.train_losses(torch.from_numpy(models)))).tolist() == [True, False, False]
+    _, _, metrics = client.evaluate([models], {"server-round": 1})
+    assert metrics["chosen"] in ("1", "2")
+    assert 0 <= metrics["served-accuracy"] <= 1
+
+
+def test_fine_tuning_that_diverges_leaves_the_served_score(make_client: MakeClient) -> None:
+    client = make_client("fedavg-ft")
+    scored = [client.evaluate([initial(client)], {"server-round": 1, "lr": lr})[2] for lr in (0.01, 1e38)]
+    assert scored[0]["served-accuracy"] == scored[1]["served-accuracy"]
+    assert ["local-accuracy" in metrics for metrics in scored] == [True, False]
+
+
 def test_the_class_distribution(make_client: MakeClient) -> None:
     assert make_client("fedavg", 0).class_distribution().tolist() == pytest.approx([1 / 3] * 3)
     assert make_client("fedavg", 1).class_distribution().tolist() == [0.5, 0.5, 0]

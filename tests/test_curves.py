@@ -15,6 +15,7 @@ import torch
 from benchmarks import curves
 from client_app.workspace import Workspace
 from posy.config import resolve
+from posy.randomness import model_seed
 
 ROUNDS, CLASSES, LR = 4, 3, 0.2
 
@@ -41,7 +42,8 @@ def both(split: Path, make_config: Callable[..., Any], federate: Callable[..., A
             num_server_rounds=ROUNDS, batch_size=200, lr=LR, **curves.METHODS[method],
         )  # fmt: skip
         architecture = Workspace(resolve(config)).architecture
-        starts = [torch.from_numpy(architecture.initial(config["seed"] + k)) for k in range(curves.MODELS)]
+        seeds = [model_seed(config["seed"], k) for k in range(curves.MODELS)]
+        starts = [torch.from_numpy(architecture.initial(seed)) for seed in seeds]
         clients = curves.read_split(split)
         model = curves.network(clients[0].x_train[0], CLASSES)
         program: Iterator[Any] = curves.PROGRAMS[method](model, starts, clients, curves.shares_of(clients))

@@ -50,6 +50,16 @@ def test_weight_distribution_of_zeros_is_uniform():
     np.testing.assert_allclose(weight_distribution(np.zeros((1, 4, 3), np.float32)), [[0.25] * 4])
 
 
+def test_the_regulariser_of_a_head_of_zeros():
+    """ln 2 + 3 * ||(1, 0) − (1/2, 1/2)||, and a gradient that is a number."""
+    weight = torch.zeros(2, 3, requires_grad=True)
+    context = {"distribution": torch.tensor([1.0, 0.0]), "lambda": torch.tensor(3.0)}
+    loss = regularised(LinearNet(weight), Batch(torch.ones(1, 3), torch.tensor([0])), context)
+    assert float(loss) == pytest.approx(math.log(2) + 3 * math.sqrt(0.5))
+    loss.backward()
+    assert torch.isfinite(weight.grad).all()
+
+
 def test_class_weights_by_hand():
     """p = (1/4, 3/4); p_i p̃_ij = (1/16, 1/8, 1/16) and (9/16, 0, 3/16)."""
     q = class_weights(np.array([[0.25, 0.5, 0.25], [0.75, 0, 0.25]]), np.array([10.0, 30.0]))

@@ -97,6 +97,17 @@ def test_no_weight_crosses_well_separated_groups():
     assert weights[0, 1] == pytest.approx(c / (1 + c), rel=1e-6)
 
 
+def test_models_that_have_hardly_parted_are_told_apart():
+    """Cosines that differ in the ninth digit, which float32 does not have."""
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=40_000)
+    models = np.float32(start + 3e-4 * rng.normal(size=(6, 40_000)))
+    exact = models.astype(np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    np.testing.assert_allclose(cosine_similarity(models), exact @ exact.T, atol=1e-14)
+    assert len(np.unique(cosine_similarity(models))) == 15 + 1
+
+
 # -- the strategy --------------------------------------------------------------------------------------
 
 
@@ -113,6 +124,38 @@ def test_round_by_hand(make_strategy, update):
     np.testing.assert_allclose(strategy.serve(1)[0], (first + second + third) / 3, atol=1e-6)  # not seen: the mean
     assert quantities["collaborators"] == pytest.approx(2 / 3)
     assert quantities["attention_to_self"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3, rel=1e-6)
+
+
+def test_those_not_seen_yet_are_sent_one_array(make_strategy, update):
+    strategy = make_strategy("fedacs", model="linear")
+    models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [models[0]]), update(3, [models[1]])])
+    assert strategy.serve(1)[0] is strategy.serve(2)[0]
+    again = make_strategy("fedacs", model="linear")
+    again.load_server_state(strategy.server_state())
+    np.testing.assert_array_equal(again.serve(1)[0], models.mean(axis=0))
+
+
+@pytest.mark.parametrize("method", ["fedacs", "fedamp"])
+def test_running_statistics_are_no_parameters(make_strategy, update, method):
+    """Of a network with BatchNorm only the parameters are compared; what is sent holds the statistics too."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 255, (12, 8, 8, 1)).astype(np.uint8), np.arange(12) % 3
+    data = (x, y, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], [[9], [10], [11]])
+    strategy = make_strategy(method, data=data, model="resnet18-bn")
+    layout = strategy.architecture.layout
+    statistics = layout.select(lambda entry: not entry.trainable)
+    models = np.float32(strategy.initial() + 1e-3 * rng.normal(size=(3, layout.size)))
+    moved = models.copy()
+    statistics.put(moved, rng.uniform(0, 9, size=(3, statistics.size)).astype(np.float32))
+    attention = []
+    for sent in (models, moved):
+        strategy = make_strategy(method, data=data, model="resnet18-bn")
+        strategy.aggregate(1, [update(client, [model]) for client, model in enumerate(sent)])
+        attention.append(strategy.mixed)
+    parameters = layout.select(lambda entry: entry.trainable)
+    np.testing.assert_array_equal(*(parameters.take(mixed) for mixed in attention))
+    assert np.abs(np.subtract(*(statistics.take(mixed) for mixed in attention))).max() > 1
 
 
 def test_before_the_first_round_all_are_served_the_initial_model(make_strategy):

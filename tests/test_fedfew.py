@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from client_app.base import array_of
+from posy.randomness import model_seed
 from strategies.fedfew import STCHWeights, entropy, server_step, stch_weights, weighted_losses
 
 # exp(-L) is 1/2, 1/4 for client 0 and 1, 1 for client 1: S = 3/4 and 2, 1/S = 4/3 and 1/2.
@@ -211,7 +212,8 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
     head = client.layout.part(["head"])
     (served,) = strategy.serve(0)
     assert served.shape == (3, client.layout.size - head.size)
-    starts = np.stack([client.architecture.initial(client.settings.run.seed + k) for k in range(3)])
+    seeds = [model_seed(client.settings.run.seed, k) for k in range(3)]
+    starts = np.stack([client.architecture.initial(seed) for seed in seeds])
     np.testing.assert_array_equal(client.whole(torch.from_numpy(served)), starts)  # each with a head of its own
     (delta, losses), _, _ = client.fit([served], train_config())
     assert [delta.shape, losses.shape] == strategy.expected_shapes(0)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posy.randomness import numpy_generator, seed_of, torch_generator
+from posy.randomness import model_seed, numpy_generator, seed_of, torch_generator
 
 PURPOSES = ("batches", "cohort", "partition", "subset", "mask", "client-branch")
 whole = st.integers(0, 2**31 - 1)
@@ -54,6 +54,12 @@ def test_streams_do_not_touch_the_global_generators() -> None:
 
 def test_the_stream_is_drawn_on_the_cpu() -> None:
     assert torch_generator(0, "batches").device == torch.device("cpu")
+
+
+def test_several_models_of_neighbouring_runs_have_nothing_in_common() -> None:
+    assert [model_seed(seed, 0) for seed in range(3)] == [0, 1, 2]  # as a single model
+    seeds = [model_seed(seed, number) for seed in range(10) for number in range(10)]
+    assert len(set(seeds)) == 100
 
 
 def test_a_negative_seed_is_an_error() -> None:

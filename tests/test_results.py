@@ -75,6 +75,15 @@ class TestHistory:
         assert best is not None
         assert best.round == 1
 
+    def test_the_best_of_small_cohorts_is_not_the_best_round(self) -> None:
+        history = History()
+        history.add(1, of(*[0.9] * 8))
+        history.add(2, of(*[0.5] * 10))
+        history.add(3, of(*[0.6] * 9))  # one client was lost
+        best, last = history.best("served"), history.last("served")
+        assert best is not None and last is not None
+        assert (best.round, last.round) == (3, 3)
+
     def test_nothing_evaluated(self) -> None:
         assert History().last("local") is None
         assert History().best("local") is None

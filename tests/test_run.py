@@ -21,7 +21,7 @@ from data.datasets import load_dataset
 from data.errors import DataError
 from posy.config import defaults, resolve
 from posy.results import CLIENT_COLUMNS, load_arrays
-from posy.settings import SettingsError
+from posy.settings import NothingTrainedError, SettingsError
 from server_app import recorder as recorder_module
 from server_app.app import run
 from server_app.in_process import InProcessGrid
@@ -45,7 +45,7 @@ SUMMARY_KEYS = {
     "system-accuracy",
     "dropped",
 }
-SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain"}
+SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain", "clients"}
 
 
 class Failing(InProcessGrid):
@@ -135,6 +135,7 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
     written = yaml.safe_load((path / "config.yaml").read_text())
     assert written["settings"] == resolve(config).as_config()
     assert set(defaults()) >= set(written["settings"])
+    assert written["resolved"] == {"model": resolve(config).train.model.replace("auto", "mlp"), "device": "cpu"}
 
     summary = summary_of(path)
     assert set(summary) >= SUMMARY_KEYS
@@ -229,10 +230,27 @@ def test_a_method_without_a_served_model_says_so(make_config: MakeConfig) -> Non
     assert all(row["served_accuracy"] == row["served_loss"] == "" for row in clients_of(path))
 
 
-def test_without_stored_models(make_config: MakeConfig) -> None:
-    path = started(make_config("fedavg", save_models=False, system_accuracy="on", num_server_rounds=1)).directory.path
+def test_without_stored_models(make_config: MakeConfig, warnings: pytest.LogCaptureFixture) -> None:
+    path = started(make_config("feddrm", save_models=False, num_server_rounds=1)).directory.path
     assert not list((path / "models").iterdir())
     assert summary_of(path)["system-accuracy"] is None
+    assert "it needs save-models = true" in warnings.text
+    with pytest.raises(SettingsError, match="system-accuracy = 'on' needs save-models = true"):
+        started(make_config("fedavg", save_models=False, system_accuracy="on"))
+
+
+def test_a_run_again_from_its_own_record(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Also one that was made from an experiment file: what that brought stands in the record."""
+    experiment = tmp_path / "mine.yaml"
+    experiment.write_text("batch-size: 3\n", encoding="utf-8")
+    config = make_config("fedfew", num_server_rounds=2, experiment=str(experiment))
+    del config["batch-size"]
+    first = started(config).directory.path
+    again = started({**defaults(), "experiment": str(first / "config.yaml")}).directory.path
+    assert again != first
+    assert resolve({"experiment": str(again / "config.yaml")}).train.batch_size == 3
+    one, other = (load_arrays(path / "models" / "server.safetensors") for path in (first, again))
+    assert np.array_equal(one["models"], other["models"])
 
 
 def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(make_config: MakeConfig) -> None:
@@ -431,8 +449,11 @@ def test_a_client_that_is_lost_is_left_out_and_counted(
 
 def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_config: MakeConfig) -> None:
     config = make_config("fedavg", lr=1e38)
-    path = started(config).directory.path
+    with pytest.raises(NothingTrainedError, match=r"no client.s training was accepted in any round: .* diverged"):
+        started(config)
+    path = only_run(config)
     summary, rounds = summary_of(path), rounds_of(path)
+    assert summary["status"] == "failed"
     assert sum(summary["dropped"].values()) == 12
     assert all("diverged" in reason for reason in summary["dropped"])
     assert summary["local"] == {"last": None, "best": None}
@@ -444,9 +465,11 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
 
 
 def test_time_that_does_not_suffice_is_recorded(make_config: MakeConfig) -> None:
-    path = started(make_config("fedavg", round_timeout=1e-9, num_server_rounds=2)).directory.path
-    summary = summary_of(path)
-    assert summary["status"] == "completed"
+    config = make_config("fedavg", round_timeout=1e-9, num_server_rounds=2)
+    with pytest.raises(NothingTrainedError, match="no reply before round-timeout"):
+        started(config)
+    summary = summary_of(only_run(config))
+    assert summary["status"] == "failed"
     assert summary["dropped"] == {"no reply before round-timeout": 16}
     assert summary["served"]["last"] is None
 

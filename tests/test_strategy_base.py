@@ -14,6 +14,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from posy.arrays import Array as ByReference
+from posy.flower import raised
 from posy.methods import METHODS
 from server_app.in_process import InProcessGrid
 from strategies.base import BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
@@ -595,6 +596,20 @@ def moved_by_3_and_4(strategy: Any) -> Change:
     return change
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "no samples",
+        "<class 'data.errors.DataError'>:<'no samples'>",
+        "<class 'ray.exceptions.RayTaskError(ClientAppException)'>:<'\x1b[36mray::ClientAppActor.run()\x1b[39m (pid=7)"
+        "  File ...\nflwr.clientapp.client_app.ClientAppException: \n"
+        "Exception ClientAppException occurred. Message: no samples'>",
+    ],
+)
+def test_what_a_client_has_raised_is_its_message(reason: str) -> None:
+    assert raised(reason) == "no samples"
+
+
 @pytest.mark.parametrize("method", LIMITED)
 def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_strategy: MakeStrategy) -> None:
     for limit, dropped in ((4.999, True), (5.001, False)):
@@ -605,7 +620,7 @@ def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_str
         assert [client for client, _ in strategy.record.dropped] == ([BAD] if dropped else [])
         assert ("train_loss" in strategy.record.clients[BAD]) is not dropped
         if dropped:
-            assert strategy.record.dropped[0][1] == "an update of norm 5, max-update-norm is 4.999"
+            assert strategy.record.dropped[0][1] == "an update beyond max-update-norm = 4.999"
             without_it = make_strategy(method, lr=1e-4)
             _, others = send(without_it)
             take(without_it, [others[c] for c in GOOD])

@@ -477,6 +477,17 @@ def test_batchnorm_leaves_out_a_batch_of_one() -> None:
     assert float(result.loss) == pytest.approx(np.mean(losses), abs=1e-6)
 
 
+def test_a_frozen_batchnorm_keeps_its_statistics() -> None:
+    start, shape = initial(0, TinyNorm), layout(TinyNorm)
+    result = train(Train(start, rates={"body": 0.0, "norm": 0.0}), network(TinyNorm))
+    frozen = shape.part(["body", "norm"])
+    assert torch.equal(frozen.take(result.parameters), frozen.take(start))
+    assert not torch.equal(result.parameters, start)
+    moving = shape.entry("norm.running_mean")
+    later = train(Train(start), network(TinyNorm)).parameters
+    assert not torch.equal(later[moving.start : moving.stop], start[moving.start : moving.stop])
+
+
 def test_batchnorm_with_a_single_sample_is_an_error() -> None:
     with pytest.raises(ValueError, match="BatchNorm needs two"):
         train(Train(initial(0, TinyNorm)), network(TinyNorm), samples(1))
