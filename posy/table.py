@@ -46,7 +46,8 @@ LEGEND = (
     "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - 1); "
     "in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its own "
     "training; `last`, `best`: round; `weighted`: mean by training samples, last round; `system`: the pooled test sets "
-    "answered by the whole federation. Time: wall clock of one run, other runs on the machine at the same time."
+    "answered by the whole federation. Time: wall clock of one run, other runs on the machine at the same time. "
+    "`dropped`: replies of all seeds that were not used."
 )
 
 
@@ -275,6 +276,7 @@ def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Ma
         "time",
         "up",
         "down",
+        "dropped",
     ]
     parts = [f"# {plan.title}"]
     for variant, rows in itertools.groupby(aggregate(results), lambda line: line["variant"]):
@@ -293,6 +295,7 @@ def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Ma
                     duration(row["seconds"]),
                     size(row["bytes-up"]),
                     size(row["bytes-down"]),
+                    str(row["dropped"]),
                 ]
             )
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
@@ -332,6 +335,7 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]
             line[f"{key}-round"] = _mean([found["round"] for found in measured])
         line |= _over_seeds("system", [s["system-accuracy"] for s in summaries if s["system-accuracy"] is not None])
         line |= {key: _mean([summary[key] for summary in summaries]) for key in ("seconds", "bytes-up", "bytes-down")}
+        line["dropped"] = sum(sum(summary["dropped"].values()) for summary in summaries)
         lines.append(line)
     return lines
 

@@ -27,7 +27,11 @@ class FedFewSettings:
     mu: float = setting(0.01, "smoothing parameter of STCH-Set", above=0)
     server_lr: float = setting(1.0, "server step size eta_s", above=0)
     weigh_losses: bool = setting(True, "multiply each client's losses by n_i / N before weighting (footnote 2)")
-    initialisation: str = setting("distinct", "K independent seeds or one", choices=("distinct", "same"))
+    initialisation: str = setting(
+        "distinct",
+        "K independent seeds, or one: then all K models see the same batches and stay one model",
+        choices=("distinct", "same"),
+    )
     personal_head: bool = setting(False, "keep the classifier heads on the clients; only the body is aggregated")
 
 

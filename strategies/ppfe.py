@@ -58,7 +58,9 @@ class PPFESettings:
         choices=("loss", "resample"),
     )
     reweighting: bool = setting(True, "reweight samples between stages (off: ablation WPW)")
-    ensemble: bool = setting(True, "predict with all stages (off: with the current one alone; ablations M1-M3)")
+    ensemble: bool = setting(
+        True, "predict with all stages (off: with the current one alone; ablations M1-M3, without reweighting)"
+    )
     fixed_head: int = setting(
         0, "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)", minimum=0
     )

@@ -223,9 +223,9 @@ def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
     assert "## v" in text
     assert (
         "| A | 2/2 | 60.00 ± 14.14 (10.00) | 65.00 ± 14.14 (10.00) | 75.00 ± 7.07 (10.00) | 80.00 ± 7.07 (10.00) | "
-        "61.00 ± 14.14 | 76.00 ± 7.07 | 30.00 ± 14.14 | 15 s | 1.00 kB | 2.00 kB |"
+        "61.00 ± 14.14 | 76.00 ± 7.07 | 30.00 ± 14.14 | 15 s | 1.00 kB | 2.00 kB | 6 |"
     ) in text
-    assert "| B | 1/2 |  |  | 90.00 (10.00) | 95.00 (10.00) |  | 91.00 |  | 5 s | 1.00 kB | 2.00 kB |" in text
+    assert "| B | 1/2 |  |  | 90.00 (10.00) | 95.00 (10.00) |  | 91.00 |  | 5 s | 1.00 kB | 2.00 kB | 3 |" in text
     assert "Machine: a CPU, 2 cores, no GPU; torch 2.11" in text
     assert "- v / B / seed 1: killed by signal 9" in text
     rows = list(csv.DictReader(io.StringIO(comma_separated(results))))
@@ -262,6 +262,7 @@ def _summary(served: float | None, local: float, system: float | None, seconds: 
         "bytes-up": 1000,
         "bytes-down": 2000,
         "system-accuracy": system,
+        "dropped": {"no reply": 2, "diverged": 1},
         **{
             name: {"last": point(mean, 0, 10), "best": point(mean, 0.05, 4)}
             for name, mean in (("served", served), ("local", local))
