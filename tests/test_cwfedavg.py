@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch import Tensor
 
 from client_app.cwfedavg import regularised
@@ -96,11 +97,12 @@ def test_everybody_is_served_the_initial_model_first(make_strategy):
         np.testing.assert_allclose(strategy.served_model(client), strategy.initial(), rtol=1e-6)
 
 
-def test_distribution_of_a_client_that_did_not_reply_stays(make_strategy, update):
+def test_distribution_and_norms_of_a_client_that_did_not_reply_stay(make_strategy, update):
     strategy = make_strategy("cwfedavg", data=DATA, model="linear")
     strategy.aggregate(1, [update(0, [FIRST], 10)])
     strategy.aggregate(2, [update(1, [SECOND], 30)])
     np.testing.assert_allclose(strategy.distributions, [[0.25, 0.5, 0.25], [0.75, 0, 0.25], [1 / 3] * 3], rtol=1e-6)
+    np.testing.assert_allclose(strategy.local_norms, [[5, 10, 5], [3, 0, 1], [math.nan] * 3], rtol=1e-6)
 
 
 # -- degenerate cases ----------------------------------------------------------------------------------
@@ -220,6 +222,17 @@ def test_matching_distribution_has_no_gradient():
     np.testing.assert_array_equal(gradient.numpy(), np.zeros((2, 1)))
 
 
+@pytest.mark.parametrize("strength", [2.0, 1000.0])
+def test_lambda_scales_the_step_of_the_output_rows(make_client, strength):
+    """On zero inputs the regulariser alone moves the rows 1 and 3, by λ√2·3/16 and -λ√2/16 (as above)."""
+    data = (np.zeros((4, 1), np.float32), np.array([0, 1, 0, 1]), [[0, 1]], [[2, 3]])
+    client = make_client("cwfedavg", data=data, model="linear", cwfedavg_wdr_lambda=strength)
+    served = [np.zeros(0, np.float32), np.array([1, 3, 0, 0], np.float32)]
+    (trained,), _, _ = client.fit(served, {"server-round": 1, "lr": 1e-3})
+    step = 1e-3 * strength * math.sqrt(2) / 16
+    np.testing.assert_allclose(trained, [1 + 3 * step, 3 - step, 0, 0], rtol=1e-5)
+
+
 def test_training_moves_the_weight_distribution_towards_the_data(make_client):
     """Client 1 of the tiny data has classes 0 and 1, half and half."""
     distances = {}
@@ -257,3 +270,13 @@ def test_server_uses_the_empirical_distribution_in_the_ablation(make_strategy, u
     strategy.aggregate(1, [update(0, [FIRST, [0.2, 0.3, 0.5]], 10), update(1, [SECOND, [1, 0, 0]], 10)])
     np.testing.assert_allclose(strategy.distributions[:2], [[0.2, 0.3, 0.5], [1, 0, 0]], rtol=1e-6)
     np.testing.assert_allclose(strategy.class_models, [FIRST / 6 + SECOND * 5 / 6, FIRST, FIRST], rtol=1e-5)
+
+
+def test_pictured_norms_are_those_of_the_last_local_models(make_config, federate, tmp_path):
+    finished = federate(make_config("cwfedavg", num_server_rounds=2), models_folder=tmp_path)
+    norms, distributions = finished.strategy.local_norms, finished.strategy.distributions
+    heads = [load_file(tmp_path / f"client-{client}.safetensors")["head.weight"] for client in range(4)]
+    np.testing.assert_allclose(norms, [np.linalg.norm(head, axis=1) for head in heads], rtol=1e-5)
+    np.testing.assert_allclose(distributions, norms / norms.sum(axis=1, keepdims=True), rtol=1e-5)
+    shares = [r.quantities["largest_class_share"] for r in finished.records]
+    assert shares[1] == pytest.approx(distributions.max(axis=1).mean()) and shares[0] != shares[1]

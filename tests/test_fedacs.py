@@ -174,6 +174,25 @@ def test_server_keeps_the_latest_model_of_every_client_seen(make_strategy, updat
     np.testing.assert_array_equal(strategy.models, models[[0, 2, 3]])
 
 
+def test_pictured_attention_is_that_of_the_rounds(make_config, federate):
+    """Half of the clients train in each round; those not seen yet have no attention."""
+    finished = federate(make_config("fedacs", num_server_rounds=2, fraction_train=0.5, fedacs_p=0.2))
+    pictures, seen = finished.strategy.pictures, set()
+    assert sorted(pictures) == [1, 2]
+    for r in finished.records:
+        matrix = pictures[r.number]
+        seen |= set(r.cohort)
+        assert matrix.shape == (4, 4)
+        np.testing.assert_allclose(matrix.sum(axis=1), [client in seen for client in range(4)])
+        assert np.trace(matrix) / len(seen) == pytest.approx(r.quantities["attention_to_self"])
+        others = np.count_nonzero(matrix) - len(seen)
+        assert others / len(seen) == pytest.approx(r.quantities["collaborators"])
+    assert others > 0
+    for client in seen:
+        mixed = pictures[2][client, sorted(seen)] @ finished.strategy.models
+        np.testing.assert_allclose(finished.strategy.serve(client)[0], mixed, atol=1e-6)
+
+
 def test_p_one_trains_as_local_does(make_config, federate):
     """Each client goes on from its own model: the same numbers as without a server."""
     acs = federate(make_config("fedacs", fedacs_p=1.0))

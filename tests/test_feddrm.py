@@ -76,6 +76,20 @@ def test_no_class_weight_leaves_the_class_classifier_as_it_is(make_client):
     np.testing.assert_array_equal(client.state["personal"], client.layout.part(["head"]).take(start))
 
 
+def test_weights_of_a_step_by_hand(make_client, softmax_regression):
+    """Two linear branches: the class classifier moves by -lr λ ∇CE(class), the client branch by -lr (1 - λ) ∇CE(2)."""
+    client = make_client("feddrm", client=2, model="linear", batch_size=100, feddrm_class_weight=0.3)
+    x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
+    start = np.random.default_rng(0).normal(size=client.layout.size).astype(np.float32)
+    classes, clients = (client.layout.part([name]).take(start) for name in ("head", "client-branch"))
+    client.keep("personal", torch.from_numpy(classes))
+    (sent,), _, _ = client.fit([clients], CONFIG)
+    of_class = softmax_regression(classes, x, y)[1]
+    of_client = softmax_regression(clients, x, np.full_like(y, 2))[1]
+    np.testing.assert_allclose(client.state["personal"], classes - 0.1 * 0.3 * of_class, atol=1e-6)
+    np.testing.assert_allclose(sent, clients - 0.1 * 0.7 * of_client, atol=1e-6)
+
+
 def test_client_learns_its_own_number(make_client):
     """The label of the client branch is the client's index: its probability rises, the others' fall."""
     client = make_client("feddrm", client=2, feddrm_class_weight=0.0, local_epochs=20)
@@ -123,6 +137,25 @@ def test_shared_part_is_averaged_by_samples(make_strategy, update):
 
 def test_client_branch_has_one_output_a_client(make_strategy):
     assert make_strategy("feddrm").architecture.layout.entry("client_head.bias").shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "own"),
+    [
+        ("none", ("conv1", "conv2", "fc1", "fc2")),
+        ("shallow", ("conv2", "fc1", "fc2")),
+        ("mid", ("fc1", "fc2")),
+        ("deep", ("fc2",)),
+    ],
+)
+def test_client_branch_has_blocks_of_its_own_from_where_sharing_ends(make_strategy, make_client, sharing, own):
+    """Besides them it has its classifier: 84 features, 2 clients."""
+    x = np.random.default_rng(0).normal(size=(4, 16, 16)).astype(np.float32)
+    data = (x, np.array([0, 1, 0, 1]), [[0], [1]], [[2], [3]])
+    options = {"data": data, "model": "lenet-gn", "feddrm_sharing": sharing}
+    for made in (make_strategy("feddrm", **options), make_client("feddrm", **options)):
+        layout = made.architecture.layout
+        assert layout.part(["client-branch"]).size == layout.part(own).size + 84 * 2 + 2
 
 
 def test_one_client_cannot_be_told_apart(make_strategy):

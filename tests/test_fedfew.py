@@ -145,6 +145,15 @@ def test_aggregate_weighs_the_losses_or_not(make_strategy, update, weigh, factor
     np.testing.assert_allclose(strategy.losses[:2], losses, rtol=1e-6)
 
 
+def test_server_lr_scales_the_step(make_strategy, update):
+    """K = 1 and a single client: α w = 1, so that θ moves by η_s Δ."""
+    strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_server_lr=0.25)
+    before = strategy.models.copy()
+    delta = np.random.default_rng(0).normal(size=before.shape).astype(np.float32)
+    strategy.aggregate(1, [update(0, [delta, [0.7]])])
+    np.testing.assert_allclose(strategy.models, before + 0.25 * delta, atol=1e-6)
+
+
 def test_initialisations(make_strategy):
     distinct = make_strategy("fedfew", fedfew_models=3)
     same = make_strategy("fedfew", fedfew_models=3, fedfew_initialisation="same")
@@ -243,3 +252,17 @@ def test_one_model_and_equal_losses_is_fedavg_with_equal_weights(make_config, fe
     average = federate(make_config("fedavg", data=data))
     np.testing.assert_allclose(few.strategy.models[0], average.strategy.model, atol=1e-6)
     assert few.column("served_accuracy") == average.column("served_accuracy")
+
+
+def test_pictured_losses_weights_and_objectives_are_those_of_the_rounds(make_config, federate):
+    """n = (21, 12, 8, 1): the weights follow from the losses, the quantities of the last round from both."""
+    finished = federate(make_config("fedfew", num_server_rounds=2, fedfew_mu=0.1))
+    strategy, last = finished.strategy, finished.records[-1].quantities
+    assert strategy.losses.shape == strategy.weights.shape == (4, 3)
+    e = np.exp(-strategy.losses * np.array([[21], [12], [8], [1]]) / 42 / 0.1)
+    np.testing.assert_allclose(strategy.weights, e / e.sum(axis=1, keepdims=True), rtol=1e-9)
+    assert strategy.weights.max(axis=1).mean() == pytest.approx(last["inner_max"])
+    assert np.bincount(strategy.losses.argmin(axis=1), minlength=3).tolist() == last["clients_of_model"]
+    assert last["objective"] == pytest.approx(0.1 * math.log((1 / e.sum(axis=1)).sum()))
+    assert strategy.objectives == [(r.number, r.quantities["objective"]) for r in finished.records]
+    assert {client: row.min() for client, row in enumerate(strategy.losses)} == finished.column("train_loss")[-1]

@@ -364,6 +364,26 @@ def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tm
     assert -1.0 in signs
 
 
+def test_coefficient_of_an_unfinished_stage_is_as_if_it_ended_now(make_client):
+    """Four samples; stage 1 is wrong on the last: β = ½ log 3, and ω ∝ (1, 1, 1, √3).
+
+    Stage 2 is wrong on the first, and outvotes stage 1 with ε = 1/(3 + √3): β = ½ log(2 + √3).
+    """
+    labels = np.array([0, 1, 0, 1])
+    data = (np.eye(4, dtype=np.float32), labels, [[0, 1, 2, 3]], [[]])
+    client = make_client("ppfe", data=data, model="linear", ppfe_stages=2, ppfe_fixed_head=1, ppfe_reduction="none")
+    models = []
+    for wrong in (3, 0):
+        answers = np.where(np.arange(4) == wrong, 1 - labels, labels)
+        models.append(torch.tensor([*(10.0 * (answers == 0)), *(10.0 * (answers == 1)), 0, 0]).float())
+    first, second = client.stages
+    client.drive(client.close_stage(first, models[0]))
+    members = client.drive(client.ensemble(second, models[1])).members
+    expected = [math.log(3) / 2, math.log(2 + math.sqrt(3)) / 2]
+    assert [member.coefficient for member in members] == pytest.approx(expected, rel=1e-5)
+    assert len(client.betas) == 1
+
+
 def test_without_ensemble_the_current_stage_alone_answers(make_client, make_strategy):
     for ensemble, count in ((True, 2), (False, 1)):
         strategy = make_strategy("ppfe", ppfe_ensemble=ensemble)
@@ -381,8 +401,8 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
 
 
 def test_local_step_of_a_later_stage(make_client):
-    """One whole-batch step: weighted gradient (ω_i / n), shared layers at a tenth of the learning rate."""
-    client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.1)
+    """One whole-batch step: weighted gradient (ω_i / n), shared layers at a quarter of the learning rate."""
+    client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25)
     n = client.num_train
     first, second = client.stages[:2]
     client.drive(client.close_stage(first, client.initial()))
@@ -398,10 +418,23 @@ def test_local_step_of_a_later_stage(make_client):
     loss = (weights / n * losses).sum()
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    np.testing.assert_allclose(sent, second.shared_part.take(start - 0.02 * gradient), atol=1e-6)
+    np.testing.assert_allclose(sent, second.shared_part.take(start - 0.05 * gradient), atol=1e-6)
     np.testing.assert_allclose(client.state["personal-2"], second.personal_part.take(start - 0.2 * gradient), atol=1e-6)
     assert metrics["train-loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert np.abs(sent - shared.numpy()).max() > 1e-5
+
+
+@pytest.mark.parametrize(("weighting", "resample"), [("loss", False), ("resample", True)])
+def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resample):
+    client = make_client("ppfe", ppfe_weighting=weighting)
+    first, second = client.stages[:2]
+    client.drive(client.close_stage(first, client.initial()))
+    weights = torch.linspace(0.5, 1.5, client.num_train)
+    client.keep("weights", weights)
+    shared = second.shared_part.take(open_stage(first, second, client.initial()))
+    work = next(client.local_round([shared], {"stage": 2, "first-finished": 2, "rounds-done": 0}))
+    assert work.resample is resample
+    assert torch.equal(work.sample_weight, weights)
 
 
 def test_first_stage_is_fedavg(make_config, federate):
@@ -492,6 +525,15 @@ def test_server_sends_each_finished_stage_once(make_config, federate):
     assert (finished.strategy.informed == 3).all()
     served = [array.size for array in finished.strategy.serve(0)]
     assert served == [finished.strategy.model.size]
+
+
+def test_pictured_coefficients_are_those_the_clients_have_told(make_config, federate, failing):
+    """Client 1's last evaluation fails: that of its stage 2 is not known."""
+    config = make_config("ppfe", num_server_rounds=2, ppfe_stages=2)
+    finished = federate(config, grid=failing(("evaluate", 2, 1)))
+    expected = [finished.kept(client)["betas"] for client in (0, 2, 3)]
+    expected.insert(1, np.append(finished.kept(1)["betas"], math.nan))
+    np.testing.assert_array_equal(finished.strategy.betas, expected)
 
 
 def test_served_model_of_a_stage_that_has_not_begun_is_the_finished_ones(make_client):
