@@ -123,13 +123,11 @@ class CwFedAvg(PersonalisedStrategy):
                 xlabel="empirical p",
                 ylabel="read off the weights",
             )
-        heads = self._class_heads()
-        if heads is not None:
-            norms = np.linalg.norm(heads, axis=2)
-            panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
+        norms = np.linalg.norm(self._class_heads(), axis=2)
+        panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
         figures.heatmaps(panels, folder / "norms.png", title="Data and output weights")
 
-    def _class_heads(self) -> FloatArray | None:
+    def _class_heads(self) -> FloatArray:
         """Return the output weights of the class models ``(C, C, E)``."""
         whole = np.zeros((self.num_classes, self.size), np.float32)
         self.classwise.put(whole, self.class_models)
