@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 import numpy as np
+from flwr.common.logger import log
 
 from data.errors import DataError
 from data.task import Task
@@ -68,6 +70,8 @@ class Content:
         ``(N,)`` bool, the samples of the data's own test set, if it has one.
     given : tuple or None
         As in :class:`Dataset`.
+    num_classes : int
+        Number of classes C where the data tells it, the labels then being 0..C-1; else 0.
     """
 
     kind: str
@@ -76,6 +80,7 @@ class Content:
     groups: np.ndarray | None = None
     is_test: np.ndarray | None = None
     given: Indices | None = None
+    num_classes: int = 0
 
 
 def image_dataset(
@@ -132,15 +137,17 @@ def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
     DataError
         If a label is not a whole number in 0..C-1, with its index.
     """
-    whole = _whole_labels(np.asarray(y).reshape(-1), where)
+    whole = checked_labels(np.asarray(y).reshape(-1), where, texts=False)
     bad = np.flatnonzero((whole < 0) | (whole >= num_classes))
     if bad.size:
         raise DataError(f"{where}: label {whole[bad[0]]} at index {bad[0]}; allowed are 0 to {num_classes - 1}")
     return whole
 
 
-def mapped_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+def mapped_labels(y: np.ndarray, where: str, is_test: np.ndarray | None = None) -> tuple[np.ndarray, tuple[str, ...]]:
     """Map the distinct labels of a user's data, sorted, to 0..C-1.
+
+    A warning is logged of what may be a mistake: negative labels, and labels of the test set alone.
 
     Parameters
     ----------
@@ -148,6 +155,8 @@ def mapped_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...
         ``(N,)`` or ``(N, 1)`` whole numbers or texts.
     where : str
         File, for the message of an error.
+    is_test : np.ndarray or None
+        As in :class:`Content`.
 
     Returns
     -------
@@ -162,6 +171,10 @@ def mapped_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...
     labels, names = distinct_labels(y, where)
     if len(names) < 2:
         raise DataError(f"{where}: {len(names)} distinct labels {list(names)}; a task needs at least 2 classes")
+    if np.asarray(y).dtype.kind != "U" and (below := [name for name in names if int(name) < 0]):
+        log(WARNING, "%s: negative labels are classes of their own: %s", where, ", ".join(below))
+    if is_test is not None and (unseen := np.setdiff1d(labels[is_test], labels[~is_test])).size:
+        log(WARNING, "%s: classes of the test set alone: %s", where, ", ".join(names[label] for label in unseen))
     return labels, names
 
 
@@ -172,8 +185,24 @@ def distinct_labels(y: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, .
         y = y.reshape(-1)
     if y.ndim != 1:
         raise DataError(f"{where}: labels of shape {y.shape}; one label for each sample is allowed, (N,)")
-    values, labels = np.unique(y if y.dtype.kind == "U" else _whole_labels(y, where), return_inverse=True)
+    values, labels = np.unique(checked_labels(y, where), return_inverse=True)
     return labels.astype(np.int64), tuple(str(value) for value in values)
+
+
+def checked_labels(y: np.ndarray, where: str, *, texts: bool = True) -> np.ndarray:
+    """Return ``(N,)`` labels as int64, or as they are if they are texts; others are a :class:`DataError`."""
+    kind = y.dtype.kind
+    if kind == "U" and texts:
+        return y
+    if kind in "iub":
+        return y.astype(np.int64)
+    if kind != "f":
+        raise DataError(f"{where}: labels of type {y.dtype}; whole numbers are allowed")
+    bad = np.flatnonzero(~np.isfinite(y) | (y != np.floor(y)))
+    if bad.size:
+        first: Any = y[bad[0]]
+        raise DataError(f"{where}: label {first} at index {bad[0]}; whole numbers are allowed")
+    return y.astype(np.int64)
 
 
 def numbered(values: np.ndarray) -> np.ndarray:
@@ -198,16 +227,3 @@ def check_finite(x: np.ndarray, where: str) -> None:
     if len(bad):
         position = tuple(bad[0].tolist())
         raise DataError(f"{where}: {x[position]} at index {position}; only finite numbers are allowed")
-
-
-def _whole_labels(y: np.ndarray, where: str) -> np.ndarray:
-    kind = y.dtype.kind
-    if kind in "iub":
-        return y.astype(np.int64)
-    if kind != "f":
-        raise DataError(f"{where}: labels of type {y.dtype}; whole numbers are allowed")
-    bad = np.flatnonzero(~np.isfinite(y) | (y != np.floor(y)))
-    if bad.size:
-        first: Any = y[bad[0]]
-        raise DataError(f"{where}: label {first} at index {bad[0]}; whole numbers are allowed")
-    return y.astype(np.int64)

@@ -140,7 +140,10 @@ def load_published(name: str, data_dir: Path, download: bool) -> Dataset:
     found = from_npz(name, data_dir, source.class_names, source.shape)
     if found is not None:
         return found
-    x, y = _torchvision(name, source, data_dir, download)
+    parts = _torchvision(name, source, data_dir, download)
+    for split, (images, targets) in zip(("train", "test"), parts, strict=True):
+        check_lengths(f"{data_dir / source.folder}: {split}", images=len(images), labels=len(targets))
+    x, y = map(np.concatenate, zip(*parts, strict=True))
     if source.convert is not None:
         x, y = source.convert(x, y)
     x = x.reshape(len(x), *source.shape)
@@ -266,8 +269,11 @@ def load_kvasir(data_dir: Path) -> Dataset:
     if root is None:
         looked_for = [data_dir / "kvasir.npz", *roots]
         raise missing("kvasir", looked_for, "unpack the Kvasir data set there: one folder of images a class")
-    x, y, names = read_class_folders(root, (DEFAULT_SIDE, DEFAULT_SIDE))
-    return image_dataset("kvasir", x, y, names)
+    files, names, _ = labelled_images(root)
+    if absent := set(KVASIR) - set(names):
+        raise missing("kvasir", [root / name for name in sorted(absent)], "all 8 classes belong there")
+    y, class_names = mapped_labels(names, str(root))
+    return image_dataset("kvasir", read_images(files, (DEFAULT_SIDE, DEFAULT_SIDE)), y, class_names)
 
 
 def load_fedisic(data_dir: Path) -> Dataset:
@@ -300,32 +306,6 @@ def load_fedisic(data_dir: Path) -> Dataset:
     y = known_labels(np.array(labels), len(FEDISIC), str(table))
     x = read_images(files, (DEFAULT_SIDE, DEFAULT_SIDE), "RGB")
     return image_dataset("fedisic", x, y, FEDISIC, np.array(centres, np.int64))
-
-
-def read_class_folders(
-    root: Path, size: tuple[int, int] | None = None
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Read a folder of two or more class folders; see :func:`labelled_images`.
-
-    Parameters
-    ----------
-    root : Path
-        The folder.
-    size : tuple of int or None
-        Width and height; ``None``: that of the images if they all agree, else 64x64.
-
-    Returns
-    -------
-    tuple
-        ``(N, H, W, C)`` uint8 images, ``(N,)`` int64 labels, and the names of the folders.
-
-    Raises
-    ------
-    DataError
-        If there is no class folder or only one, one holds no image, or an image cannot be read.
-    """
-    files, names, _ = labelled_images(root)
-    return read_images(files, size), *mapped_labels(names, str(root))
 
 
 def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
@@ -411,18 +391,15 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         raise DataError(f"{path}: not an image that can be read ({error})") from error
 
 
-def _torchvision(name: str, source: Published, data_dir: Path, download: bool) -> Arrays:
-    """Return the pooled arrays of torchvision's reader; its CIFAR files are checked by MD5 before unpickling."""
+def _torchvision(name: str, source: Published, data_dir: Path, download: bool) -> list[Arrays]:
+    """Return train and test of torchvision's reader; its CIFAR files are checked by MD5 before unpickling."""
     from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
 
     reader = getattr(datasets, source.reader)
 
-    def read(fetch: bool) -> Arrays:
+    def read(fetch: bool) -> list[Arrays]:
         parts = [reader(str(data_dir), train=part, download=fetch, **dict(source.options)) for part in (True, False)]
-        return (
-            np.concatenate([np.asarray(part.data) for part in parts]),
-            np.concatenate([np.asarray(part.targets) for part in parts]),
-        )
+        return [(np.asarray(part.data), np.asarray(part.targets)) for part in parts]
 
     try:
         return read(False)

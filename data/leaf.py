@@ -23,14 +23,15 @@ def load_femnist(data_dir: Path) -> Dataset:
     found = from_npz("femnist", data_dir, names)
     if found is not None:
         return found
-    roots = [data_dir / "femnist", data_dir / "femnist" / "data"]
-    files = [path for root in roots for split in ("train", "test") for path in sorted((root / split).glob("*.json"))]
-    if not files:
-        looked_for = [root / split / "*.json" for root in roots for split in ("train", "test")]
+    folders = [data_dir / place / split for place in ("femnist", "femnist/data") for split in ("train", "test")]
+    found_in = {folder: sorted(folder.glob("*.json")) for folder in folders}
+    files = [path for paths in found_in.values() for path in paths]
+    if len({folder.name for folder, paths in found_in.items() if paths}) < 2:
+        absent = [folder / "*.json" for folder, paths in found_in.items() if not paths]
         raise missing(
             "femnist",
-            [data_dir / "femnist.npz", *looked_for],
-            "put there the .json files that LEAF's preprocessing writes",
+            [data_dir / "femnist.npz", *absent],
+            "put there the .json files that LEAF's preprocessing writes, of train and of test",
         )
     images, labels, writers = [], [], []
     for path in files:

@@ -34,7 +34,10 @@ def load_own(path: Path, name: str) -> Dataset:
         If it is none of them, or holds what cannot be used.
     """
     content = read_own(path)
-    labels, names = mapped_labels(content.labels, str(path))
+    if content.num_classes:
+        labels, names = content.labels, tuple(str(label) for label in range(content.num_classes))
+    else:
+        labels, names = mapped_labels(content.labels, str(path), content.is_test)
     if content.kind == "text":
         tokens, vocabulary = tokenise(content.x)
         return text_dataset(name, tokens, labels, names, content.groups, vocabulary=vocabulary)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +214,13 @@ def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generato
         if (times > 1).any():
             raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
     if "all" in splits:
-        return split([parts["all"] for parts in clients], settings, rng)
-    return tuple((parts["train"], parts["test"]) for parts in clients)
-
-
-def _given(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    assert dataset.given is not None
-    return dataset.given
+        pairs = split([parts["all"] for parts in clients], settings, rng)
+    else:
+        pairs = tuple((parts["train"], parts["test"]) for parts in clients)
+    train, test = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+    if both := len(np.intersect1d(train, test)):
+        log(WARNING, "%s: %s samples are for the training of one client and the test of another", path, both)
+    return pairs
 
 
 def split(parts: Sequence[np.ndarray], settings: DataSettings, rng: np.random.Generator) -> Indices:

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.dataset import Content, check_finite
+from data.dataset import Content, check_finite, checked_labels, known_labels
 from data.errors import DataError
 from data.npz import NpzFile
 
@@ -27,6 +27,7 @@ def is_pfllib(path: Path) -> bool:
 def read_pfllib(path: Path) -> Content:
     """Read a PFLlib directory.
 
+    There are as many classes as ``config.json`` says; without it, or its ``num_classes``, those that occur.
     Float images stay as they are, ``(C, H, W)`` or ``(H, W)``; vectors are features; rows of whole
     numbers, or (tokens, length) pairs, are text.
 
@@ -38,17 +39,19 @@ def read_pfllib(path: Path) -> Content:
     Raises
     ------
     DataError
-        If a file is missing or damaged, or would make Python objects.
+        If a file is missing or damaged, or would make Python objects, or a label is no class.
     """
     xs: list[np.ndarray] = []
     ys: list[np.ndarray] = []
     given, start = [], 0
     is_test: list[np.ndarray] = []
-    for client in range(_num_clients(path)):
+    config = _config(path)
+    num_classes = config.get("num_classes", 0)
+    for client in range(_num_clients(path, config)):
         pair = []
         for split in ("train", "test"):
             file = path / split / f"{client}.npz"
-            x, y = _read(file)
+            x, y = _read(file, num_classes)
             if len(y):
                 xs.append(x)
                 ys.append(y)
@@ -64,7 +67,14 @@ def read_pfllib(path: Path) -> Content:
     if len({x.shape[1:] for x in xs}) > 1:
         raise DataError(f"{path}: samples of unequal shape: {sorted({x.shape[1:] for x in xs})}")
     kind, x = _inputs(np.concatenate(xs), str(path))
-    return Content(kind, x, np.concatenate(ys), is_test=np.concatenate(is_test), given=tuple(given))
+    return Content(
+        kind,
+        x,
+        np.concatenate(ys),
+        is_test=np.concatenate(is_test),
+        given=tuple(given),
+        num_classes=num_classes,
+    )
 
 
 def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray]:
@@ -85,7 +95,22 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray]:
     return "image-float", x[..., None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 2, 3, 1))
 
 
-def _num_clients(path: Path) -> int:
+def _config(path: Path) -> dict[str, int]:
+    """Return num_clients and, if it is there, num_classes of config.json; an empty dict without that file."""
+    file = path / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())
+        config = {key: int(content[key]) for key in ("num_clients", "num_classes") if key in content}
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{file}: not what PFLlib writes ({error!r})") from error
+    if "num_clients" not in config or config.get("num_classes", 2) < 2:
+        raise DataError(f"{file}: holds {config}; needed are num_clients and, if at all, 2 or more num_classes")
+    return config
+
+
+def _num_clients(path: Path, config: dict[str, int]) -> int:
     """Return the number of client files, which must run from 0 and agree with config.json."""
     counts = {}
     for split in ("train", "test"):
@@ -94,20 +119,16 @@ def _num_clients(path: Path) -> int:
             absent = min(set(range(len(numbers))) - set(numbers))
             raise DataError(f"{path / split}: {absent}.npz is missing; clients are numbered from 0 without gaps")
         counts[f"files in {split}"] = len(numbers)
-    config = path / "config.json"
-    if config.is_file():
-        try:
-            counts["num_clients in config.json"] = int(json.loads(config.read_bytes())["num_clients"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{config}: no number num_clients ({error!r})") from error
+    if config:
+        counts["num_clients in config.json"] = config["num_clients"]
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{what}: {count}" for what, count in counts.items())
         raise DataError(f"{path}: unequal numbers of clients ({listed})")
     return next(iter(counts.values()))
 
 
-def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y of one client's file."""
+def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of one client's file; the labels are checked against the number of classes, unless it is 0."""
 
     def unpickle(stream: IO[bytes]) -> Any:
         try:
@@ -131,7 +152,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ) from error
     if len(x) != len(y):
         raise DataError(f"{path}: arrays of unequal length (x: {len(x)}, y: {len(y)})")
-    return x, y
+    return x, known_labels(y, num_classes, str(path)) if num_classes else checked_labels(y, str(path))
 
 
 def _samples(x: Any) -> np.ndarray:

@@ -55,14 +55,15 @@ def load_agnews(data_dir: Path) -> Dataset:
     """Read AG News: rows of class 1-4, title, description; 100 words of title and description."""
     names = ("World", "Sports", "Business", "Sci/Tech")
     pair = [data_dir / "agnews" / "train.csv", data_dir / "agnews" / "test.csv"]
-    files = [path for path in pair if path.is_file()] or [data_dir / "agnews.csv"]
-    if not files[0].is_file():
-        raise missing("agnews", [*pair, files[0]], "put there the rows: class 1-4, title, description, no header")
+    files = pair if any(path.is_file() for path in pair) else [data_dir / "agnews.csv"]
+    if absent := [path for path in files if not path.is_file()]:
+        looked_for = absent if files is pair else [*pair, *absent]
+        raise missing("agnews", looked_for, "put there the rows: class 1-4, title, description")
     labels: list[int] = []
     texts: list[str] = []
     for path in files:
         for number, row in rows_of(path):
-            if not labels and row[0].strip().lower() in ("class index", "class", "label"):
+            if number == 1 and row[0].strip().lower() in ("class index", "class", "label"):
                 continue  # some mirrors add a header
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
                 raise DataError(f"{path}: row {number}: {row!r:.80}; needed are class 1 to 4, title, description")

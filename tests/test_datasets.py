@@ -15,7 +15,7 @@ from data.augment import crop, draw_boxes
 from data.client import client_data
 from data.datasets import SOURCES, describe, load_dataset
 from data.errors import DataError
-from data.image import CIFAR20, CIFAR100_NAMES, TO_SUPERCLASS
+from data.image import CIFAR20, CIFAR100_NAMES, KVASIR, TO_SUPERCLASS
 from data.partitions import Partition, partition
 from data.text import tokenise
 from posy.settings import DATASETS, DataSettings, SettingsError
@@ -124,6 +124,12 @@ def idx(array):
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
+def write_idx(folder, prefix, images, labels):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
+
+
 def test_torchvisions_layout_of_mnist_and_emnist(tmp_path):
     rng = np.random.default_rng(0)
     raw = {}
@@ -131,19 +137,24 @@ def test_torchvisions_layout_of_mnist_and_emnist(tmp_path):
         "MNIST": ("train", "t10k"),
         "EMNIST": ("emnist-letters-train", "emnist-letters-test"),
     }.items():
-        (tmp_path / folder / "raw").mkdir(parents=True)
         for count, prefix in zip((4, 2), prefixes, strict=True):
             images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
             labels = np.arange(1, count + 1, dtype=np.uint8)
             raw.setdefault(folder, []).append(images)
-            (tmp_path / folder / "raw" / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
-            (tmp_path / folder / "raw" / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
+            write_idx(tmp_path / folder / "raw", prefix, images, labels)
     mnist, letters = load("mnist", tmp_path), load("emnist-letters", tmp_path)
     assert np.array_equal(mnist.x[..., 0], np.concatenate(raw["MNIST"]))
     assert mnist.y.tolist() == [1, 2, 3, 4, 1, 2]
     assert np.array_equal(letters.x[..., 0], np.concatenate(raw["EMNIST"]).transpose(0, 2, 1))  # upright
     assert letters.y.tolist() == [0, 1, 2, 3, 0, 1]  # published from 1
     assert letters.task.class_names[:2] == ("a", "b")
+
+
+def test_a_part_with_fewer_labels_than_images_is_refused_though_the_other_has_more(tmp_path):
+    for prefix, labels in (("train", 3), ("t10k", 5)):
+        write_idx(tmp_path / "MNIST/raw", prefix, np.zeros((4, 28, 28), np.uint8), np.zeros(labels, np.uint8))
+    with pytest.raises(DataError, match=r"MNIST/raw: train: .*\(images: 4, labels: 3\)"):
+        load("mnist", tmp_path)
 
 
 def test_a_cifar_archive_that_is_not_the_published_one_is_never_unpickled(tmp_path):
@@ -190,6 +201,9 @@ def test_femnist_pools_a_writers_train_and_test(tmp_path):
     assert femnist.y.tolist() == [0, 61, 10, 1]
     assert femnist.groups.tolist() == [1, 1, 0, 1]
     assert femnist.task.class_names[10] == "A"
+    (tmp_path / "femnist/test/a.json").unlink()
+    with pytest.raises(DataError, match=r"femnist/test/\*\.json"):
+        load("femnist", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +216,8 @@ def test_femnist_pools_a_writers_train_and_test(tmp_path):
     ],
 )
 def test_femnist_refuses(tmp_path, xs, ys, message):
-    leaf_file(tmp_path / "femnist/train/a.json", {"w": (xs, ys)})
+    leaf_file(tmp_path / "femnist/train/a.json", {"v": ([0.0], [0])})
+    leaf_file(tmp_path / "femnist/test/a.json", {"w": (xs, ys)})
     with pytest.raises(DataError, match=message) as error:
         load("femnist", tmp_path)
     assert "user w" in str(error.value)
@@ -224,11 +239,14 @@ def test_tiny_imagenet_as_published(tmp_path):
 
 
 def test_kvasir_and_fedisic(tmp_path):
-    for name in ("polyps", "esophagitis"):
+    for name in KVASIR:
         save_image(tmp_path / "kvasir" / name / "a.jpg", (10, 20, 30), (100, 80))
     kvasir = load("kvasir", tmp_path)
-    assert kvasir.x.shape == (2, 64, 64, 3)
-    assert kvasir.task.class_names == ("esophagitis", "polyps")
+    assert kvasir.x.shape == (8, 64, 64, 3)
+    assert kvasir.task.class_names == KVASIR
+    (tmp_path / "kvasir/polyps").rename(tmp_path / "kvasir/.polyps")
+    with pytest.raises(DataError, match="kvasir/polyps\n"):
+        load("kvasir", tmp_path)
     root = tmp_path / "fedisic"
     for name in ("i0", "i1"):
         save_image(root / "ISIC_2019_Training_Input_preprocessed" / f"{name}.jpg", (1, 2, 3), (70, 90))
@@ -260,8 +278,13 @@ def test_agnews(tmp_path):
     assert news.task.input_shape == (100,)
     assert news.x[0, :5].tolist() == [2, 5, 4, 2, 0]  # oil is the most frequent; then peace, prices, up, war
     (tmp_path / "agnews").mkdir()
-    (tmp_path / "agnews/train.csv").write_text("4,a,b\n5,a,b\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"row 2.*class 1 to 4"):
+    (tmp_path / "agnews/train.csv").write_text("class,title,description\n4,a,b\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"agnews/test\.csv"):
+        load("agnews", tmp_path)
+    (tmp_path / "agnews/test.csv").write_text("Class Index,Title,Description\n2,a,b\n", encoding="utf-8")
+    assert load("agnews", tmp_path).y.tolist() == [3, 1]
+    (tmp_path / "agnews/test.csv").write_text("4,a,b\n5,a,b\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"test\.csv: row 2.*class 1 to 4"):
         load("agnews", tmp_path)
 
 
@@ -374,6 +397,13 @@ def test_a_flipped_byte_is_noticed(tmp_path):
     path.write_bytes(bytes(content))
     with pytest.raises(DataError, match="CRC"):
         load(path)
+
+
+def test_labels_that_may_be_mistakes_are_warned_of(tmp_path, warnings):
+    arrays = {"x_train": np.eye(4), "y_train": [-1, 0, 1, 1], "x_test": np.eye(4)[:2], "y_test": [0, 7]}
+    assert load(save_npz(tmp_path / "mine.npz", **arrays)).task.class_names == ("-1", "0", "1", "7")
+    assert "mine.npz: negative labels are classes of their own: -1" in warnings.text
+    assert "mine.npz: classes of the test set alone: 7" in warnings.text
 
 
 # Image folders
@@ -568,6 +598,23 @@ def test_pfllib_text_as_tokens_and_lengths(tmp_path):
     assert found.task.kind == "text"
     assert found.x.tolist() == [[3, 4, 0, 0], [5, 6, 7, 0], [8, 1, 2, 2]]
     assert found.task.vocabulary == 9
+
+
+def test_pfllib_has_as_many_classes_as_its_config_says(tmp_path, warnings):
+    train, test = ({"x": np.eye(2), "y": np.array(y)} for y in ([0, 1], [0, 3]))
+    config = {"num_clients": 1, "num_classes": 5}
+    found = load(pfllib(tmp_path / "p", [{"train": train, "test": test}], config=config))
+    assert found.task.class_names == ("0", "1", "2", "3", "4")
+    assert found.y.tolist() == [0, 1, 0, 3]
+    assert not warnings.records
+    for config, message in (
+        ({"num_classes": 3}, r"test/0\.npz: label 3 at index 1; allowed are 0 to 2"),
+        ({"num_classes": 1}, r"config\.json: holds .*2 or more num_classes"),
+        ({"num_classes": "five"}, r"config\.json: not what PFLlib writes"),
+    ):
+        (tmp_path / "p/config.json").write_text(json.dumps({"num_clients": 1} | config), encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            load(tmp_path / "p")
 
 
 def test_pfllib_client_without_test_samples(tmp_path):

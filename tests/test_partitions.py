@@ -258,6 +258,14 @@ def test_partition_file_of_train_and_test_is_taken_as_it_is(tmp_path):
     assert [t.tolist() for t in part.test] == [[0], []]
 
 
+def test_samples_for_training_here_and_for_the_test_there_are_warned_of(tmp_path, warnings):
+    from_file(tmp_path, {"train": [[3, 1, 5], [2, 1]], "test": [[0, 6], [6]]})
+    assert not warnings.records
+    part = from_file(tmp_path, {"train": [[3, 1, 5], [2]], "test": [[2], [3, 1]]})
+    assert [t.tolist() for t in part.test] == [[2], [1, 3]]
+    assert "partition.json: 3 samples are for the training of one client and the test of another" in warnings.text
+
+
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [

@@ -2,8 +2,7 @@
 
 import csv
 import json
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +98,6 @@ def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Leave out the drawing, a second a run, where a test is not about it."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 # -- what a run leaves -----------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Sites that hold their own data: the task they agree on, what they refuse, whole runs over them."""
 
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,6 @@ def npz(path: Path, x: Any, y: Any, **more: Any) -> Path:
 
 def grey(n: int, side: int = 4) -> np.ndarray:
     return np.arange(n * side * side, dtype=np.uint8).reshape(n, side, side)
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(autouse=True)
