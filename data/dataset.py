@@ -219,11 +219,28 @@ def check_lengths(where: str, **lengths: int) -> None:
         raise DataError(f"{where}: no samples; at least one is needed")
 
 
-def check_finite(x: np.ndarray, where: str) -> None:
-    """Raise :class:`DataError` with the index of the first sample that holds NaN or infinity."""
-    if x.dtype.kind != "f" or np.isfinite(x.sum(dtype=np.float64)):
-        return  # one NaN or infinity makes the sum one
-    bad = np.argwhere(~np.isfinite(x))
+def check_shape(shape: tuple[int, ...], where: str) -> None:
+    """Raise :class:`DataError` for an array ``(N, ...)`` whose samples hold nothing."""
+    if 0 in shape[1:]:
+        raise DataError(f"{where}: samples of shape {shape[1:]}; at least one number in each is needed")
+
+
+def as_float32(x: np.ndarray, where: str) -> np.ndarray:
+    """Return numbers as float32.
+
+    Raises
+    ------
+    DataError
+        If one is NaN or infinite or too large, with its index.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = x.astype(np.float32, copy=False)
+        if np.isfinite(result.sum(dtype=np.float64)):
+            return result  # one NaN or infinity would make the sum one
+    bad = np.argwhere(~np.isfinite(result))
     if len(bad):
         position = tuple(bad[0].tolist())
-        raise DataError(f"{where}: {x[position]} at index {position}; only finite numbers are allowed")
+        raise DataError(
+            f"{where}: {x[position]} at index {position}; only finite numbers are allowed, in the range of float32"
+        )
+    return result

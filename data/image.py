@@ -1,6 +1,5 @@
 """Images: the published sets through torchvision or .npz, and folders of image files."""
 
-import csv
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,22 +8,32 @@ from dataclasses import dataclass
 from logging import INFO
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import numpy as np
 from filelock import FileLock
 from flwr.common.logger import log
 from PIL import Image, ImageOps
 
-from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels, mapped_labels, numbered
+from data.dataset import (
+    Dataset,
+    as_float32,
+    check_lengths,
+    check_shape,
+    image_dataset,
+    known_labels,
+    mapped_labels,
+    numbered,
+)
 from data.errors import DataError, missing
 from data.npz import NpzFile
+from data.text import rows_of
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
 DEFAULT_SIDE = 64
+_UNREADABLE = (RuntimeError, OSError, ValueError, TypeError, LookupError, AssertionError)  # raised by torchvision
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,13 @@ def load_digits() -> Dataset:
     return image_dataset("digits", x, bunch.target.astype(np.int64), tuple("0123456789"))
 
 
-def load_published(name: str, data_dir: Path, download: bool) -> Dataset:
+def load_published(name: str, data_dir: Path, download: bool, asked: str = "") -> Dataset:
     """Read ``<data-dir>/<name>.npz``, or else torchvision's own layout, downloading it if allowed.
+
+    Parameters
+    ----------
+    asked : str
+        Name of the set that is made of it, for the message of an error, if that is another.
 
     Raises
     ------
@@ -140,7 +154,7 @@ def load_published(name: str, data_dir: Path, download: bool) -> Dataset:
     found = from_npz(name, data_dir, source.class_names, source.shape)
     if found is not None:
         return found
-    parts = _torchvision(name, source, data_dir, download)
+    parts = _torchvision(tuple(filter(None, (asked, name))), source, data_dir, download)
     for split, (images, targets) in zip(("train", "test"), parts, strict=True):
         check_lengths(f"{data_dir / source.folder}: {split}", images=len(images), labels=len(targets))
     x, y = map(np.concatenate, zip(*parts, strict=True))
@@ -155,7 +169,7 @@ def load_cifar20(data_dir: Path, download: bool) -> Dataset:
     found = from_npz("cifar20", data_dir, tuple(CIFAR20), (32, 32, 3))
     if found is not None:
         return found
-    fine = load_published("cifar100", data_dir, download)
+    fine = load_published("cifar100", data_dir, download, asked="cifar20")
     return image_dataset("cifar20", fine.x, TO_SUPERCLASS[fine.y], tuple(CIFAR20))
 
 
@@ -184,7 +198,7 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int
     Raises
     ------
     DataError
-        If keys are missing, or x and y differ in length.
+        If keys are missing, x and y differ in length, or samples hold nothing.
     """
     archive = NpzFile(path)
     splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} & set(archive.names)]
@@ -193,6 +207,7 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int
     for split in splits:
         names = [f"{kind}_{split}" for kind in ("x", "y", "groups") if f"{kind}_{split}" in archive.names]
         check_lengths(str(path), **{name: (archive.shape(name)[0] or (0,))[0] for name in names})
+        check_shape(archive.shape(f"x_{split}")[0], str(path))
     groups = None
     if {f"groups_{split}" for split in splits} <= set(archive.names):
         groups = numbered(archive.pooled(tuple(f"groups_{split}" for split in splits)))
@@ -221,15 +236,7 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
         return x.astype(np.uint8)
     if x.dtype.kind != "f":
         raise DataError(f"{where}: pixels of type {x.dtype}; allowed are uint8 or floating-point numbers")
-    x = as_float32(x)
-    check_finite(x, where)
-    return x
-
-
-def as_float32(x: np.ndarray) -> np.ndarray:
-    """Return x as float32; what is too large becomes infinite, for :func:`check_finite` to report."""
-    with np.errstate(over="ignore"):
-        return x.astype(np.float32, copy=False)
+    return as_float32(x, where)
 
 
 def load_tiny_imagenet(data_dir: Path) -> Dataset:
@@ -248,11 +255,10 @@ def load_tiny_imagenet(data_dir: Path) -> Dataset:
     annotations = root / "val" / "val_annotations.txt"
     if not annotations.is_file():
         raise missing("tiny-imagenet", [annotations], "the archive's validation images belong there")
-    for number, line in enumerate(annotations.read_text(encoding="utf-8").splitlines(), 1):
-        fields = line.split("\t")
+    for number, fields in rows_of(annotations, delimiter="\t"):
         if len(fields) < 2 or fields[1] not in label:
             raise DataError(
-                f"{annotations}: line {number}: {line!r}; needed are an image and one of the folders' wnids"
+                f"{annotations}: row {number}: {fields!r:.80}; needed are an image and one of the folders' wnids"
             )
         files.append((root / "val" / "images" / fields[0], label[fields[1]]))
     y = np.array([number for _, number in files], np.int64)
@@ -292,15 +298,16 @@ def load_fedisic(data_dir: Path) -> Dataset:
     if table is None or folder is None:
         looked_for = [data_dir / "fedisic.npz", *tables, *folders]
         raise missing("fedisic", looked_for, "put FLamby's train_test_split and one of its image folders there")
-    with table.open(encoding="utf-8", newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = rows_of(table)
+    _, header = next(rows, (0, []))
     files, labels, centres = [], [], []
-    for number, row in enumerate(rows, 2):
+    for number, fields in rows:
+        row = dict(zip(header, fields, strict=False))
         try:
             labels.append(int(row["target"]))
             centres.append(int(row["center"]))
             files.append(folder / f"{row['image']}.jpg")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
     check_lengths(str(table), rows=len(files))
     y = known_labels(np.array(labels), len(FEDISIC), str(table))
@@ -391,8 +398,11 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         raise DataError(f"{path}: not an image that can be read ({error})") from error
 
 
-def _torchvision(name: str, source: Published, data_dir: Path, download: bool) -> list[Arrays]:
-    """Return train and test of torchvision's reader; its CIFAR files are checked by MD5 before unpickling."""
+def _torchvision(names: tuple[str, ...], source: Published, data_dir: Path, download: bool) -> list[Arrays]:
+    """Return train and test of torchvision's reader; its CIFAR files are checked by MD5 before unpickling.
+
+    ``names`` are those of the .npz files that would have served as well, for messages: what was asked for is first.
+    """
     from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
 
     reader = getattr(datasets, source.reader)
@@ -401,21 +411,27 @@ def _torchvision(name: str, source: Published, data_dir: Path, download: bool) -
         parts = [reader(str(data_dir), train=part, download=fetch, **dict(source.options)) for part in (True, False)]
         return [(np.asarray(part.data), np.asarray(part.targets)) for part in parts]
 
+    folder = data_dir / source.folder
+    is_there = folder.is_dir() and any(folder.iterdir())
     try:
         return read(False)
-    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+    except _UNREADABLE as error:
         problem: Exception = error
     if download:
-        log(INFO, "Downloading %s to %s", name, data_dir.absolute())
+        log(INFO, "Downloading %s to %s", names[-1], data_dir.absolute())
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
-            with FileLock(data_dir / f".{name}.lock"):  # clients in other processes may want it as well
+            with FileLock(data_dir / f".{names[-1]}.lock"):  # clients in other processes may want it as well
                 return read(True)
-        except (RuntimeError, URLError, OSError, ValueError, AssertionError) as error:
+        except _UNREADABLE as error:
             problem = error
+    if is_there:
+        raise DataError(
+            f"{folder.absolute()}: cannot be read ({problem}); needed are the published files in torchvision's layout"
+        ) from problem
     raise missing(
-        name,
-        [data_dir / f"{name}.npz", data_dir / source.folder],
+        names[0],
+        [*(data_dir / f"{name}.npz" for name in names), folder],
         "put there either an .npz with x_train, y_train, x_test, y_test or the published files in torchvision's "
         f"layout{'' if download else ', or set download = true'} ({problem})",
     ) from problem

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import Dataset, check_finite, check_lengths, image_dataset, known_labels, numbered
+from data.dataset import Dataset, as_float32, check_lengths, image_dataset, known_labels, numbered
 from data.errors import DataError, missing
 from data.image import from_npz
 
@@ -39,16 +39,19 @@ def load_femnist(data_dir: Path) -> Dataset:
             where = f"{path}: user {user}"
             check_lengths(where, x=len(x), y=len(y))
             try:
-                pixels = np.array(x, np.float32)
+                pixels, classes = np.array(x, np.float64), np.array(y)
             except (TypeError, ValueError) as error:
-                raise DataError(f"{where}: x is not 784 numbers a sample ({error})") from error
-            if pixels.shape != (len(y), 784):
-                raise DataError(f"{where}: x of shape {pixels.shape}; needed are 784 pixels a sample")
-            check_finite(pixels, where)
+                raise DataError(f"{where}: not 784 numbers and one label a sample ({error})") from error
+            if pixels.shape != (len(y), 784) or classes.shape != (len(y),):
+                raise DataError(
+                    f"{where}: x of shape {pixels.shape}, y of shape {classes.shape}; needed are 784 pixels and one "
+                    "label a sample"
+                )
+            pixels = as_float32(pixels, where)
             if pixels.min() < 0 or pixels.max() > 1:
                 raise DataError(f"{where}: pixels from {pixels.min()} to {pixels.max()}; allowed are 0 to 1")
             images.append(np.rint(pixels * 255).astype(np.uint8).reshape(-1, 28, 28, 1))
-            labels.append(known_labels(np.array(y), len(names), where))
+            labels.append(known_labels(classes, len(names), where))
             writers += [user] * len(y)
     check_lengths(str(files[0].parent.parent), samples=len(writers))
     groups = numbered(np.array(writers))
@@ -59,6 +62,10 @@ def _users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
     try:
         content = json.loads(path.read_bytes())
         found = [(user, content["user_data"][user]["x"], content["user_data"][user]["y"]) for user in content["users"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f'{path}: not a LEAF file with "users" and "user_data" ({error!r})') from error
-    return [entry for entry in found if len(entry[2]) or len(entry[1])]
+    for user, x, y in found:
+        if not isinstance(x, list) or not isinstance(y, list):
+            kinds = ", ".join(f"{name} is of type {type(part).__name__}" for name, part in (("x", x), ("y", y)))
+            raise DataError(f"{path}: user {user}: {kinds}; needed are two lists")
+    return [entry for entry in found if entry[1] or entry[2]]

@@ -65,7 +65,8 @@ class NpzFile:
                 raise DataError(f"{self.path}: samples of unequal shape: {listed}")
             return np.concatenate(parts)
         inner, dtype = shapes.pop()
-        whole = np.empty((sum(shape[0] for shape, _ in kinds.values()), *inner), dtype)
+        with self._damage():
+            whole = np.empty((sum(shape[0] for shape, _ in kinds.values()), *inner), dtype)
         start = 0
         for name, (shape, _) in kinds.items():
             with self._open(name) as stream:
@@ -90,6 +91,8 @@ class NpzFile:
             yield
         except DataError:
             raise
+        except MemoryError as error:  # perhaps of a header that claims what is not there
+            raise DataError(f"{self.path}: more than fits into memory ({error})") from error
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError, NotImplementedError) as error:
             raise DataError(f"{self.path}: not a whole .npz file ({error}); write it again with numpy.savez") from error
 

@@ -10,7 +10,7 @@ from flwr.common.logger import log
 from data.dataset import (
     Content,
     Dataset,
-    check_finite,
+    as_float32,
     feature_dataset,
     image_dataset,
     mapped_labels,
@@ -18,7 +18,7 @@ from data.dataset import (
     text_dataset,
 )
 from data.errors import DataError
-from data.image import as_float32, as_images, labelled_images, read_images, read_npz
+from data.image import as_images, labelled_images, read_images, read_npz
 from data.pfllib import is_pfllib, read_pfllib
 from data.text import rows_of, tokenise
 
@@ -90,9 +90,7 @@ def _read_npz(path: Path) -> Content:
         return Content("image" if x.dtype == np.uint8 else "image-float", x, y, groups, is_test)
     if x.ndim != 2 or x.dtype.kind not in "fiub":
         raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed are numbers in 2, 3 or 4 axes")
-    x = as_float32(x)
-    check_finite(x, str(path))
-    return Content("features", x, y, groups, is_test)
+    return Content("features", as_float32(x, str(path)), y, groups, is_test)
 
 
 def _read_csv(path: Path) -> Content:
@@ -143,14 +141,15 @@ def _features(columns: list[tuple[str, tuple[str, ...]]], path: Path, numbers: l
         raise DataError(f"{path}: no column beside the label; at least one is needed")
     features = np.empty((len(numbers), len(columns)), np.float32)
     for target, (title, cells) in zip(features.T, columns, strict=True):
-        values = [_number(cell) for cell in cells]
-        target[:] = as_float32(np.array([np.nan if value is None else value for value in values]))
-        bad = np.flatnonzero(~np.isfinite(target))
+        found = (_number(cell) for cell in cells)
+        values = np.array([np.nan if value is None else value for value in found])
+        bad = np.flatnonzero(~(np.abs(values) <= np.finfo(np.float32).max))
         if bad.size:
             raise DataError(
-                f"{path}: row {numbers[bad[0]]}, column {title}: {cells[bad[0]]!r}; finite numbers are allowed "
-                "(a column of texts must be named text)"
+                f"{path}: row {numbers[bad[0]]}, column {title}: {cells[bad[0]]!r}; finite numbers are allowed, in the "
+                "range of float32 (a column of texts must be named text)"
             )
+        target[:] = values
     return features
 
 

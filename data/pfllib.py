@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.dataset import Content, check_finite, checked_labels, known_labels
+from data.dataset import Content, as_float32, check_shape, checked_labels, known_labels
 from data.errors import DataError
 from data.npz import NpzFile
 
@@ -87,9 +87,7 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray]:
         raise DataError(
             f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes"
         )
-    with np.errstate(over="ignore"):
-        x = x.astype(np.float32, copy=False)
-    check_finite(x, where)
+    x = x.astype(np.float32, copy=False)
     if x.ndim == 2:
         return "features", x
     return "image-float", x[..., None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 2, 3, 1))
@@ -152,6 +150,10 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
         ) from error
     if len(x) != len(y):
         raise DataError(f"{path}: arrays of unequal length (x: {len(x)}, y: {len(y)})")
+    if len(x):
+        check_shape(x.shape, str(path))
+    if x.dtype.kind == "f":
+        x = as_float32(x, str(path))
     return x, known_labels(y, num_classes, str(path)) if num_classes else checked_labels(y, str(path))
 
 

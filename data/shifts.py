@@ -50,7 +50,8 @@ def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
     if level == "none":
         return
     if channels != 3:
-        raise SettingsError(f"shift = {level!r} needs RGB images; this data set has {channels or 'no'} channels")
+        found = f"images of {channels} channels" if channels else "other samples"
+        raise SettingsError(f"shift = {level!r} needs RGB images of 8-bit pixels; this data set has {found}")
     if num_clients > len(SHIFTS[level]):
         raise SettingsError(
             f"shift = {level!r} has {len(SHIFTS[level])} shifts, one a client; num-clients = {num_clients} is too many"

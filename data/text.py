@@ -102,7 +102,7 @@ def load_sent140(data_dir: Path, test_fraction: float) -> Dataset:
     return text_dataset("sent140", tokens, y, ("negative", "positive"), groups, vocabulary=vocabulary)
 
 
-def rows_of(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list[str]]]:
+def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
     """Yield number (from 1) and fields of the rows of a .csv file; empty lines are passed over.
 
     Raises
@@ -113,7 +113,7 @@ def rows_of(path: Path, encoding: str = "utf-8-sig") -> Iterator[tuple[int, list
     number = 0
     try:
         with path.open(encoding=encoding, newline="") as lines:
-            for number, row in enumerate(csv.reader(lines), 1):
+            for number, row in enumerate(csv.reader(lines, delimiter=delimiter), 1):
                 if row:
                     yield number, row
     except csv.Error as error:

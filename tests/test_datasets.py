@@ -55,7 +55,7 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest():
 def test_missing_data_says_what_to_put_where(name, tmp_path):
     with pytest.raises(DataError, match="not found") as error:
         load(name, tmp_path)
-    assert str(tmp_path.absolute()) in str(error.value)
+    assert str(tmp_path.absolute() / f"{name}.") in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["fmnist", "cifar100", "emnist-letters"])
@@ -150,6 +150,16 @@ def test_torchvisions_layout_of_mnist_and_emnist(tmp_path):
     assert letters.task.class_names[:2] == ("a", "b")
 
 
+def test_a_damaged_published_file_is_not_called_missing(tmp_path):
+    for prefix in ("train", "t10k"):
+        write_idx(tmp_path / "MNIST/raw", prefix, np.zeros((4, 28, 28), np.uint8), np.zeros(4, np.uint8))
+    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
+    for damaged in (path.read_bytes()[:900], b"", b"\0\0\x0a\3" + bytes(40)):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="MNIST/raw: cannot be read"):
+            load("mnist", tmp_path)
+
+
 def test_a_part_with_fewer_labels_than_images_is_refused_though_the_other_has_more(tmp_path):
     for prefix, labels in (("train", 3), ("t10k", 5)):
         write_idx(tmp_path / "MNIST/raw", prefix, np.zeros((4, 28, 28), np.uint8), np.zeros(labels, np.uint8))
@@ -223,6 +233,25 @@ def test_femnist_refuses(tmp_path, xs, ys, message):
     assert "user w" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ([[0.0] * 784], None, "y is of type NoneType; needed are two lists"),
+        (5, 3, "x is of type int, y is of type int"),
+        ([[0.0] * 784] * 2, [[1, 2], [3, 4]], r"y of shape \(2, 2\)"),
+        ([[0.0] * 784] * 2, [[1, 2], [3]], "one label a sample"),
+        ([[1e300] * 784], [1], r"1e\+300 at index .* float32"),
+    ],
+)
+def test_femnist_refuses_other_forms(tmp_path, x, y, message):
+    for split in ("train", "test"):
+        leaf_file(tmp_path / f"femnist/{split}/a.json", {})
+    content = {"users": ["w"], "user_data": {"w": {"x": x, "y": y}}}
+    (tmp_path / "femnist/test/a.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(DataError, match=rf"test/a\.json: user w: .*{message}"):
+        load("femnist", tmp_path)
+
+
 def test_tiny_imagenet_as_published(tmp_path):
     root = tmp_path / "tiny-imagenet-200"
     for wnid, value in (("n02", (200, 0, 0)), ("n01", (0, 0, 0))):
@@ -234,7 +263,10 @@ def test_tiny_imagenet_as_published(tmp_path):
     assert tiny.y.tolist() == [0, 1, 1]
     assert tiny.x[2, 0, 0].tolist() == [90, 90, 90]  # some of its images are grey
     (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn99\n", encoding="utf-8")
-    with pytest.raises(DataError, match="line 1"):
+    with pytest.raises(DataError, match=r"val_annotations\.txt: row 1"):
+        load("tiny-imagenet", tmp_path)
+    (root / "val/val_annotations.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"val_annotations\.txt: not a text"):
         load("tiny-imagenet", tmp_path)
 
 
@@ -258,6 +290,9 @@ def test_kvasir_and_fedisic(tmp_path):
     assert isic.x.shape == (2, 64, 64, 3)
     (root / "train_test_split").write_text(table.replace(",7,", ",x,"), encoding="utf-8")
     with pytest.raises(DataError, match="row 2"):
+        load("fedisic", tmp_path)
+    (root / "train_test_split").write_bytes(b"\xff\xfe" + table.encode())
+    with pytest.raises(DataError, match="train_test_split: not a text"):
         load("fedisic", tmp_path)
 
 
@@ -357,7 +392,9 @@ def test_fortran_order_and_unequal_dtypes_are_pooled(tmp_path):
     ("arrays", "message"),
     [
         ({"x_train": [[1.0], [np.nan]], "y_train": [0, 1]}, r"nan at index \(1, 0\)"),
-        ({"x_train": [[1e300], [1.0]], "y_train": [0, 1]}, r"inf at index \(0, 0\)"),
+        ({"x_train": [[1e300], [-1e300]], "y_train": [0, 1]}, r"1e\+300 at index \(0, 0\).* range of float32"),
+        ({"x_train": np.zeros((2, 0)), "y_train": [0, 1]}, r"samples of shape \(0,\); at least one number"),
+        ({"x_train": np.zeros((2, 0, 3), np.uint8), "y_train": [0, 1]}, r"samples of shape \(0, 3\)"),
         ({"x_train": np.full((2, 2, 2), np.inf), "y_train": [0, 1]}, r"inf at index \(0, 0, 0"),
         ({"x_train": np.full((2, 2, 2), 256), "y_train": [0, 1]}, "pixel 256.*0 to 255"),
         ({"x_train": np.eye(3), "y_train": [0, 1]}, "x_train: 3, y_train: 2"),
@@ -374,6 +411,7 @@ def test_fortran_order_and_unequal_dtypes_are_pooled(tmp_path):
         ({"x_train": np.array([{}, {}]), "y_train": [0, 1]}, "Python objects"),
     ],
 )
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_own_npz_refuses(tmp_path, arrays, message):
     path = save_npz(tmp_path / "mine.npz", **arrays)
     with pytest.raises(DataError, match=message) as error:
@@ -388,6 +426,18 @@ def test_a_truncated_npz_is_refused(tmp_path, keep):
     path.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
     with pytest.raises(DataError, match=r"mine\.npz"):
         load(path)
+
+
+@pytest.mark.parametrize("test_too", [False, True])
+def test_an_npz_that_claims_more_than_memory_holds_is_refused(tmp_path, test_too):
+    with zipfile.ZipFile(tmp_path / "mine.npz", "w") as archive:
+        for name in ("x_train", "y_train", *(("x_test", "y_test") if test_too else ())):
+            with archive.open(f"{name}.npy", "w") as stream:
+                shape = (10**14, 5) if name[0] == "x" else (10**14,)
+                header = {"descr": "<f8", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(stream, header)
+    with pytest.raises(DataError, match=r"mine\.npz: more than fits into memory"):
+        load(tmp_path / "mine.npz")
 
 
 def test_a_flipped_byte_is_noticed(tmp_path):
@@ -489,12 +539,14 @@ def test_csv_of_texts(tmp_path):
         ("a,b,label\n1,2,0\n1,,1\n", "row 3, column b: ''"),
         ("a,b,label\n1,2,0\n1,nan,1\n", "row 3, column b: 'nan'"),
         ("a,b,label\n1,2,0\n1,1e999,1\n", "row 3, column b: '1e999'"),
+        ("a,b,label\n1,2,0\n1,1e60,1\n", "row 3, column b: '1e60'.* range of float32"),
         ("a,label\n1,0.5\n2,1\n", "row 2, column label: '0.5'"),
         ("a,label\n1,\n2,1\n", "row 2, column label: the label is missing"),
         ("a,label\n1,0\n2,0\n", "at least 2 classes"),
         ("group,label\n1,0\n2,1\n", "no column beside the label"),
     ],
 )
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_csv_refuses(tmp_path, text, message):
     path = csv(tmp_path, text)
     with pytest.raises(DataError, match=message) as error:
@@ -708,9 +760,14 @@ def test_pfllib_directories_that_do_not_add_up(tmp_path):
     uneven = pfllib(tmp_path / "b", [{"train": {"x": np.eye(2), "y": [0]}, "test": good}])
     with pytest.raises(DataError, match=r"unequal length \(x: 2, y: 1\)"):
         load(uneven)
-    nan = pfllib(tmp_path / "c", [{"train": {"x": np.full((2, 2), np.nan), "y": [0, 1]}, "test": good}])
-    with pytest.raises(DataError, match="nan at index"):
-        load(nan)
+    for name, x, y, message in (
+        ("nan", [[0, 1], [np.nan, 2]], [0, 1], r"nan at index \(1, 0\)"),
+        ("label", np.eye(2), [0, 0.5], "label 0.5 at index 1"),
+        ("nothing", np.zeros((2, 0)), [0, 1], r"samples of shape \(0,\)"),
+    ):
+        broken = pfllib(tmp_path / name, [*clients, {"train": {"x": np.array(x), "y": y}, "test": good}])
+        with pytest.raises(DataError, match=rf"{name}/train/3\.npz: {message}"):
+            load(broken)
     ragged = pfllib(tmp_path / "d", [{"train": {"x": [np.eye(2), np.eye(3)], "y": [0, 1]}, "test": good}])
     with pytest.raises(DataError, match="x must be an array of numbers"):
         load(ragged)

@@ -270,6 +270,7 @@ def test_samples_for_training_here_and_for_the_test_there_are_warned_of(tmp_path
     ("content", "error", "message"),
     [
         ("{", DataError, "not JSON"),
+        pytest.param("[" * 100_000, DataError, "not JSON", id="deep"),
         ({"train": [[0], [1]]}, DataError, "allowed are a list"),
         ([0, 1], DataError, "client 0: 0 is not a list"),
         ([[0], [10]], DataError, "client 1: 10 at position 0; allowed are whole numbers from 0 to 9"),
@@ -324,7 +325,7 @@ def test_given_partitions_are_used_whatever_the_setting():
         ({"partition": "classes", "num_clients": 6}, "classes-per-client = 2 with num-clients = 6 does not suit made"),
         ({"partition": "shards", "num_clients": 6}, "shards-per-client = 2 with num-clients = 6 makes 12 shards"),
         ({"num_clients": 2, "samples_per_client": 3}, "samples-per-client = 3 goes with"),
-        ({"num_clients": 2, "shift": "high"}, "shift = 'high' needs RGB images"),
+        ({"num_clients": 2, "shift": "high"}, "shift = 'high' needs RGB images .* has other samples"),
     ],
 )
 def test_settings_that_do_not_suit_the_data(changes, message):

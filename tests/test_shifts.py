@@ -84,7 +84,7 @@ def test_levels_have_as_many_clients_as_shifts():
         check_shift("high", 9)
     with pytest.raises(SettingsError, match="'grid' has 54 shifts"):
         shift_of("grid", 54)
-    with pytest.raises(SettingsError, match="needs RGB images; this data set has 1 channels"):
+    with pytest.raises(SettingsError, match="needs RGB images of 8-bit pixels; this data set has images of 1 channels"):
         check_shift("low", 2, 1)
 
 
@@ -116,5 +116,5 @@ def test_a_client_is_shifted_in_train_and_test_alike():
 
 def test_scaled_images_are_not_shifted():
     part = Partition((np.arange(2),), (np.arange(2),))
-    with pytest.raises(SettingsError, match="needs RGB images"):
+    with pytest.raises(SettingsError, match="of 8-bit pixels; this data set has other samples"):
         client_data(rgb(2, np.float32), part, 0, DataSettings(shift="low"), CPU)
