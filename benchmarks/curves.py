@@ -235,7 +235,7 @@ def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) ->
     clients = len(list((folder / "train").glob("*.npz")))
     with tempfile.TemporaryDirectory() as output, redirect_stdout(sys.stderr):
         record = posy.run(
-            method=method, dataset=str(folder), partition="natural", num_clients=clients, model="cnn",
+            method=method, dataset=str(folder), partition="given", num_clients=clients, model="cnn",
             num_server_rounds=rounds, evaluate_every=every, local_epochs=1, batch_size=BATCH, lr=LR, seed=seed,
             save_models=False, output_dir=output, **METHODS[method],
         )  # fmt: skip

@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from posy.settings import SettingsError
+
 _SMALLEST = 0.9  # part of the image's area that a crop keeps at least (FedDRM)
+
+
+def check_augment(augment: str, kind: str) -> None:
+    """Raise :class:`SettingsError` for an augmentation of samples that are no images."""
+    if augment != "none" and kind != "image":
+        raise SettingsError(f"augment = {augment!r} needs images; the samples of this data set are of kind {kind!r}")
 
 
 def draw_boxes(count: int, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from flwr.common.logger import log
 
+from data.augment import check_augment
 from data.dataset import Dataset, Indices
 from data.errors import DataError
+from data.pfllib import is_pfllib
 from data.shifts import check_shift
 from posy.randomness import numpy_generator
 from posy.settings import DataSettings, SettingsError
@@ -84,12 +86,31 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     )
 
 
+def as_used(settings: DataSettings) -> DataSettings:
+    """Return the settings with the partition that is used, where a PFLlib directory brings its own.
+
+    Parameters
+    ----------
+    settings : DataSettings
+        With the absolute path of the data, if it has one.
+    """
+    path = Path(settings.dataset)
+    if settings.partition == DataSettings.partition and path.is_absolute() and is_pfllib(path):
+        return replace(settings, partition="given")
+    return settings
+
+
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     """Check what can be known before the work starts."""
     clients, num_classes = settings.num_clients, dataset.task.num_classes
     if kind == "given" and dataset.given is None:
         raise SettingsError(
             f"partition = 'given' needs data that comes partitioned (a PFLlib directory); {dataset.name} does not"
+        )
+    if kind == "given" and settings.partition not in ("given", DataSettings.partition):
+        raise SettingsError(
+            f"partition = {settings.partition!r}: {dataset.name} comes partitioned; leave partition out, or set it to "
+            "'given'"
         )
     if kind == "given" and len(dataset.given or ()) != clients:
         raise SettingsError(f"num-clients = {clients}: {dataset.name} comes with {len(dataset.given or ())} clients")
@@ -119,6 +140,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
             )
     is_pixels = dataset.task.kind == "image" and dataset.x.dtype == np.uint8
     check_shift(settings.shift, clients, dataset.x.shape[-1] if is_pixels else 0)
+    check_augment(settings.augment, dataset.task.kind)
 
 
 def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from data.augment import check_augment
 from data.dataset import Content, Dataset, distinct_labels
 from data.errors import DataError
 from data.own import read_own
@@ -23,12 +24,22 @@ from data.partitions import Partition, split
 from data.task import Task
 from data.text import MAX_LENGTH, PADDING, UNKNOWN, words_of
 from posy.randomness import numpy_generator
-from posy.settings import SITES, DataSettings, SettingsError
+from posy.settings import SITES, DataSettings, SettingsError, key_of
 
 _TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", "text": "text", "tokens": "text"}
 _AXES = {"image": 3, "image-float": 3, "features": 1, "text": 1, "tokens": 1}
 _MAX_SIZE = 1 << 28  # numbers in one sample
 _MODES = {1: "L", 3: "RGB"}
+_BENCHMARK_ONLY = ("shift", "max_samples", "samples_per_client")
+_SITES_ONLY = (
+    "sample_kind",
+    "input_shape",
+    "classes",
+    "vocabulary",
+    "feature_mean",
+    "feature_std",
+    "share_class_counts",
+)
 
 
 @dataclass(frozen=True)
@@ -189,12 +200,13 @@ def task_of(settings: DataSettings) -> Task:
     Raises
     ------
     SettingsError
-        If a value is malformed, or there are fewer than two classes.
+        If a value is malformed, there are fewer than two classes, or the augmentation is not for such samples.
     """
     kind, classes = settings.sample_kind, class_names(settings.classes)
     shape = _wanted_shape(settings, kind)
     if kind == "features":
         _statistics(settings, shape[0])
+    check_augment(settings.augment, _TASK_KINDS[kind])
     return Task(_TASK_KINDS[kind], shape, classes, settings.vocabulary if _TASK_KINDS[kind] == "text" else 0)
 
 
@@ -252,14 +264,13 @@ def load_site(path: Path, settings: DataSettings, seed: int) -> tuple[Dataset, P
 
 
 def check_site_settings(settings: DataSettings) -> None:
-    """Raise :class:`SettingsError` for settings that only a benchmark's partition has."""
-    for key, value, neutral in (
-        ("shift", settings.shift, "none"),
-        ("max-samples", settings.max_samples, 0),
-        ("samples-per-client", settings.samples_per_client, 0),
-    ):
+    """Raise :class:`SettingsError` for settings of a benchmark's partition with sites, or of sites without them."""
+    for name in _BENCHMARK_ONLY if settings.dataset == SITES else _SITES_ONLY:
+        value, neutral = getattr(settings, name), getattr(DataSettings, name)
         if value != neutral:
-            raise SettingsError(f"{key} = {value!r} does not go with dataset = {SITES!r}; it must be {neutral!r}")
+            raise SettingsError(
+                f"{key_of(name)} = {value!r} does not go with dataset = {settings.dataset!r}; it must be {neutral!r}"
+            )
 
 
 def hashed(texts: Sequence[str], length: int, vocabulary: int) -> np.ndarray:

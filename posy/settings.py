@@ -41,11 +41,11 @@ class Rule:
         noun = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
         bounds = []
         if self.minimum > -math.inf:
-            bounds.append(f">= {self.minimum:g}")
+            bounds.append(f">= {self.minimum}")
         if self.above > -math.inf:
-            bounds.append(f"> {self.above:g}")
+            bounds.append(f"> {self.above}")
         if self.maximum < math.inf:
-            bounds.append(f"<= {self.maximum:g}")
+            bounds.append(f"<= {self.maximum}")
         return noun + (" " + " and ".join(bounds) if bounds else "")
 
     def admits(self, value: Any) -> bool:

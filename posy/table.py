@@ -14,12 +14,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from data.partitions import as_used
 from posy.cli import check, merged, with_absolute_paths
 from posy.config import defaults, read_yaml, resolve
 from posy.launch import APP, ENVIRONMENT
@@ -93,7 +94,8 @@ class Cell:
         except FileNotFoundError:
             return None
         known = defaults()  # what a setting has meant before it existed
-        wanted = resolve({**known, **self.config}).as_config()
+        settings = resolve({**known, **self.config})
+        wanted = replace(settings, data=as_used(settings.data)).as_config()
         differ = any(ran.get(key, known[key]) != value for key, value in wanted.items() if key not in PLACE)
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None

@@ -13,6 +13,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from client_app.workspace import Workspace, workspace_for
+from data.partitions import as_used
 from data.sites import check_site_settings
 from posy.config import Settings, resolve
 from posy.flower import absolute, in_simulation
@@ -66,6 +67,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
     stored = None
     if not config.get("resume"):
         settings = with_absolute_paths(resolve(config, where))
+        settings = replace(settings, data=as_used(settings.data))
     else:
         stored = StoredRun.find(absolute(str(config["output-dir"])), str(config["resume"]))
         settings = with_absolute_paths(stored.resumed(given_keys(config, where), where))
@@ -73,14 +75,19 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
     check_privacy(settings)
     if settings.run.system_accuracy == "on" and not settings.run.save_models:
         raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
+    if settings.run.min_clients > settings.data.num_clients:
+        raise SettingsError(
+            f"min-clients = {settings.run.min_clients}: it must be 0 to num-clients = {settings.data.num_clients}"
+        )
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
     if grid is None:
         raise SettingsError(f"engine = {settings.run.engine!r} runs on a grid of Flower's: start it with `flwr run`")
     waves = WaveGrid(grid) if isinstance(grid, InProcessGrid) else PollingGrid(grid)
     federation = Federation(waves, settings)
+    check_site_settings(settings.data)
     if settings.data.dataset == SITES:
-        check_sites(settings)
+        check_engine(settings)
         settings = federation.agree()
     workspace = workspace_for(settings.to_json(), "")  # that of the clients, where they are in this process
     check_federation(settings, workspace)
@@ -143,9 +150,8 @@ def with_absolute_paths(settings: Settings) -> Settings:
     return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))
 
 
-def check_sites(settings: Settings) -> None:
-    """Raise :class:`SettingsError` for settings that do not go with sites that hold their own data."""
-    check_site_settings(settings.data)
+def check_engine(settings: Settings) -> None:
+    """Raise :class:`SettingsError` for an engine that has no sites with data of their own."""
     if settings.run.engine == "in-process" or in_simulation():
         raise SettingsError(f"dataset = {SITES!r}: {SITES_NEED_NODES}")
 

@@ -38,7 +38,7 @@ def both(split: Path, make_config: Callable[..., Any], federate: Callable[..., A
 
     def run(method: str) -> tuple[Any, list[np.ndarray]]:
         config = make_config(
-            method, dataset=str(split), partition="natural", partition_file="", num_clients=3, model="cnn",
+            method, dataset=str(split), partition="given", partition_file="", num_clients=3, model="cnn",
             num_server_rounds=ROUNDS, batch_size=200, lr=LR, **curves.METHODS[method],
         )  # fmt: skip
         architecture = Workspace(resolve(config)).architecture
@@ -54,7 +54,7 @@ def both(split: Path, make_config: Callable[..., Any], federate: Callable[..., A
 
 
 def test_the_split_is_read_alike(split: Path, make_config: Callable[..., Any]) -> None:
-    workspace = Workspace(resolve(make_config("fedavg", dataset=str(split), partition="natural", num_clients=3)))
+    workspace = Workspace(resolve(make_config("fedavg", dataset=str(split), partition="given", num_clients=3)))
     for number, client in enumerate(curves.read_split(split)):
         ours = workspace.client_data(number)
         assert len(client.y_test) == pytest.approx(len(client.y_train) / 3, abs=1)

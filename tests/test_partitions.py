@@ -299,7 +299,7 @@ def test_a_partition_file_must_exist(tmp_path):
 # Data that comes partitioned
 
 
-def test_given_partitions_are_used_whatever_the_setting():
+def test_given_partitions_are_used_and_no_other():
     pairs = ((np.array([4, 0]), np.array([1])), (np.array([2]), np.array([3])))
     data = dataclasses.replace(made(5, 2), given=pairs)
     for kind in ("dirichlet", "given"):
@@ -308,6 +308,8 @@ def test_given_partitions_are_used_whatever_the_setting():
         assert [t.tolist() for t in part.test] == [[1], [3]]
     capped = partition(data, settings(num_clients=2, train_samples=1), 0)
     assert [len(t) for t in capped.train] == [1, 1]
+    with pytest.raises(SettingsError, match="partition = 'iid': made comes partitioned; leave partition out"):
+        partition(data, settings(num_clients=2, partition="iid"), 0)
     with pytest.raises(SettingsError, match="num-clients = 10: made comes with 2 clients"):
         partition(data, settings(), 0)
     with pytest.raises(SettingsError, match="needs data that comes partitioned"):
@@ -326,6 +328,7 @@ def test_given_partitions_are_used_whatever_the_setting():
         ({"partition": "shards", "num_clients": 6}, "shards-per-client = 2 with num-clients = 6 makes 12 shards"),
         ({"num_clients": 2, "samples_per_client": 3}, "samples-per-client = 3 goes with"),
         ({"num_clients": 2, "shift": "high"}, "shift = 'high' needs RGB images .* has other samples"),
+        ({"num_clients": 2, "augment": "crop"}, "augment = 'crop' needs images; .* 'features'"),
     ],
 )
 def test_settings_that_do_not_suit_the_data(changes, message):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from flwr.app import ArrayRecord, Error, Message
+from nodes import pfllib
 
 import posy
 from client_app.app import Call
@@ -21,6 +22,7 @@ from data.errors import DataError
 from posy.config import defaults, resolve
 from posy.results import CLIENT_COLUMNS, load_arrays
 from posy.settings import NothingTrainedError, SettingsError
+from posy.table import Cell
 from server_app import recorder as recorder_module
 from server_app.app import run
 from server_app.in_process import InProcessGrid
@@ -139,6 +141,17 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
     for point in ("served", "local"):
         assert set(summary[point]) == {"last", "best"}
         assert set(summary[point]["last"]) == set(summary[point]["best"]) == SPREAD_KEYS
+
+
+def test_the_partition_that_comes_with_the_data_is_recorded_as_the_one_used(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    root = pfllib(tmp_path / "p", np.eye(12, 6, dtype=np.float32), np.arange(12) % 3, 3)
+    data = {"dataset": str(root), "partition": "dirichlet", "partition_file": "", "num_clients": 1}
+    config = make_config("fedavg", num_server_rounds=1, **data)
+    path = started(config).directory.path
+    assert yaml.safe_load((path / "config.yaml").read_text())["settings"]["partition"] == "given"
+    assert Cell("", "FedAvg", 0, config).summary() is not None  # a table does not run it again
 
 
 def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:

@@ -281,6 +281,7 @@ def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
         (replace(OPEN, classes="[1"), [told("image", (1, 8, 8))], "not a JSON list"),
         (replace(IMAGES, input_shape="8x8"), [told("image", (1, 8, 8))], "input-shape = '8x8'"),
         (replace(IMAGES, input_shape="2x8x8"), [told("image", (2, 8, 8))], "1 or 3 channels"),
+        (replace(FEATURES, augment="crop"), [told("features", (3,))], "augment = 'crop' needs images"),
         (replace(FEATURES, feature_std="0"), [told("features", (3,))], "feature-std = '0': .* above 0"),
         (replace(FEATURES, feature_mean="1,2"), [told("features", (3,))], "feature-mean = '1,2': .* 3 with commas"),
     ],
