@@ -218,11 +218,22 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
     """Bring images to ``(N, H, W, C)``: whole numbers 0..255 as uint8, other numbers as float32.
 
-    ``(N, H, W)`` is taken as grey, ``(N, C, H, W)`` is turned if only that axis has 1 or 3 entries.
+    ``(N, H, W)`` is taken as grey; of the others the channels are the last axis or the one after N: that
+    with 1 or 3 entries, else that with 2 or 4, and the last where both have.
+
+    Raises
+    ------
+    DataError
+        If neither has 1 to 4 entries, or a pixel is no finite number or out of range.
     """
     if x.ndim == 3:
         x = x[..., None]
-    elif x.shape[1] in (1, 3) and x.shape[3] not in (1, 3):
+    axis = next((axis for counts in ((1, 3), (2, 4)) for axis in (3, 1) if x.shape[axis] in counts), None)
+    if axis is None:
+        raise DataError(
+            f"{where}: images of shape {x.shape[1:]}; allowed are (height, width), and 1 to 4 channels before or after"
+        )
+    if axis == 1:
         x = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
     if x.dtype == np.uint8:
         return x

@@ -1,7 +1,7 @@
 """People's own data: .npz, .csv, a folder of class folders, a PFLlib directory."""
 
 import dataclasses
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 
 import numpy as np
@@ -80,8 +80,7 @@ def read_own(path: Path, size: tuple[int, int] | None = None, mode: str | None =
 def _read_npz(path: Path) -> Content:
     """Read what :func:`data.image.read_npz` does.
 
-    ``(N, H, W)``, ``(N, H, W, C)`` or ``(N, C, H, W)`` are images (whole numbers: pixels 0..255;
-    other numbers: taken as they are); ``(N, F)`` are features.
+    Three and four axes are images, as :func:`data.image.as_images` takes them; ``(N, F)`` are features.
     """
     x, y, groups, tested = read_npz(path)
     is_test = np.arange(len(y)) >= len(y) - tested if tested else None
@@ -96,9 +95,9 @@ def _read_npz(path: Path) -> Content:
 def _read_csv(path: Path) -> Content:
     """Read a table with a header.
 
-    The labels are the column ``label``, else the last; a column ``group`` gives natural groups. A
-    column ``text``, or the only other column if it does not hold numbers, becomes tokens; otherwise
-    all other columns are features.
+    The labels are the column ``label``, else the last, with a warning; a column ``group`` gives natural
+    groups. A column ``text``, or the only other column if it does not hold numbers, becomes tokens, and
+    a warning names the columns that are not used then; otherwise all other columns are features.
     """
     rows = rows_of(path)
     _, header = next(rows, (0, []))
@@ -118,6 +117,8 @@ def _read_csv(path: Path) -> Content:
         raise DataError(f"{path}: no rows below the header; at least one is needed")
     columns = list(zip(*table, strict=True))
     label = lower.index("label") if "label" in lower else len(header) - 1
+    if "label" not in lower:
+        log(WARNING, "%s: no column is named label; the last one, %s, is taken for it", path, header[label])
     labels = _labels(columns[label], path, header[label], numbers)
     groups = None
     if "group" in lower and lower.index("group") != label:
@@ -128,6 +129,9 @@ def _read_csv(path: Path) -> Content:
     else:
         text = inputs[0] if len(inputs) == 1 and any(_number(cell) is None for cell in columns[inputs[0]]) else -1
     if text in inputs:
+        if len(inputs) > 1:
+            unused = ", ".join(header[i] for i in inputs if i != text)
+            log(WARNING, "%s: columns beside the text are not used: %s", path, unused)
         log(INFO, "%s: column %s is the text, %s the label", path.name, header[text], header[label])
         return Content("text", columns[text], labels, groups)
     log(INFO, "%s: %s columns are features, %s the label", path.name, len(inputs), header[label])

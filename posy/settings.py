@@ -120,7 +120,11 @@ class DataSettings:
     )
     data_dir: str = setting("datasets", "directory that holds the data sets")
     download: bool = setting(True, "let torchvision download what is missing, where it can")
-    partition: str = setting("dirichlet", "how samples are assigned to clients", choices=PARTITIONS)
+    partition: str = setting(
+        "dirichlet",
+        "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
+        choices=PARTITIONS,
+    )
     num_clients: int = setting(10, "number of clients M", minimum=1, maximum=1_000_000)
     dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0)
     classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)

@@ -363,7 +363,17 @@ def test_features_are_standardised_and_a_constant_one_is_centred(tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "stored"),
-    [((2, 5, 6), (5, 6, 1)), ((2, 5, 6, 3), (5, 6, 3)), ((2, 3, 5, 6), (5, 6, 3)), ((2, 6, 5, 2), (6, 5, 2))],
+    [
+        ((2, 5, 6), (5, 6, 1)),
+        ((2, 5, 6, 3), (5, 6, 3)),
+        ((2, 3, 5, 6), (5, 6, 3)),
+        ((2, 6, 5, 2), (6, 5, 2)),
+        ((2, 4, 5, 6), (5, 6, 4)),
+        ((2, 2, 6, 5), (6, 5, 2)),
+        ((2, 1, 4, 4), (4, 4, 1)),
+        ((2, 4, 4, 4), (4, 4, 4)),
+        ((2, 3, 3, 3), (3, 3, 3)),
+    ],
 )
 def test_image_layouts_of_own_npz(tmp_path, shape, stored):
     x = np.random.default_rng(0).integers(0, 256, shape)
@@ -397,6 +407,7 @@ def test_fortran_order_and_unequal_dtypes_are_pooled(tmp_path):
         ({"x_train": np.zeros((2, 0, 3), np.uint8), "y_train": [0, 1]}, r"samples of shape \(0, 3\)"),
         ({"x_train": np.full((2, 2, 2), np.inf), "y_train": [0, 1]}, r"inf at index \(0, 0, 0"),
         ({"x_train": np.full((2, 2, 2), 256), "y_train": [0, 1]}, "pixel 256.*0 to 255"),
+        ({"x_train": np.zeros((2, 5, 6, 7)), "y_train": [0, 1]}, r"shape \(5, 6, 7\).* 1 to 4 channels"),
         ({"x_train": np.eye(3), "y_train": [0, 1]}, "x_train: 3, y_train: 2"),
         ({"x_train": np.eye(2), "y_train": [0.0, 0.5]}, "label 0.5 at index 1"),
         ({"x_train": np.eye(2), "y_train": [0.0, np.nan]}, "label nan at index 1"),
@@ -509,22 +520,27 @@ def csv(tmp_path, text):
     return path
 
 
-def test_csv_of_features(tmp_path):
+def test_csv_of_features(tmp_path, warnings):
     mine = load(csv(tmp_path, "label,height,group,width\n10,1,b,2\n9,3,a,4\n"))
     assert mine.x.tolist() == [[1, 2], [3, 4]]
     assert mine.task.class_names == ("9", "10")
     assert mine.y.tolist() == [1, 0]  # as numbers: 9 before 10
     assert mine.groups.tolist() == [1, 0]
+    assert not [record for record in warnings.records if record.levelname == "WARNING"]
     last = load(csv(tmp_path, "height,kind\n1,x\n2,y\n"))
     assert last.task.class_names == ("x", "y")
+    assert "mine.csv: no column is named label; the last one, kind, is taken for it" in warnings.text
 
 
-def test_csv_of_texts(tmp_path):
+def test_csv_of_texts(tmp_path, warnings):
     mine = load(csv(tmp_path, "text,label\nhello world,a\nhello,b\n"))
     assert mine.task.kind == "text"
     assert mine.task.input_shape == (200,)
     assert mine.x[:, :3].tolist() == [[2, 3, 0], [2, 0, 0]]
     assert mine.task.vocabulary == 4
+    assert "not used" not in warnings.text
+    assert np.array_equal(load(csv(tmp_path, "id,text,label,stars\n1,hello world,a,5\n2,hello,b,3\n")).x, mine.x)
+    assert "mine.csv: columns beside the text are not used: id, stars" in warnings.text
     assert load(csv(tmp_path, "review,stars\ngood,1\nbad,0\n")).task.kind == "text"
 
 
