@@ -95,7 +95,7 @@ def as_used(settings: DataSettings) -> DataSettings:
         With the absolute path of the data, if it has one.
     """
     path = Path(settings.dataset)
-    if settings.partition == DataSettings.partition and path.is_absolute() and is_pfllib(path):
+    if settings.partition in (DataSettings.partition, "natural") and path.is_absolute() and is_pfllib(path):
         return replace(settings, partition="given")
     return settings
 
@@ -107,7 +107,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
         raise SettingsError(
             f"partition = 'given' needs data that comes partitioned (a PFLlib directory); {dataset.name} does not"
         )
-    if kind == "given" and settings.partition not in ("given", DataSettings.partition):
+    if kind == "given" and settings.partition not in ("given", "natural", DataSettings.partition):
         raise SettingsError(
             f"partition = {settings.partition!r}: {dataset.name} comes partitioned; leave partition out, or set it to "
             "'given'"
