@@ -123,7 +123,7 @@ class Yaml(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Read a mapping; the last of two equal keys would win without a word."""
-        keys = [key.value for key, _ in node.value]
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
             raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} given twice", node.start_mark)
         return super().construct_mapping(node, deep)
