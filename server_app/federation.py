@@ -25,6 +25,8 @@ from posy.flower import Outages, answer_to, raised
 from posy.settings import SITES, SettingsError
 from strategies.base import UNREADABLE, BadReplyError, Member, check_count
 
+ASK_SECONDS = 60.0
+"""For so long a node may be silent before it is asked again whom it hosts."""
 POLL_SECONDS = 0.5
 PULL_SECONDS = 0.1
 MAX_PULL_SECONDS = 1.0
@@ -373,19 +375,28 @@ class Federation:
             time.sleep(POLL_SECONDS)
 
     def _ask(self, ask: Mapping[str, Any], take: Take, timeout: float) -> None:
-        """Ask the nodes that have not been asked yet, and read their answers."""
-        new = sorted(self._connected() - self._asked)
-        self._asked |= set(new)
-        if not new:
-            return
-        queries = [self._query(node, ask) for node in new]
-        replies = {r.metadata.reply_to_message_id: r for r in self.grid.send_and_receive(queries, timeout=timeout)}
-        for query in queries:
-            reply, node = replies.get(query.metadata.message_id), query.metadata.dst_node_id
-            if reply is None:
-                self._leave_out(node, "no answer in time")
-            else:
-                self._read(node, reply, take)
+        """Ask the nodes that have not been asked yet, and read their answers.
+
+        Those that are silent are asked again, after ever longer times: a node that ends takes a question with it,
+        and has the same id when it is back.
+        """
+        silent = sorted(self._connected() - self._asked)
+        self._asked |= set(silent)
+        end, patience = time.monotonic() + timeout, ASK_SECONDS
+        while silent and (left := end - time.monotonic()) > 0:
+            queries = [self._query(node, ask) for node in silent]
+            answers = self.grid.send_and_receive(queries, timeout=min(patience, left))
+            replies = {reply.metadata.reply_to_message_id: reply for reply in answers}
+            silent = []
+            for query in queries:
+                reply, node = replies.get(query.metadata.message_id), query.metadata.dst_node_id
+                if reply is None:
+                    silent.append(node)
+                else:
+                    self._read(node, reply, take)
+            patience *= 2
+        for node in silent:
+            self._leave_out(node, "no answer in time")
 
     def _look(self) -> None:
         """Ask new nodes without waiting for slow ones, and see who is there."""

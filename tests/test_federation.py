@@ -470,6 +470,26 @@ def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings) -> None
     assert hosts(found)[1] == 9  # its late answer counts
 
 
+def test_a_node_that_ended_with_its_question_is_asked_again(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(Script):
+        asked: ClassVar[list[set[int]]] = []
+
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+            messages = list(messages)
+            self.asked.append({m.metadata.dst_node_id for m in messages})
+            self.silent = {2} if len(self.asked) < 3 else set()
+            return list(super().send_and_receive(messages, timeout=timeout))
+
+    monkeypatch.setattr("server_app.federation.ASK_SECONDS", 0.05)
+    grid = Deaf(*parts(4))
+    found = grid.joined(settings)
+    assert grid.asked == [{1, 2, 3, 4}, {2}, {2}]
+    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert not found.left_out
+
+
 def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings) -> None:
     class Flaky(Script):
         gone = 2
