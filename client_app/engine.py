@@ -70,7 +70,7 @@ class Engine:
         end : float
             Monotonic time after which no further client is begun.
         """
-        self.workspace.trainer.interrupted.clear()  # a second Ctrl-C may have left it set
+        self.workspace.trainer.interrupted.clear()  # what an interrupt has set is for its own run
         order = sorted(range(len(openers)), key=lambda i: -sizes[i])
         plain = self.workspace.network(self.workspace.architecture)
         if len(order) > 1 and self.workspace.trainer.stacks(plain, len(order)):
@@ -118,7 +118,6 @@ class Engine:
             for future in futures:
                 future.cancel()
             wait(futures)
-            interrupted.clear()
             raise
 
     def _side_by_side(self, order: Sequence[int], openers: Sequence[Open], finish: Callable[[int, Any], None]) -> None:

@@ -1,7 +1,6 @@
 """Which node hosts which client, and messages that reach each node one after the other."""
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -382,16 +381,14 @@ def test_a_node_that_returns_under_its_id_is_asked_again(settings: Settings) -> 
 
 
 def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
-    settings: Settings, caplog: pytest.LogCaptureFixture
+    settings: Settings, warnings: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("flwr").addHandler(caplog.handler)
     grid = Script(*parts(4))
     found = grid.joined(settings)
     grid.connect(50, parts(4)[2])
     for _ in range(3):
         assert found.refresh() == []
-    logging.getLogger("flwr").removeHandler(caplog.handler)
-    told = {id(r): r.getMessage() for r in caplog.records}.values()
+    told = {id(r): r.getMessage() for r in warnings.records}.values()
     assert [line for line in told if "already" in line] == [
         "node 50 is left out: client 2 is already there on another node"
     ]

@@ -1,7 +1,6 @@
 """Runs that are stopped, by whatever means, and go on as if they had not been."""
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -118,14 +117,6 @@ def die_in(
 @pytest.fixture(autouse=True)
 def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-
-
-@pytest.fixture
-def log_lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 # -- stopped and resumed is the same run ------------------------------------------------------------------
@@ -365,7 +356,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
     damage: Callable[[Path], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    log_lines: pytest.LogCaptureFixture,
+    warnings: pytest.LogCaptureFixture,
 ) -> None:
     whole = run(InProcessGrid(4), settings(tmp_path, "fedrep", "whole")).directory.path
     config = settings(tmp_path, "fedrep", "cut")
@@ -375,9 +366,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
             run(grid_of(config), config)
     path = whole.parent / "cut"
     damage(path)
-    log_lines.clear()
+    warnings.clear()
     run(grid_of(config), again(config, "cut"))
-    assert len({id(r) for r in log_lines.records if "the checkpoint of round 4 is not used" in r.message}) == 1
+    assert len({id(r) for r in warnings.records if "the checkpoint of round 4 is not used" in r.message}) == 1
     assert_same_results(path, whole)
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 

@@ -1,7 +1,6 @@
 """What all strategies share: cohorts, messages, checks of the replies, learning rate, evaluation."""
 
 import io
-import logging
 import math
 import pickle
 import random
@@ -504,16 +503,10 @@ def test_the_state_can_be_taken_up_again(method: str, make_strategy: MakeStrateg
 
 
 def test_the_summary_names_network_clients_and_training(
-    make_strategy: MakeStrategy, caplog: pytest.LogCaptureFixture
+    make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
 ) -> None:
-    strategy = make_strategy("fedavg", fraction_train=0.5, local_steps=7)
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    try:
-        strategy.summary()
-    finally:
-        logger.removeHandler(caplog.handler)
-    text = caplog.text
+    make_strategy("fedavg", fraction_train=0.5, local_steps=7).summary()
+    text = warnings.text
     assert "50 % train in a round" in text
     assert "7 steps" in text
 
