@@ -1,0 +1,771 @@
+"""Every number that a run records, computed again from what the run stored.
+
+Nothing of the product is used but the run itself: data and partition are this file's own, models are read from the
+safetensors files, and forward passes, ensembles, routing and statistics are plain NumPy in double precision.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import sliding_window_view
+from safetensors import safe_open
+
+from posy.methods import METHODS
+from server_app.app import run
+from server_app.recorder import Recorder
+
+Arrays = dict[str, np.ndarray]
+Members = list[tuple[Arrays, float]]
+"""Models with their coefficients; what predicts with one model has one of coefficient 1."""
+
+CLASSES = 3
+TRAIN = (20, 13, 7, 1, 5)
+TEST = (15, 10, 8, 3, 0)
+HELD = ((0, 1, 2), (0, 1), (2,), (1,), (0, 2))
+CLIENTS = range(len(TRAIN))
+LR = 0.4
+
+
+# -- data ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """Samples as the networks see them, and who holds which."""
+
+    x: np.ndarray
+    y: np.ndarray
+    train: list[list[int]]
+    test: list[list[int]]
+
+
+def held() -> tuple[np.ndarray, list[list[int]], list[list[int]]]:
+    """Five clients: all classes; two; one; one training sample; no test sample."""
+    y: list[int] = []
+    train, test = [], []
+    for classes, n_train, n_test in zip(HELD, TRAIN, TEST, strict=True):
+        start = len(y)
+        y += [classes[i % len(classes)] for i in range(n_train + n_test)]
+        train.append(list(range(start, start + n_train)))
+        test.append(list(range(start + n_train, len(y))))
+    return np.array(y), train, test
+
+
+def features(folder: Path) -> tuple[Path, Task]:
+    y, train, test = held()
+    rng = np.random.default_rng(11)
+    x = rng.normal(0, 1.5, (CLASSES, 5))[y] + rng.normal(0, 1.2, (len(y), 5)) * [1, 10, 0.1, 1, 1] + [0, 5, 0, -3, 0]
+    x = x.astype(np.float32)
+    np.savez(folder / "features.npz", x_train=x, y_train=y)
+    wide = x.astype(np.float64)
+    return folder / "features.npz", Task((wide - wide.mean(0)) / wide.std(0), y, train, test)
+
+
+def images(folder: Path) -> tuple[Path, Task]:
+    y, train, test = held()
+    rng = np.random.default_rng(12)
+    pixels = np.clip(rng.normal(128, 14, (CLASSES, 16, 16))[y] + rng.normal(0, 60, (len(y), 16, 16)), 0, 255)
+    pixels = pixels.astype(np.uint8)
+    np.savez(folder / "images.npz", x_train=pixels, y_train=y)
+    return folder / "images.npz", Task(pixels[:, None] / 127.5 - 1.0, y, train, test)
+
+
+def texts(folder: Path) -> tuple[Path, Task]:
+    """Words w00..w29, each seen more often than the next, so that their numbers are known: 2, 3, ..."""
+    y, train, test = held()
+    rng = np.random.default_rng(13)
+    words = [f"w{i:02d}" for i in range(30)]
+    lines = [[words[i] for i in rng.integers(5 * label, 5 * label + 16, 4) % 30] for label in y]
+    counts = {word: sum(line.count(word) for line in lines) for word in words}
+    ranked = sorted((word for word in words if counts[word]), key=lambda word: (-counts[word], word))
+    with (folder / "texts.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *zip(map(" ".join, lines), y.tolist(), strict=True)])
+    return folder / "texts.csv", Task(np.array([[2 + ranked.index(w) for w in line] for line in lines]), y, train, test)
+
+
+# -- networks --------------------------------------------------------------------------------------------
+
+
+def place(name: str) -> tuple[Any, ...]:
+    """Order of the tensors in a flat vector: client branch last, the head after the blocks, weight before bias."""
+    branch = 2 if name.startswith("client_head") else name.startswith("client_blocks")
+    stem, _, kind = name.rpartition(".")
+    return branch, ".head" in "." + stem, stem, kind != "weight"
+
+
+def unflattened(flat: np.ndarray, names: Sequence[str], like: Mapping[str, np.ndarray]) -> Arrays:
+    """Return the tensors of a flat vector that holds some of a model's."""
+    arrays, start = {}, 0
+    for name in sorted(names, key=place):
+        stop = start + like[name].size
+        arrays[name] = flat[start:stop].reshape(like[name].shape)
+        start = stop
+    assert start == flat.size
+    return arrays
+
+
+def flattened(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
+    return np.concatenate([arrays[name].ravel() for name in sorted(names, key=place)])
+
+
+def affine(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.ndarray:
+    """Apply a fully connected layer, dense or in its two factors."""
+    if f"{stem}.weight" in arrays:
+        return x @ arrays[f"{stem}.weight"].T + arrays[f"{stem}.bias"]
+    return (x @ arrays[f"{stem}.down.weight"].T) @ arrays[f"{stem}.up.weight"].T + arrays[f"{stem}.up.bias"]
+
+
+def block(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.ndarray:
+    if f"{stem}.tokens.weight" in arrays:  # the mean of the words' embeddings
+        return arrays[f"{stem}.tokens.weight"][x].mean(axis=1)
+    if f"{stem}.conv.weight" in arrays:
+        weight, bias = arrays[f"{stem}.conv.weight"], arrays[f"{stem}.conv.bias"]
+        windows = sliding_window_view(x, weight.shape[2:], axis=(2, 3))
+        y = np.tensordot(windows, weight, axes=([1, 4, 5], [1, 2, 3])).transpose(0, 3, 1, 2)
+        height, width = (size // 2 * 2 for size in y.shape[2:])
+        y = y[:, :, :height, :width].reshape(*y.shape[:2], height // 2, 2, width // 2, 2).max(axis=(3, 5))
+        return np.maximum(y + bias[None, :, None, None], 0)
+    return np.maximum(affine(x.reshape(len(x), -1), arrays, f"{stem}.linear"), 0)
+
+
+def logits(arrays: Mapping[str, np.ndarray], x: np.ndarray, branch: str = "") -> np.ndarray:
+    """Return the outputs of a stored model; ``client_`` gives those of FedDRM's client branch."""
+    wide = {name.removeprefix("model."): array.astype(np.float64) for name, array in arrays.items()}
+    names = {name.split(".")[1] for name in wide if name.startswith("blocks.")}
+    own = {name.split(".")[1] for name in wide if name.startswith("client_blocks.")}
+    for name in sorted(names):  # conv1, conv2, embedding, fc1, fc2
+        x = block(x, wide, f"client_blocks.{name}" if branch and name in own else f"blocks.{name}")
+    return affine(x.reshape(len(x), -1), wide, f"{branch}head")
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def probabilities(members: Members, x: np.ndarray) -> np.ndarray:
+    """Return Σ_t β_t softmax(model_t) as probabilities; the mean where every β is 0.
+
+    Where a β is negative, what is missing to 1 goes to all classes alike, and no class has less than 1e-12.
+    """
+    beta = np.array([coefficient for _, coefficient in members])
+    beta = beta / np.abs(beta).sum() if beta.any() else np.full(len(beta), 1 / len(beta))
+    mixed = np.einsum("t,tnc->nc", beta, [softmax(logits(arrays, x)) for arrays, _ in members])
+    mixed += (1 - mixed.sum(axis=1, keepdims=True)) / mixed.shape[1]
+    return mixed if len(members) == 1 else np.maximum(mixed, 1e-12)
+
+
+def cross_entropy(p: np.ndarray, y: np.ndarray) -> float:
+    return float(-np.log(p[np.arange(len(y)), y]).mean())
+
+
+# -- runs ------------------------------------------------------------------------------------------------
+
+
+def arrays_of(path: Path) -> tuple[Arrays, dict[str, str]]:
+    with safe_open(path, "numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+@dataclass
+class Ran:
+    """A finished run: its settings, the data it ran on, and its files."""
+
+    method: str
+    settings: dict[str, Any]
+    task: Task
+    path: Path
+
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
+        with (self.path / "clients.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    @cached_property
+    def rounds(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "rounds.jsonl").read_text().splitlines()]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        return summary
+
+    @cached_property
+    def server(self) -> Arrays:
+        return arrays_of(self.path / "models" / "server.safetensors")[0]
+
+    @cached_property
+    def stored(self) -> list[Arrays]:
+        """What each client's file holds."""
+        return [arrays_of(self.path / "models" / f"client-{c}.safetensors")[0] for c in CLIENTS]
+
+    @cached_property
+    def chosen(self) -> list[str]:
+        return [arrays_of(self.path / "models" / f"client-{c}.safetensors")[1]["chosen"] for c in CLIENTS]
+
+    @cached_property
+    def before(self) -> Arrays:
+        """The server's state before the last round."""
+        return arrays_of(self.path / "checkpoints" / f"round-{len(self.rounds) - 1}" / "server.safetensors")[0]
+
+    @property
+    def model(self) -> Arrays:
+        """The tensors of the plain model, for their shapes."""
+        return {name.removeprefix("stage1."): a for name, a in self.stored[0].items() if "coefficient" not in name}
+
+    def own(self, key: str, default: Any) -> Any:
+        return self.settings.get(f"{self.method.replace('-', '_')}_{key}", default)
+
+    def split(self, client: int, which: str) -> tuple[np.ndarray, np.ndarray]:
+        indices = (self.task.train if which == "train" else self.task.test)[client]
+        return self.task.x[indices], self.task.y[indices]
+
+    def column(self, number: int, name: str) -> dict[int, float]:
+        rows = (row for row in self.rows if int(row["round"]) == number)
+        return {int(row["partition"]): float(row[name]) for row in rows if row[name] != ""}
+
+    def trained(self, number: int = 0) -> set[int]:
+        return set(self.column(number or len(self.rounds), "train_loss"))
+
+
+def case(name: str, method: str, source: Callable[[Path], tuple[Path, Task]] = features, **settings: Any) -> Any:
+    return pytest.param((name, method, source, settings), id=name)
+
+
+PARTIAL = {"fraction_train": 0.5, "num_server_rounds": 3}
+EVERY = [case(method, method) for method in METHODS]
+SOME = [case(f"{method}, partial", method, **PARTIAL) for method in METHODS]
+FURTHER = [
+    case("linear", "fedavg", model="linear"),
+    case("cnn", "fedavg", images),
+    case("text", "fedrep", texts),
+    case("fedfew K=1", "fedfew", fedfew_models=1),
+    case("fedfew, losses as they are", "fedfew", fedfew_weigh_losses=False, fedfew_mu=0.3, fedfew_server_lr=2.0),
+    case("ifca K=4, cnn", "ifca", images, ifca_clusters=4),
+    case("cwfedavg all", "cwfedavg", cwfedavg_layers="all", cwfedavg_wdr=False),
+    case("cwfedavg fc, empirical", "cwfedavg", cwfedavg_layers="fc-output", cwfedavg_distribution="empirical"),
+    case("feddrm, cnn", "feddrm", images, feddrm_class_weight=0.1, local_epochs=8),
+    case(
+        "feddrm, posterior, nothing shared",
+        "feddrm",
+        feddrm_routing="posterior",
+        feddrm_sharing="none",
+        feddrm_class_weight=0.1,
+        local_epochs=12,
+    ),
+    case("fedacs p=0", "fedacs", fedacs_p=0.0),
+    case("fedamp, near and far", "fedamp", fedamp_sigma=30.0, fedamp_alpha=10.0),
+    case("ppfe, cnn", "ppfe", images, ppfe_ranks="8,2;4,1", num_server_rounds=6),
+    case("ppfe, text", "ppfe", texts),
+    case("ppfe, adaboost", "ppfe", ppfe_beta="adaboost", ppfe_ranks="9,2;3,1"),
+    case("ppfe, sparse, probability", "ppfe", ppfe_reduction="sparse", ppfe_loss="probability"),
+    case("ppfe, not reweighted", "ppfe", ppfe_reduction="none", ppfe_reweighting=False),
+    case("ppfe, no ensemble", "ppfe", ppfe_ensemble=False, ppfe_fixed_head=1),
+]
+CASES = [*EVERY, *SOME, *FURTHER]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ran]]:
+    """Return what runs a case once."""
+    folder, done = tmp_path_factory.mktemp("recompute"), dict[str, Ran]()
+    tasks = dict[Any, tuple[Path, Task]]()
+
+    def ran(name: str, method: str, source: Callable[[Path], tuple[Path, Task]], settings: dict[str, Any]) -> Ran:
+        if name not in done:
+            data, task = tasks.setdefault(source, source(folder))
+            (folder / "parts.json").write_text(json.dumps({"train": task.train, "test": task.test}))
+            own = {"num_server_rounds": 4, "system_accuracy": "on", "checkpoint_every": 1, **settings}
+            common = {
+                "engine": "in-process",
+                "device": "cpu",
+                "dataset": str(data),
+                "partition": "file",
+                "partition-file": str(folder / "parts.json"),
+                "num-clients": len(TRAIN),
+                "batch-size": 64,  # all of a client's samples: one step an epoch
+                "local-epochs": 1,
+                "lr": LR,
+                "output-dir": str(folder / "runs"),
+                "run-name": f"run-{len(done)}",
+            }
+            recorder = run(None, {"method": method, **common, **{k.replace("_", "-"): v for k, v in own.items()}})
+            done[name] = Ran(method, own, task, recorder.directory.path)
+        return done[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
+        patch.setattr(Recorder, "_draw_partition", lambda self: None)
+        yield ran
+
+
+@pytest.fixture
+def ran(request: pytest.FixtureRequest, runs: Callable[..., Ran]) -> Ran:
+    return runs(*request.param)
+
+
+def of(cases: Sequence[Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("ran", cases, indirect=True)
+
+
+def methods(*names: str) -> list[Any]:
+    return [c for c in CASES if c.values[0][1] in names]
+
+
+# -- served and local models -----------------------------------------------------------------------------
+
+
+def is_head(name: str) -> bool:
+    return name.removeprefix("model.").startswith("head.")
+
+
+def with_shared(ran: Ran, client: int, shared: np.ndarray) -> Arrays:
+    """Return a client's stored model with its shared layers replaced by the server's."""
+    own = ran.stored[client]
+    return {**own, **unflattened(shared, [name for name in own if not is_head(name)], own)}
+
+
+def classwise_names(ran: Ran) -> list[str]:
+    wanted = {"output": ("head.",), "fc-output": ("head.", "blocks.fc"), "all": ("",)}[ran.own("layers", "output")]
+    return [name for name in ran.model if name.startswith(wanted)]
+
+
+def cwfedavg_served(ran: Ran, state: Arrays, client: int) -> Arrays:
+    model, names = ran.model, classwise_names(ran)
+    mixed = state["distributions"][client] @ state["class_models"].astype(np.float64)
+    others = [name for name in model if name not in names]
+    return {**unflattened(state["model"], others, model), **unflattened(mixed, names, model)}
+
+
+def stage_models(arrays: Arrays) -> Members:
+    """Return the models and coefficients in a PPFE client's file."""
+    numbers = sorted({name.split(".")[0] for name in arrays if name.startswith("stage")})
+    if not numbers:
+        return [(arrays, 1.0)]
+    members = []
+    for number in numbers:
+        own = {n.removeprefix(f"{number}."): a for n, a in arrays.items() if n.startswith(f"{number}.")}
+        members.append((own, float(own.pop("coefficient")[0])))
+    return members
+
+
+def ppfe_shared(ran: Ran, stage: int, arrays: Arrays) -> list[str]:
+    """Return the tensors of a stage's model that are shared: all but those of the last t − 1 layers."""
+    layers = sorted({name.split(".")[1] for name in arrays if name.startswith("blocks.")})
+    depth = ran.own("fixed_head", 0) if stage > 1 and ran.own("fixed_head", 0) else stage - 1
+    personal = [*(f"blocks.{layer}." for layer in layers), "head."][len(layers) + 1 - depth :]
+    return [name for name in arrays if not name.startswith(tuple(personal))]
+
+
+def num_stages(ran: Ran) -> int:
+    return sum(name.startswith("finished-") for name in ran.server)
+
+
+def ppfe_served(ran: Ran, client: int) -> Members:
+    """After the last round all stages are finished: the server's shared layers with the client's own."""
+    members, total = stage_models(ran.stored[client]), num_stages(ran)
+    served = []
+    for stage, (arrays, _) in enumerate(members, start=total - len(members) + 1):
+        shared = unflattened(ran.server[f"finished-{stage}"], ppfe_shared(ran, stage, arrays), arrays)
+        served.append(({**arrays, **shared}, float(ran.server["betas"][client, stage - 1])))
+    return served if len(served) > 1 else [(served[0][0], 1.0)]
+
+
+def attended(ran: Ran, state: Arrays, client: int) -> np.ndarray:
+    seen = state["clients"].tolist()
+    return state["mixed"][seen.index(client)] if client in seen else state["models"].mean(axis=0)
+
+
+def candidates(ran: Ran, state: Arrays) -> list[Arrays]:
+    return [unflattened(model, list(ran.model), ran.model) for model in state["models"]]
+
+
+def served_by(ran: Ran, state: Arrays, client: int) -> Arrays:
+    """Return the model that a client is sent in some state of the server; of K models its best in training loss."""
+    if ran.method in ("fedrep", "feddrm"):
+        return with_shared(ran, client, state["model"])
+    if ran.method == "cwfedavg":
+        return cwfedavg_served(ran, state, client)
+    if ran.method in ("fedacs", "fedamp"):
+        return unflattened(attended(ran, state, client), list(ran.model), ran.model)
+    if ran.method in ("fedfew", "ifca"):
+        x, y = ran.split(client, "train")
+        return min(candidates(ran, state), key=lambda model: cross_entropy(softmax(logits(model, x)), y))
+    return unflattened(state["model"], list(ran.model), ran.model)
+
+
+def served(ran: Ran, client: int) -> Members | None:
+    if ran.method == "local":
+        return None
+    return ppfe_served(ran, client) if ran.method == "ppfe" else [(served_by(ran, ran.server, client), 1.0)]
+
+
+def has_local(ran: Ran, client: int) -> bool:
+    """Some methods keep a model, or make one in each evaluation; in the others only who has trained has one."""
+    if ran.method in ("local", "ditto", "fedamp"):
+        return any(client in ran.trained(row["round"]) for row in ran.rounds)
+    return ran.method == "fedavg-ft" or client in ran.trained()
+
+
+@of(CASES)
+def test_accuracies_and_losses_are_those_of_the_stored_models(ran: Ran) -> None:
+    last = len(ran.rounds)
+    recorded = {
+        (point, measure): ran.column(last, f"{point}_{measure}")
+        for point in ("served", "local")
+        for measure in ("accuracy", "loss")
+    }
+    expected: dict[tuple[str, str], dict[int, float]] = {key: {} for key in recorded}
+    for client in CLIENTS:
+        x, y = ran.split(client, "test")
+        local = stage_models(ran.stored[client]) if has_local(ran, client) else None
+        for point, members in (("served", served(ran, client)), ("local", local)):
+            if members is None or not len(y):
+                continue
+            p = probabilities(members, x)
+            expected[point, "accuracy"][client] = int((p.argmax(axis=1) == y).sum())
+            expected[point, "loss"][client] = cross_entropy(p, y)
+    for point in ("served", "local"):
+        right = {c: a * TEST[c] for c, a in recorded[point, "accuracy"].items()}
+        assert right == pytest.approx(expected[point, "accuracy"], abs=1e-4)
+        assert recorded[point, "loss"] == pytest.approx(expected[point, "loss"], rel=1e-4, abs=1e-6)
+    answers = [sum(values.values()) for (_, measure), values in expected.items() if measure == "accuracy" and values]
+    assert all(0 < right < sum(TEST) for right in answers)  # or they would tell little
+
+
+@of(CASES)
+def test_sample_counts(ran: Ran) -> None:
+    for row in ran.rows:
+        client = int(row["partition"])
+        assert (int(row["n_train"]), int(row["n_test"])) == (TRAIN[client], TEST[client])
+
+
+# -- statistics over clients -----------------------------------------------------------------------------
+
+
+def spread_of(values: Mapping[int, float]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    a, n = list(values.values()), [TRAIN[c] for c in values]
+    mean = math.fsum(a) / len(a)
+    squares = math.fsum(v * v for v in a)
+    return {
+        "mean": mean,
+        "std": math.sqrt(math.fsum((v - mean) ** 2 for v in a) / len(a)),
+        "min": min(a),
+        "max": max(a),
+        "weighted": math.fsum(v * w for v, w in zip(a, n, strict=True)) / sum(n),
+        "jain": math.fsum(a) ** 2 / (len(a) * squares) if squares else None,
+        "clients": len(a),
+    }
+
+
+@of(CASES)
+def test_rounds_and_summary_follow_from_the_clients_rows(ran: Ran) -> None:
+    points: dict[str, list[dict[str, Any]]] = {"served": [], "local": []}
+    for number, row in enumerate(ran.rounds, start=1):
+        assert row["round"] == number
+        for measure in ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss"):
+            expected = spread_of(ran.column(number, measure))
+            if expected is None:
+                assert row[measure] is None
+                continue
+            assert row[measure] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            if measure.endswith("accuracy"):
+                points[measure.split("_")[0]].append({"round": number, **expected})
+        assert row["cohort"] == len(ran.trained(number))
+        for way in ("up", "down"):
+            assert row[f"bytes_{way}"] == sum(ran.column(number, f"bytes_{way}").values())
+    for way in ("up", "down"):
+        assert ran.summary[f"bytes-{way}"] == sum(int(row[f"bytes_{way}"]) for row in ran.rows)
+    for point, evaluations in points.items():
+        if not evaluations:
+            assert ran.summary[point] == {"last": None, "best": None}
+            continue
+        most = max(e["clients"] for e in evaluations)
+        best = max((e for e in evaluations if e["clients"] >= 0.9 * most), key=lambda e: e["mean"])
+        assert ran.summary[point]["last"] == pytest.approx(evaluations[-1], rel=1e-9, abs=1e-12)
+        assert ran.summary[point]["best"] == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert (ran.summary["rounds"], ran.summary["dropped"]) == (len(ran.rounds), {})
+
+
+# -- bytes -----------------------------------------------------------------------------------------------
+
+
+def elements(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> int:
+    return sum(arrays[name].size for name in names)
+
+
+def ppfe_bytes(ran: Ran) -> list[tuple[int, int, int]]:
+    """Return (up, down before, down after) of each round: its stage's shared layers, and those of a finished one."""
+    sizes = [ran.server[f"finished-{i + 1}"].nbytes for i in range(num_stages(ran))]
+    stages = [row["stage"] for row in ran.rounds]
+    result = []
+    for place_, stage in enumerate(stages):
+        following = stages[place_ + 1] if place_ + 1 < len(stages) else None
+        ends = following != stage
+        after = sizes[stage - 1 if following is None else following - 1] + (sizes[stage - 1] if ends else 0)
+        result.append((sizes[stage - 1], sizes[stage - 1], after))
+    return result
+
+
+@of(CASES)
+def test_bytes_are_those_of_the_arrays_sent(ran: Ran) -> None:
+    whole = elements(ran.model, list(ran.model))
+    body = elements(ran.model, [name for name in ran.model if not is_head(name)])
+    several = len(ran.server.get("models", ()))
+    empirical = CLASSES * (ran.own("distribution", "approx") == "empirical")
+    served, reply = {
+        "local": (0, 0),
+        "fedfew": (4 * several * whole, 4 * several * whole + 4 * several),
+        "ifca": (4 * several * whole, 4 * whole + 8),  # the cluster is an int64
+        "cwfedavg": (4 * whole, 4 * (whole + empirical)),
+        "fedrep": (4 * body, 4 * body),
+        "feddrm": (4 * body, 4 * body),
+    }.get(ran.method, (4 * whole, 4 * whole))
+    sent = ppfe_bytes(ran) if ran.method == "ppfe" else [(reply, served, served)] * len(ran.rounds)
+    for number, (up, down, later) in enumerate(sent, start=1):
+        trained = ran.trained(number)
+        assert ran.column(number, "bytes_up") == {c: up * (c in trained) for c in CLIENTS}
+        if ran.method == "ppfe" and "fraction_train" in ran.settings:
+            continue  # who was left out of a stage's end lacks more than one stage
+        assert ran.column(number, "bytes_down") == {c: down * (c in trained) + later for c in CLIENTS}
+
+
+# -- the server's step -----------------------------------------------------------------------------------
+
+
+def local_flat(ran: Ran, client: int, names: Sequence[str] | None = None) -> np.ndarray:
+    arrays = ran.stored[client]
+    return flattened(arrays, list(arrays) if names is None else names).astype(np.float64)
+
+
+def weighted(rows: Sequence[np.ndarray], clients: Sequence[int]) -> np.ndarray:
+    return np.average(rows, axis=0, weights=[TRAIN[c] for c in clients])
+
+
+@of(methods("fedavg", "fedprox", "fedrep", "feddrm"))
+def test_the_mean_model_is_that_of_the_clients_models(ran: Ran) -> None:
+    clients = sorted(ran.trained())
+    names = [n for n in ran.model if ran.method in ("fedavg", "fedprox") or not is_head(n)]
+    expected = weighted([local_flat(ran, c, names) for c in clients], clients)
+    np.testing.assert_allclose(ran.server["model"], expected, rtol=1e-4, atol=1e-6)
+
+
+@of(methods("cwfedavg"))
+def test_cwfedavgs_distributions_class_models_and_shares(ran: Ran) -> None:
+    clients = sorted(ran.trained())
+    norms = np.stack([np.linalg.norm(ran.stored[c]["head.weight"].astype(np.float64), axis=1) for c in clients])
+    p = norms / norms.sum(axis=1, keepdims=True)
+    if ran.own("distribution", "approx") == "empirical":
+        p = np.stack([np.bincount(ran.split(c, "train")[1], minlength=CLASSES) / TRAIN[c] for c in clients])
+    np.testing.assert_allclose(ran.server["local_norms"][clients], norms, rtol=1e-5)
+    np.testing.assert_allclose(ran.server["distributions"][clients], p, rtol=1e-5, atol=1e-7)
+    assert ran.rounds[-1]["largest_class_share"] == pytest.approx(p.max(axis=1).mean(), rel=1e-5)
+    names = classwise_names(ran)
+    rows = np.stack([local_flat(ran, c, names) for c in clients])
+    joint = np.array([TRAIN[c] for c in clients])[:, None] * p
+    for label in range(CLASSES):
+        if not joint[:, label].any():  # a class that no client has keeps its model
+            np.testing.assert_array_equal(ran.server["class_models"][label], ran.before["class_models"][label])
+            continue
+        expected = joint[:, label] @ rows / joint[:, label].sum()
+        np.testing.assert_allclose(ran.server["class_models"][label], expected, rtol=1e-4, atol=1e-6)
+    if others := [n for n in ran.model if n not in names]:
+        expected = weighted([local_flat(ran, c, others) for c in clients], clients)
+        np.testing.assert_allclose(ran.server["model"], expected, rtol=1e-4, atol=1e-6)
+
+
+@of(methods("fedacs", "fedamp"))
+def test_attention_and_mixed_models(ran: Ran) -> None:
+    server, seen, last = ran.server, ran.server["clients"].tolist(), len(ran.rounds)
+    assert seen == sorted(set().union(*(ran.trained(row["round"]) for row in ran.rounds)))
+    models = server["models"].astype(np.float64)
+    for client in seen:  # also the model of one that has not trained in the last round is its latest
+        if ran.method == "fedamp" or client in ran.trained():
+            np.testing.assert_array_equal(server["models"][seen.index(client)], local_flat(ran, client))
+    weights = np.zeros((len(seen), len(seen)))
+    if ran.method == "fedacs":
+        cosine = np.array([[a @ b / np.sqrt((a @ a) * (b @ b)) for b in models] for a in models])
+        np.fill_diagonal(cosine, 1.0)
+        threshold = np.quantile(cosine, ran.own("p", 0.5))
+        weights = np.where((cosine > threshold) & (cosine > 0), cosine, 0.0)
+        np.fill_diagonal(weights, 1.0)
+        weights /= weights.sum(axis=1, keepdims=True)
+    else:
+        alpha, sigma = ran.own("alpha", 1000.0), ran.own("sigma", 0.1)
+        for i, a in enumerate(models):
+            for j, b in enumerate(models):
+                weights[i, j] = alpha / sigma * math.exp(-((a - b) @ (a - b)) / sigma) if i != j else 0.0
+            weights[i] /= max(1.0, weights[i].sum())
+            weights[i, i] = 1.0 - weights[i].sum()
+    drawn = server[f"attention-{last}"]
+    np.testing.assert_allclose(drawn[np.ix_(seen, seen)], weights, rtol=2e-3, atol=1e-6)
+    absent = [c for c in CLIENTS if c not in seen]
+    assert not drawn[absent].any() and not drawn[:, absent].any()
+    np.testing.assert_allclose(server["mixed"], weights @ models, rtol=1e-3, atol=1e-5)
+    others = weights - np.diag(np.diag(weights))
+    assert ran.rounds[-1]["attention_to_self"] == pytest.approx(np.diag(weights).mean(), rel=1e-3)
+    assert ran.rounds[-1]["collaborators"] == pytest.approx((others > 0).sum(axis=1).mean())
+
+
+@of(methods("fedfew"))
+def test_fedfews_weights_objective_and_counts(ran: Ran) -> None:
+    clients = sorted(ran.trained())
+    mu, n = ran.own("mu", 0.01), np.array([TRAIN[c] for c in clients], np.float64)
+    losses = ran.server["losses"][clients]
+    scale = n / n.sum() if ran.own("weigh_losses", True) else np.ones(len(n))
+    z = -losses * scale[:, None] / mu
+    inner = softmax(z)
+    log_s = z.max(axis=1) + np.log(np.exp(z - z.max(axis=1, keepdims=True)).sum(axis=1))
+    outer = softmax(-log_s)
+    row = ran.rounds[-1]
+    np.testing.assert_allclose(ran.server["weights"][clients], inner, rtol=1e-6, atol=1e-12)
+    entropies = [-sum(w * math.log(w) for w in row_ if w > 0) for row_ in inner]
+    top = (-log_s).max()
+    objective = mu * (top + math.log(np.exp(-log_s - top).sum()))
+    assert row["objective"] == pytest.approx(objective, rel=1e-6, abs=1e-9)
+    assert ran.server["objectives"][-1].tolist() == [len(ran.rounds), row["objective"]]
+    assert row["inner_entropy"] == pytest.approx(np.mean(entropies), rel=1e-5, abs=1e-9)
+    assert row["inner_max"] == pytest.approx(inner.max(axis=1).mean())
+    assert row["outer_cv"] == pytest.approx(outer.std() / outer.mean(), rel=1e-6)
+    best = losses.argmin(axis=1)
+    assert row["clients_of_model"] == [int((best == k).sum()) for k in range(losses.shape[1])]
+    assert [ran.chosen[c] for c in clients] == [str(k) for k in best]
+
+
+@of(methods("ifca"))
+def test_ifcas_clusters(ran: Ran) -> None:
+    clients = sorted(ran.trained())
+    chosen = np.array([int(ran.chosen[c]) for c in clients])
+    count = len(ran.server["models"])
+    assert ran.rounds[-1]["cluster_sizes"] == [int((chosen == k).sum()) for k in range(count)]
+    for k in range(count):
+        own = [c for c, cluster in zip(clients, chosen, strict=True) if cluster == k]
+        expected = weighted([local_flat(ran, c) for c in own], own) if own else ran.before["models"][k]
+        np.testing.assert_allclose(ran.server["models"][k], expected, rtol=1e-4, atol=1e-6)
+    for client, cluster in zip(clients, chosen, strict=True):  # what they chose before they trained
+        x, y = ran.split(client, "train")
+        losses = [cross_entropy(softmax(logits(m, x)), y) for m in candidates(ran, ran.before)]
+        assert losses[cluster] == pytest.approx(min(losses), rel=1e-5)
+
+
+@of(methods("fedfew", "ifca"))
+def test_the_chosen_model_is_the_best_on_the_clients_training_data(ran: Ran) -> None:
+    for client, chosen in ran.column(len(ran.rounds), "chosen").items():
+        x, y = ran.split(client, "train")
+        losses = [cross_entropy(softmax(logits(m, x)), y) for m in candidates(ran, ran.server)]
+        assert losses[int(chosen)] == pytest.approx(min(losses), rel=1e-5)
+
+
+@of(methods("ppfe"))
+def test_ppfes_stages_and_the_mean_of_the_last(ran: Ran) -> None:
+    total = num_stages(ran)
+    assert ran.rounds[-1]["stage"] == total > 1
+    assert all(row["shared_parameters"] == ran.server[f"finished-{row['stage']}"].size for row in ran.rounds)
+    assert ran.trained() == set(CLIENTS)
+    last = [stage_models(ran.stored[c])[-1][0] for c in CLIENTS]
+    shared = [flattened(arrays, ppfe_shared(ran, total, arrays)) for arrays in last]
+    np.testing.assert_allclose(ran.server[f"finished-{total}"], np.mean(shared, axis=0), rtol=1e-4, atol=1e-6)
+
+
+def boosted(ran: Ran, client: int, models: Sequence[Arrays]) -> list[float]:
+    """Return the coefficients β_1..β_T that AdaBoost gives to models (Algorithm 1, Reweight)."""
+    x, y = ran.split(client, "train")
+    weights, betas = np.ones(len(y)), list[float]()
+
+    def losses(members: Members) -> np.ndarray:
+        p = probabilities(members, x)
+        if ran.own("loss", "zero-one") == "zero-one":
+            return (p.argmax(axis=1) != y).astype(np.float64)
+        return 1 - p[np.arange(len(y)), y]
+
+    def beta_of(loss: np.ndarray) -> float:
+        error = min(max(float(weights @ loss / weights.sum()), 1e-6), 1 - 1e-6)
+        beta = 0.5 * math.log((1 - error) / error)
+        return beta if ran.own("beta", "samme") == "adaboost" else max(0.0, beta + 0.5 * math.log(CLASSES - 1))
+
+    for number, model in enumerate(models):
+        loss = losses([(model, 1.0)])
+        beta = beta_of(loss)
+        if number:
+            loss = losses([*zip(models[:number], betas, strict=True), (model, beta)])
+            beta = beta_of(loss)
+        betas.append(beta)
+        if ran.own("reweighting", True):
+            weights = weights * np.exp(beta * loss)
+            weights *= len(weights) / weights.sum()
+    return betas
+
+
+@of([c for c in methods("ppfe") if c.values[0][3].get("ppfe_ensemble", True)])
+def test_ppfes_coefficients(ran: Ran) -> None:
+    """Those of the finished stages, as the server knows them, and those that a client's file holds."""
+    for client in CLIENTS:
+        finished = boosted(ran, client, [arrays for arrays, _ in ppfe_served(ran, client)])
+        np.testing.assert_allclose(ran.server["betas"][client], finished, rtol=1e-3, atol=1e-5)
+        stored = stage_models(ran.stored[client])
+        assert len(stored) == num_stages(ran)
+        expected = boosted(ran, client, [arrays for arrays, _ in stored])
+        np.testing.assert_allclose([coefficient for _, coefficient in stored], expected, rtol=1e-3, atol=1e-5)
+
+
+@of(methods("fedavg", "fedavg-ft", "fedprox", "fedacs", "ifca", "fedamp", "fedfew", "cwfedavg"))
+def test_the_training_loss_is_that_of_what_the_clients_started_from(ran: Ran) -> None:
+    """All of a client's samples are one batch, so that the loss of the only epoch is that before its only step."""
+    for client, recorded in ran.column(len(ran.rounds), "train_loss").items():
+        x, y = ran.split(client, "train")
+        if ran.method == "fedamp":
+            seen = ran.before["clients"].tolist()
+            if client not in seen:
+                continue
+            start = unflattened(ran.before["models"][seen.index(client)], list(ran.model), ran.model)
+        elif ran.method == "fedfew":
+            start = candidates(ran, ran.before)[int(ran.chosen[client])]
+        else:
+            start = served_by(ran, ran.before, client)
+        expected = cross_entropy(softmax(logits(start, x)), y)
+        if ran.method == "cwfedavg" and ran.own("wdr", True):
+            norms = np.linalg.norm(start["head.weight"].astype(np.float64), axis=1)
+            distance = np.bincount(y, minlength=CLASSES) / len(y) - norms / norms.sum()
+            expected += 10.0 * float(np.linalg.norm(distance))
+        assert recorded == pytest.approx(expected, rel=1e-4)
+
+
+# -- the federation as a whole ---------------------------------------------------------------------------
+
+
+def pooled(ran: Ran) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    indices = np.concatenate([np.array(part, np.int64) for part in ran.task.test])
+    return ran.task.x[indices], ran.task.y[indices], np.repeat(list(CLIENTS), TEST)
+
+
+@of([c for c in CASES if c.values[0][1] != "feddrm"])
+def test_system_accuracy_is_a_majority_vote(ran: Ran) -> None:
+    x, y, _ = pooled(ran)
+    votes = [probabilities(stage_models(arrays), x).argmax(axis=1) for arrays in ran.stored]
+    counts = np.array([[sum(int(v[i] == label) for v in votes) for label in range(CLASSES)] for i in range(len(y))])
+    right = (counts.argmax(axis=1) == y).sum()  # of equals the lowest class
+    assert ran.summary["system-accuracy"] * len(y) == pytest.approx(right, abs=1e-4)
+
+
+@of(methods("feddrm"))
+def test_feddrms_system_and_routing_accuracy(ran: Ran) -> None:
+    x, y, owner = pooled(ran)
+    models = [with_shared(ran, c, ran.server["model"]) for c in CLIENTS]
+    match = logits(models[0], x, "client_")
+    if ran.own("routing", "density") == "density":
+        match = match - np.log(np.array(TRAIN) / sum(TRAIN))
+    chosen = match.argmax(axis=1)
+    answers = np.stack([logits(model, x).argmax(axis=1) for model in models])[chosen, np.arange(len(y))]
+    assert len(set(chosen.tolist())) > 1 or "local_epochs" not in ran.settings  # few steps send all to one client
+    assert ran.summary["system-accuracy"] * len(y) == pytest.approx((answers == y).sum(), abs=1e-4)
+    assert ran.summary["routing-accuracy"] == pytest.approx((chosen == owner).mean())
