@@ -13,6 +13,7 @@ from data.dataset import Dataset
 from data.errors import DataError
 from data.leaf import load_femnist
 from data.own import load_own
+from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
 from posy.settings import DataSettings, SettingsError
 
@@ -138,8 +139,8 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 def _path_of(name: str, data_dir: Path) -> Path:
-    places = dict.fromkeys(place.absolute() for place in (data_dir / name, Path(name).expanduser()))
-    found = next((place for place in places if name and place.exists()), None)
+    places = dict.fromkeys(place.absolute() for place in (data_dir / name, expanded(name)))
+    found = next((place for place in places if name and exists(place)), None)
     if found is None:
         near = difflib.get_close_matches(name, SOURCES, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -15,6 +15,7 @@ from data.dataset import Dataset, Indices
 from data.errors import DataError
 from data.pfllib import is_pfllib
 from data.shifts import check_shift
+from posy.paths import expanded, is_file
 from posy.randomness import numpy_generator
 from posy.settings import DataSettings, SettingsError
 
@@ -209,8 +210,8 @@ def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Gene
 
 def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Read a list of index lists, or {"train": [...], "test": [...]} with one of each."""
-    path = Path(settings.partition_file).expanduser()
-    if not settings.partition_file or not path.is_file():
+    path = expanded(settings.partition_file)
+    if not settings.partition_file or not is_file(path):
         raise SettingsError(
             f"partition-file = {settings.partition_file!r}: partition = 'file' needs a JSON file; looked for "
             f"{path.absolute()}"

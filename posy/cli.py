@@ -26,6 +26,7 @@ from posy.launch import (
     toml,
 )
 from posy.methods import METHODS, settings_class
+from posy.paths import exists, expanded, is_file
 from posy.resume import StoredRun
 from posy.settings import (
     DATASETS,
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """`posy run`: check the settings, then run."""
     words = list(options.settings)
-    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+    if words and ("=" not in words[0] or is_file(Path(words[0]))):
         words[0] = f"experiment={words[0]}"
     given = merged(assignments(words))
     if options.superlink:  # paths are those of its machine
@@ -170,9 +171,11 @@ def typed(text: str, kind: type) -> Scalar:
     """
     if kind is str and text[:1] not in ("'", '"'):
         return text
+    if kind is bool:
+        return yaml.SafeLoader.bool_values.get(text.strip().lower(), text)
     try:
-        value: Any = kind(text) if kind in (int, float) else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+        value: Any = kind(text) if kind in (int, float) else yaml.load(text, yaml.BaseLoader)
+    except (ValueError, RecursionError, yaml.YAMLError):
         return text
     return cast("Scalar", value) if type(value) is kind else text
 
@@ -220,7 +223,7 @@ def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     name = str(known["dataset"])
     if name not in (*DATASETS, SITES):
         places = [Path(result["data-dir"]) / name, _absolute(name)]
-        result["dataset"] = next((str(place) for place in places if place.exists()), name)
+        result["dataset"] = next((str(place) for place in places if exists(place)), name)
     return result
 
 
@@ -312,7 +315,7 @@ def _declared(cls: type, prefix: str = "") -> dict[str, tuple[Any, Rule]]:
 
 
 def _absolute(path: str) -> Path:
-    return Path(path).expanduser().absolute()
+    return expanded(path).absolute()
 
 
 def _compare(defaults: Mapping[str, Scalar]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from posy.methods import METHODS, settings_class
+from posy.paths import expanded, is_file
 from posy.settings import (
     DataSettings,
     RunSettings,
@@ -22,6 +23,7 @@ from posy.settings import (
     default_of,
     fields_of,
     read,
+    shown,
 )
 
 _BOOL = "tag:yaml.org,2002:bool"
@@ -73,8 +75,8 @@ def resolve(config: Mapping[str, Any], where: str = "the run config") -> Setting
     check_keys(config, known, where)
     merged: dict[str, Any] = dict(config)
     experiment = config.get("experiment", "")
-    if experiment:
-        path = experiment_path(str(experiment))
+    if experiment and isinstance(experiment, str):
+        path = experiment_path(experiment)
         from_file = read_experiment(path)
         check_keys(from_file, known, str(path))
         own = {key: value for key, value in config.items() if value != known[key]}
@@ -92,7 +94,7 @@ def read_all(config: Mapping[str, Any], where: str) -> Settings:
         if method == run.method:
             chosen = settings
     if chosen is None:
-        raise SettingsError(f"method = {run.method!r} in {where}: it must be one of {', '.join(METHODS)}")
+        raise SettingsError(f"method = {shown(run.method)} in {where}: it must be one of {', '.join(METHODS)}")
     return Settings(run, read(DataSettings, config, where=where), read(TrainSettings, config, where=where), chosen)
 
 
@@ -110,12 +112,12 @@ def experiment_path(name: str) -> Path:
     SettingsError
         If there is no such file.
     """
-    candidates = (Path(name).expanduser(), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
+    candidates = (expanded(name), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
     for path in candidates:
-        if path.is_file():
+        if is_file(path):
             return path
     names = ", ".join(sorted(p.stem for p in EXPERIMENTS.glob("*.yaml")))
-    raise SettingsError(f"experiment = {name!r}: no such file, and experiments/ holds only {names}")
+    raise SettingsError(f"experiment = {shown(name)}: no such file, and experiments/ holds only {names}")
 
 
 class Yaml(yaml.SafeLoader):

@@ -10,6 +10,8 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.retry import RetryInvoker, RetryState
 
+from posy.paths import expanded, resolved
+
 START_DIRECTORY = "POSY_START_DIRECTORY"
 CLOCK_SECONDS = 60.0
 """By how much the clocks of two machines may differ: a message lives for round-timeout and so much more."""
@@ -40,7 +42,7 @@ def of_simulation() -> bool:
 
 def absolute(path: str) -> Path:
     """Return a path from the settings, relative ones taken from where the process was started."""
-    return (Path(os.environ.get(START_DIRECTORY, Path.cwd())) / Path(path).expanduser()).resolve()
+    return resolved(Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(path))
 
 
 def raised(reason: str) -> str:

@@ -14,6 +14,12 @@ from typing import Any, TypeVar
 
 Scalar = bool | int | float | str
 T = TypeVar("T")
+LARGEST = 2**63 - 1
+"""Whole numbers have 64 bits, as in TOML and in Flower's messages."""
+LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
+"""Other numbers are those of float32, in which models are trained."""
+LONGEST = 120
+"""Characters of a value that a message repeats."""
 
 
 class NothingTrainedError(RuntimeError):
@@ -53,8 +59,10 @@ class Rule:
         if self.choices:
             return value in self.choices
         if isinstance(value, str):
-            return True
-        return math.isfinite(value) and self.minimum <= value <= self.maximum and value > self.above
+            return "\0" not in value  # no path or name can hold it
+        if isinstance(value, int) and abs(value) > LARGEST:
+            return False
+        return abs(value) <= LARGEST_FLOAT and self.minimum <= value <= self.maximum and value > self.above
 
 
 def setting(
@@ -284,11 +292,23 @@ def checked(key: str, value: Any, declared: dataclasses.Field[Any], where: str) 
     """Return a value in the type of its field, or raise :class:`SettingsError`."""
     rule: Rule = declared.metadata["rule"]
     kind: type = type(declared.default)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int and abs(value) <= LARGEST:
         value = float(value)
     if type(value) is not kind or not rule.admits(value):  # exactly: a bool is an int to Python
-        raise SettingsError(f"{key} = {value!r} in {where}: it must be {rule.describe(kind)} ({rule.help})")
+        allowed = rule.describe(kind)
+        if type(value) in (int, float) and rule.maximum == math.inf and value > LARGEST:
+            allowed += ", of at most 64 bits" if kind is int else f", at most {LARGEST_FLOAT:.4g}"
+        raise SettingsError(f"{key} = {shown(value)} in {where}: it must be {allowed} ({rule.help})")
     return value
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message repeats it: on one line, and not all of what is very long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes whole numbers of at most 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
 
 def check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> None:
@@ -298,7 +318,7 @@ def check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> N
         if key not in known:
             near = difflib.get_close_matches(key, known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else "`posy settings` lists all keys"
-            raise SettingsError(f"{key} in {where} is not a setting; {hint}")
+            raise SettingsError(f"{key if key.isprintable() else shown(key)} in {where} is not a setting; {hint}")
 
 
 def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:

@@ -18,6 +18,7 @@ from data.sites import check_site_settings
 from posy.config import Settings, resolve
 from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
+from posy.paths import exists
 from posy.privacy import check_privacy
 from posy.resume import StoredRun, given_keys
 from posy.settings import DATASETS, SITES, SITES_NEED_NODES, NothingTrainedError, SettingsError
@@ -144,7 +145,7 @@ def with_absolute_paths(settings: Settings) -> Settings:
     name = data.dataset
     if name and name not in (*DATASETS, SITES):
         places = (absolute(data.data_dir) / name, absolute(name))
-        name = str(next((place for place in places if place.exists()), name))
+        name = str(next((place for place in places if exists(place)), name))
     file = str(absolute(data.partition_file)) if data.partition_file else ""
     data = replace(data, dataset=name, data_dir=str(absolute(data.data_dir)), partition_file=file)
     return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))

@@ -9,6 +9,9 @@ from posy.parameters import FloatArray
 from posy.settings import setting
 from strategies.attention import AttentionStrategy
 
+SMALLEST = 1e-30
+"""Of sigma: below it only equal models attend to each other, as at 0, and what is divided by it might overflow."""
+
 
 @dataclass(frozen=True)
 class FedAMPSettings:
@@ -38,7 +41,7 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
     models : numpy.ndarray, float32, (M, d)
         The clients' models.
     """
-    squared = squared_distances(models)
+    squared, sigma = squared_distances(models), max(sigma, SMALLEST)
     weights = alpha * np.exp(-squared / sigma) / sigma
     np.fill_diagonal(weights, 0.0)
     others = weights.sum(axis=1, keepdims=True)

@@ -17,6 +17,8 @@ from posy.settings import setting
 from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples
 
 Float64 = npt.NDArray[np.float64]
+SMALLEST = 1e-30
+"""Of a smoothing parameter: below it weights are one-hot as at 0, and losses divided by it might overflow."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     mu : float
         Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
     """
-    scaled = -np.asarray(losses, np.float64) / mu
+    scaled = -np.asarray(losses, np.float64) / max(mu, SMALLEST)
     log_s = logsumexp(scaled, axis=1)
     inner = np.exp(scaled - log_s[:, None])
     log_outer = -log_s - logsumexp(-log_s, axis=0)

@@ -266,3 +266,9 @@ def test_pictured_losses_weights_and_objectives_are_those_of_the_rounds(make_con
     assert last["objective"] == pytest.approx(0.1 * math.log((1 / e.sum(axis=1)).sum()))
     assert strategy.objectives == [(r.number, r.quantities["objective"]) for r in finished.records]
     assert {client: row.min() for client, row in enumerate(strategy.losses)} == finished.column("train_loss")[-1]
+
+
+def test_a_smoothing_as_small_as_a_number_can_be_gives_one_hot_weights():
+    weights = stch_weights(np.array([[1.0, 2.0], [4.0, 3.0]]), 5e-324)
+    assert weights.inner.tolist() == [[1, 0], [0, 1]]
+    assert weights.outer.tolist() == [0, 1]

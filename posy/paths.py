@@ -1,0 +1,40 @@
+"""Paths as people write them: one that cannot be is one that is not there, and never a traceback."""
+
+from pathlib import Path
+
+from posy.settings import SettingsError, shown
+
+
+def expanded(text: str) -> Path:
+    """Return a path with ``~`` replaced by the home it means.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such user.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise SettingsError(f"the path {shown(text)}: there is no user {Path(text).parts[0][1:]}") from None
+
+
+def resolved(path: Path) -> Path:
+    """Return a path without links in it; one that leads in a circle, or cannot be, is only made absolute."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return path.absolute()
+
+
+def exists(path: Path) -> bool:
+    """Tell whether there is something; of a name that is too long there is nothing, where pathlib raises."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Tell whether there is a file; of a name that is too long there is none, where pathlib raises."""
+    return exists(path) and path.is_file()

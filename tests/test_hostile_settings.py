@@ -1,0 +1,441 @@
+"""Every setting at values it cannot have, made from the declarations, and at the edges of what it can have.
+
+Each ends in one line that names the key, the value and what is allowed, or in what was given; a run at an edge ends
+in finite numbers, or in one such line.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.errors import DataError
+from posy import cli
+from posy.config import resolve
+from posy.methods import METHODS, settings_class
+from posy.settings import (
+    DataSettings,
+    NothingTrainedError,
+    Rule,
+    RunSettings,
+    SettingsError,
+    TrainSettings,
+    fields_of,
+    key_of,
+)
+from server_app.app import run
+from server_app.recorder import Recorder
+
+GROUPS = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]
+DECLARED = {key: field for cls, prefix in GROUPS for key, field in fields_of(cls, prefix).items()}
+every_key = pytest.mark.parametrize("key", DECLARED)
+LONGEST_LINE = 1500
+BIG = float(np.finfo(np.float32).max)
+HUGE = (2**63, 10**400, -(10**400), 10**5000)
+
+
+def rule_of(key: str) -> tuple[type, Rule]:
+    return type(DECLARED[key].default), DECLARED[key].metadata["rule"]
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(SettingsError) as raised:
+        call()
+    message = str(raised.value)
+    assert len(message.splitlines()) == 1 and len(message) < LONGEST_LINE
+    return message
+
+
+# -- from Python and from files --------------------------------------------------------------------------
+
+
+def outside(rule: Rule, kind: type) -> list[Any]:
+    """Return numbers right outside the range of a setting."""
+    step = (lambda x, way: int(x) + way) if kind is int else (lambda x, way: math.nextafter(x, way * math.inf))
+    found = [step(rule.minimum, -1)] if rule.minimum > -math.inf else []
+    found += [kind(rule.above), -1 if kind is int else -5e-324] if rule.above > -math.inf else []
+    return found + ([step(rule.maximum, 1)] if rule.maximum < math.inf else [])
+
+
+def wrong_values(key: str) -> list[Any]:
+    kind, rule = rule_of(key)
+    wrong: list[Any] = [None, [], [1], {}, {"a": 1}, (), b"1", 1j, object, *HUGE]
+    if kind is not str:
+        wrong += ["", " ", "1", "true", "é\n", "x" * 100_000, "\x00"]
+    if kind is str:
+        wrong += [True, False, 0, 1, 1.5, math.nan, "\x00"]
+        misspelt = [change(c) for c in rule.choices for change in (str.upper, lambda c: c + " ", lambda c: c[:-1])]
+        wrong += [c for c in [*misspelt, "", "\n", "é", "x" * 100_000] if rule.choices and c not in rule.choices]
+    if kind is bool:
+        wrong += [0, 1, 0.0, 1.0, math.nan]
+    if kind is int:
+        wrong += [True, False, 1.0, 1.5, math.nan, math.inf, *outside(rule, kind)]
+    if kind is float:
+        wrong += [True, False, math.nan, math.inf, -math.inf, 1e39, -1e39, 1e308, *outside(rule, kind)]
+    return wrong
+
+
+@every_key
+def test_what_a_setting_cannot_be_is_refused_in_one_line(key: str) -> None:
+    kind, rule = rule_of(key)
+    for value in wrong_values(key):
+        message = refusal(lambda value=value: resolve({key: value}, "the file mine.yaml"))
+        assert message.startswith(f"{key} = ")
+        if key == "experiment" and value == "\x00":  # whether there is such a file is asked first
+            continue
+        assert "in the file mine.yaml: it must be " + rule.describe(kind) in message
+        if not isinstance(value, int) or abs(value) < 10**16:
+            assert repr(float(value) if kind is float and type(value) is int else value)[:80] in message
+
+
+@pytest.mark.parametrize("key", [key for key in DECLARED if rule_of(key)[0] in (int, float)])
+def test_the_edges_of_a_range_are_inside_it(key: str) -> None:
+    kind, rule = rule_of(key)
+    edges = [kind(edge) for edge in (rule.minimum, rule.maximum) if math.isfinite(edge)]
+    if rule.above > -math.inf:
+        edges.append(math.nextafter(rule.above, math.inf) if kind is float else int(rule.above) + 1)
+    if rule.maximum == math.inf:
+        edges.append(2**63 - 1 if kind is int else BIG)
+    for value in edges:
+        config = resolve({"method": key_method(key), key: value}).as_config()
+        assert config[key] == value and type(config[key]) is kind
+
+
+def key_method(key: str) -> str:
+    return next((m for m in METHODS for name in fields_of(settings_class(m), m) if name == key), "fedavg")
+
+
+def test_a_key_that_would_break_the_line_is_quoted() -> None:
+    assert "'\\nlr'" in refusal(lambda: resolve({"\nlr": 1}))
+
+
+# -- the command line ------------------------------------------------------------------------------------
+
+TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
+WORDS = [
+    *(
+        "",
+        " ",
+        "\n",
+        "\t",
+        "\x00",
+        "\x1b[31m",
+        "é",
+        "１",
+        "٣",
+        "\u202e1",
+        "x" * 5000,
+        "None",
+        "null",
+        "~",
+        "-",
+        "=",
+        "=1",
+    ),
+    *("nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "1e-400", "9" * 400, "9" * 5000, "-" + "9" * 5000),
+    *(
+        "-1",
+        "-0",
+        "0",
+        "0.0",
+        "1",
+        "1.0",
+        "1.5",
+        "+5",
+        "0x10",
+        "0b1",
+        "010",
+        "1:30",
+        "1_0",
+        "1e3",
+        " 5",
+        "5\n",
+        "5 # five",
+    ),
+    *("true", "TRUE", "yes", "on", "off", "False", "y", "n", "truee", " true", "true # yes", "true\n...\n---\nfalse"),
+    *("[", "{", "{a: b}", "{[1]: 2}", "- 1", "&a [*a]", "*a", "!!bool x", "!!int ''", "!!timestamp x"),
+    *("!!python/object/apply:os.system ['true']", "2001-99-99", "%YAML 9.9", "---", "...", "@", "`", "|", ">"),
+    *("'", '"', "''", "'a", "'a'", '"a\\nb"', "'a': !!bool x", "'''", '"\\x"', "'a' # b"),
+]
+
+
+def from_words(key: str, text: str) -> Any:
+    words = cli.assignments([f"{key}={text}"])
+    cli.check(words, cli.WHERE)
+    return words[key]
+
+
+def meant(key: str, text: str) -> Any:
+    """Return what a word stands for, None where it stands for nothing that the setting can be."""
+    kind, rule = rule_of(key)
+    value: Any = None
+    try:
+        if kind in (int, float):
+            value = kind(text)
+        elif kind is bool:
+            value = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.strip().lower())
+        elif text[:1] in ("'", '"'):  # quotes of YAML, where they are whole
+            value = yaml.load(text, yaml.BaseLoader)
+            value = value if isinstance(value, str) else text
+        else:
+            value = text
+    except (ValueError, RecursionError, yaml.YAMLError):
+        value = None if kind is not str else text
+    if value is None or (isinstance(value, int) and abs(value) >= 2**63):
+        return None
+    if kind is str:
+        return value if "\x00" not in value and (not rule.choices or value in rule.choices) else None
+    inside = abs(value) <= BIG and rule.minimum <= value <= rule.maximum and value > rule.above
+    return value if inside else None
+
+
+def check_word(key: str, text: str) -> None:
+    expected = meant(key, text)
+    if key == "method" and expected not in METHODS:
+        expected = None
+    if expected is None:
+        message = refusal(lambda: from_words(key, text))
+        assert message.startswith(f"{key} = ") and cli.WHERE in message
+        assert "it must be" in message
+    else:
+        value = from_words(key, text)
+        assert value == expected and type(value) is type(expected)
+
+
+@every_key
+def test_a_word_of_the_command_line_means_what_it_says_or_is_refused_in_one_line(key: str) -> None:
+    for text in WORDS:
+        check_word(key, text)
+
+
+def test_a_word_without_end() -> None:
+    check_word("save-models", "[" * 5000)
+    check_word("run-name", "'a': " + "[" * 500)
+
+
+@given(st.sampled_from(list(DECLARED)), st.text() | st.floats().map(str) | st.integers().map(str))
+def test_any_word_means_what_it_says_or_is_refused_in_one_line(key: str, text: str) -> None:
+    check_word(key, text)
+
+
+@given(st.text())
+def test_any_word_at_all_ends_in_settings_or_in_one_line(word: str) -> None:
+    key, equals, _ = word.partition("=")
+    if not equals or key not in DECLARED:
+        refusal(lambda: cli.assignments([word]))
+
+
+# -- paths -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-this-name/x", "x" * 300, "loop", "loop/x", "\x00", "missing", "file/x"])
+@pytest.mark.parametrize("key", ["dataset", "experiment", "output-dir", "partition-file", "data-dir"])
+def test_a_path_that_cannot_be_is_one_line(
+    key: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    np.savez(tmp_path / "own.npz", x_train=np.zeros((8, 2)), y_train=np.arange(8) % 2)
+    words = {"dataset": "own.npz", "num-clients": 2, "partition": "iid", "method": "fedavg", "engine": "in-process"}
+    words |= {"partition": "file"} if key == "partition-file" else {}
+    words |= {"run-name": "/"}  # whatever gets so far stops there
+    status = cli.main(["run", *(f"{k}={v}" for k, v in {**words, key: text}.items())])
+    lines = capsys.readouterr().err.splitlines()
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("posy: ")
+    if (key, text) != ("output-dir", "missing"):
+        assert text[:100] in lines[0] or repr(text)[1:-1] in lines[0] or "run-name" in lines[0]
+
+
+# -- runs at the edges -----------------------------------------------------------------------------------
+
+SAMPLES, FEATURES = 36, 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(5)
+    y = np.arange(SAMPLES) % 3
+    x = (rng.normal(0, 2, (3, FEATURES))[y] + rng.normal(0, 1, (SAMPLES, FEATURES))).astype(np.float32)
+    path = tmp_path_factory.mktemp("edges") / "data.npz"
+    np.savez(path, x_train=x, y_train=y)
+    return path
+
+
+@pytest.fixture
+def tried(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path | str]:
+    """Return what runs and checks a run, and returns its folder, or the line it ended in."""
+    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+
+    def attempt(method: str, settings: dict[str, Any]) -> Path | str:
+        common = {
+            "method": method,
+            "engine": "in-process",
+            "device": "cpu",
+            "dataset": str(data),
+            "partition": "iid",
+            "num-clients": 3,
+            "num-server-rounds": 3,
+            "local-epochs": 1,
+            "batch-size": 8,
+            "model": "mlp",
+            "system-accuracy": "on",
+            "checkpoint-every": 0,
+            "output-dir": str(tmp_path),
+            "run-name": "edge",
+        }
+        try:
+            run(None, {**common, **settings})
+        except (SettingsError, DataError) as error:
+            assert len(str(error).splitlines()) == 1
+            assert not (tmp_path / "edge").exists()
+            return str(error)
+        except NothingTrainedError as error:
+            check_numbers(tmp_path / "edge")
+            return str(error)
+        check_numbers(tmp_path / "edge")
+        return tmp_path / "edge"
+
+    return attempt
+
+
+def check_numbers(folder: Path) -> None:
+    """No NaN in JSON; accuracies are counts over n_test; the means are those of the clients' rows."""
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(word)
+
+    summary = json.loads((folder / "summary.json").read_text(), parse_constant=refuse)
+    rounds = [json.loads(line, parse_constant=refuse) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    with (folder / "clients.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for column in ("served", "local"):
+            if text := row[f"{column}_accuracy"]:
+                right = float(text) * int(row["n_test"])
+                assert 0 <= float(text) <= 1 and right == pytest.approx(round(right), abs=1e-3)
+                assert 0 <= float(row[f"{column}_loss"]) < math.inf
+    for number, recorded in enumerate(rounds, start=1):
+        for column in ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss"):
+            own = [r for r in rows if int(r["round"]) == number and r[column] != ""]
+            values, n = [float(r[column]) for r in own], [int(r["n_train"]) for r in own]
+            assert (recorded[column] is None) == (not values)
+            if values:
+                assert recorded[column]["clients"] == len(values)
+                assert recorded[column]["mean"] == pytest.approx(np.mean(values), rel=1e-9)
+                assert recorded[column]["weighted"] == pytest.approx(np.average(values, weights=n), rel=1e-9)
+    for point in ("served", "local"):
+        evaluated = [r for r in rounds if r[f"{point}_accuracy"]]
+        last = summary[point]["last"]
+        assert (last is None) == (not evaluated)
+        if last:
+            assert last["round"] == evaluated[-1]["round"]
+            assert last["mean"] == evaluated[-1][f"{point}_accuracy"]["mean"]
+            assert summary[point]["best"]["mean"] == max(r[f"{point}_accuracy"]["mean"] for r in evaluated)
+    assert summary["system-accuracy"] is None or 0 <= summary["system-accuracy"] <= 1
+
+
+EDGES: list[tuple[str, dict[str, Any], str]] = [
+    ("fedavg", {"batch-size": 2**63 - 1}, ""),
+    ("fedavg", {"local-steps": 1}, ""),
+    ("fedavg", {"fraction-train": 1e-9}, ""),
+    ("fedavg", {"evaluate-every": 2**63 - 1}, ""),
+    ("fedavg", {"num-clients": 1}, ""),
+    ("fedavg", {"test-fraction": 0.9}, ""),
+    ("fedavg", {"test-fraction": 5e-324}, ""),
+    ("fedavg", {"momentum": 0.9999}, ""),
+    ("fedavg", {"max-grad-norm": 1e-12}, ""),
+    ("fedavg", {"max-grad-norm": BIG}, ""),
+    ("fedavg", {"max-update-norm": 1e-300}, "max-update-norm"),
+    ("fedavg", {"lr": 5e-324}, ""),
+    ("fedavg", {"lr": BIG}, "diverged"),
+    ("fedavg", {"lr": BIG, "lr-schedule": "cosine"}, "diverged"),
+    ("fedavg", {"weight-decay": BIG}, "diverged"),
+    ("fedavg", {"dp-clip": BIG}, "NaN or Inf"),
+    ("fedavg", {"dp-clip": 1e-300, "dp-epsilon": 1e-3}, ""),
+    ("fedavg", {"seed": 2**31 - 1}, ""),
+    ("fedavg", {"num-clients": SAMPLES}, ""),
+    ("fedavg", {"num-clients": SAMPLES + 1}, "num-clients"),
+    ("fedavg", {"max-samples": 1}, "num-clients"),
+    ("fedavg", {"train-samples": 1}, ""),
+    ("fedavg", {"train-samples": 2**63 - 1}, ""),
+    ("fedavg", {"round-timeout": BIG}, ""),
+    ("fedavg", {"join-timeout": BIG}, ""),
+    ("fedavg", {"round-timeout": 5e-324}, "round-timeout"),
+    ("fedavg", {"min-train-replies": 4}, "min-train-replies"),
+    ("fedavg", {"min-clients": 4}, "min-clients"),
+    ("fedavg", {"partition": "dirichlet", "dirichlet-alpha": 5e-324}, ""),
+    ("fedavg", {"partition": "dirichlet", "dirichlet-alpha": BIG}, ""),
+    ("fedavg", {"partition": "classes", "classes-per-client": 2**63 - 1}, "classes-per-client"),
+    ("fedavg", {"partition": "shards", "shards-per-client": 2**63 - 1}, "shards-per-client"),
+    ("fedavg", {"samples-per-client": 2**63 - 1}, "samples-per-client"),
+    ("fedavg", {"state-memory": 2**63 - 1}, ""),
+    ("fedfew", {"fedfew-models": 7}, ""),
+    ("fedfew", {"fedfew-models": 1}, ""),
+    ("fedfew", {"fedfew-mu": 5e-324}, ""),
+    ("fedfew", {"fedfew-mu": BIG}, ""),
+    ("fedfew", {"fedfew-server-lr": 1e30}, ""),
+    ("fedfew", {"fedfew-server-lr": BIG}, ""),
+    ("cwfedavg", {"cwfedavg-wdr-lambda": BIG}, "diverged"),
+    ("cwfedavg", {"cwfedavg-wdr-lambda": 0}, ""),
+    ("fedacs", {"fedacs-p": 0}, ""),
+    ("fedacs", {"fedacs-p": 1}, ""),
+    ("feddrm", {"feddrm-class-weight": 0}, ""),
+    ("feddrm", {"feddrm-class-weight": 1}, ""),
+    ("feddrm", {"num-clients": 1}, "num-clients"),
+    ("ppfe", {"ppfe-stages": 1}, ""),
+    ("ppfe", {"ppfe-stages": 2**63 - 1}, ""),
+    ("ppfe", {"ppfe-stages": 2**63 - 1, "ppfe-fixed-head": 1}, "num-server-rounds"),
+    ("ppfe", {"ppfe-fixed-head": 2**63 - 1}, "ppfe-fixed-head"),
+    ("ppfe", {"ppfe-body-lr-factor": 0}, ""),
+    ("ppfe", {"ppfe-body-lr-factor": BIG}, ""),
+    ("ppfe", {"ppfe-ranks": "1"}, ""),
+    ("ppfe", {"ppfe-ranks": str(2**63)}, ""),
+    ("ppfe", {"ppfe-ranks": "9" * 5000}, "ppfe-ranks"),
+    ("ppfe", {"ppfe-stage-rounds": "1,1"}, "ppfe-stage-rounds"),
+    ("ppfe", {"ppfe-stage-rounds": f"1,1,{2**63}"}, "ppfe-stage-rounds"),
+    ("ppfe", {"num-server-rounds": 2, "ppfe-stages": 3}, "num-server-rounds"),
+    ("fedavg-ft", {"fedavg-ft-lr": BIG}, ""),
+    ("fedavg-ft", {"fedavg-ft-steps": 1}, ""),
+    ("fedprox", {"fedprox-mu": BIG}, "diverged"),
+    ("fedprox", {"fedprox-mu": 0}, ""),
+    ("fedrep", {"model": "linear"}, "nothing is left to share"),
+    ("ditto", {"ditto-strength": BIG}, "diverged"),
+    ("ditto", {"ditto-strength": 0}, ""),
+    ("fedamp", {"fedamp-alpha": BIG}, ""),
+    ("fedamp", {"fedamp-alpha": 5e-324}, "diverged"),
+    ("fedamp", {"fedamp-sigma": 5e-324}, ""),
+    ("fedamp", {"fedamp-sigma": BIG}, ""),
+    ("fedamp", {"fedamp-strength": BIG}, "diverged"),
+    ("ifca", {"ifca-clusters": 1}, ""),
+    ("ifca", {"ifca-clusters": 9}, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "said"), EDGES, ids=[" ".join(f"{k}={str(v)[:20]}" for k, v in e[1].items()) for e in EDGES]
+)
+def test_a_run_at_the_edge_ends_in_finite_numbers_or_in_one_line(
+    method: str, settings: dict[str, Any], said: str, tried: Callable[..., Path | str]
+) -> None:
+    ended = tried(method, settings)
+    assert isinstance(ended, Path) if not said else said in str(ended)
+
+
+def test_every_own_number_of_a_method_is_tried_at_an_edge() -> None:
+    own = {key_of(f.name, m) for m in METHODS for f in dataclasses.fields(settings_class(m)) if f.type in (int, float)}
+    assert own <= {key for _, settings, _ in EDGES for key in settings} | {
+        "fedrep-head-epochs",
+        "fedavg-ft-epochs",
+        "ditto-epochs",
+    }
