@@ -146,7 +146,8 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     mu : float
         Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
     """
-    scaled = -np.asarray(losses, np.float64) / max(mu, SMALLEST)
+    mu = max(mu, SMALLEST)
+    scaled = -np.asarray(losses, np.float64) / mu
     log_s = logsumexp(scaled, axis=1)
     inner = np.exp(scaled - log_s[:, None])
     log_outer = -log_s - logsumexp(-log_s, axis=0)

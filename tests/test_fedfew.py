@@ -272,3 +272,4 @@ def test_a_smoothing_as_small_as_a_number_can_be_gives_one_hot_weights():
     weights = stch_weights(np.array([[1.0, 2.0], [4.0, 3.0]]), 5e-324)
     assert weights.inner.tolist() == [[1, 0], [0, 1]]
     assert weights.outer.tolist() == [0, 1]
+    assert weights.objective == pytest.approx(3.0)

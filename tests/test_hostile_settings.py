@@ -4,9 +4,7 @@ Each ends in one line that names the key, the value and what is allowed, or in w
 in finite numbers, or in one such line.
 """
 
-import csv
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded import check_numbers
 
 from data.errors import DataError
 from posy import cli
@@ -307,42 +306,6 @@ def tried(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         return tmp_path / "edge"
 
     return attempt
-
-
-def check_numbers(folder: Path) -> None:
-    """No NaN in JSON; accuracies are counts over n_test; the means are those of the clients' rows."""
-
-    def refuse(word: str) -> Any:
-        raise AssertionError(word)
-
-    summary = json.loads((folder / "summary.json").read_text(), parse_constant=refuse)
-    rounds = [json.loads(line, parse_constant=refuse) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    with (folder / "clients.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        for column in ("served", "local"):
-            if text := row[f"{column}_accuracy"]:
-                right = float(text) * int(row["n_test"])
-                assert 0 <= float(text) <= 1 and right == pytest.approx(round(right), abs=1e-3)
-                assert 0 <= float(row[f"{column}_loss"]) < math.inf
-    for number, recorded in enumerate(rounds, start=1):
-        for column in ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss"):
-            own = [r for r in rows if int(r["round"]) == number and r[column] != ""]
-            values, n = [float(r[column]) for r in own], [int(r["n_train"]) for r in own]
-            assert (recorded[column] is None) == (not values)
-            if values:
-                assert recorded[column]["clients"] == len(values)
-                assert recorded[column]["mean"] == pytest.approx(np.mean(values), rel=1e-9)
-                assert recorded[column]["weighted"] == pytest.approx(np.average(values, weights=n), rel=1e-9)
-    for point in ("served", "local"):
-        evaluated = [r for r in rounds if r[f"{point}_accuracy"]]
-        last = summary[point]["last"]
-        assert (last is None) == (not evaluated)
-        if last:
-            assert last["round"] == evaluated[-1]["round"]
-            assert last["mean"] == evaluated[-1][f"{point}_accuracy"]["mean"]
-            assert summary[point]["best"]["mean"] == max(r[f"{point}_accuracy"]["mean"] for r in evaluated)
-    assert summary["system-accuracy"] is None or 0 <= summary["system-accuracy"] <= 1
 
 
 EDGES: list[tuple[str, dict[str, Any], str]] = [

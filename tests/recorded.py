@@ -1,0 +1,55 @@
+"""What holds for the files of every run, whatever became of it."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, str]]]:
+    """Return summary, rounds and rows of the clients; a NaN or infinity in JSON is an error."""
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(word)
+
+    summary = json.loads((folder / "summary.json").read_text(), parse_constant=refuse)
+    rounds = [json.loads(line, parse_constant=refuse) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    with (folder / "clients.csv").open(newline="") as file:
+        return summary, rounds, list(csv.DictReader(file))
+
+
+def check_numbers(folder: Path) -> None:
+    """No NaN in JSON; accuracies are counts over n_test; the means are those of the clients' rows."""
+
+    summary, rounds, rows = read(folder)
+    for row in rows:
+        for column in ("served", "local"):
+            if text := row[f"{column}_accuracy"]:
+                right = float(text) * int(row["n_test"])
+                assert 0 <= float(text) <= 1 and right == pytest.approx(round(right), abs=1e-3)
+                assert 0 <= float(row[f"{column}_loss"]) < math.inf
+    for number, recorded in enumerate(rounds, start=1):
+        for column in ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss"):
+            own = [r for r in rows if int(r["round"]) == number and r[column] != ""]
+            values, n = [float(r[column]) for r in own], [int(r["n_train"]) for r in own]
+            assert (recorded[column] is None) == (not values)
+            if values:
+                assert recorded[column]["clients"] == len(values)
+                assert recorded[column]["mean"] == pytest.approx(np.mean(values), rel=1e-9)
+                assert recorded[column]["weighted"] == pytest.approx(np.average(values, weights=n), rel=1e-9)
+    for point in ("served", "local"):
+        evaluated = [r for r in rounds if r[f"{point}_accuracy"]]
+        last = summary[point]["last"]
+        assert (last is None) == (not evaluated)
+        if last:
+            assert last["round"] == evaluated[-1]["round"]
+            assert last["mean"] == evaluated[-1][f"{point}_accuracy"]["mean"]
+            most = max(r[f"{point}_accuracy"]["clients"] for r in evaluated)
+            comparable = [r[f"{point}_accuracy"] for r in evaluated]
+            comparable = [spread for spread in comparable if spread["clients"] >= 0.9 * most]
+            assert summary[point]["best"]["mean"] == max(spread["mean"] for spread in comparable)
+    assert summary["system-accuracy"] is None or 0 <= summary["system-accuracy"] <= 1

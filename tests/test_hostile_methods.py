@@ -1,0 +1,186 @@
+"""Edge cases of the data and of the federation, for every method: the files of the run hold what was measured."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import FailingGrid, Key
+from recorded import check_numbers, read
+
+from posy.methods import METHODS
+from server_app.app import run
+from server_app.in_process import InProcessGrid
+from server_app.recorder import Recorder
+
+Config = dict[str, Any]
+Data = tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]]
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+
+
+@pytest.fixture
+def recorded(make_config: Callable[..., Config]) -> Callable[..., tuple[dict[str, Any], list[Any], list[Any]]]:
+    """Return what runs a method, checks what every run must hold, and returns summary, rounds and clients' rows."""
+
+    def ran(
+        method: str, data: Data, *, fail: Collection[Key] = (), forget: Collection[Key] = (), **settings: Any
+    ) -> tuple[dict[str, Any], list[Any], list[Any]]:
+        own = {"num_server_rounds": 4, "model": "mlp", "system_accuracy": "on", "checkpoint_every": 0, **settings}
+        config = make_config(method, data=data, **own)
+        clients = len(data[2])
+        grid: InProcessGrid = FailingGrid(clients, fail, forget) if fail or forget else InProcessGrid(clients)
+        folder: Path = run(grid, config).directory.path
+        check_numbers(folder)
+        summary, rounds, rows = read(folder)
+        assert (summary["status"], len(rounds)) == ("completed", 4)
+        for row in rows:
+            client = int(row["partition"])
+            if row["n_train"]:
+                assert (int(row["n_train"]), int(row["n_test"])) == (len(data[2][client]), len(data[3][client]))
+            else:  # nothing came back in this round
+                assert not any(row[name] for name in ("served_accuracy", "local_accuracy", "train_loss", "chosen"))
+                assert row["bytes_up"] == "0"
+        for way in ("up", "down"):
+            sums = [sum(int(r[f"bytes_{way}"]) for r in rows if int(r["round"]) == n) for n in range(1, 5)]
+            assert sums == [r[f"bytes_{way}"] for r in rounds] and sum(sums) == summary[f"bytes-{way}"]
+        return summary, rounds, rows
+
+    return ran
+
+
+def parts(*sizes: tuple[int, int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return train and test indices of clients that have so many samples each, one after the other."""
+    train, test, start = [], [], 0
+    for n_train, n_test in sizes:
+        train.append(list(range(start, start + n_train)))
+        test.append(list(range(start + n_train, start + n_train + n_test)))
+        start += n_train + n_test
+    return train, test
+
+
+def separate(y: np.ndarray, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.normal(0, 2, (int(y.max()) + 1, 4))[y] + rng.normal(0, 1, (len(y), 4))).astype(np.float32)
+
+
+SIZES = ((9, 6), (6, 4), (4, 4), (1, 0))
+TWO = np.arange(sum(map(sum, SIZES))) % 2
+
+
+def usual() -> Data:
+    return (separate(TWO), TWO, *parts(*SIZES))
+
+
+def column(rows: list[dict[str, str]], number: int, name: str) -> dict[int, float]:
+    return {int(r["partition"]): float(r[name]) for r in rows if int(r["round"]) == number and r[name] != ""}
+
+
+# -- data ------------------------------------------------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("kind", ["zeros", "outlier", "tiny", "duplicates"])
+def test_features_that_tell_nothing_or_too_much(method: str, kind: str, recorded: Callable[..., Any]) -> None:
+    x, y, train, test = usual()
+    if kind == "zeros":
+        x = np.zeros_like(x)
+    elif kind == "outlier":
+        x[3] = 3e38
+    elif kind == "tiny":
+        x *= np.float32(1e-38)
+    else:
+        x[:] = x[:2][y]  # a sample of each class, again and again
+    summary, _, rows = recorded(method, (x, y, train, test))
+    assert summary["dropped"] == {}
+    for number in range(1, 5):
+        assert set(column(rows, number, "local_accuracy")) == {0, 1, 2}
+        assert set(column(rows, number, "train_loss")) == {0, 1, 2, 3}
+    if kind == "zeros":  # whatever is answered, every test sample of a client is answered alike
+        shares = {c: {float((y[test[c]] == label).mean()) for label in (0, 1)} for c in (0, 1, 2)}
+        for name in ("served_accuracy", "local_accuracy"):
+            for client, accuracy in column(rows, 4, name).items():
+                assert min(abs(accuracy - share) for share in shares[client]) < 1e-6
+    if kind == "duplicates":  # train and test hold the same samples: a model answers all of a class, or none
+        for client, accuracy in column(rows, 4, "local_accuracy").items():
+            of_class = [float((y[test[client]] == label).mean()) for label in (0, 1)]
+            assert min(abs(accuracy - a) for a in (0.0, 1.0, *of_class)) < 1e-6
+
+
+@every_method
+def test_identical_clients_are_treated_alike(method: str, recorded: Callable[..., Any]) -> None:
+    """With all samples in one batch their models are one; FedDRM's client labels differ, and its classes do not."""
+    y = np.arange(15) % 3
+    x, (train, test) = separate(y), parts((9, 6))
+    data = (
+        np.concatenate([x] * 3),
+        np.concatenate([y] * 3),
+        *([[index + 15 * copy for index in part[0]] for copy in range(3)] for part in (train, test)),
+    )
+    summary, _, rows = recorded(method, data, batch_size=64, lr=0.3)
+    assert summary["dropped"] == {}
+    for number in range(1, 5):
+        for name in ("served_loss", "local_loss", "train_loss"):
+            values = column(rows, number, name)
+            if method == "feddrm" and name == "train_loss":
+                continue  # holds the loss of naming the client
+            if values:
+                assert set(values) == {0, 1, 2}
+                assert list(values.values()) == pytest.approx([values[0]] * 3, rel=0.05 if method == "feddrm" else 1e-4)
+    for point in ("served", "local"):
+        if (last := summary[point]["last"]) and method != "feddrm":
+            assert last["std"] == pytest.approx(0, abs=1e-6) and last["jain"] == pytest.approx(1)
+
+
+# -- federation ------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_a_cohort_of_one_and_rare_evaluations(method: str, recorded: Callable[..., Any]) -> None:
+    _, rounds, rows = recorded(method, usual(), fraction_train=1e-6, evaluate_every=3)
+    for row in rounds:
+        trained = column(rows, row["round"], "train_loss")
+        assert row["cohort"] == len(trained) == (1 if method != "ppfe" else row["cohort"])
+        assert row["train_loss"]["mean"] == pytest.approx(np.mean(list(trained.values())))
+        served = column(rows, row["round"], "served_accuracy")
+        evaluated = row["round"] in (3, 4) and method != "local"
+        assert set(served) == ({0, 1, 2} if evaluated else set())
+        if row["round"] not in (3, 4):
+            assert row["local_accuracy"] is None
+
+
+@every_method
+def test_replies_and_states_that_are_lost(method: str, recorded: Callable[..., Any]) -> None:
+    """Training of client 0 in round 2, an evaluation of client 1 in round 3, the state of client 2 before round 4."""
+    fail = [("train", 2, 0), ("evaluate", 3, 1)]
+    summary, rounds, rows = recorded(method, usual(), fail=fail, forget=[("train", 4, 2)])
+    lost = [(row["round"], entry["client"]) for row in rounds for entry in row["dropped"]]
+    # PPFE's client that has lost its stages says so, and is sent them again.
+    assert lost == [(2, 0), (3, 1)] + [(4, 2)] * (method == "ppfe")
+    assert sum(summary["dropped"].values()) == len(lost)
+    assert set(column(rows, 2, "train_loss")) == {1, 2, 3}
+    served = {0, 1, 2} if method != "local" else set()
+    assert set(column(rows, 2, "served_accuracy")) == served
+    assert set(column(rows, 3, "served_accuracy")) == served - {1}
+    assert rounds[2]["served_accuracy"] is None or rounds[2]["served_accuracy"]["clients"] == 2
+
+
+@every_method
+def test_a_client_that_answers_only_from_the_third_round_on(method: str, recorded: Callable[..., Any]) -> None:
+    absent = [(kind, number, 1) for kind in ("train", "evaluate") for number in (1, 2)]
+    summary, rounds, rows = recorded(method, usual(), fail=absent)
+    assert sum(summary["dropped"].values()) == 4
+    for number in range(1, 5):
+        present = {0, 1, 2, 3} if number > 2 else {0, 2, 3}
+        assert set(column(rows, number, "train_loss")) == present
+        assert set(column(rows, number, "local_accuracy")) == present - {3}
+        assert rounds[number - 1]["local_accuracy"]["clients"] == len(present - {3})
+    # Two clients of three in the first rounds are not compared with all of them in the last.
+    assert summary["local"]["best"]["round"] > 2
+    assert summary["local"]["best"]["clients"] == 3
