@@ -30,12 +30,12 @@ def recorded(make_config: Callable[..., Config]) -> Callable[..., tuple[dict[str
     """Return what runs a method, checks what every run must hold, and returns summary, rounds and clients' rows."""
 
     def ran(
-        method: str, data: Data, *, fail: Collection[Key] = (), forget: Collection[Key] = (), **settings: Any
+        method: str, data: Data, *, fail: Collection[Key] = (), **settings: Any
     ) -> tuple[dict[str, Any], list[Any], list[Any]]:
         own = {"num_server_rounds": 4, "model": "mlp", "system_accuracy": "on", "checkpoint_every": 0, **settings}
         config = make_config(method, data=data, **own)
         clients = len(data[2])
-        grid: InProcessGrid = FailingGrid(clients, fail, forget) if fail or forget else InProcessGrid(clients)
+        grid: InProcessGrid = FailingGrid(clients, fail, ()) if fail else InProcessGrid(clients)
         folder: Path = run(grid, config).directory.path
         check_numbers(folder)
         summary, rounds, rows = read(folder)
@@ -86,17 +86,13 @@ def column(rows: list[dict[str, str]], number: int, name: str) -> dict[int, floa
 
 
 @every_method
-@pytest.mark.parametrize("kind", ["zeros", "outlier", "tiny", "duplicates"])
+@pytest.mark.parametrize("kind", ["zeros", "outlier"])
 def test_features_that_tell_nothing_or_too_much(method: str, kind: str, recorded: Callable[..., Any]) -> None:
     x, y, train, test = usual()
     if kind == "zeros":
         x = np.zeros_like(x)
-    elif kind == "outlier":
-        x[3] = 3e38
-    elif kind == "tiny":
-        x *= np.float32(1e-38)
     else:
-        x[:] = x[:2][y]  # a sample of each class, again and again
+        x[3] = 3e38
     summary, _, rows = recorded(method, (x, y, train, test))
     assert summary["dropped"] == {}
     for number in range(1, 5):
@@ -107,10 +103,6 @@ def test_features_that_tell_nothing_or_too_much(method: str, kind: str, recorded
         for name in ("served_accuracy", "local_accuracy"):
             for client, accuracy in column(rows, 4, name).items():
                 assert min(abs(accuracy - share) for share in shares[client]) < 1e-6
-    if kind == "duplicates":  # train and test hold the same samples: a model answers all of a class, or none
-        for client, accuracy in column(rows, 4, "local_accuracy").items():
-            of_class = [float((y[test[client]] == label).mean()) for label in (0, 1)]
-            assert min(abs(accuracy - a) for a in (0.0, 1.0, *of_class)) < 1e-6
 
 
 @every_method
@@ -156,14 +148,12 @@ def test_a_cohort_of_one_and_rare_evaluations(method: str, recorded: Callable[..
 
 
 @every_method
-def test_replies_and_states_that_are_lost(method: str, recorded: Callable[..., Any]) -> None:
-    """Training of client 0 in round 2, an evaluation of client 1 in round 3, the state of client 2 before round 4."""
-    fail = [("train", 2, 0), ("evaluate", 3, 1)]
-    summary, rounds, rows = recorded(method, usual(), fail=fail, forget=[("train", 4, 2)])
-    lost = [(row["round"], entry["client"]) for row in rounds for entry in row["dropped"]]
-    # PPFE's client that has lost its stages says so, and is sent them again.
-    assert lost == [(2, 0), (3, 1)] + [(4, 2)] * (method == "ppfe")
-    assert sum(summary["dropped"].values()) == len(lost)
+def test_replies_that_are_lost(method: str, recorded: Callable[..., Any]) -> None:
+    """Training of client 0 in round 2, an evaluation of client 1 in round 3."""
+    lost = [("train", 2, 0), ("evaluate", 3, 1)]
+    summary, rounds, rows = recorded(method, usual(), fail=lost)
+    assert [(row["round"], entry["client"]) for row in rounds for entry in row["dropped"]] == [(2, 0), (3, 1)]
+    assert sum(summary["dropped"].values()) == 2
     assert set(column(rows, 2, "train_loss")) == {1, 2, 3}
     served = {0, 1, 2} if method != "local" else set()
     assert set(column(rows, 2, "served_accuracy")) == served
