@@ -48,7 +48,8 @@ LEGEND = (
     "in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its own "
     "training; `last`, `best`: round; `weighted`: mean by training samples, last round; `system`: the pooled test sets "
     "answered by the whole federation. Time: wall clock of one run, other runs on the machine at the same time. "
-    "`dropped`: replies of all seeds that were not used."
+    "`dropped`: replies of all seeds that were not used. `2 of 3!`: the others had nothing to measure, as where "
+    "a model has diverged; the mean is over these alone."
 )
 
 
@@ -291,7 +292,10 @@ def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Ma
                 [
                     row["method"],
                     f"{row['seeds']}/{seeds}",
-                    *(_percent(row, f"{point}-{which}", clients=True) for point, which in POINTS),
+                    *(
+                        _percent(row, f"{point}-{which}", clients=True) + _lack(row, point, which)
+                        for point, which in POINTS
+                    ),
                     *(_percent(row, f"{point}-last-weighted") for point in ("served", "local")),
                     _percent(row, "system"),
                     duration(row["seconds"]),
@@ -321,6 +325,7 @@ def comma_separated(results: Mapping[Cell, Mapping[str, Any]]) -> str:
 def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Sum up the summaries of each variant and row over their seeds; None where nothing was measured.
 
+    ``last`` is the last round: what was measured before it only, and then no more, counts as not measured.
     ``X`` is a mean over the seeds, ``X-seeds-std`` its sample standard deviation (None for one seed),
     ``X-clients-std`` the mean over the seeds of the standard deviation over the clients.
     """
@@ -329,8 +334,10 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]
         summaries = [results[cell] for cell in group]
         line: dict[str, Any] = {"variant": variant, "method": row, "seeds": len(summaries)}
         for point, which in POINTS:
-            measured = [found for summary in summaries if (found := summary[point][which])]
+            found = [(summary["rounds"], summary[point][which]) for summary in summaries if summary[point][which]]
+            measured = [one for rounds, one in found if which == "best" or one["round"] == rounds]
             key = f"{point}-{which}"
+            line[f"{key}-measured"] = len(measured)
             line |= _over_seeds(key, [found["mean"] for found in measured])
             line[f"{key}-clients-std"] = _mean([found["std"] for found in measured])
             line |= _over_seeds(f"{key}-weighted", [found["weighted"] for found in measured])
@@ -406,7 +413,7 @@ def _outcome(summary: Mapping[str, Any] | None, failure: str | None) -> str:
     means = (
         f"{point} {100 * summary[point]['last']['mean']:.2f} %"
         for point in ("served", "local")
-        if summary[point]["last"]
+        if summary[point]["last"] and summary[point]["last"]["round"] == summary["rounds"]
     )
     return ", ".join([*means, duration(summary["seconds"])])
 
@@ -426,6 +433,14 @@ def _percent(line: Mapping[str, Any], key: str, *, clients: bool = False) -> str
     if line[f"{key}-seeds-std"] is not None:
         text += f" ± {100 * line[f'{key}-seeds-std']:.2f}"
     return text + (f" ({100 * line[f'{key}-clients-std']:.2f})" if clients else "")
+
+
+def _lack(line: Mapping[str, Any], point: str, which: str) -> str:
+    """Return in how many seeds a point was measured, where not in all that have finished."""
+    measured, others = line[f"{point}-{which}-measured"], line[f"{point}-best-measured"]
+    if measured == line["seeds"] or not (measured or others):  # the method has no such point
+        return ""
+    return f" {measured} of {line['seeds']}!".removeprefix("" if measured else " ")
 
 
 def _machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:

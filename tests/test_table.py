@@ -234,6 +234,23 @@ def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
     assert rows[1]["served-last"] == ""
 
 
+def test_a_seed_that_has_diverged_is_neither_left_out_in_silence_nor_shown_as_it_was_before(tmp_path: Path) -> None:
+    """Of A one seed has no served model at the end, of B no seed has; what they had in round 4 is not their last."""
+    early = _summary(served=0.9, local=0.8, system=None, seconds=1)
+    early["served"]["last"] = {**early["served"]["last"], "round": 4}
+    whole = _summary(served=0.5, local=0.8, system=None, seconds=1)
+    plan, results = _results(
+        tmp_path, {("", "A", 0): whole, ("", "A", 1): early, ("", "B", 0): early, ("", "B", 1): early}
+    )
+    a, b = aggregate(results)
+    assert (a["served-last"], a["served-last-weighted"], a["served-last-measured"]) == (0.5, 0.51, 1)
+    assert (b["served-last"], b["served-last-round"], b["served-last-measured"]) == (None, None, 0)
+    assert b["served-best"] == pytest.approx(0.95)
+    text = markdown(plan, results, {})
+    assert "| A | 2/2 | 50.00 (10.00) 1 of 2! | 75.00 ± 28.28 (10.00) | 80.00" in text
+    assert "| B | 2/2 | 0 of 2! | 95.00 ± 0.00 (10.00) |" in text
+
+
 def test_a_run_that_lacks_its_system_accuracy_is_not_finished(tmp_path: Path) -> None:
     summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
     plan, _ = _results(tmp_path, {("", "A", 0): summary}, **{"system-accuracy": "on"})
@@ -258,6 +275,7 @@ def _summary(served: float | None, local: float, system: float | None, seconds: 
 
     return {
         "status": "completed",
+        "rounds": 10,
         "seconds": seconds,
         "bytes-up": 1000,
         "bytes-down": 2000,
