@@ -17,7 +17,6 @@ from data.image import load_digits
 from data.partitions import Partition
 from data.sites import (
     Description,
-    agreed,
     class_names,
     describe_site,
     hashed,
@@ -25,6 +24,9 @@ from data.sites import (
     load_site,
     pooled_statistics,
     task_of,
+)
+from data.sites import (
+    agreed as agreed_with_warnings,
 )
 from posy.config import defaults
 from posy.results import load_arrays
@@ -250,6 +252,10 @@ def told(kind: str, shape: tuple[int, ...], *classes: str, fixed: bool = True, c
     return Description(kind, shape, fixed, classes, count, np.empty(0), np.empty(0))
 
 
+def agreed(settings: DataSettings, descriptions: list[Description]) -> DataSettings:
+    return agreed_with_warnings(settings, descriptions, [f"site-{i}" for i in range(len(descriptions))])[0]
+
+
 def test_classes_are_those_of_all_sites_in_order() -> None:
     numbers = agreed(OPEN, [told("image", (1, 8, 8), "10", "2"), told("image", (1, 8, 8), "2", "0")])
     assert numbers.classes == "0,2,10"
@@ -311,7 +317,7 @@ def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> 
     np.testing.assert_allclose(std[:2], pooled.std(0)[:2], rtol=1e-9)
     assert std[2] == 1.0
     dataset, _ = load_site(tmp_path / "0.npz", agreed(settings, descriptions), 1)
-    np.testing.assert_array_equal(dataset.mean, mean.astype(np.float32))
+    np.testing.assert_array_equal(dataset.mean, mean)
 
 
 def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
