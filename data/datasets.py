@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,8 +139,10 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 def _path_of(name: str, data_dir: Path) -> Path:
-    places = dict.fromkeys(place.absolute() for place in (data_dir / name, Path(name).expanduser()))
-    found = next((place for place in places if name and place.exists()), None)
+    # Unlike pathlib's, these two have an answer for what can be no path.
+    home = Path(os.path.expanduser(name))  # noqa: PTH111
+    places = dict.fromkeys(place.absolute() for place in (data_dir / name, home))
+    found = next((place for place in places if name and os.path.exists(place)), None)  # noqa: PTH110
     if found is None:
         near = difflib.get_close_matches(name, SOURCES, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -184,7 +184,7 @@ def from_npz(
 ) -> Dataset | None:
     """Read a published set from ``<data-dir>/<name>.npz``, if that is there (see :func:`read_npz`)."""
     path = data_dir / f"{name}.npz"
-    if not path.exists():
+    if not os.path.lexists(path):  # also a link that leads nowhere is meant to be read
         return None
     x, y, groups, _ = read_npz(path)
     if x.ndim not in (3, 4):

@@ -106,7 +106,12 @@ class NpzFile:
         """Read the header of an array, and check what it claims."""
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream)
+        try:
+            shape, fortran, dtype = read(stream)
+        except Exception as error:  # it is parsed as Python, and a crooked one can fail in any way
+            raise ValueError(f"array {name}: {str(error):.200}") from error
+        if any(type(length) is not int or length < 0 for length in shape):
+            raise ValueError(f"array {name}: of the shape {shape}")
         member = self._members[f"{name}.npy"]
         size = member.file_size if dtype.hasobject else math.prod(shape) * dtype.itemsize
         check_fits(size, str(self.path))

@@ -5,6 +5,7 @@ dicts, lists, tuples, numbers, texts and plain NumPy arrays: the few NumPy names
 calls are answered by our own, and every other name is refused.
 """
 
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -131,7 +132,7 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, list[str]]:
 def _config(path: Path) -> dict[str, int]:
     """Return num_clients and, if it is there, num_classes of config.json; an empty dict without that file."""
     file = path / "config.json"
-    if not file.exists():
+    if not os.path.lexists(file):
         return {}
     content = read_json(file)
     config = {key: content[key] for key in _CONFIG if key in content} if isinstance(content, dict) else {}

@@ -355,8 +355,7 @@ def load_site(
 def fitted(content: Content, path: Path, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
     """Do as :func:`load_site` with data that has been read."""
     task, kind = task_of(settings), settings.sample_kind
-    if content.kind != kind:
-        raise DataError(f"{path}: holds samples of the kind {content.kind}; the run's sample-kind is {kind}")
+    check_kind(content, settings, path)
     if (shape := _shape(content, settings)) != task.input_shape:
         raise DataError(
             f"{path}: samples of shape {_as_text(shape)}; the run's input-shape is {_as_text(task.input_shape)}"
@@ -378,6 +377,14 @@ def fitted(content: Content, path: Path, settings: DataSettings, seed: int) -> t
     notes = (*content.notes, *label_notes(own, own_names, content.is_test))
     dataset = Dataset(SITES, task, x, y, mean, std, notes=notes, skipped=len(content.unreadable))
     return dataset, _partition(content, settings, seed)
+
+
+def check_kind(content: Content, settings: DataSettings, path: Path) -> None:
+    """Raise :class:`DataError` if data is not of the kind that the settings ask for."""
+    if settings.sample_kind not in ("auto", content.kind):
+        raise DataError(
+            f"{path}: holds samples of the kind {content.kind}; the run's sample-kind is {settings.sample_kind}"
+        )
 
 
 def fingerprint(dataset: Dataset, part: Partition) -> str:
