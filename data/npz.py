@@ -109,7 +109,7 @@ class NpzFile:
         try:
             shape, fortran, dtype = read(stream)
         except Exception as error:  # it is parsed as Python, and a crooked one can fail in any way
-            raise ValueError(f"array {name}: {str(error):.200}") from error
+            raise ValueError(f"array {name}: {error!s:.200}") from error
         if any(type(length) is not int or length < 0 for length in shape):
             raise ValueError(f"array {name}: of the shape {shape}")
         member = self._members[f"{name}.npy"]
