@@ -221,8 +221,7 @@ def _features(
     features = np.empty((len(numbers), len(columns)))
     lost = []
     for target, (title, cells) in zip(features.T, columns, strict=True):
-        found = (_number(cell) for cell in cells)
-        target[:] = [np.nan if value is None else value for value in found]
+        target[:] = _numbers(cells)
         bad = np.flatnonzero(~(np.abs(target) <= FLOAT32.max))
         if bad.size:
             raise DataError(
@@ -264,6 +263,18 @@ def _names(cells: tuple[str, ...], path: Path, title: str, numbers: list[int], w
     if "" in names:
         raise DataError(f"{path}: row {numbers[names.index('')]}, column {title}: the {what} is missing")
     return as_labels(np.array(names), str(path))
+
+
+def _numbers(cells: tuple[str, ...]) -> list[float]:
+    """Return the numbers of a column; NaN for a cell that holds none."""
+    whole = "".join(cells)
+    if whole.isascii() and "_" not in whole:
+        try:
+            return list(map(float, cells))
+        except ValueError:
+            pass  # one cell is no number: which, is found below
+    found = map(_number, cells)
+    return [np.nan if value is None else value for value in found]
 
 
 def _number(cell: str) -> float | None:

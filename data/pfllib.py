@@ -279,6 +279,9 @@ class _Array:
             self.content = _from_bytes(data, dtype, shape, "F" if fortran else "C")
 
 
+_HOLDERS = frozenset({_Array, np.ndarray, dict, list, tuple})
+
+
 class _Plain:
     """Replaces the stand-ins for arrays in what was unpickled; each list once, in however many places it stands."""
 
@@ -301,13 +304,16 @@ class _Plain:
 
     def _of(self, item: Any, depth: int) -> tuple[Any, int]:
         """Return an item without stand-ins, and how many numbers it holds."""
-        if not isinstance(item, _Array | np.ndarray | dict | list | tuple):
+        if type(item) not in _HOLDERS:
             return item, 1
         if depth > MAX_DEPTH:
             raise ValueError(f"it holds lists in lists, more than {MAX_DEPTH} deep")
         if id(item) in self._done:
             return self._done[id(item)]
-        if isinstance(item, _Array | np.ndarray):
+        if isinstance(item, list) and _HOLDERS.isdisjoint(map(type, item)):  # the innermost lists, which are many
+            self._done[id(item)] = item, len(item)
+            self._distinct += len(item)
+        elif isinstance(item, _Array | np.ndarray):
             array = item.content if isinstance(item, _Array) else item
             self._done[id(item)] = array, getattr(array, "size", 0)
             self._distinct += self._done[id(item)][1]
@@ -316,7 +322,7 @@ class _Plain:
             values = [value for value, _ in found]
             plain: Any = dict(zip(item, values, strict=True)) if isinstance(item, dict) else type(item)(values)
             self._done[id(item)] = plain, sum(size for _, size in found)
-            self._distinct += sum(not isinstance(value, dict | list | tuple | np.ndarray) for value in values)
+            self._distinct += sum(type(value) not in _HOLDERS for value in values)
         return self._done[id(item)]
 
 

@@ -355,11 +355,7 @@ def load_site(
 def fitted(content: Content, path: Path, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
     """Do as :func:`load_site` with data that has been read."""
     task, kind = task_of(settings), settings.sample_kind
-    check_kind(content, settings, path)
-    if (shape := _shape(content, settings)) != task.input_shape:
-        raise DataError(
-            f"{path}: samples of shape {_as_text(shape)}; the run's input-shape is {_as_text(task.input_shape)}"
-        )
+    check_suits(content, settings, path)
     x = hashed(content.x, task.input_shape[0], task.vocabulary) if kind == "text" else content.x
     if kind == "tokens" and x.max() >= task.vocabulary:
         raise DataError(f"{path}: token {x.max()}; the run's vocabulary allows 0 to {task.vocabulary - 1}")
@@ -379,12 +375,17 @@ def fitted(content: Content, path: Path, settings: DataSettings, seed: int) -> t
     return dataset, _partition(content, settings, seed)
 
 
-def check_kind(content: Content, settings: DataSettings, path: Path) -> None:
-    """Raise :class:`DataError` if data is not of the kind that the settings ask for."""
+def check_suits(content: Content, settings: DataSettings, path: Path) -> None:
+    """Raise :class:`DataError` if data is not of the kind and the shape that the settings give, as far as they do."""
     if settings.sample_kind not in ("auto", content.kind):
         raise DataError(
             f"{path}: holds samples of the kind {content.kind}; the run's sample-kind is {settings.sample_kind}"
         )
+    if not settings.input_shape:
+        return
+    shape, wanted = _shape(content, settings), _wanted_shape(settings, content.kind)
+    if shape != wanted:
+        raise DataError(f"{path}: samples of shape {_as_text(shape)}; the run's input-shape is {_as_text(wanted)}")
 
 
 def fingerprint(dataset: Dataset, part: Partition) -> str:

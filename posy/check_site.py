@@ -18,8 +18,8 @@ from data.errors import DataError
 from data.partitions import Partition
 from data.sites import (
     Description,
-    check_kind,
     check_site_settings,
+    check_suits,
     description_of,
     fitted,
     is_complete,
@@ -127,7 +127,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     path = Path(str(node_config["data"])).expanduser()
     content = read_site(path, settings, skips(node_config))
     description = description_of(content, path, settings, seed)
-    check_kind(content, settings, path)
+    check_suits(content, settings, path)
     alone = _completed(settings, description)
     dataset, part = fitted(content, path, alone, seed)
     numbers = content.x if isinstance(content.x, np.ndarray) else None

@@ -1,5 +1,6 @@
 """`posy check-site`: what it finds in a site's data is what the node finds in a run."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from data.errors import DataError
 from data.sites import load_site
 from posy.check_site import check_site, show
 from posy.cli import main
-from posy.settings import DataSettings, SettingsError
+from posy.settings import DataSettings
 
 OPEN = DataSettings(dataset="sites")
 
@@ -79,13 +80,13 @@ def test_what_a_node_would_refuse_is_one_line(
     captured = capsys.readouterr()
     assert (status, captured.out) == (2, "")
     (line,) = [line for line in captured.err.splitlines() if line.startswith("posy:")]
-    with pytest.raises(SettingsError, match=message):
-        raise SettingsError(line)
+    assert re.search(message, line)
 
 
 def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder(tmp_path)
     for number in range(25):
-        (folder(tmp_path) / "b" / f"torn-{number}.png").write_bytes(b"no image")
+        (tmp_path / "b" / f"torn-{number}.png").write_bytes(b"no image")
     assert main(["check-site", f"data={tmp_path}", "name=here", "skip-unreadable=true"]) == 0
     shown = capsys.readouterr().out
     for part in ("here", "1x4x5", "8: 6 for training, 2 for the test", "2 classes", "25 of 33 image files"):
