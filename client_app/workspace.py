@@ -15,6 +15,7 @@ from data.augment import crop, draw_boxes
 from data.client import ClientData, client_data
 from data.datasets import Dataset, load_dataset
 from data.errors import DataError
+from data.files import from_home
 from data.partitions import Partition, partition
 from data.sites import fingerprint, load_site, task_of
 from data.task import Task
@@ -206,7 +207,7 @@ def data_path(site: str) -> Path:
     """
     if not site:
         raise DataError("this node holds no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'")
-    return Path(site).expanduser()
+    return from_home(site)
 
 
 def _size(client: ClientData) -> int:

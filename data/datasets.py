@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from data import image, text
 from data.dataset import Dataset
 from data.errors import DataError
+from data.files import from_home, is_there
 from data.leaf import load_femnist
 from data.own import load_own
 from posy.randomness import numpy_generator
@@ -129,8 +129,13 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         If the data is missing or damaged.
     """
     name = settings.dataset
-    dataset = SOURCES[name].load(data_dir, settings) if name in SOURCES else load_own(_path_of(name, data_dir), name)
-    return _subset(dataset, settings, seed)
+    try:
+        found = SOURCES[name].load(data_dir, settings) if name in SOURCES else load_own(_path_of(name, data_dir), name)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error})") from error
+    except MemoryError as error:
+        raise DataError(f"{name}: more than fits into memory ({error})") from error
+    return _subset(found, settings, seed)
 
 
 def describe() -> list[tuple[str, str, str, str]]:
@@ -139,10 +144,8 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 def _path_of(name: str, data_dir: Path) -> Path:
-    # Unlike pathlib's, these two have an answer for what can be no path.
-    home = Path(os.path.expanduser(name))  # noqa: PTH111
-    places = dict.fromkeys(place.absolute() for place in (data_dir / name, home))
-    found = next((place for place in places if name and os.path.exists(place)), None)  # noqa: PTH110
+    places = dict.fromkeys(place.absolute() for place in (data_dir / name, from_home(name)))
+    found = next((place for place in places if name and is_there(place)), None)
     if found is None:
         near = difflib.get_close_matches(name, SOURCES, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

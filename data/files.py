@@ -31,6 +31,16 @@ def check_regular(path: Path) -> int:
     return found.st_size
 
 
+def is_there(path: Path) -> bool:
+    """Tell whether a path leads anywhere; unlike pathlib's answer this is False for what can be no path."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def from_home(path: str | Path) -> Path:
+    """Return a path with the home directory for its ``~``, if there is such a user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def check_fits(size: float, where: str) -> None:
     """Raise :class:`DataError` if so many bytes are more than may be taken of the free memory."""
     free = free_memory()

@@ -1,6 +1,5 @@
 """Which client holds which samples."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
@@ -13,7 +12,7 @@ from flwr.common.logger import log
 from data.augment import check_augment
 from data.dataset import Dataset, Indices
 from data.errors import DataError
-from data.files import read_json
+from data.files import from_home, is_there, read_json
 from data.pfllib import is_pfllib
 from data.shifts import check_shift
 from posy.randomness import numpy_generator
@@ -210,8 +209,8 @@ def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Gene
 
 def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Read a list of index lists, or {"train": [...], "test": [...]} with one of each."""
-    path = Path(settings.partition_file).expanduser()
-    if not settings.partition_file or not os.path.exists(path):  # noqa: PTH110 - False for a path that cannot be
+    path = from_home(settings.partition_file)
+    if not settings.partition_file or not is_there(path):
         raise SettingsError(
             f"partition-file = {settings.partition_file!r}: partition = 'file' needs a JSON file; looked for "
             f"{path.absolute()}"

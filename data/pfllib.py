@@ -41,7 +41,8 @@ _CONFIG = ("num_clients", "num_classes")
 
 def is_pfllib(path: Path) -> bool:
     """Tell whether a directory is laid out as PFLlib does: train/0.npz, test/0.npz."""
-    return (path / "train" / "0.npz").is_file() and (path / "test").is_dir()
+    # Unlike pathlib's these are False also for what can be no path, or may not be looked at.
+    return os.path.isfile(path / "train" / "0.npz") and os.path.isdir(path / "test")  # noqa: PTH112, PTH113
 
 
 def read_pfllib(path: Path) -> Content:

@@ -8,7 +8,6 @@ agree on into the run's settings (:func:`agreed`), and from then on the settings
 import hashlib
 import json
 import math
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from data.dataset import (
     sorted_names,
 )
 from data.errors import DataError
+from data.files import is_there
 from data.own import read_own
 from data.partitions import Partition, split
 from data.task import Task
@@ -184,7 +184,7 @@ def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False)
     """
     if not path.is_absolute():
         raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path")
-    if not os.path.exists(path):  # noqa: PTH110 - False also for what is no path at all
+    if not is_there(path):
         raise DataError(f"{path}: there is no such file or directory (data in the node config)")
     size, mode = None, None
     if settings.input_shape and settings.sample_kind == "image":

@@ -15,6 +15,7 @@ from rich.text import Text
 from client_app.site import skips
 from data.dataset import Content, Dataset
 from data.errors import DataError
+from data.files import from_home
 from data.partitions import Partition
 from data.sites import (
     Description,
@@ -124,7 +125,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     check_site_settings(settings)
     if not node_config.get("data"):
         raise DataError("which data? It is given as data=/srv/site-a, as in the node config of `posy supernode`")
-    path = Path(str(node_config["data"])).expanduser()
+    path = from_home(str(node_config["data"]))
     content = read_site(path, settings, skips(node_config))
     description = description_of(content, path, settings, seed)
     check_suits(content, settings, path)

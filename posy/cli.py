@@ -13,6 +13,7 @@ from typing import Any, cast
 import yaml
 
 from data.errors import DataError
+from data.files import from_home, is_there
 from posy import config as configuration
 from posy.deploy import commands as deployment
 from posy.launch import (
@@ -233,7 +234,7 @@ def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     name = str(known["dataset"])
     if name and name not in (*DATASETS, SITES):
         places = [Path(result["data-dir"]) / name, _absolute(name)]
-        result["dataset"] = next((str(place) for place in places if os.path.exists(place)), name)  # noqa: PTH110 - False for what is no path
+        result["dataset"] = next((str(place) for place in places if is_there(place)), name)
     return result
 
 
@@ -341,7 +342,7 @@ def _declared(cls: type, prefix: str = "") -> dict[str, tuple[Any, Rule]]:
 
 
 def _absolute(path: str) -> Path:
-    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 - leaves the name of an unknown user as it is
+    return from_home(path).absolute()
 
 
 def _compare(defaults: Mapping[str, Scalar]) -> int:

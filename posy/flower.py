@@ -40,7 +40,9 @@ def of_simulation() -> bool:
 
 def absolute(path: str) -> Path:
     """Return a path from the settings, relative ones taken from where the process was started."""
-    return (Path(os.environ.get(START_DIRECTORY, Path.cwd())) / Path(path).expanduser()).resolve()
+    # Unlike pathlib's, these take a user who is unknown and a loop of links, too: what is not there is told later.
+    whole = Path(os.environ.get(START_DIRECTORY, Path.cwd())) / os.path.expanduser(path)  # noqa: PTH111
+    return Path(os.path.realpath(whole))
 
 
 def raised(reason: str) -> str:

@@ -13,6 +13,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from client_app.workspace import Workspace, workspace_for
+from data.files import is_there
 from data.partitions import as_used
 from data.sites import check_site_settings
 from posy.config import Settings, resolve
@@ -144,7 +145,7 @@ def with_absolute_paths(settings: Settings) -> Settings:
     name = data.dataset
     if name and name not in (*DATASETS, SITES):
         places = (absolute(data.data_dir) / name, absolute(name))
-        name = str(next((place for place in places if place.exists()), name))
+        name = str(next((place for place in places if is_there(place)), name))
     file = str(absolute(data.partition_file)) if data.partition_file else ""
     data = replace(data, dataset=name, data_dir=str(absolute(data.data_dir)), partition_file=file)
     return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))

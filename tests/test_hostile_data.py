@@ -28,6 +28,7 @@ from data.npz import NpzFile
 from data.own import load_own
 from data.partitions import Partition, partition
 from data.sites import load_site
+from posy.cli import main
 from posy.settings import DataSettings, SettingsError
 
 CPU = torch.device("cpu")
@@ -467,6 +468,22 @@ def test_a_link_to_a_file_is_a_file(tmp_path):
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "~nobody-of-that-name/a.csv"])
 def test_what_is_no_path_is_one_line(name, tmp_path):
     refused(load_dataset, DataSettings(dataset=name), tmp_path, 1, match="neither a name nor a path")
+
+
+@pytest.mark.parametrize("name", ["mnist", "femnist", "kvasir", "agnews"])
+def test_a_data_dir_that_is_no_path_is_one_line(name, tmp_path):
+    with pytest.raises(DataError, match="cannot be read|not found"):
+        load_dataset(DataSettings(dataset=name, download=False), tmp_path / ("x" * 5000), 1)
+
+
+@pytest.mark.parametrize("name", ["", "/{}loop", "~nobody-of-that-name/a", "x" * 5000])
+def test_the_command_line_takes_no_folder_for_a_name_that_is_none(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(images(tmp_path))  # the working directory could be read as a data set
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    words = ["engine=in-process", "data-dir=.", f"output-dir={tmp_path}/runs", "device=cpu"]
+    assert main(["run", f"dataset={name.format(str(tmp_path)[1:] + '/')}", *words]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("posy:")]
+    assert "is neither a name nor a path" in line
 
 
 def bomb(path, gigabytes):
