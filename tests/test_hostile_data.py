@@ -472,7 +472,7 @@ def test_what_is_no_path_is_one_line(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["mnist", "femnist", "kvasir", "agnews"])
 def test_a_data_dir_that_is_no_path_is_one_line(name, tmp_path):
-    with pytest.raises(DataError, match="cannot be read|not found"):
+    with pytest.raises(DataError, match=r"cannot be read|not found"):
         load_dataset(DataSettings(dataset=name, download=False), tmp_path / ("x" * 5000), 1)
 
 
