@@ -1,14 +1,13 @@
 """A node that holds its own data: who it is, what it tells of its data, and that the data stays the same."""
 
-import zlib
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from client_app.workspace import Workspace, data_path, workspace_for
 from data.errors import DataError
-from data.sites import describe_site
+from data.sites import describe_site, told_of
 from posy.config import from_json
 from posy.settings import SITES
 
@@ -17,8 +16,23 @@ _RECORD = "site-data"
 
 def workspace_of(settings_json: str, context: Context) -> Workspace:
     """Return this process's workspace for some settings and the data of this node."""
-    own = from_json(settings_json).data.dataset == SITES
-    return workspace_for(settings_json, str(context.node_config.get("data", "")) if own else "")
+    if from_json(settings_json).data.dataset != SITES:
+        return workspace_for(settings_json, "")
+    return workspace_for(settings_json, str(context.node_config.get("data", "")), skips(context.node_config))
+
+
+def skips(node_config: Mapping[str, Any]) -> bool:
+    """Tell whether a node's config lets it go on without image files that cannot be read.
+
+    Raises
+    ------
+    DataError
+        If ``skip-unreadable`` is neither true nor false.
+    """
+    value = str(node_config.get("skip-unreadable", False)).lower()
+    if value not in ("true", "false"):
+        raise DataError(f"skip-unreadable = {value!r} in the node config: it must be true or false")
+    return value == "true"
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -39,11 +53,12 @@ def describe(settings_json: str, context: Context) -> dict[str, Any]:
     """
     settings = from_json(settings_json)
     path = data_path(str(context.node_config.get("data", "")))
-    return {**identity(context), **describe_site(path, settings.data, settings.run.seed).as_answer()}
+    description = describe_site(path, settings.data, settings.run.seed, skips(context.node_config))
+    return {**identity(context), **description.as_answer()}
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Check this node's data against the task of the run; tell who it is and how many samples it has.
+    """Check this node's data against the task of the run; tell who it is, how many samples it has, and what was found.
 
     Raises
     ------
@@ -51,22 +66,26 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         If the node has no data, or it does not suit the run.
     """
     check_unchanged(workspace, context)
-    part, y = workspace.partition, workspace.dataset.y
-    told = {**identity(context), "num-train": len(part.train[0]), "num-test": len(part.test[0])}
+    part, dataset = workspace.partition, workspace.dataset
+    told = {
+        **identity(context),
+        "num-train": len(part.train[0]),
+        "num-test": len(part.test[0]),
+        "fingerprint": workspace.fingerprint,
+        **told_of(dataset.notes, dataset.skipped),
+    }
     if workspace.settings.data.share_class_counts:
-        told["class-counts"] = part.counts(y, workspace.task.num_classes)[0].tolist()
+        told["class-counts"] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
     return told
 
 
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 
-    Another order or number of samples would mean another split, and test samples that were trained on.
+    Other samples, or another order of them, would mean another split, and test samples that were trained on.
     """
-    y = workspace.dataset.y
-    mark = f"{len(y)} samples, {zlib.crc32(np.ascontiguousarray(y).tobytes()):08x}"
     before = context.state.config_records.get(_RECORD)
     if before is None:
-        context.state[_RECORD] = ConfigRecord({"mark": mark})
-    elif before["mark"] != mark:
+        context.state[_RECORD] = ConfigRecord({"fingerprint": workspace.fingerprint})
+    elif before["fingerprint"] != workspace.fingerprint:
         raise DataError(f"{workspace.site}: the data has changed during the run; start a new one")

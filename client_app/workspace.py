@@ -16,11 +16,12 @@ from data.client import ClientData, client_data
 from data.datasets import Dataset, load_dataset
 from data.errors import DataError
 from data.partitions import Partition, partition
-from data.sites import load_site, task_of
+from data.sites import fingerprint, load_site, task_of
 from data.task import Task
 from models.architecture import Architecture, architecture_for
 from posy.batches import Augment
 from posy.config import Settings, from_json
+from posy.paths import expanded
 from posy.settings import SITES, SettingsError
 from posy.training import Network, Trainer
 
@@ -66,11 +67,14 @@ class Workspace:
         All settings of the run.
     site : str
         Path of the node's own data, where ``dataset`` is ``sites``; the server has none.
+    skip_unreadable : bool
+        Whether the node goes on without image files that cannot be read.
     """
 
-    def __init__(self, settings: Settings, site: str = "") -> None:
+    def __init__(self, settings: Settings, site: str = "", skip_unreadable: bool = False) -> None:
         self.settings = settings
         self.site = site
+        self.skip_unreadable = skip_unreadable
         self.of_sites = settings.data.dataset == SITES
         self.device = choose_device(settings.train.device)
         if self.device.type == "cpu" and settings.train.threads:
@@ -92,6 +96,11 @@ class Workspace:
     def partition(self) -> Partition:
         """Which samples each client has; a site's has one client."""
         return self._own[1] if self.of_sites else partition(self.dataset, self.settings.data, self.settings.run.seed)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of a site's data and its split; any change changes it."""
+        return fingerprint(self.dataset, self.partition)
 
     @cached_property
     def task(self) -> Task:
@@ -179,13 +188,13 @@ class Workspace:
 
     @cached_property
     def _own(self) -> tuple[Dataset, Partition]:
-        return load_site(data_path(self.site), self.settings.data, self.settings.run.seed)
+        return load_site(data_path(self.site), self.settings.data, self.settings.run.seed, self.skip_unreadable)
 
 
 @lru_cache(maxsize=1)
-def workspace_for(settings_json: str, site: str, /) -> Workspace:
+def workspace_for(settings_json: str, site: str, skip_unreadable: bool = False, /) -> Workspace:
     """Return this process's workspace for some settings; a change of settings replaces it."""
-    return Workspace(from_json(settings_json), site)
+    return Workspace(from_json(settings_json), site, skip_unreadable)
 
 
 def data_path(site: str) -> Path:
@@ -198,7 +207,7 @@ def data_path(site: str) -> Path:
     """
     if not site:
         raise DataError("this node holds no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'")
-    return Path(site).expanduser()
+    return expanded(site)
 
 
 def _size(client: ClientData) -> int:

@@ -68,6 +68,7 @@ def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSe
         x = shifted.permute(0, 2, 3, 1).contiguous()
     x = x.to(device)
     mean, std = torch.from_numpy(dataset.mean).to(device), torch.from_numpy(dataset.std).to(device)
+    if dataset.task.kind == "features":
+        return x.double().sub_(mean).div_(std).float()  # rounded last: what tells samples apart may be small in a value
     scale = 255.0 if x.dtype == torch.uint8 else 1.0
-    x = x.float().sub_(mean * scale).div_(std * scale)
-    return x.permute(0, 3, 1, 2) if dataset.task.kind == "image" else x
+    return x.float().sub_(mean * scale).div_(std * scale).permute(0, 3, 1, 2)

@@ -129,8 +129,13 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         If the data is missing or damaged.
     """
     name = settings.dataset
-    dataset = SOURCES[name].load(data_dir, settings) if name in SOURCES else load_own(_path_of(name, data_dir), name)
-    return _subset(dataset, settings, seed)
+    try:
+        found = SOURCES[name].load(data_dir, settings) if name in SOURCES else load_own(_path_of(name, data_dir), name)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error})") from error
+    except MemoryError as error:
+        raise DataError(f"{name}: more than fits into memory ({error})") from error
+    return _subset(found, settings, seed)
 
 
 def describe() -> list[tuple[str, str, str, str]]:

@@ -1,7 +1,8 @@
 """Images: the published sets through torchvision or .npz, and folders of image files."""
 
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +17,20 @@ from PIL import Image, ImageOps
 
 from data.dataset import (
     Dataset,
+    Part,
     as_float32,
+    as_labels,
+    check_alike,
     check_lengths,
     check_shape,
     image_dataset,
+    joined_labels,
     known_labels,
     mapped_labels,
     numbered,
 )
 from data.errors import DataError, missing
+from data.files import check_fits, check_regular
 from data.npz import NpzFile
 from data.text import rows_of
 
@@ -178,7 +184,7 @@ def from_npz(
 ) -> Dataset | None:
     """Read a published set from ``<data-dir>/<name>.npz``, if that is there (see :func:`read_npz`)."""
     path = data_dir / f"{name}.npz"
-    if not path.exists():
+    if not os.path.lexists(path):  # also a link that leads nowhere is meant to be read
         return None
     x, y, groups, _ = read_npz(path)
     if x.ndim not in (3, 4):
@@ -193,12 +199,13 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int
     """Return x, y and groups of an .npz file, train and test pooled, and how many of them are the test's.
 
     Read are ``x_train, y_train`` and, if there, ``x_test, y_test`` and ``groups_train, groups_test``
-    (numbers or texts, which become 0, 1, ... in order).
+    (numbers or texts, which become 0, 1, ... in order). Labels are as :func:`data.dataset.as_labels` returns them.
 
     Raises
     ------
     DataError
-        If keys are missing, x and y differ in length, or samples hold nothing.
+        If keys are missing, x and y differ in length, samples hold nothing, or those of train and test are of
+        different kinds.
     """
     archive = NpzFile(path)
     splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} & set(archive.names)]
@@ -210,9 +217,19 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int
         check_shape(archive.shape(f"x_{split}")[0], str(path))
     groups = None
     if {f"groups_{split}" for split in splits} <= set(archive.names):
-        groups = numbered(archive.pooled(tuple(f"groups_{split}" for split in splits)))
-    x, y = (archive.pooled(tuple(f"{kind}_{split}" for split in splits)) for kind in "xy")
-    return x, y, groups, archive.shape("y_test")[0][0] if "test" in splits else 0
+        groups = numbered(_named(archive, [f"groups_{split}" for split in splits]))
+    names = [f"x_{split}" for split in splits]
+    x, tested = archive.pooled(tuple(names)), archive.shape("y_test")[0][0] if "test" in splits else 0
+    if tested and x.dtype.kind in "biuf":
+        halves = (x[: len(x) - tested], x[len(x) - tested :])
+        parts = [Part.of(name, archive.shape(name)[1], half) for name, half in zip(names, halves, strict=True)]
+        check_alike(str(path), parts, pixels=x.ndim > 2)
+    return x, _named(archive, [f"y_{split}" for split in splits]), groups, tested
+
+
+def _named(archive: NpzFile, names: Sequence[str]) -> np.ndarray:
+    """Return labels or groups of an .npz file, joined."""
+    return joined_labels([as_labels(archive.read(name), f"{archive.path}: {name}") for name in names])
 
 
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
@@ -352,7 +369,7 @@ def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | No
     if not folders:
         raise DataError(f"{root}: 0 class folders; needed are two or more, each with the images of a class")
     found = [(folder, path) for folder in folders for path in image_files(folder)]
-    names = np.array([folder.name for folder, _ in found])
+    names = as_labels(np.array([folder.name for folder, _ in found]), str(root))
     is_test = np.array([kept is not None and folder.parent.name.lower() in kept for folder, _ in found])
     return [path for _, path in found], names, is_test if is_test.any() and not is_test.all() else None
 
@@ -370,34 +387,85 @@ def read_images(files: Sequence[Path], size: tuple[int, int] | None = None, mode
 
     Images of another size are cropped to the target's aspect ratio around their centre and resized. If
     all files are grey the result has one channel, else three.
+
+    Raises
+    ------
+    DataError
+        If files cannot be read: it tells how many, and what is wrong with the first.
+    """
+    x, problems = readable_images(files, size, mode)
+    if problems:
+        raise unreadable(problems, len(files))
+    return x
+
+
+def readable_images(
+    files: Sequence[Path], size: tuple[int, int] | None = None, mode: str | None = None
+) -> tuple[np.ndarray, dict[int, DataError]]:
+    """Decode the image files that can be read, as :func:`read_images` does; return what is wrong with the others.
+
+    Returns
+    -------
+    tuple
+        The images ``(N, H, W, C)``, and by their number the errors of the files that are not among them.
     """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        problems: dict[int, DataError] = {}
+        target, form = size, mode
         if size is None or mode is None:
-            kinds = set(pool.map(_kind, files))
-            sizes = {kind[0] for kind in kinds}
-            size = size or (sizes.pop() if len(sizes) == 1 else (DEFAULT_SIDE, DEFAULT_SIDE))
-            mode = mode or ("L" if all(kind[1] in ("L", "1") for kind in kinds) else "RGB")
-        out = np.empty((len(files), size[1], size[0], 1 if mode == "L" else 3), np.uint8)
+            kinds = list(pool.map(_kind, files))
+            problems = {number: kind for number, kind in enumerate(kinds) if isinstance(kind, DataError)}
+            known = {kind for kind in kinds if not isinstance(kind, DataError)}
+            sizes = {kind[0] for kind in known}
+            target = size or (sizes.pop() if len(sizes) == 1 else (DEFAULT_SIDE, DEFAULT_SIDE))
+            form = mode or ("L" if all(kind[1] in ("L", "1") for kind in known) else "RGB")
+        assert target is not None
+        shape = (target[1], target[0], 1 if form == "L" else 3)
+        good = [number for number in range(len(files)) if number not in problems]
+        check_fits(len(good) * math.prod(shape), f"{len(good)} images of {target[0]}x{target[1]} pixels")
+        out = np.empty((len(good), *shape), np.uint8)
 
-        def decode(number: int) -> None:
-            with _opened(files[number]) as image:
-                converted = image.convert(mode)
-                if converted.size != size:
-                    converted = ImageOps.fit(converted, size, Image.Resampling.BILINEAR)
-                out[number] = np.asarray(converted).reshape(out.shape[1:])
+        def decode(place: int) -> DataError | None:
+            try:
+                with _opened(files[good[place]]) as image:
+                    converted = image.convert(form)
+                    if converted.size != target:
+                        converted = ImageOps.fit(converted, target, Image.Resampling.BILINEAR)
+                    out[place] = np.asarray(converted).reshape(shape)
+            except DataError as error:
+                return error
+            return None
 
-        list(pool.map(decode, range(len(files))))
-    return out
+        found = zip(good, pool.map(decode, range(len(good))), strict=True)
+        damaged = {number: error for number, error in found if error is not None}
+    if not damaged:
+        return out, problems
+    problems = dict(sorted((problems | damaged).items()))
+    left = [number for number in good if number not in damaged]
+    # Again, without them: their size and their colours must not decide on those of the others.
+    return readable_images([files[number] for number in left], size, mode)[0], problems
 
 
-def _kind(path: Path) -> tuple[tuple[int, int], str]:
-    with _opened(path) as image:
-        return image.size, image.mode
+def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") -> DataError:
+    """Return the error for image files that cannot be read: the first three of them, and how many."""
+    first = "; ".join(str(error) for error in list(problems.values())[:3])
+    if len(problems) == 1:
+        return DataError(f"{first}{hint}")
+    return DataError(f"{len(problems)} of {count} images cannot be read: {first}{'; …' * (len(problems) > 3)}{hint}")
+
+
+def _kind(path: Path) -> tuple[tuple[int, int], str] | DataError:
+    try:
+        with _opened(path) as image:
+            return image.size, image.mode
+    except DataError as error:
+        return error
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
     """Open an image file; whatever is wrong with it becomes a DataError."""
+    check_regular(path)
     try:
         with Image.open(path) as image:
             if image.mode.startswith(("I", "F")):
@@ -405,7 +473,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
             yield image
     except DataError:
         raise
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # a damaged file can make Pillow fail in any way
         raise DataError(f"{path}: not an image that can be read ({error})") from error
 
 

@@ -1,6 +1,5 @@
 """FEMNIST in LEAF's layout."""
 
-import json
 import string
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from data.dataset import Dataset, as_float32, check_lengths, image_dataset, known_labels, numbered
 from data.errors import DataError, missing
+from data.files import read_json
 from data.image import from_npz
 
 
@@ -59,10 +59,10 @@ def load_femnist(data_dir: Path) -> Dataset:
 
 
 def _users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
+    content = read_json(path)
     try:
-        content = json.loads(path.read_bytes())
         found = [(user, content["user_data"][user]["x"], content["user_data"][user]["y"]) for user in content["users"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{path}: not a LEAF file with "users" and "user_data" ({error!r})') from error
     for user, x, y in found:
         if not isinstance(x, list) or not isinstance(y, list):

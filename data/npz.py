@@ -1,5 +1,8 @@
 """Reading .npz files: straight into place, and without NumPy's own unpickling."""
 
+import lzma
+import math
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -10,8 +13,24 @@ from typing import IO, Any
 import numpy as np
 
 from data.errors import DataError
+from data.files import check_fits, check_regular
 
 _CHUNK = 1 << 22
+_MAX_RATIO, _MAX_SQUEEZED = 100, 1 << 30
+"""An array of more bytes than the second that compression has made smaller by more than the first is refused."""
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,  # encrypted, or (RecursionError) a header without end
+    OverflowError,
+    NotImplementedError,
+)
 
 
 class NpzFile:
@@ -27,25 +46,28 @@ class NpzFile:
     Raises
     ------
     DataError
-        If the file is damaged, or if it holds Python objects and ``unpickle`` is ``None``.
+        If it is no regular file or is damaged, if it holds Python objects and ``unpickle`` is ``None``, or if an
+        array claims more than the file holds, more than fits into memory, or a compression that no data has.
     """
 
     def __init__(self, path: Path, unpickle: Callable[[IO[bytes]], Any] | None = None) -> None:
         self.path = path
         self._unpickle = unpickle
+        check_regular(path)
         with self._damage(), zipfile.ZipFile(path) as archive:
-            self.names = tuple(name.removesuffix(".npy") for name in archive.namelist())
+            self._members = {member.filename: member for member in archive.infolist()}
+        self.names = tuple(name.removesuffix(".npy") for name in self._members)
 
     def shape(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Return shape and dtype of an array without reading it."""
         with self._open(name) as stream:
-            shape, _, dtype = _header(stream)
+            shape, _, dtype = self._header(stream, name)
         return shape, dtype
 
     def read(self, name: str) -> Any:
         """Return one array (or what ``unpickle`` makes of an array of objects)."""
         with self._open(name) as stream:
-            shape, fortran, dtype = _header(stream)
+            shape, fortran, dtype = self._header(stream, name)
             if dtype.hasobject:
                 if self._unpickle is None:
                     raise DataError(f"{self.path}: array {name} holds Python objects; only plain numbers are read")
@@ -65,12 +87,13 @@ class NpzFile:
                 raise DataError(f"{self.path}: samples of unequal shape: {listed}")
             return np.concatenate(parts)
         inner, dtype = shapes.pop()
+        check_fits(sum(math.prod(shape) for shape, _ in kinds.values()) * dtype.itemsize, str(self.path))
         with self._damage():
             whole = np.empty((sum(shape[0] for shape, _ in kinds.values()), *inner), dtype)
         start = 0
         for name, (shape, _) in kinds.items():
             with self._open(name) as stream:
-                _, fortran, _ = _header(stream)
+                _, fortran, _ = self._header(stream, name)
                 part = whole[start : start + shape[0]]
                 if fortran or dtype.hasobject:
                     part[:] = self.read(name)
@@ -78,6 +101,28 @@ class NpzFile:
                     _fill(stream, part)
             start += shape[0]
         return whole
+
+    def _header(self, stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+        """Read the header of an array, and check what it claims."""
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        try:
+            shape, fortran, dtype = read(stream)
+        except Exception as error:  # it is parsed as Python, and a crooked one can fail in any way
+            raise ValueError(f"array {name}: {error!s:.200}") from error
+        if any(type(length) is not int or length < 0 for length in shape):
+            raise ValueError(f"array {name}: of the shape {shape}")
+        member = self._members[f"{name}.npy"]
+        size = member.file_size if dtype.hasobject else math.prod(shape) * dtype.itemsize
+        check_fits(size, str(self.path))
+        if size > member.file_size:
+            raise EOFError(f"array {name}: {size - member.file_size} bytes are missing, or more")
+        if member.file_size > max(_MAX_SQUEEZED, _MAX_RATIO * member.compress_size):
+            raise DataError(
+                f"{self.path}: array {name} has {member.file_size / 1e9:.3g} GB, compressed to "
+                f"{member.compress_size / 1e6:.3g} MB, as no data can be; if it is data, store it with numpy.savez"
+            )
+        return shape, fortran, dtype
 
     @contextmanager
     def _open(self, name: str) -> Iterator[IO[bytes]]:
@@ -93,15 +138,8 @@ class NpzFile:
             raise
         except MemoryError as error:  # perhaps of a header that claims what is not there
             raise DataError(f"{self.path}: more than fits into memory ({error})") from error
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError, NotImplementedError) as error:
+        except _DAMAGE as error:
             raise DataError(f"{self.path}: not a whole .npz file ({error}); write it again with numpy.savez") from error
-
-
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    return np.lib.format.read_array_header_2_0(stream)
 
 
 def _fill(stream: IO[bytes], array: np.ndarray) -> None:

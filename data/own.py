@@ -1,6 +1,8 @@
 """People's own data: .npz, .csv, a folder of class folders, a PFLlib directory."""
 
 import dataclasses
+from collections.abc import Iterable
+from fractions import Fraction
 from logging import INFO, WARNING
 from pathlib import Path
 
@@ -8,25 +10,35 @@ import numpy as np
 from flwr.common.logger import log
 
 from data.dataset import (
+    FLOAT32,
+    LOST,
     Content,
     Dataset,
-    as_float32,
+    as_features,
+    as_labels,
     feature_dataset,
     image_dataset,
+    label_name,
+    label_notes,
     mapped_labels,
+    nearly_equal,
     numbered,
+    precision_notes,
     text_dataset,
+    written_label,
 )
 from data.errors import DataError
-from data.image import as_images, labelled_images, read_images, read_npz
+from data.image import as_images, labelled_images, read_npz, readable_images, unreadable
 from data.pfllib import is_pfllib, read_pfllib
 from data.text import rows_of, tokenise
+
+_SPECIAL = ("label", "group", "text")
 
 
 def load_own(path: Path, name: str) -> Dataset:
     """Read a file or directory of one of the four formats as a data set of its own.
 
-    Features are standardised, but for PFLlib's, which are taken as they are.
+    Features are standardised, but for PFLlib's, which are taken as they are. What may be a mistake is logged.
 
     Raises
     ------
@@ -34,24 +46,33 @@ def load_own(path: Path, name: str) -> Dataset:
         If it is none of them, or holds what cannot be used.
     """
     content = read_own(path)
+    notes = list(content.notes)
     if content.num_classes:
         labels, names = content.labels, tuple(str(label) for label in range(content.num_classes))
     else:
-        labels, names = mapped_labels(content.labels, str(path), content.is_test)
+        labels, names = mapped_labels(content.labels, str(path))
+        notes += label_notes(labels, names, content.is_test)
     if content.kind == "text":
         tokens, vocabulary = tokenise(content.x)
-        return text_dataset(name, tokens, labels, names, content.groups, vocabulary=vocabulary)
-    if content.kind == "tokens":
+        dataset = text_dataset(name, tokens, labels, names, content.groups, vocabulary=vocabulary)
+    elif content.kind == "tokens":
         dataset = text_dataset(name, content.x, labels, names, vocabulary=int(content.x.max()) + 1)
     elif content.kind == "features":
-        own = content.given is None
-        dataset = feature_dataset(name, content.x, labels, names, content.groups, standardise=own)
+        x, own = content.x, content.given is None
+        if not own:
+            notes += precision_notes(x, np.float32, content.columns)
+            x = x.astype(np.float32, copy=False)
+        dataset = feature_dataset(name, x, labels, names, content.groups, standardise=own)
     else:
         dataset = image_dataset(name, content.x, labels, names, content.groups)
-    return dataclasses.replace(dataset, given=content.given)
+    for note in notes:
+        log(WARNING, "%s: %s", path, note)
+    return dataclasses.replace(dataset, given=content.given, notes=tuple(notes))
 
 
-def read_own(path: Path, size: tuple[int, int] | None = None, mode: str | None = None) -> Content:
+def read_own(
+    path: Path, size: tuple[int, int] | None = None, mode: str | None = None, skip_unreadable: bool | None = None
+) -> Content:
     """Read a file or directory of one of the four formats.
 
     Parameters
@@ -60,21 +81,52 @@ def read_own(path: Path, size: tuple[int, int] | None = None, mode: str | None =
         An .npz or .csv file, a folder of class folders, or a PFLlib directory.
     size, mode
         Of the images of class folders, as for :func:`data.image.read_images`.
+    skip_unreadable : bool or None
+        Whether to go on without image files that cannot be read; ``None``: no, and nobody can choose it.
 
     Raises
     ------
     DataError
         If it is none of them, or holds what cannot be used.
     """
-    if path.is_dir():
-        if is_pfllib(path):
-            return read_pfllib(path)
-        files, names, is_test = labelled_images(path)
-        return Content("image", read_images(files, size, mode), names, is_test=is_test)
-    readers = {".npz": _read_npz, ".csv": _read_csv}
-    if path.suffix.lower() not in readers:
-        raise DataError(f"{path}: allowed are .npz, .csv, a folder of class folders and a PFLlib directory")
-    return readers[path.suffix.lower()](path)
+    try:
+        if path.is_dir():
+            return read_pfllib(path) if is_pfllib(path) else _read_folder(path, size, mode, skip_unreadable)
+        readers = {".npz": _read_npz, ".csv": _read_csv}
+        if path.suffix.lower() not in readers:
+            raise DataError(f"{path}: allowed are .npz, .csv, a folder of class folders and a PFLlib directory")
+        return readers[path.suffix.lower()](path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    except MemoryError as error:
+        raise DataError(f"{path}: more than fits into memory ({error})") from error
+
+
+def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
+    """Read a folder of class folders, as :func:`data.image.labelled_images` finds them."""
+    files, names, is_test = labelled_images(path)
+    x, problems = readable_images(files, size, mode)
+    if not problems:
+        return Content("image", x, names, is_test=is_test)
+    if not skip_unreadable or len(problems) == len(files):
+        hint = "" if skip_unreadable is not False else "; with skip-unreadable=true in its node config a site goes on"
+        raise unreadable(problems, len(files), f"{hint} without such files" if hint else "")
+    good = np.setdiff1d(np.arange(len(files)), list(problems))
+    first = ", ".join(str(files[number].relative_to(path)) for number in list(problems)[:3])
+    notes = [
+        f"{len(problems)} of {len(files)} image files cannot be read and are left out: "
+        f"{first}{', …' if len(problems) > 3 else ''}"
+    ]
+    if gone := np.setdiff1d(names, names[good]).tolist():
+        notes.append(f"classes without an image that can be read: {', '.join(gone)}")
+    return Content(
+        "image",
+        x,
+        names[good],
+        is_test=None if is_test is None else is_test[good],
+        notes=tuple(notes),
+        unreadable=tuple(map(str, problems.values())),
+    )
 
 
 def _read_npz(path: Path) -> Content:
@@ -85,44 +137,37 @@ def _read_npz(path: Path) -> Content:
     x, y, groups, tested = read_npz(path)
     is_test = np.arange(len(y)) >= len(y) - tested if tested else None
     if x.ndim in (3, 4):
-        x = as_images(x, str(path))
-        return Content("image" if x.dtype == np.uint8 else "image-float", x, y, groups, is_test)
+        images = as_images(x, str(path))
+        if images.dtype == np.uint8:
+            return Content("image", images, y, groups, is_test)
+        notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",))
+        return Content("image-float", images, y, groups, is_test, notes=tuple(notes))
     if x.ndim != 2 or x.dtype.kind not in "fiub":
         raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed are numbers in 2, 3 or 4 axes")
-    return Content("features", as_float32(x, str(path)), y, groups, is_test)
+    x, notes = as_features(x, str(path))
+    return Content("features", x, y, groups, is_test, notes=tuple(notes))
 
 
 def _read_csv(path: Path) -> Content:
-    """Read a table with a header.
+    """Read a table with a header, in which every name stands once.
 
-    The labels are the column ``label``, else the last, with a warning; a column ``group`` gives natural
-    groups. A column ``text``, or the only other column if it does not hold numbers, becomes tokens, and
-    a warning names the columns that are not used then; otherwise all other columns are features.
+    The labels are the column ``label``, else the last, which is noted (see :func:`data.dataset.written_label`
+    for what a cell means); a column ``group`` gives natural groups. A column ``text``, or the only other column
+    if it does not hold numbers, becomes tokens, and the columns that are not used then are noted; otherwise all
+    other columns are features.
     """
-    rows = rows_of(path)
-    _, header = next(rows, (0, []))
-    header = [title.strip() for title in header]
+    header, numbers, table = _table(path)
     lower = [title.lower() for title in header]
-    if len(header) < 2:
-        raise DataError(f"{path}: header {header}; needed is a header row with two columns or more")
-    if all(_number(title) is not None for title in header):
-        raise DataError(f"{path}: the first row holds only numbers; needed is a header row with the columns' names")
-    numbers, table = [], []
-    for number, row in rows:
-        if len(row) != len(header):
-            raise DataError(f"{path}: row {number} has {len(row)} columns; the header has {len(header)}")
-        numbers.append(number)
-        table.append(row)
-    if not table:
-        raise DataError(f"{path}: no rows below the header; at least one is needed")
     columns = list(zip(*table, strict=True))
+    notes = []
     label = lower.index("label") if "label" in lower else len(header) - 1
     if "label" not in lower:
-        log(WARNING, "%s: no column is named label; the last one, %s, is taken for it", path, header[label])
+        notes.append(f"no column is named label; the last one, {header[label]}, is taken for it")
     labels = _labels(columns[label], path, header[label], numbers)
     groups = None
     if "group" in lower and lower.index("group") != label:
-        groups = numbered(np.array(columns[lower.index("group")]))
+        group = lower.index("group")
+        groups = numbered(_names(columns[group], path, header[group], numbers, "group"))
     inputs = [i for i in range(len(header)) if i != label and lower[i] != "group"]
     if "text" in lower:
         text = lower.index("text")
@@ -131,51 +176,109 @@ def _read_csv(path: Path) -> Content:
     if text in inputs:
         if len(inputs) > 1:
             unused = ", ".join(header[i] for i in inputs if i != text)
-            log(WARNING, "%s: columns beside the text are not used: %s", path, unused)
+            notes.append(f"columns beside the text are not used: {unused}")
         log(INFO, "%s: column %s is the text, %s the label", path.name, header[text], header[label])
-        return Content("text", columns[text], labels, groups)
+        return Content("text", columns[text], labels, groups, notes=tuple(notes))
     log(INFO, "%s: %s columns are features, %s the label", path.name, len(inputs), header[label])
-    x = _features([(header[i], columns[i]) for i in inputs], path, numbers)
-    return Content("features", x, labels, groups)
+    names = [header[i] for i in inputs]
+    notes += [f"column {1 + header.index('')} has no name and is a feature"] if "" in names else []
+    notes += [f"columns of nearly the same name: {', '.join(twins)}" for twins in nearly_equal(names)]
+    x, lost = _features([(header[i], columns[i]) for i in inputs], path, numbers)
+    return Content("features", x, labels, groups, columns=tuple(names), notes=(*notes, *lost))
 
 
-def _features(columns: list[tuple[str, tuple[str, ...]]], path: Path, numbers: list[int]) -> np.ndarray:
-    """Return the columns as ``(N, F)`` float32; every cell must be a finite number."""
+def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
+    """Return the header of a table, and the numbers and the cells of its rows, as many in each as in the header."""
+    rows = rows_of(path)
+    _, header = next(rows, (0, []))
+    header = [label_name(title) for title in header]
+    if len(header) < 2:
+        raise DataError(f"{path}: header {header}; needed is a header row with two columns or more")
+    if all(_number(title) is not None for title in header):
+        raise DataError(f"{path}: the first row holds only numbers; needed is a header row with the columns' names")
+    lower = [title.lower() for title in header]
+    for place, title in enumerate(header):
+        if title in header[:place] or (lower[place] in _SPECIAL and lower[place] in lower[:place]):
+            first = header[lower.index(lower[place])]
+            raise DataError(f"{path}: columns named {first!r} and {title!r}; each name must stand there once")
+    numbers, table = [], []
+    for number, row in rows:
+        if len(row) != len(header):
+            raise DataError(f"{path}: row {number} has {len(row)} columns; the header has {len(header)}")
+        numbers.append(number)
+        table.append(row)
+    if not table:
+        raise DataError(f"{path}: no rows below the header; at least one is needed")
+    return header, numbers, table
+
+
+def _features(
+    columns: list[tuple[str, tuple[str, ...]]], path: Path, numbers: list[int]
+) -> tuple[np.ndarray, list[str]]:
+    """Return the columns as :func:`data.dataset.as_features` does; every cell must be a finite number."""
     if not columns:
         raise DataError(f"{path}: no column beside the label; at least one is needed")
-    features = np.empty((len(numbers), len(columns)), np.float32)
+    features = np.empty((len(numbers), len(columns)))
+    lost = []
     for target, (title, cells) in zip(features.T, columns, strict=True):
-        found = (_number(cell) for cell in cells)
-        values = np.array([np.nan if value is None else value for value in found])
-        bad = np.flatnonzero(~(np.abs(values) <= np.finfo(np.float32).max))
+        target[:] = _numbers(cells)
+        bad = np.flatnonzero(~(np.abs(target) <= FLOAT32.max))
         if bad.size:
             raise DataError(
                 f"{path}: row {numbers[bad[0]]}, column {title}: {cells[bad[0]]!r}; finite numbers are allowed, in the "
                 "range of float32 (a column of texts must be named text)"
             )
-        target[:] = values
-    return features
+        spread = target.max() - target.min()
+        if np.spacing(np.abs(target).max()) > LOST * spread:
+            moved = max(abs(Fraction(cell.strip()) - Fraction(value)) for cell, value in _distinct(cells, target))
+            if moved > LOST * spread:
+                lost.append(title)
+    x, notes = as_features(features, str(path))
+    if lost:
+        notes.append(f"float64 cannot tell values of these columns apart: {', '.join(lost)}; cut what all share")
+    return x, notes
+
+
+def _distinct(cells: Iterable[str], values: np.ndarray) -> Iterable[tuple[str, float]]:
+    return dict(zip(cells, values.tolist(), strict=True)).items()
 
 
 def _labels(cells: tuple[str, ...], path: Path, title: str, numbers: list[int]) -> np.ndarray:
-    """Return the label column: numbers, if all are, which must be whole, else texts."""
-    cells = tuple(cell.strip() for cell in cells)
-    if "" in cells:
-        raise DataError(f"{path}: row {numbers[cells.index('')]}, column {title}: the label is missing")
+    """Return the label column; where all cells are numbers, they must be whole."""
+    names = _names(cells, path, title, numbers, "label")
     values = [_number(cell) for cell in cells]
-    if None in values:
-        return np.array(cells)
     fractions = [i for i, value in enumerate(values) if value is not None and not value.is_integer()]
-    if fractions:
+    if None not in values and fractions:
         raise DataError(
-            f"{path}: row {numbers[fractions[0]]}, column {title}: {cells[fractions[0]]!r}; "
+            f"{path}: row {numbers[fractions[0]]}, column {title}: {cells[fractions[0]].strip()!r}; "
             "labels are whole numbers or texts"
         )
-    return np.array(values)
+    return names
+
+
+def _names(cells: tuple[str, ...], path: Path, title: str, numbers: list[int], what: str) -> np.ndarray:
+    """Return a column of names as :func:`data.dataset.as_labels` does; none may be empty."""
+    known = {cell: written_label(cell) for cell in set(cells)}
+    names = [known[cell] for cell in cells]
+    if "" in names:
+        raise DataError(f"{path}: row {numbers[names.index('')]}, column {title}: the {what} is missing")
+    return as_labels(np.array(names), str(path))
+
+
+def _numbers(cells: tuple[str, ...]) -> list[float]:
+    """Return the numbers of a column; NaN for a cell that holds none."""
+    whole = "".join(cells)
+    if whole.isascii() and "_" not in whole:
+        try:
+            return list(map(float, cells))
+        except ValueError:
+            pass  # one cell is no number: which, is found below
+    found = map(_number, cells)
+    return [np.nan if value is None else value for value in found]
 
 
 def _number(cell: str) -> float | None:
     try:
-        return float(cell)
+        return float(cell) if cell.isascii() and "_" not in cell else None
     except ValueError:
         return None

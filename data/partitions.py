@@ -1,6 +1,5 @@
 """Which client holds which samples."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from logging import INFO, WARNING
@@ -13,9 +12,10 @@ from flwr.common.logger import log
 from data.augment import check_augment
 from data.dataset import Dataset, Indices
 from data.errors import DataError
+from data.files import read_json
 from data.pfllib import is_pfllib
 from data.shifts import check_shift
-from posy.paths import expanded, is_file
+from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
 from posy.settings import DataSettings, SettingsError
 
@@ -211,15 +211,12 @@ def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Gene
 def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Read a list of index lists, or {"train": [...], "test": [...]} with one of each."""
     path = expanded(settings.partition_file)
-    if not settings.partition_file or not is_file(path):
+    if not settings.partition_file or not exists(path):
         raise SettingsError(
             f"partition-file = {settings.partition_file!r}: partition = 'file' needs a JSON file; looked for "
             f"{path.absolute()}"
         )
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON ({error})") from error
+    content = read_json(path)
     splits = content if isinstance(content, dict) else {"all": content}
     if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
         raise DataError(

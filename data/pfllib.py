@@ -5,7 +5,7 @@ dicts, lists, tuples, numbers, texts and plain NumPy arrays: the few NumPy names
 calls are answered by our own, and every other name is refused.
 """
 
-import json
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -14,14 +14,35 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.dataset import Content, as_float32, check_shape, checked_labels, known_labels
+from data.dataset import (
+    Content,
+    Part,
+    as_features,
+    as_float32,
+    as_labels,
+    check_alike,
+    check_shape,
+    joined_labels,
+    known_labels,
+    precision_notes,
+)
 from data.errors import DataError
+from data.files import read_json
 from data.npz import NpzFile
+
+MANY_CLASSES = 10_000
+MAX_TOKEN = 10**7
+"""A network has a row of weights for each token."""
+MAX_DEPTH = 8
+MAX_SHARED = 10**7
+"""So many numbers may lists hold that stand in several places of a pickle."""
+_CONFIG = ("num_clients", "num_classes")
 
 
 def is_pfllib(path: Path) -> bool:
     """Tell whether a directory is laid out as PFLlib does: train/0.npz, test/0.npz."""
-    return (path / "train" / "0.npz").is_file() and (path / "test").is_dir()
+    # Unlike pathlib's these are False also for what can be no path, or may not be looked at.
+    return os.path.isfile(path / "train" / "0.npz") and os.path.isdir(path / "test")  # noqa: PTH112, PTH113
 
 
 def read_pfllib(path: Path) -> Content:
@@ -43,6 +64,7 @@ def read_pfllib(path: Path) -> Content:
     """
     xs: list[np.ndarray] = []
     ys: list[np.ndarray] = []
+    parts: list[Part] = []
     given, start = [], 0
     is_test: list[np.ndarray] = []
     config = _config(path)
@@ -55,6 +77,8 @@ def read_pfllib(path: Path) -> Content:
             if len(y):
                 xs.append(x)
                 ys.append(y)
+                if x.dtype.kind in "biuf":
+                    parts.append(Part.of(f"{split}/{client}.npz", x.dtype, x))
             is_test.append(np.full(len(y), split == "test"))
             pair.append(np.arange(start, start + len(y)))
             start += len(y)
@@ -66,43 +90,55 @@ def read_pfllib(path: Path) -> Content:
         xs = [np.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in xs]
     if len({x.shape[1:] for x in xs}) > 1:
         raise DataError(f"{path}: samples of unequal shape: {sorted({x.shape[1:] for x in xs})}")
-    kind, x = _inputs(np.concatenate(xs), str(path))
+    check_alike(str(path), parts, pixels=xs[0].ndim > 2, strict=True)
+    kind, x, notes = _inputs(np.concatenate(xs), str(path))
+    labels = joined_labels(ys)
+    if num_classes > max(MANY_CLASSES, len(labels)):
+        raise DataError(
+            f"{path / 'config.json'}: num_classes is {num_classes}, and there are {len(labels)} samples; allowed are "
+            f"as many classes as samples, or {MANY_CLASSES}"
+        )
     return Content(
         kind,
         x,
-        np.concatenate(ys),
+        labels,
         is_test=np.concatenate(is_test),
         given=tuple(given),
         num_classes=num_classes,
+        notes=tuple(notes),
     )
 
 
-def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray]:
-    """Return the kind of the samples, and the samples as :class:`Content` has them."""
+def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, list[str]]:
+    """Return the kind of the samples, the samples as :class:`Content` has them, and what to note."""
     if x.dtype.kind in "iu" and x.ndim == 2:
         if x.min() < 0:
             raise DataError(f"{where}: token {x.min()}; allowed are whole numbers from 0 (padding)")
-        return "tokens", x.astype(np.int64)
+        if x.max() > MAX_TOKEN:
+            raise DataError(f"{where}: token {x.max()}; allowed are whole numbers up to {MAX_TOKEN}")
+        return "tokens", x.astype(np.int64), []
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "fiu":
         raise DataError(
             f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes"
         )
-    x = x.astype(np.float32, copy=False)
     if x.ndim == 2:
-        return "features", x
-    return "image-float", x[..., None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+        return "features", *as_features(x, where)
+    images = as_float32(x, where)
+    notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if x.dtype.kind == "f" else []
+    if x.ndim == 3:
+        return "image-float", images[..., None], notes
+    return "image-float", np.ascontiguousarray(images.transpose(0, 2, 3, 1)), notes
 
 
 def _config(path: Path) -> dict[str, int]:
     """Return num_clients and, if it is there, num_classes of config.json; an empty dict without that file."""
     file = path / "config.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
-    try:
-        content = json.loads(file.read_bytes())
-        config = {key: int(content[key]) for key in ("num_clients", "num_classes") if key in content}
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise DataError(f"{file}: not what PFLlib writes ({error!r})") from error
+    content = read_json(file)
+    config = {key: content[key] for key in _CONFIG if key in content} if isinstance(content, dict) else {}
+    if any(type(value) is not int for value in config.values()):
+        raise DataError(f"{file}: not what PFLlib writes: {config!r:.200}; needed are whole numbers")
     if "num_clients" not in config or config.get("num_classes", 2) < 2:
         raise DataError(f"{file}: holds {config}; needed are num_clients and, if at all, 2 or more num_classes")
     return config
@@ -130,7 +166,7 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
 
     def unpickle(stream: IO[bytes]) -> Any:
         try:
-            return _plain(_ArrayUnpickler(stream, path).load())
+            return _Plain().of(_ArrayUnpickler(stream, path).load())
         except DataError:
             raise
         except Exception as error:  # a hostile or damaged pickle can fail in any way
@@ -143,7 +179,7 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(content, dict) or not {"x", "y"} <= set(content):
         raise DataError(f"{path}: needed is the array data that holds a dict with x and y")
     try:
-        x, y = _samples(content["x"]), np.asarray(content["y"]).reshape(-1)
+        x, y = _samples(content["x"]), _labels(content["y"])
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise DataError(
             f"{path}: x must be an array of numbers, or a list of tokens or of (tokens, length) pairs ({error})"
@@ -152,9 +188,16 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(f"{path}: arrays of unequal length (x: {len(x)}, y: {len(y)})")
     if len(x):
         check_shape(x.shape, str(path))
-    if x.dtype.kind == "f":
-        x = as_float32(x, str(path))
-    return x, known_labels(y, num_classes, str(path)) if num_classes else checked_labels(y, str(path))
+    if x.dtype.kind == "f" and x.size and not np.isfinite(x).all():
+        as_float32(x, str(path))  # which tells where
+    return x, known_labels(y, num_classes, str(path)) if num_classes else as_labels(y, str(path))
+
+
+def _labels(y: Any) -> np.ndarray:
+    """Return labels as an array; whole numbers of a list, which may be of any size, as texts if one is too large."""
+    if isinstance(y, list | tuple) and any(type(label) is int and abs(label) >= 2**63 for label in y):
+        y = [str(label) for label in y]
+    return np.asarray(y).reshape(-1)
 
 
 def _samples(x: Any) -> np.ndarray:
@@ -231,21 +274,57 @@ class _Array:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, fortran, data = state
         if isinstance(data, list):  # an array of objects
-            flat = np.fromiter(map(_plain, data), object, len(data))
+            flat = np.fromiter(_Plain().of(data), object, len(data))
             self.content = flat.reshape(shape, order="F" if fortran else "C")
         else:
             self.content = _from_bytes(data, dtype, shape, "F" if fortran else "C")
 
 
-def _plain(item: Any) -> Any:
-    """Replace the stand-ins for arrays in what was unpickled."""
-    if isinstance(item, _Array):
-        return item.content
-    if isinstance(item, dict):
-        return {key: _plain(value) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)(_plain(value) for value in item)
-    return item
+_HOLDERS = frozenset({_Array, np.ndarray, dict, list, tuple})
+
+
+class _Plain:
+    """Replaces the stand-ins for arrays in what was unpickled; each list once, in however many places it stands."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[Any, int]] = {}
+        self._distinct = 0
+
+    def of(self, item: Any) -> Any:
+        """Return an item without stand-ins.
+
+        Raises
+        ------
+        ValueError
+            If lists are nested too deep, or stand in so many places that they would be far more than the file.
+        """
+        plain, size = self._of(item, 0)
+        if size > max(MAX_SHARED, 2 * self._distinct):
+            raise ValueError(f"its lists, which stand in several places, hold {size} numbers in all")
+        return plain
+
+    def _of(self, item: Any, depth: int) -> tuple[Any, int]:
+        """Return an item without stand-ins, and how many numbers it holds."""
+        if type(item) not in _HOLDERS:
+            return item, 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it holds lists in lists, more than {MAX_DEPTH} deep")
+        if id(item) in self._done:
+            return self._done[id(item)]
+        if isinstance(item, list) and _HOLDERS.isdisjoint(map(type, item)):  # the innermost lists, which are many
+            self._done[id(item)] = item, len(item)
+            self._distinct += len(item)
+        elif isinstance(item, _Array | np.ndarray):
+            array = item.content if isinstance(item, _Array) else item
+            self._done[id(item)] = array, getattr(array, "size", 0)
+            self._distinct += self._done[id(item)][1]
+        else:
+            found = [self._of(value, depth + 1) for value in (item.values() if isinstance(item, dict) else item)]
+            values = [value for value, _ in found]
+            plain: Any = dict(zip(item, values, strict=True)) if isinstance(item, dict) else type(item)(values)
+            self._done[id(item)] = plain, sum(size for _, size in found)
+            self._distinct += sum(type(value) not in _HOLDERS for value in values)
+        return self._done[id(item)]
 
 
 def _from_bytes(data: bytes, dtype: _DType, shape: tuple[int, ...], order: Any) -> np.ndarray:

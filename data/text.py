@@ -1,17 +1,23 @@
 """Texts as tokens: AG News, Sentiment140, and the word vocabulary they share."""
 
 import csv
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
 from data.dataset import Dataset, check_lengths, known_labels, numbered, text_dataset
 from data.errors import DataError, missing
+from data.files import check_fits, check_regular
 
 PADDING, UNKNOWN = 0, 1
+TABLE_GROWTH = 4
+"""By how much a table grows, at the least, when its cells become Python's texts."""
+MAX_LINE = 1 << 25
 MAX_WORDS = 20_000
 MAX_LENGTH = 200
 _WORD = re.compile(r"\w+(?:'\w+)?")
@@ -108,15 +114,29 @@ def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> It
     Raises
     ------
     DataError
-        If the file cannot be read as text or as .csv.
+        If it is no regular file, more than fits into memory, or cannot be read as text or as .csv.
     """
+    check_fits(TABLE_GROWTH * check_regular(path), str(path))
     number = 0
     try:
-        with path.open(encoding=encoding, newline="") as lines:
-            for number, row in enumerate(csv.reader(lines, delimiter=delimiter), 1):
+        with path.open(encoding=encoding, newline="") as file:
+            for number, row in enumerate(csv.reader(_lines(file, path), delimiter=delimiter), 1):
                 if row:
                     yield number, row
     except csv.Error as error:
         raise DataError(f"{path}: row {number + 1}: not a .csv file that can be read ({error})") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a text file in {encoding} ({error})") from error
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Yield the lines of a file that are no longer than a table's can be, and text."""
+    for number in itertools.count(1):
+        line = file.readline(MAX_LINE)
+        if "\0" in line:
+            raise DataError(f"{path}: line {number} holds a NUL byte; it is not a text file")
+        if len(line) == MAX_LINE:
+            raise DataError(f"{path}: line {number} is longer than {MAX_LINE:,} characters; it is not a table")
+        if not line:
+            return
+        yield line

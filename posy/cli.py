@@ -141,6 +141,19 @@ def datasets(options: argparse.Namespace) -> int:
     return 0
 
 
+def check_site(options: argparse.Namespace) -> int:
+    """`posy check-site`: show what a node finds in a site's data."""
+    from posy import check_site as site  # noqa: PLC0415 - imports PyTorch
+
+    node = [word for word in options.words if word.partition("=")[0] in site.NODE_KEYS]
+    config = merged(assignments([word for word in options.words if word not in node]))
+    check(config, WHERE)
+    data = read(DataSettings, {**config, "dataset": SITES}, where=WHERE)
+    node_config = {key: text for key, _, text in (word.partition("=") for word in node)}
+    site.show(site.check_site(node_config, data, read(RunSettings, config, where=WHERE).seed))
+    return 0
+
+
 def assignments(words: Sequence[str]) -> dict[str, Scalar]:
     """Read `key=value` words; the type of a value is that of its setting.
 
@@ -221,7 +234,7 @@ def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
         if known[key]:
             result[key] = str(_absolute(known[key]))
     name = str(known["dataset"])
-    if name not in (*DATASETS, SITES):
+    if name and name not in (*DATASETS, SITES):
         places = [Path(result["data-dir"]) / name, _absolute(name)]
         result["dataset"] = next((str(place) for place in places if exists(place)), name)
     return result
@@ -298,6 +311,22 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--toml", action="store_true", help="print the table of defaults that pyproject.toml holds")
     form.add_argument("--check", action="store_true", help="compare the defaults with pyproject.toml")
     command.set_defaults(command=settings)
+
+    command = commands.add_parser(
+        "check-site",
+        help="check a site's data before any run",
+        description=(
+            "Do on a site's data what its node would do in a run with dataset=sites, and show what is found: kind, "
+            "shape, classes, split, warnings, files that cannot be read. Nothing is sent anywhere."
+        ),
+    )
+    command.add_argument(
+        "words",
+        nargs="+",
+        metavar="key=value",
+        help="node config (data, name, skip-unreadable), and the settings of the run as far as they are known",
+    )
+    command.set_defaults(command=check_site)
 
     deployment.add_commands(commands)
     commands.add_parser("methods", help="list the methods").set_defaults(command=methods)

@@ -168,6 +168,10 @@ class DataSettings:
     feature_std: str = setting(
         "", "sites: what features are divided by, one number for all or one for each; empty: pooled over the sites"
     )
+    feature_names: str = setting(
+        "",
+        "sites: names of the features in their order, with commas between, or a JSON list; empty: what .csv files say",
+    )
     share_class_counts: bool = setting(False, "sites: tell the server how many samples of each class a site has")
 
 

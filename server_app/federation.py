@@ -264,7 +264,10 @@ class Federation:
         self._gather({"describe": True}, take, lambda: len(told))
         # In the order of names, so that it does not depend on who answers first.
         order = sorted(told, key=lambda node: (told[node][0], node))
-        data = agreed(self.settings.data, [told[node][1] for node in order])
+        titles = [told[node][0] or f"node {node}" for node in order]
+        data, warnings = agreed(self.settings.data, [told[node][1] for node in order], titles)
+        for warning in warnings:
+            log(WARNING, "%s", warning)
         log(
             INFO,
             "%s sites: %s samples of shape %s; classes %s",

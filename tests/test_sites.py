@@ -11,20 +11,25 @@ import numpy as np
 import pytest
 from nodes import NodeGrid, class_folders, pfllib, table
 
+from client_app.site import skips
 from data.dataset import Dataset
 from data.errors import DataError
 from data.image import load_digits
 from data.partitions import Partition
 from data.sites import (
     Description,
-    agreed,
     class_names,
     describe_site,
+    fingerprint,
     hashed,
     is_complete,
     load_site,
     pooled_statistics,
     task_of,
+    told_of,
+)
+from data.sites import (
+    agreed as agreed_with_warnings,
 )
 from posy.config import defaults
 from posy.results import load_arrays
@@ -250,6 +255,10 @@ def told(kind: str, shape: tuple[int, ...], *classes: str, fixed: bool = True, c
     return Description(kind, shape, fixed, classes, count, np.empty(0), np.empty(0))
 
 
+def agreed(settings: DataSettings, descriptions: list[Description]) -> DataSettings:
+    return agreed_with_warnings(settings, descriptions, [f"site-{i}" for i in range(len(descriptions))])[0]
+
+
 def test_classes_are_those_of_all_sites_in_order() -> None:
     numbers = agreed(OPEN, [told("image", (1, 8, 8), "10", "2"), told("image", (1, 8, 8), "2", "0")])
     assert numbers.classes == "0,2,10"
@@ -311,7 +320,7 @@ def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> 
     np.testing.assert_allclose(std[:2], pooled.std(0)[:2], rtol=1e-9)
     assert std[2] == 1.0
     dataset, _ = load_site(tmp_path / "0.npz", agreed(settings, descriptions), 1)
-    np.testing.assert_array_equal(dataset.mean, mean.astype(np.float32))
+    np.testing.assert_array_equal(dataset.mean, mean)
 
 
 def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
@@ -333,6 +342,10 @@ def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
         {"mean": [1.0]},
         {"kind": "features", "shape": [1], "mean": [float("nan")], "squares": [1.0]},
         {"kind": "features", "shape": [1], "mean": [0.0], "squares": [-1.0]},
+        {"kind": "features", "shape": [2], "columns": ["a"]},
+        {"kind": "features", "shape": [2], "columns": ["a", "a"]},
+        {"kind": "features", "shape": [1], "columns": ["a" * 1000]},
+        {"classes": ["a", " "]},
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
@@ -504,6 +517,94 @@ def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config
     done = run(grid, config | {"method": "fedavg", "save-models": False})
     assert sum(times for reason, times in done.dropped.items() if "the data has changed during the run" in reason) > 0
     assert {row[1] for row in rows_of(done) if row[0] == "2" and row[2]} == {"1", "2"}
+
+
+@pytest.mark.parametrize("form", ["image", "features", "text"])
+def test_any_change_of_samples_is_noticed(form: str, tmp_path: Path) -> None:
+    settings = FEATURES
+    x, y = np.arange(24, dtype=np.float64).reshape(8, 3), [0, 1, 2, 0, 0, 1, 2, 1]
+    if form == "image":
+        settings, x, y = IMAGES, grey(8).copy(), ["abc"[v] for v in y]
+
+    def mark(x: np.ndarray, y: list[Any], seed: int = 1) -> str:
+        if form == "text":
+            path = tmp_path / "s.csv"
+            path.write_text(
+                "text,label\n" + "".join(f"w{a[0]},{['no', 'yes', 'yes'][b]}\n" for a, b in zip(x, y, strict=True))
+            )
+            return fingerprint(*load_site(path, TEXTS, seed))
+        return fingerprint(*load_site(npz(tmp_path / "s.npz", x, y), settings, seed))
+
+    first = mark(x, y)
+    assert len(first) == 16
+    assert int(first, 16) >= 0
+    assert mark(x, y) == first
+    other = x.copy()
+    other[3].flat[0] += 1
+    assert mark(other, y) != first
+    assert mark(x, [*y[1:], y[0]]) != first
+    assert mark(x[:7], y[:7]) != first
+    assert mark(x, y, seed=2) != first
+    assert mark(x[::-1], y[::-1]) != first
+
+
+def test_features_that_change_during_the_run_are_noticed(config: Config, tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    for name in "ab":
+        npz(tmp_path / f"{name}.npz", x, y)
+
+    class Changing(NodeGrid):
+        def answer(self, message: Any) -> Any:
+            if message.content.config_records["config"].get("server-round") == 2:
+                npz(tmp_path / "a.npz", x[::-1] * 2, y)  # the same labels
+            return super().answer(message)
+
+    grid = Changing(*({"data": str(tmp_path / f"{name}.npz"), "name": name} for name in "ab"))
+    done = run(grid, config | {"num-clients": 2, "method": "fedavg"})
+    assert any("the data has changed during the run" in reason for reason in done.dropped)
+
+
+def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    for name in "ab":
+        class_folders(tmp_path / name, grey(8), ["Cat", "cat", "dog", "dog"] * 2)
+    (tmp_path / "b" / "dog" / "torn.png").write_bytes(b"\x89PNG, but no more")
+    answers: list[dict[str, Any]] = []
+
+    class Listening(NodeGrid):
+        def answer(self, message: Any) -> Any:
+            reply = super().answer(message)
+            if message.metadata.message_type == "query" and not reply.has_error():
+                answers.append(dict(reply.content.config_records["config"]))
+            return reply
+
+    nodes = [{"data": str(tmp_path / "a"), "name": "a"}, {"data": str(tmp_path / "b"), "name": "b"}]
+    nodes[1]["skip-unreadable"] = True
+    run(Listening(*nodes), config | {"num-clients": 2, "method": "fedavg"})
+    told_by = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
+    near = "'Cat' and 'cat' are classes of their own, though they nearly agree"
+    assert told_by["a"]["warnings"] == [near]
+    assert told_by["b"]["warnings"] == [
+        "1 of 9 image files cannot be read and are left out: dog/torn.png",
+        near,
+    ]
+    assert (told_by["a"]["skipped"], told_by["b"]["skipped"]) == (0, 1)
+    assert all(len(answer["fingerprint"]) == 16 for answer in told_by.values())
+    described = [answer for answer in answers if "kind" in answer]
+    assert {len(answer["warnings"]) for answer in described} == {1, 2}
+    assert "classes that nearly agree are taken for different ones: 'Cat' (a, b), 'cat' (a, b)" in warnings.text
+
+
+def test_a_node_that_neither_skips_nor_does_not_is_told(tmp_path: Path) -> None:
+    assert skips({}) is False
+    assert skips({"skip-unreadable": True}) is skips({"skip-unreadable": "true"}) is True
+    with pytest.raises(DataError, match="skip-unreadable = 'perhaps' in the node config: it must be true or false"):
+        skips({"skip-unreadable": "perhaps"})
+
+
+def test_no_more_is_told_than_can_be_shown() -> None:
+    told_to_server = told_of(["x" * 1000] * 50, 3)
+    assert [len(warning) for warning in told_to_server["warnings"]] == [300] * 20
+    assert told_to_server["skipped"] == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Files as people have them: what is no regular file is not opened, and what does not fit into memory is not read."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+
+ROOM = 0.8
+"""Of the memory that is free, what data may take."""
+JSON_GROWTH = 4
+"""By how much JSON and tables grow, at the least, when their numbers become Python's."""
+
+
+def check_regular(path: Path) -> int:
+    """Return the size of a file in bytes, following links.
+
+    Raises
+    ------
+    DataError
+        If it is no regular file (a directory, a pipe or a device, which may never end), or cannot be reached.
+    """
+    try:
+        found = os.stat(path)  # noqa: PTH116 - pathlib's answers differ by error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be opened ({_reason(error)})") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path}: not a regular file; a directory, a pipe or a device is not read")
+    return found.st_size
+
+
+def check_fits(size: float, where: str) -> None:
+    """Raise :class:`DataError` if so many bytes are more than may be taken of the free memory."""
+    free = free_memory()
+    if size > ROOM * free:
+        raise DataError(f"{where}: more than fits into memory ({size / 1e9:.3g} GB; {free / 1e9:.3g} GB are free)")
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises
+    ------
+    DataError
+        If it is no regular file, more than fits into memory, or not JSON.
+    """
+    check_fits(JSON_GROWTH * check_regular(path), str(path))
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON that can be read ({_reason(error)})") from error
+
+
+def free_memory() -> float:
+    """Return the bytes of memory that are free for this process; infinity where the system does not tell."""
+    found = [float("inf")]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            told = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+            cache = sum(int(line.split()[1]) for line in told if line.startswith(("inactive_file ", "active_file ")))
+            found.append(float(limit) - float((group / "memory.current").read_text(encoding="ascii")) + cache)
+    except (OSError, ValueError):  # another system, or no group of its own
+        return min(found)
+    return min(found)
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)

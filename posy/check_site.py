@@ -1,0 +1,258 @@
+"""What a node finds in a site's data, before any run: `posy check-site`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from client_app.site import skips
+from data.dataset import Content, Dataset
+from data.errors import DataError
+from data.partitions import Partition
+from data.sites import (
+    Description,
+    check_site_settings,
+    check_suits,
+    description_of,
+    fitted,
+    is_complete,
+    pooled_statistics,
+    read_site,
+    task_of,
+)
+from posy.paths import expanded
+from posy.settings import DataSettings
+
+NODE_KEYS = ("data", "name", "skip-unreadable", "state-dir", "models", "partition-id", "num-partitions")
+"""Words of the command that are node config; the others are settings."""
+FAR = 10.0
+"""A value so many standard deviations from the mean of its feature is worth a look."""
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that is worth a look.
+
+    Attributes
+    ----------
+    name : str
+        Of its column, else its number.
+    low, high : float
+        Smallest and largest value.
+    why : str
+        What is special about it.
+    """
+
+    name: str
+    low: float
+    high: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a node finds in a site's data.
+
+    Attributes
+    ----------
+    name : str
+        Of the site.
+    path : Path
+        Of its data.
+    kind, shape : str
+        As in the settings ``sample-kind`` and ``input-shape``.
+    train, test : int
+        Number of samples.
+    low, high : float or None
+        Smallest and largest number in the samples, where they are numbers.
+    classes : dict
+        Training and test samples of each class that the site has.
+    lacking : tuple of str
+        Classes of the run that it does not have.
+    features : tuple of Feature
+        Those worth a look.
+    warnings : tuple of str
+        What a run would be told.
+    unreadable : tuple of str
+        Files left out, each with the reason.
+    left_open : tuple of str
+        Settings that the sites would agree on.
+    """
+
+    name: str
+    path: Path
+    kind: str
+    shape: str
+    train: int
+    test: int
+    low: float | None
+    high: float | None
+    classes: dict[str, tuple[int, int]]
+    lacking: tuple[str, ...]
+    features: tuple[Feature, ...]
+    warnings: tuple[str, ...]
+    unreadable: tuple[str, ...]
+    left_open: tuple[str, ...]
+
+
+def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int) -> Report:
+    """Do on a site's data what its node does: describe it, then load it for the task.
+
+    Parameters
+    ----------
+    node_config : Mapping
+        ``data``, and perhaps ``name`` and ``skip-unreadable``.
+    settings : DataSettings
+        Those of the run, as far as they are known; what they leave open is taken from this site.
+    seed : int
+        Of the run: it draws the split.
+
+    Raises
+    ------
+    DataError
+        If the data cannot be used, or does not fit the task.
+    SettingsError
+        If the settings do not give a task.
+    """
+    check_site_settings(settings)
+    if not node_config.get("data"):
+        raise DataError("which data? It is given as data=/srv/site-a, as in the node config of `posy supernode`")
+    path = expanded(str(node_config["data"]))
+    content = read_site(path, settings, skips(node_config))
+    description = description_of(content, path, settings, seed)
+    check_suits(content, settings, path)
+    alone = _completed(settings, description)
+    dataset, part = fitted(content, path, alone, seed)
+    numbers = content.x if isinstance(content.x, np.ndarray) else None
+    known = task_of(settings).class_names if is_complete(settings) else ()
+    classes = _counts(dataset, part)
+    return Report(
+        name=str(node_config.get("name", "")) or "(the name that its key is registered under)",
+        path=path,
+        kind=content.kind,
+        shape=alone.input_shape,
+        train=len(part.train[0]),
+        test=len(part.test[0]),
+        low=None if numbers is None else numbers.min().item(),
+        high=None if numbers is None else numbers.max().item(),
+        classes=classes,
+        lacking=tuple(name for name in known if name not in classes),
+        features=_worth_a_look(content, dataset) if content.kind == "features" else (),
+        warnings=dataset.notes,
+        unreadable=content.unreadable,
+        left_open=tuple(key for key, value in _open(settings, content.kind) if not value),
+    )
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print a report as tables."""
+    console = console or Console(width=max(100, Console().width))
+    facts = [
+        ("site", report.name),
+        ("data", str(report.path)),
+        ("kind", report.kind),
+        ("shape", report.shape),
+        ("samples", f"{report.train + report.test}: {report.train} for training, {report.test} for the test"),
+    ]
+    if report.low is not None and report.high is not None:
+        facts.append(("values", f"{report.low:.6g} to {report.high:.6g}"))
+    if report.lacking:
+        facts.append(("classes it lacks", ", ".join(report.lacking[:SHOWN]) + _rest(report.lacking)))
+    if report.left_open:
+        facts.append(("agreed on in a run", ", ".join(report.left_open)))
+    _print(console, "site", ("", ""), facts, header=False)
+    rows = [(name, str(train), str(test)) for name, (train, test) in report.classes.items()]
+    _print(console, f"{len(rows)} classes", ("class", "training", "test"), rows)
+    if report.features:
+        _print(
+            console,
+            "features worth a look",
+            ("feature", "from", "to", "why"),
+            [(f.name, f"{f.low:.6g}", f"{f.high:.6g}", f.why) for f in report.features],
+        )
+    for title, lines in (("warnings", report.warnings), (_unreadable(report), report.unreadable)):
+        if lines:
+            console.print(Text(title, style="bold"))
+            for line in lines[:SHOWN]:
+                console.print(Text(f"  {line}"), soft_wrap=True)
+            if more := _rest(lines):
+                console.print(Text(f"  {more.strip()}"))
+            console.print()
+    console.print(Text("This site can take part."))
+
+
+def _completed(settings: DataSettings, description: Description) -> DataSettings:
+    """Return the settings with what they leave open as it would be if the site were alone."""
+    # A run needs two classes; a site may have one, because the others have the rest.
+    names = [*description.classes, "another class"] if len(description.classes) < 2 else description.classes
+    complete = replace(
+        settings,
+        sample_kind=description.kind,
+        input_shape=settings.input_shape or "x".join(map(str, description.shape)),
+        classes=settings.classes or json.dumps(list(names)),
+    )
+    if description.mean.size:
+        mean, std = (",".join(map(repr, values.tolist())) for values in pooled_statistics([description]))
+        complete = replace(
+            complete, feature_mean=settings.feature_mean or mean, feature_std=settings.feature_std or std
+        )
+    return complete
+
+
+def _open(settings: DataSettings, kind: str) -> list[tuple[str, bool]]:
+    given = [
+        ("sample-kind", settings.sample_kind != "auto"),
+        ("input-shape", bool(settings.input_shape)),
+        ("classes", bool(settings.classes)),
+    ]
+    if kind == "features":
+        given += [("feature-mean", bool(settings.feature_mean)), ("feature-std", bool(settings.feature_std))]
+    return given
+
+
+def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
+    names = dataset.task.class_names
+    train, test = (np.bincount(dataset.y[rows[0]], minlength=len(names)) for rows in (part.train, part.test))
+    return {name: (int(a), int(b)) for name, a, b in zip(names, train.tolist(), test.tolist(), strict=True) if a or b}
+
+
+def _worth_a_look(content: Content, dataset: Dataset) -> tuple[Feature, ...]:
+    """Return the features that are constant, or reach far from the mean of the run or of the training samples."""
+    low, high = dataset.x.min(0), dataset.x.max(0)
+    reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
+    found = []
+    names = content.columns or tuple(map(str, range(len(low))))
+    for place in np.flatnonzero((low == high) | (reach > FAR)):
+        why = ["constant"] if low[place] == high[place] else []
+        why += [f"reaches {reach[place]:.3g} standard deviations from the mean"] if reach[place] > FAR else []
+        found.append(Feature(names[place], low[place].item(), high[place].item(), "; ".join(why)))
+    return tuple(found[:SHOWN])
+
+
+def _unreadable(report: Report) -> str:
+    return f"{len(report.unreadable)} files that cannot be read, and are left out"
+
+
+def _rest(lines: Sequence[str]) -> str:
+    return f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+
+
+def _print(
+    console: Console, title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, header: bool = True
+) -> None:
+    shown = Table(
+        title=title if header else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=header
+    )
+    for number, column in enumerate(columns):
+        shown.add_column(column, no_wrap=number == 0, overflow="fold")
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    console.print(shown)

@@ -1,0 +1,102 @@
+"""`posy check-site`: what it finds in a site's data is what the node finds in a run."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nodes import class_folders, table
+from rich.console import Console
+
+from data.errors import DataError
+from data.sites import load_site
+from posy.check_site import check_site, show
+from posy.cli import main
+from posy.settings import DataSettings
+
+OPEN = DataSettings(dataset="sites")
+
+
+def folder(root: Path) -> Path:
+    return class_folders(root, np.random.default_rng(0).integers(0, 256, (8, 4, 5), np.uint8), "aaaaaabb")
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    (folder(tmp_path) / "a" / "torn.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"torn\.png: not an image.*skip-unreadable=true in its node config"):
+        check_site({"data": str(tmp_path)}, OPEN, 1)
+    found = check_site({"data": str(tmp_path), "name": "here", "skip-unreadable": "true"}, OPEN, 1)
+    assert (found.name, found.kind, found.shape, found.train, found.test) == ("here", "image", "1x4x5", 6, 2)
+    assert {name: sum(counts) for name, counts in found.classes.items()} == {"a": 6, "b": 2}
+    assert found.left_open == ("sample-kind", "input-shape", "classes")
+    assert len(found.unreadable) == 1
+    task = replace(OPEN, sample_kind="image", input_shape="3x8x8", classes="a,b,c")
+    found = check_site({"data": str(tmp_path), "skip-unreadable": "true"}, task, 1)
+    assert (found.shape, found.lacking, found.left_open) == ("3x8x8", ("c",), ())
+    dataset, part = load_site(tmp_path, task, 1, skip_unreadable=True)
+    for place, rows in enumerate((part.train[0], part.test[0])):
+        counts = np.bincount(dataset.y[rows], minlength=3).tolist()
+        assert [found.classes[name][place] for name in "ab"] == counts[:2]
+
+
+def test_features_worth_a_look(tmp_path: Path) -> None:
+    x = np.array([[i % 7, 5.0, 1.7e9 + i] for i in range(400)])
+    x[17, 0] = 1e5
+    path = table(tmp_path / "s.csv", x, np.arange(400) % 2)
+    found = check_site({"data": str(path)}, OPEN, 1)
+    assert [(feature.name, feature.low, feature.high) for feature in found.features] == [("f0", 0, 1e5), ("f1", 5, 5)]
+    assert [feature.why.split()[0] for feature in found.features] == ["reaches", "constant"]
+    # In a run whose features have another unit the whole column is far away.
+    run = replace(OPEN, sample_kind="features", input_shape="3", classes="0,1", feature_mean="0,5,0", feature_std="9")
+    assert [feature.name for feature in check_site({"data": str(path)}, run, 1).features] == ["f0", "f1", "f2"]
+
+
+def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
+    path = table(tmp_path / "s.csv", np.ones((4, 2)), ["ill"] * 4)
+    assert check_site({"data": str(path)}, OPEN, 1).classes == {"ill": (3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "which data?"),
+        (("data=s.csv",), "must be an absolute path"),
+        (("data={}/gone.csv",), "there is no such file"),
+        (("data={}/s.csv", "classes=a,b"), "label '0' of sample 0 is not a class of the run"),
+        (("data={}/s.csv", "sample-kind=image"), "holds samples of the kind features; .* is image"),
+        (("data={}/s.csv", "input-shape=3"), "samples of shape 2; .* is 3"),
+        (("data={}/s.csv", "input-shape=3x3"), "input-shape = '3x3'"),
+        (("data={}/s.csv", "shift=low"), "shift = 'low' does not go with"),
+        (("data={}/s.csv", "skip-unreadable=perhaps"), "skip-unreadable = 'perhaps'"),
+        (("data={}/s.csv", "nonsense=1"), "nonsense .* is not a setting"),
+    ],
+)
+def test_what_a_node_would_refuse_is_one_line(
+    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path / "s.csv", np.arange(8.0).reshape(4, 2), [0, 1, 0, 1])
+    status = main(["check-site", "name=a", *(word.format(tmp_path) for word in words)])
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("posy:")]
+    assert re.search(message, line)
+
+
+def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder(tmp_path)
+    for number in range(25):
+        (tmp_path / "b" / f"torn-{number}.png").write_bytes(b"no image")
+    assert main(["check-site", f"data={tmp_path}", "name=here", "skip-unreadable=true"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("here", "1x4x5", "8: 6 for training, 2 for the test", "2 classes", "25 of 33 image files"):
+        assert part in shown
+    assert shown.count("not an image that can be read") == 20
+    assert "and 5 more" in shown
+    assert shown.endswith("This site can take part.\n")
+    names = [f"[red]class-{i}[/]" for i in range(3)]  # no markup
+    path = table(tmp_path / "s.csv", np.eye(3), names)
+    console = Console(width=100)
+    with console.capture() as capture:
+        show(check_site({"data": str(path)}, OPEN, 1), console)
+    assert all(name in capture.get() for name in names)
