@@ -44,6 +44,7 @@ CLIENT_COLUMNS = (
     "chosen",
     "bytes_up",
     "bytes_down",
+    "site",
 )
 
 

@@ -151,7 +151,7 @@ class Recorder:
         return plain(
             {
                 "data": data_digest(self.workspace),
-                "sites": self.federation.names if self.federation else {},
+                "sites": self.federation.as_json() if self.federation else {},
                 "files": self.directory.sizes(),
                 "seconds": time.perf_counter() - self._started,
                 "bytes-up": self.bytes_up,

@@ -90,6 +90,7 @@ class Member:
     num_test: int
     name: str = ""
     class_counts: tuple[int, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass
@@ -418,9 +419,12 @@ class PersonalisedStrategy(Strategy):
         )
         size = sum(array.nbytes for array in served)
         self.record.bytes_down += size
-        self.record.row(client)["bytes_down"] += size
+        row, member = self.record.row(client), self.members[client]
+        row["bytes_down"] += size
+        if member.name:
+            row["site"] = member.name
         content = RecordDict({"arrays": arrays, "config": told})
-        node = self.members[client].node_id
+        node = member.node_id
         lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
         return Message(content, dst_node_id=node, message_type=kind, ttl=lives, group_id=str(server_round))
 
