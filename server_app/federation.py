@@ -21,9 +21,10 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from data.errors import DataError
 from data.sites import Description, agreed, is_complete, task_of
 from posy.config import Settings
-from posy.flower import Outages, answer_to, raised
-from posy.progress import announce, are, one_line, title
+from posy.flower import Outages, answer_to, failure, raised
+from posy.progress import announce, task_table
 from posy.settings import SITES, SettingsError
+from posy.words import are, one_line, title
 from strategies.base import UNREADABLE, BadReplyError, Member, check_count
 
 ASK_SECONDS = 60.0
@@ -46,6 +47,9 @@ MAX_LEFT_OUT = 200
 """Of so many nodes that were left out the record names the reasons."""
 MAX_NAMED = 20
 """So many clients are named where a run begins without the others."""
+MAX_WARNINGS, MAX_WARNING, MAX_SAID = 20, 300, 2000
+"""How many warnings of an answer are shown, how many characters of each, and how many in the whole run."""
+FEW_CLASSES = 4
 
 Take = Callable[[int, Mapping[str, Any]], None]
 
@@ -267,6 +271,8 @@ class Federation:
         self._outages = grid.outages.count
         self._registered: dict[int, str] = {}
         self._told: dict[int, str] = {}
+        self._said: set[tuple[str, str]] = set()
+        self._descriptions: dict[tuple[str, int], Description] = {}
 
     def agree(self) -> Settings:
         """Let sites with their own data agree on a task; return the settings with it.
@@ -283,8 +289,9 @@ class Federation:
         self._gather({"describe": True}, self._take_description)
         # In the order of the clients, so that it does not depend on who answers first; each client once.
         told = [members[0] for _, members in sorted(self._assigned().claimants.items())]
-        descriptions = [found for member in told if (found := self._claims[member.node_id].description) is not None]
-        data = agreed(self.settings.data, descriptions)
+        known = ((member, self._claims[member.node_id].description) for member in told)
+        self._descriptions = {(member.name, member.client): found for member, found in known if found is not None}
+        data = agreed(self.settings.data, list(self._descriptions.values()))
         log(
             INFO,
             "%s sites: %s samples of shape %s; classes %s",
@@ -368,6 +375,44 @@ class Federation:
 
     def _present_words(self) -> str:
         return f"{len(self.members)} of {self.settings.data.num_clients} clients are there"
+
+    def task(self, model: str) -> str:
+        """Return the task that the sites have agreed on, and what each has of it, as a table for people.
+
+        Parameters
+        ----------
+        model : str
+            Name of the network.
+        """
+        data, columns = self.settings.data, ("site", "client", "training", "test", "samples", "classes", "skipped")
+        rows = [
+            self._row(client) if client in self.members else {"site": self.owners.get(client, ""), "client": client}
+            for client in range(data.num_clients)
+        ]
+        classes = task_of(data).class_names
+        facts = {
+            "samples": f"{data.sample_kind}, shape {data.input_shape}",
+            "classes": f"{len(classes)}: {', '.join(classes)}",
+            "model": model,
+            "clients": f"{len(self.members)} of {data.num_clients}",
+        }
+        return task_table(columns, rows, facts)
+
+    def _row(self, client: int) -> dict[str, Any]:
+        """Return what a site has told of its data."""
+        member = self.members[client]
+        told = self._descriptions.get((member.name, client))
+        names = told.classes if told else ()
+        row = {"site": member.name, "client": client, "training": member.num_train, "test": member.num_test}
+        if told is not None:
+            row["samples"] = f"{told.kind}, shape {'x'.join(map(str, told.shape))}"
+        if names:
+            row["classes"] = f"{len(names)}: {', '.join(names)}" if len(names) <= FEW_CLASSES else len(names)
+        elif member.class_counts:
+            row["classes"] = sum(count > 0 for count in member.class_counts)
+        if member.skipped:
+            row["skipped"] = member.skipped
+        return row
 
     def summary(self) -> dict[str, Any]:
         """Return the sites by client, and the nodes left out with the reason, as far as there are any."""
@@ -514,7 +559,9 @@ class Federation:
             return
         if reply.has_error():
             # A warm node says DataError: the message.
-            self._leave_out(node, re.sub(r"^\w+: ", "", raised(str(reply.error.reason))))
+            own = reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            said = re.sub(r"^\w+: ", "", raised(str(reply.error.reason)))
+            self._leave_out(node, said if own else failure(reply.error))
             return
         try:
             take(node, reply.content.config_records["config"])
@@ -556,8 +603,9 @@ class Federation:
             classes = task_of(self.settings.data).num_classes
             if counts and (len(counts) != classes or min(counts) < 0 or not sum(counts)):
                 raise BadReplyError(f"class-counts of {len(counts)} classes, {sum(counts)} samples in all")
-            known = {"num_train": answer["num-train"], "num_test": answer["num-test"]}
-            members = (replace(member, **known, class_counts=counts, fingerprint=_fingerprint(answer)),)
+            known = {"num_train": answer["num-train"], "num_test": answer["num-test"], "class_counts": counts}
+            skipped = self._note(node, answer)
+            members = (replace(member, **known, fingerprint=_fingerprint(answer), skipped=skipped),)
         else:
             columns = [answer[key] for key in ("clients", "num-train", "num-test")]
             if len(columns[0]) > self.settings.data.num_clients:
@@ -571,7 +619,25 @@ class Federation:
     def _take_description(self, node: int, answer: Mapping[str, Any]) -> None:
         """Note whose site a node claims to be, and what it tells of its data."""
         name = self._name(node, answer)
-        self._claims[node] = _Claim((self._site(node, name, answer),), name, Description.from_answer(answer))
+        claim = _Claim((self._site(node, name, answer),), name, Description.from_answer(answer))
+        self._note(node, answer)
+        self._claims[node] = claim
+
+    def _note(self, node: int, answer: Mapping[str, Any]) -> int:
+        """Log, once, what a site has found in its data that a person should know; return the files it has skipped."""
+        warnings, skipped = answer.get("warnings", []), answer.get("skipped", 0)
+        if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+            raise BadReplyError("its warnings are not a list of texts")
+        check_count("skipped", skipped, 0)
+        texts = [one_line(text, MAX_WARNING) for text in warnings[:MAX_WARNINGS]]
+        if skipped:
+            texts.append(f"{int(skipped)} files that cannot be read are skipped")
+        who = self._called(node)
+        for text in texts:
+            if (who, text) not in self._said and len(self._said) < MAX_SAID:
+                self._said.add((who, text))
+                log(WARNING, "%s: %s", who, text)
+        return int(skipped)
 
     def _site(self, node: int, name: str, answer: Mapping[str, Any]) -> Member:
         """Return the member that the node of a site says it is, with the number -1 if it has no partition-id."""

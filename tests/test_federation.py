@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
+from logging import WARNING
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -301,7 +303,7 @@ def test_a_node_that_cannot_serve_the_run_says_why(settings: Settings) -> None:
         def _receive(self, message: Message) -> Message | Call:
             if message.metadata.dst_node_id != 2:
                 return super()._receive(message)
-            return Message(Error(3, "no data set there"), reply_to=message)
+            return Message(Error(2, "no data set there"), reply_to=message)
 
     with pytest.raises(SettingsError, match="a node cannot serve this run: no data set there"):
         Federation(WaveGrid(Broken(4)), settings).join()
@@ -715,6 +717,139 @@ def test_the_record_names_the_site_that_did_the_work(make_config: MakeConfig, mo
     assert summary["left-out"] == [
         {"site": "b", "reason": "client 0 belongs to a: give each its own partition-id", "times": 1}
     ]
+
+
+# -- what is told of them ---------------------------------------------------------------------------------
+
+
+def warned(warnings: pytest.LogCaptureFixture) -> list[str]:
+    lines = {id(r): r.getMessage() for r in warnings.records if r.levelno == WARNING}.values()
+    warnings.clear()
+    return list(lines)
+
+
+def test_nodes_that_are_lost_or_come_are_told_at_once_by_name(
+    settings: Settings, warnings: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = Registered(a=parts(1)[0], b=parts(2)[1], c=parts(3)[2])
+    found = grid.joined(needing(settings, 1))
+    assert warned(warnings) == [
+        "The run begins without 1 of its 4 clients: a (client 0), b (client 1) and c (client 2) are there"
+    ]
+    grid.leave(2)
+    found.refresh()
+    assert warned(warnings) == ["b (client 1) is gone; 2 of 4 clients are there"]
+    found.refresh()
+    grid.connect(17, parts(2)[1], registered="b")
+    grid.connect(18, parts(4)[3], registered="d")
+    assert capsys.readouterr().out == ""
+    found.refresh()
+    assert capsys.readouterr().out.splitlines() == [
+        "d (client 3) is new; 4 of 4 clients are there",
+        "b (client 1) is back; 4 of 4 clients are there",
+    ]
+    for node in (1, 3, 17, 18):
+        grid.leave(node)
+    found.refresh()
+    assert warned(warnings) == [
+        "4 of 4 clients (a, b, c, …) are gone; 0 of 4 clients are there",
+        "0 of 4 clients are there; the round waits until 1 are",
+    ]
+    assert not re.search(r"\d{3}|node 1", capsys.readouterr().out)
+
+
+class Telling(Registered):
+    """Sites that tell more than their data, by name."""
+
+    def __init__(self, tell: dict[str, Any], **configs: dict[str, Any]) -> None:
+        super().__init__(**configs)
+        self.tell = tell
+
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        if not reply.has_error() and self.names[message.metadata.dst_node_id] == "b":
+            reply.content["config"] = ConfigRecord({**reply.content.config_records["config"], **self.tell})
+        return reply
+
+
+def test_what_a_site_says_of_its_data_is_told_once_with_its_name(
+    make_config: MakeConfig, site: Callable[[str], dict[str, Any]], warnings: pytest.LogCaptureFixture
+) -> None:
+    said = ["3 samples stand there twice", "a file is called\nx\x1b[31m", "y" * 1000, *map(str, range(100))]
+    own = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
+    grid = Telling({"warnings": said, "skipped": 2}, **own)
+    config = make_config("fedavg", dataset="sites", num_clients=2, partition="iid", partition_file="", model="linear")
+    found = Federation(WaveGrid(grid), resolve(config))
+    found.agree()
+    found.join()
+    told = warned(warnings)
+    assert told[:3] == ["b: 3 samples stand there twice", "b: a file is called x [31m", f"b: {'y' * 299}…"]
+    assert len(told) == 21
+    assert told[-1] == "b: 2 files that cannot be read are skipped"
+    table = found.task("linear")
+    assert re.search(r"^ *b +1 +4 +1 +features, shape 2 +2: 0, 1 +2$", table, re.MULTILINE), table
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        {"warnings": "no list"},
+        {"warnings": [1, 2]},
+        {"skipped": -1},
+        {"skipped": 0.5},
+        {"skipped": "two"},
+        {"fingerprint": "00112233445566"},
+        {"fingerprint": "../../etc/passwd"},
+        {"fingerprint": 17},
+    ],
+)
+def test_a_site_that_tells_nonsense_is_left_out(
+    tell: dict[str, Any], of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    own = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
+    found = Telling(tell, **own).joined(needing(of_sites, 1))
+    assert hosts(found) == {0: 1}
+    assert [name for name, _ in found.left_out] == ["b"]
+
+
+def test_reasons_and_names_of_nodes_that_are_left_out_do_not_grow_without_end(settings: Settings) -> None:
+    found = Federation(WaveGrid(Script()), settings)
+    for node in range(1000):
+        found._registered[node] = f"n{node}" * 100
+        found._leave_out(node, "x\n" * 10_000)
+    told = found.summary()["left-out"]
+    assert len(told) == 201
+    assert told[-1] == {"site": None, "reason": "others", "times": 800}
+    assert all(len(entry["site"] or "") <= 100 and len(entry["reason"]) <= 500 for entry in told)
+
+
+def test_means_over_fewer_clients_than_the_run_has_are_marked(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config("fedavg", num_server_rounds=3, num_clients=3, min_clients=2, join_timeout=0.1)
+    config |= {"partition": "iid", "partition-file": ""}
+    three = {name: {"partition-id": i, "num-partitions": 3} for i, name in enumerate("abc")}
+    grid = Registered(**three)
+    real = PersonalisedStrategy.configure_train
+
+    def configure(self: PersonalisedStrategy, server_round: int, *more: Any) -> list[Message]:
+        if server_round == 2:
+            grid.leave(3)
+        return real(self, server_round, *more)
+
+    monkeypatch.setattr(PersonalisedStrategy, "configure_train", configure)
+    path = run(grid, config).directory.path
+    shown = capsys.readouterr().out.splitlines()
+    rounds = [line for line in shown if line.startswith("round")]
+    assert ["2 of 3 clients" in line for line in rounds] == [False, True, True]
+    marked = [line.split("  ")[0].strip() for line in shown if "missing)" in line]
+    assert {"served model, last (1 missing)", "local model, last (1 missing)"} <= set(marked)
+    (clients,) = (line for line in shown if line.startswith("clients "))
+    assert clients.endswith("  2 of 3 (missing in the last evaluation: c)")
+    rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    assert [row["missing"] for row in rows] == [[], [2], [2]]
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["missing"], summary["served"]["last"]["missing"]) == ([2], 1)
 
 
 def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings) -> None:

@@ -46,7 +46,7 @@ SUMMARY_KEYS = {
     "system-accuracy",
     "dropped",
 }
-SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain", "clients"}
+SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain", "clients", "missing"}
 
 
 class Failing(InProcessGrid):
@@ -470,11 +470,11 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
 
 def test_time_that_does_not_suffice_is_recorded(make_config: MakeConfig) -> None:
     config = make_config("fedavg", round_timeout=1e-9, num_server_rounds=2)
-    with pytest.raises(NothingTrainedError, match="no reply before round-timeout"):
+    with pytest.raises(NothingTrainedError, match="no reply within round-timeout = 1e-09 s"):
         started(config)
     summary = summary_of(only_run(config))
     assert summary["status"] == "failed"
-    assert summary["dropped"] == {"no reply before round-timeout": 16}
+    assert summary["dropped"] == {"no reply within round-timeout = 1e-09 s": 16}
     assert summary["served"]["last"] is None
 
 
