@@ -221,7 +221,7 @@ class _Claim:
 
 @dataclass
 class _Assignment:
-    """Who claims each client, and which sites there is no number left for; the first of several was there first."""
+    """Who claims each client, in the order of names, those without one last; and nodes that no number is left for."""
 
     claimants: dict[int, list[Member]] = field(default_factory=lambda: defaultdict(list))
     surplus: list[int] = field(default_factory=list)
@@ -610,7 +610,7 @@ class Federation:
             columns = [answer[key] for key in ("clients", "num-train", "num-test")]
             if len(columns[0]) > self.settings.data.num_clients:
                 raise BadReplyError(f"{len(columns[0])} clients on one node")
-            members = tuple(self._member(int(c), node, name, *counts) for c, *counts in zip(*columns, strict=True))
+            members = tuple(self._member(c, node, name, *counts) for c, *counts in zip(*columns, strict=True))
         for member in members:
             check_count("num-train", member.num_train, 1)
             check_count("num-test", member.num_test, 0)
@@ -642,14 +642,14 @@ class Federation:
     def _site(self, node: int, name: str, answer: Mapping[str, Any]) -> Member:
         """Return the member that the node of a site says it is, with the number -1 if it has no partition-id."""
         if "client" in answer:
-            return self._member(int(answer["client"]), node, name)
+            return self._member(answer["client"], node, name)
         if not name:
             raise BadReplyError("its node config gives neither name nor partition-id")
         return Member(-1, node, 0, 0, name)
 
-    def _member(self, client: int, node: int, name: str, num_train: int = 0, num_test: int = 0) -> Member:
+    def _member(self, client: Any, node: int, name: str, num_train: int = 0, num_test: int = 0) -> Member:
         clients = self.settings.data.num_clients
-        if not 0 <= client < clients:
+        if not isinstance(client, int) or not 0 <= client < clients:
             raise BadReplyError(f"partition-id {client}: the run has the clients 0 to {clients - 1}")
         return Member(client, node, num_train, num_test, name)
 

@@ -469,23 +469,22 @@ class PersonalisedStrategy(Strategy):
                 dropped.append((client, one_line(reason, MAX_REASON)))
         late = f"no reply within round-timeout = {self.settings.run.round_timeout:g} s"
         dropped += [(client, late) for client in (*waiting.values(), *unsent)]
+        self._tell_dropped(set(dropped) - set(self.record.dropped))  # not again what the training has told already
         self.record.dropped += dropped
         for client, _ in dropped:
             if client >= 0:
                 self.lost(client)
-        self._tell_dropped(dropped)
         return good
 
-    def _tell_dropped(self, dropped: Iterable[tuple[int, str]]) -> None:
+    def _tell_dropped(self, dropped: set[tuple[int, str]]) -> None:
         """Say who is left out of the round and why, those with the same reason together."""
         reasons: dict[str, list[int]] = defaultdict(list)
-        for client, reason in dropped:
+        for client, reason in sorted(dropped):
             reasons[reason].append(client)
         names = {client: member.name for client, member in self.members.items() if member.name}
         for reason, clients in list(reasons.items())[:MAX_REASONS]:
-            known = sorted({client for client in clients if client >= 0})
-            strange = "a reply is dropped" if len(clients) == 1 else f"{len(clients)} replies are dropped"
-            who = f"{are(known, names, self.num_clients)} left out" if known else strange
+            known = [client for client in clients if client >= 0]
+            who = f"{are(known, names, self.num_clients)} left out" if known else "dropped"
             log(WARNING, "round %s: %s: %s", self.record.number, who, reason)
         if (more := len(reasons) - MAX_REASONS) > 0:
             log(WARNING, "round %s: replies are dropped for %s other reasons", self.record.number, more)

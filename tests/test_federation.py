@@ -656,7 +656,7 @@ EVENTS = st.lists(st.one_of(CLAIMS, st.integers(0, 5)), max_size=8)
 
 
 @hypothesis.given(first=st.lists(CLAIMS, min_size=1, max_size=4), events=EVENTS)
-@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 def test_a_client_has_one_name_for_the_whole_run_whoever_comes_and_goes(
     first: list[tuple[str, int, int]], events: list[Any], settings: Settings
 ) -> None:
@@ -913,6 +913,8 @@ def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings)
         {"clients": [0], "num-train": [5, 5], "num-test": [1]},
         {"clients": [7], "num-train": [5], "num-test": [1]},
         {"clients": [-1], "num-train": [5], "num-test": [1]},
+        {"clients": [0.5], "num-train": [5], "num-test": [1]},
+        {"clients": [0] * 5, "num-train": [5] * 5, "num-test": [1] * 5},
         {"clients": [0], "num-train": [0], "num-test": [1]},
         {"clients": [0], "num-train": [5], "num-test": [-1]},
         {"num-train": [5], "num-test": [1]},

@@ -185,9 +185,9 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
             losses = column(rows, n, f"{point}_loss")
             assert rounds[n - 1][f"{point}_loss"]["mean"] == pytest.approx(np.mean(list(losses.values())))
             means.append(spread["mean"])
-        assert summary[point]["last"] == {"round": 4, **rounds[3][f"{point}_accuracy"]}
+        assert summary[point]["last"] == {"round": 4, **rounds[3][f"{point}_accuracy"], "missing": 0}
         best = int(np.argmax(means))
-        assert summary[point]["best"] == {"round": best + 1, **rounds[best][f"{point}_accuracy"]}
+        assert summary[point]["best"] == {"round": best + 1, **rounds[best][f"{point}_accuracy"], "missing": 0}
     for n in range(1, 5):
         trained = list(column(rows, n, "train_loss").values())
         assert rounds[n - 1]["train_loss"]["mean"] == pytest.approx(np.mean(trained))
