@@ -159,7 +159,7 @@ def task_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], facts:
     width = max(map(len, facts))
     lines = [f"… and {len(rows) - _MAX_ROWS} more"] if len(rows) > _MAX_ROWS else []
     for key, text in facts.items():
-        line, indent = f"{key:<{width}}  {text}", " " * (width + 2)
+        line, indent = f"{key:<{width}}  {text:.1000}", " " * (width + 2)
         lines += textwrap.wrap(line, _WIDTH, subsequent_indent=indent, max_lines=4, placeholder=" …")
     return "\n".join(["the task of this run", *_drawn(table), *lines])
 

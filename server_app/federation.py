@@ -49,7 +49,8 @@ MAX_NAMED = 20
 """So many clients are named where a run begins without the others."""
 MAX_WARNINGS, MAX_WARNING, MAX_SAID = 20, 300, 2000
 """How many warnings of an answer are shown, how many characters of each, and how many in the whole run."""
-FEW_CLASSES = 4
+FEW_CLASSES, MAX_CLASSES = 4, 60
+"""Of so many classes a site's names are shown, with so many characters in all."""
 
 Take = Callable[[int, Mapping[str, Any]], None]
 
@@ -407,7 +408,8 @@ class Federation:
         if told is not None:
             row["samples"] = f"{told.kind}, shape {'x'.join(map(str, told.shape))}"
         if names:
-            row["classes"] = f"{len(names)}: {', '.join(names)}" if len(names) <= FEW_CLASSES else len(names)
+            few = len(names) <= FEW_CLASSES
+            row["classes"] = one_line(f"{len(names)}: {', '.join(names)}", MAX_CLASSES) if few else len(names)
         elif member.class_counts:
             row["classes"] = sum(count > 0 for count in member.class_counts)
         if member.skipped:
@@ -632,7 +634,7 @@ class Federation:
         texts = [one_line(text, MAX_WARNING) for text in warnings[:MAX_WARNINGS]]
         if skipped:
             texts.append(f"{int(skipped)} files that cannot be read are skipped")
-        who = self._called(node)
+        who = self._name_of(node) or f"client {answer['client']}"
         for text in texts:
             if (who, text) not in self._said and len(self._said) < MAX_SAID:
                 self._said.add((who, text))
@@ -678,7 +680,8 @@ class Federation:
     def _assigned(self) -> _Assignment:
         """Work out which client each claim is for; claims to what belongs to others are refused.
 
-        Sites that have no partition-id are numbered in the order of their names, after those that have one.
+        Sites that have no partition-id are numbered in the order of their names, after those that have one. A site
+        has one client, whatever several nodes of its name say.
 
         Raises
         ------
@@ -688,7 +691,7 @@ class Federation:
         found = _Assignment()
         unnumbered: dict[str, list[Member]] = defaultdict(list)
         numbers = {name: client for client, name in self.owners.items()} if self._of_sites else {}
-        for node, claim in sorted(self._claims.items(), key=lambda item: (not item[1].name, item[1].name, item[0])):
+        for node, claim in sorted(self._claims.items(), key=_by_name):
             own = numbers.get(claim.name, -1)
             members = [replace(m, client=own) if m.client < 0 else m for m in claim.members]
             reason = next((reason for member in members if (reason := self._objection(member, own))), "")
@@ -698,6 +701,8 @@ class Federation:
                 continue
             for member in members:
                 (unnumbered[member.name] if member.client < 0 else found.claimants[member.client]).append(member)
+                if self._of_sites and member.name and member.client >= 0:
+                    numbers[member.name] = member.client
         taken = found.claimants.keys() | self.owners.keys() | self._hosts.keys()
         free = [client for client in range(self.settings.data.num_clients) if client not in taken]
         for number, members in enumerate(unnumbered.values()):
@@ -750,6 +755,12 @@ class Federation:
                 if other.node_id != host.node_id:
                     there = f"{title(client, host.name)} is already there on another node"
                     self._leave_out(other.node_id, self._objection(other, -1) or there)
+
+
+def _by_name(item: tuple[int, _Claim]) -> tuple[bool, str, bool, int]:
+    """Put nodes with names first, in their order, and of one name those that tell their client's index."""
+    node, claim = item
+    return not claim.name, claim.name, any(member.client < 0 for member in claim.members), node
 
 
 def _fingerprint(answer: Mapping[str, Any]) -> str:

@@ -523,6 +523,24 @@ def test_sites_with_a_partition_id_are_numbered_before_those_without(
     assert grid.joined(needing(of_sites, 1)).owners == {0: "site-b", 1: "site-a", 2: "site-c"}
 
 
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
+    least: int, of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    """Of a name that is not registered there may be several."""
+    grid = Script(*(site("site-a") | own for own in ({"partition-id": 0}, {"partition-id": 1}, {})))
+    settings = needing(replace(of_sites, data=replace(of_sites.data, num_clients=2)), least)
+    refusal = "it is client 0 of this run, but its partition-id says 1"
+    if least == 2:
+        with pytest.raises(SettingsError, match=f"host 1 of them after .* left out: site-a: {refusal}"):
+            grid.joined(settings)
+        return
+    found = grid.joined(settings)
+    assert (hosts(found), found.owners) == ({0: 1}, {0: "site-a"})
+    there = "site-a (client 0) is already there on another node"
+    assert sorted(found.left_out) == [("site-a", refusal), ("site-a", there)]
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["sites", "benchmark"])
 def test_nobody_takes_over_the_client_of_another(
     own: bool,
