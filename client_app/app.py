@@ -45,6 +45,7 @@ def query(message: Message, context: Context) -> Message:
     part = workspace.partition
     answer = ConfigRecord(
         {
+            "name": str(context.node_config.get("name", "")),
             "clients": clients,
             "num-train": [len(part.train[c]) for c in clients],
             "num-test": [len(part.test[c]) for c in clients],

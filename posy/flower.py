@@ -6,15 +6,30 @@ import sys
 from pathlib import Path
 
 import httpx
-from flwr.app import Message
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.retry import RetryInvoker, RetryState
 
 from posy.paths import expanded, resolved
+from posy.words import one_line
 
 START_DIRECTORY = "POSY_START_DIRECTORY"
 CLOCK_SECONDS = 60.0
 """By how much the clocks of two machines may differ: a message lives for round-timeout and so much more."""
+
+MAX_REASON = 300
+FAILURES = {
+    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app could not be loaded: {}",
+    ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "it failed: {}",
+    ErrorCode.MESSAGE_UNAVAILABLE: "its message or its reply was lost or came too late",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "its reply came too late",
+    ErrorCode.NODE_UNAVAILABLE: "its node is gone",
+    ErrorCode.MOD_FAILED_PRECONDITION: "its app refused the message: {}",
+    ErrorCode.INVALID_FAB: "its copy of the app is not valid: {}",
+    ErrorCode.CLIENT_APP_CRASHED: "its app crashed: {}",
+}
+"""What Flower's errors mean for a client; where Flower's own words tell no more, they are left out."""
 
 
 def isolate_simulation() -> None:
@@ -52,6 +67,12 @@ def raised(reason: str) -> str:
     """
     packed = re.fullmatch(r"<class '[\w.()]+'>:<'(.*)'>", reason, re.DOTALL)
     return (packed[1] if packed else reason).rpartition("Exception ClientAppException occurred. Message: ")[2]
+
+
+def failure(error: Error) -> str:
+    """Return in plain words why a message has no proper reply, as a text that can be counted: it holds no ids."""
+    words = FAILURES.get(error.code, f"error {error.code}: {{}}")
+    return words.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
 
 
 class Outages:

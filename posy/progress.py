@@ -4,9 +4,10 @@ import io
 import logging
 import math
 import sys
+import textwrap
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -18,6 +19,10 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 _MAX_LINES = 200
+_MAX_NAMED = 10
+_MAX_ROWS = 50
+_WIDTH = 100
+_NUMBERS = ("client", "training", "test", "skipped")
 
 
 class Progress:
@@ -67,7 +72,14 @@ class Progress:
             self._redirected.clear()
             self._bar.stop()
 
-    def update(self, server_round: int, served: float | None, local: float | None, loss: float | None = None) -> None:
+    def update(
+        self,
+        server_round: int,
+        served: float | None,
+        local: float | None,
+        loss: float | None = None,
+        present: str = "",
+    ) -> None:
         """Show that a round is finished.
 
         Parameters
@@ -79,6 +91,8 @@ class Progress:
             evaluation, in which case the latest is shown with its round.
         loss : float or None
             Mean training loss.
+        present : str
+            How many clients took part, where some were missing.
         """
         self._times.append((server_round, time.monotonic()))
         for name, value, text in (
@@ -88,12 +102,13 @@ class Progress:
         ):
             if value is not None:
                 self._known[name] = server_round, text
+        shown = self._figures(server_round) + ([present] if present else []) + self._pace(server_round)
         if self._bar is not None:
-            figures = "  ".join(self._figures(server_round) + self._pace(server_round))
+            figures = "  ".join(shown)
             self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
         elif self._enabled and (server_round in (self._done + 1, self._rounds) or server_round % self._every == 0):
             parts = [f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}"]
-            line = "  ".join(parts + self._figures(server_round) + self._pace(server_round))
+            line = "  ".join(parts + shown)
             self._stream.write(line + "\n")  # in one piece: the log is shared with other writers
             self._stream.flush()
 
@@ -118,6 +133,37 @@ class Progress:
                     handler.setStream(sys.stdout)  # by now the bar's own
 
 
+def announce(text: str) -> None:
+    """Print a line of news that is no warning: a client joins, or is back."""
+    print(text, flush=True)
+
+
+def task_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
+    """Return what the sites of a run have, and the task that they have agreed on, as text of at most 100 columns.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        Names of the columns; those that no row has are left out.
+    rows : sequence of Mapping
+        What there is of each site, by column.
+    facts : Mapping of str to str
+        What they have agreed on, a line each.
+    """
+    used = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in used:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
+    for row in rows[:_MAX_ROWS]:
+        table.add_row(*(str(row.get(name, "")) for name in used))
+    width = max(map(len, facts))
+    lines = [f"… and {len(rows) - _MAX_ROWS} more"] if len(rows) > _MAX_ROWS else []
+    for key, text in facts.items():
+        line, indent = f"{key:<{width}}  {text:.1000}", " " * (width + 2)
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent=indent, max_lines=4, placeholder=" …")
+    return "\n".join(["the task of this run", *_drawn(table), *lines])
+
+
 def results_table(summary: Mapping[str, Any], path: Path) -> str:
     """Return the end of a run as text of at most 100 columns.
 
@@ -138,10 +184,12 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     for point in ("served", "local"):
         for which in ("last", "best"):
             row = summary[point][which]
-            table.add_row(f"{point} model, {which}", *(_cells(row) if row else ("not evaluated", *[""] * 5)))
+            missing = f" ({row['missing']} missing)" if row and row.get("missing") else ""
+            cells = _cells(row) if row else ("not evaluated", *[""] * 5)
+            table.add_row(f"{point} model, {which}{missing}", *cells)
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
-        "clients": str(summary["num-clients"]),
+        "clients": _clients(summary),
         "seed": str(summary["seed"]),
         "time": duration(summary["seconds"]),
         "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",
@@ -149,10 +197,14 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "results": str(path),
     }
     width = max(map(len, notes))
-    console = Console(file=io.StringIO(), width=100, color_system=None, force_terminal=False)
-    console.print(table)
-    head = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    return "\n".join([title, *head, *(f"{key:<{width}}  {text}" for key, text in notes.items() if text)])
+    return "\n".join([title, *_drawn(table), *(f"{key:<{width}}  {text}" for key, text in notes.items() if text)])
+
+
+def _drawn(table: Table) -> list[str]:
+    """Return a table as lines of plain text; what its cells hold is taken as it is."""
+    file = io.StringIO()
+    Console(file=file, width=_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False).print(table)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
 def duration(seconds: float) -> str:
@@ -188,6 +240,17 @@ def _bar(stream: TextIO) -> Bar:
         console=Console(file=stream),
         refresh_per_second=2,
     )
+
+
+def _clients(summary: Mapping[str, Any]) -> str:
+    """Return how many clients there are, and which of them the last evaluation was without."""
+    clients, missing = summary["num-clients"], summary.get("missing", [])
+    if not missing:
+        return str(clients)
+    names = summary.get("sites", [None] * clients)
+    first = ", ".join(names[client] or f"client {client}" for client in missing[:_MAX_NAMED])
+    more = ", …" if len(missing) > _MAX_NAMED else ""
+    return f"{clients - len(missing)} of {clients} (missing in the last evaluation: {first}{more})"
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

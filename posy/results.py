@@ -44,6 +44,7 @@ CLIENT_COLUMNS = (
     "chosen",
     "bytes_up",
     "bytes_down",
+    "site",
 )
 
 
@@ -56,6 +57,8 @@ class Evaluation(NamedTuple):
 
     round: int
     over_clients: Spread
+    missing: int = 0
+    """Clients that should have been among them: they had no node, or their reply was dropped."""
 
 
 @dataclass
@@ -68,12 +71,14 @@ class History:
     served: list[Evaluation] = field(default_factory=list)
     local: list[Evaluation] = field(default_factory=list)
 
-    def add(self, server_round: int, served: Spread | None = None, local: Spread | None = None) -> None:
-        """Record a round; None where a point was not evaluated."""
+    def add(
+        self, server_round: int, served: Spread | None = None, local: Spread | None = None, missing: int = 0
+    ) -> None:
+        """Record a round, and how many clients were missing; None where a point was not evaluated."""
         if served is not None:
-            self.served.append(Evaluation(server_round, served))
+            self.served.append(Evaluation(server_round, served, missing))
         if local is not None:
-            self.local.append(Evaluation(server_round, local))
+            self.local.append(Evaluation(server_round, local, missing))
 
     def last(self, point: Point) -> Evaluation | None:
         """Return the latest evaluation of a point, or None."""
@@ -333,7 +338,9 @@ def plain(value: Any) -> Any:
 
 
 def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    return None if evaluation is None else {"round": evaluation.round, **evaluation.over_clients}
+    if evaluation is None:
+        return None
+    return {"round": evaluation.round, **evaluation.over_clients, "missing": evaluation.missing}
 
 
 def _new_folder(parent: Path, name: str) -> Path:

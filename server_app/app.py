@@ -103,7 +103,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         if stored is not None:
             resumed = resumption(stored, changed, settings, strategy, workspace)
             stack.callback(resumed.directory.release)
-            federation.names.update(resumed.checkpoint.progress["sites"])
+            federation.restore(resumed.checkpoint.progress["sites"])
         strategy.members = federation.join()
         strategy.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed)

@@ -70,6 +70,8 @@ class Recorder:
         self.loss = History()
         self.last_rows: dict[int, dict[str, Any]] = {}
         self.dropped: Counter[str] = Counter()
+        self.missing: list[int] = []
+        """Clients that were missing in the last evaluation."""
         self.bytes_up = self.bytes_down = self.rounds = 0
         self.trained = False
         """Whether any client's training has been accepted."""
@@ -82,6 +84,8 @@ class Recorder:
         self._progress = Progress(run.num_server_rounds, done=self.rounds)
 
     def __enter__(self) -> Self:
+        if self.workspace.of_sites and self.federation:
+            print(self.federation.task(self.strategy.architecture.model), flush=True)
         self._draw_partition()
         self._write_summary("running")
         self._progress.__enter__()
@@ -111,8 +115,11 @@ class Recorder:
         rows = {client: record.clients[client] for client in sorted(record.clients)}
         accuracy = {point: _spread(rows, f"{point}_accuracy") for point in ("served", "local")}
         loss = {point: _spread(rows, f"{point}_loss") for point in ("served", "local")}
-        self.accuracy.add(server_round, accuracy["served"], accuracy["local"])
-        self.loss.add(server_round, loss["served"], loss["local"])
+        missing, clients = record.missing, self.settings.data.num_clients
+        if self.strategy.evaluates(server_round):
+            self.missing = missing
+        self.accuracy.add(server_round, accuracy["served"], accuracy["local"], len(missing))
+        self.loss.add(server_round, loss["served"], loss["local"], len(missing))
         train = _spread(rows, "train_loss")
         self.bytes_up += record.bytes_up
         self.bytes_down += record.bytes_down
@@ -121,7 +128,8 @@ class Recorder:
         self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
         self.directory.append_round(_round_row(record, accuracy, loss, train))
         self._write_summary("running")
-        self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train))
+        present = f"{clients - len(missing)} of {clients} clients" if missing else ""
+        self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train), present)
         if self.strategy.saving:
             self.directory.save_arrays("server", self.strategy.server_state())
         if self.checkpoints.due(server_round):
@@ -151,12 +159,13 @@ class Recorder:
         return plain(
             {
                 "data": data_digest(self.workspace),
-                "sites": self.federation.names if self.federation else {},
+                "sites": self.federation.as_json() if self.federation else {},
                 "files": self.directory.sizes(),
                 "seconds": time.perf_counter() - self._started,
                 "bytes-up": self.bytes_up,
                 "bytes-down": self.bytes_down,
                 "dropped": self.dropped,
+                "missing": self.missing,
                 "accuracy": [self.accuracy.served, self.accuracy.local],
                 "loss": [self.loss.served, self.loss.local],
                 "clients": dict(sorted(self.last_rows.items())),
@@ -172,6 +181,7 @@ class Recorder:
         self._started -= so_far["seconds"]
         self.bytes_up, self.bytes_down = so_far["bytes-up"], so_far["bytes-down"]
         self.dropped.update(so_far["dropped"])
+        self.missing = so_far["missing"]
         self.accuracy, self.loss = (
             History(*([Evaluation(*point) for point in points] for points in so_far[measure]))
             for measure in ("accuracy", "loss")
@@ -197,7 +207,11 @@ class Recorder:
             accuracy=self.accuracy,
             system_accuracy=self.system_accuracy,
             dropped=self.dropped,
-            extra={**self.strategy.extra_summary(), **(self.federation.summary() if self.federation else {})},
+            extra={
+                "missing": self.missing,
+                **self.strategy.extra_summary(),
+                **(self.federation.summary() if self.federation else {}),
+            },
         )
 
     def _draw_partition(self) -> None:
@@ -250,6 +264,7 @@ def _round_row(
         "bytes_up": record.bytes_up,
         "bytes_down": record.bytes_down,
         "seconds": record.seconds,
+        "missing": record.missing,
         "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
         **record.quantities,
     }

@@ -9,7 +9,7 @@ and the record of a round are here, once.
 import math
 import time
 from abc import abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
@@ -27,15 +27,18 @@ from flwr.serverapp.strategy import Result, Strategy
 from models.architecture import Architecture
 from posy.arrays import Array, record_of_arrays
 from posy.config import Settings
-from posy.flower import CLOCK_SECONDS, raised
+from posy.flower import CLOCK_SECONDS, MAX_REASON, failure
 from posy.parameters import FloatArray, Part
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
+from posy.words import are, one_line
 
 Arrays = list[npt.NDArray[np.generic]]
 SAVE_SECONDS = 120.0
 """Models are stored at most so often, so that a run that is stopped leaves some that are not too old."""
 MAX_EXAMPLES = 1_000_000_000
+MAX_REASONS = 10
+"""So many reasons for which replies of a phase were dropped are told."""
 UNREADABLE = (
     LookupError,
     TypeError,
@@ -90,6 +93,8 @@ class Member:
     num_test: int
     name: str = ""
     class_counts: tuple[int, ...] = ()
+    fingerprint: str = ""
+    skipped: int = 0
 
 
 @dataclass
@@ -101,6 +106,8 @@ class RoundRecord:
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
     quantities: dict[str, Any] = field(default_factory=dict)
     dropped: list[tuple[int, str]] = field(default_factory=list)
+    away: tuple[int, ...] = ()
+    """Clients that had no node when the round began."""
     bytes_up: int = 0
     bytes_down: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -108,6 +115,11 @@ class RoundRecord:
     def row(self, client: int) -> dict[str, Any]:
         """Return the client's row, made when first asked for."""
         return self.clients.setdefault(client, {"bytes_up": 0, "bytes_down": 0})
+
+    @property
+    def missing(self) -> list[int]:
+        """Clients that had no node, or of which a reply was dropped; those that were not asked are not missing."""
+        return sorted({*self.away, *(client for client, _ in self.dropped if client >= 0)})
 
 
 class BadReplyError(ValueError):
@@ -393,7 +405,8 @@ class PersonalisedStrategy(Strategy):
     def _begin_round(self, server_round: int, grid: Grid) -> None:
         for client in self.refresh() if self.refresh else ():
             self.lost(client)
-        self.record = RoundRecord(server_round)
+        away = tuple(client for client in range(self.num_clients) if client not in self.members)
+        self.record = RoundRecord(server_round, away=away)
         self._clock = time.perf_counter()
         last = server_round == self.settings.run.num_server_rounds
         due = last or self._clock - self._saved > SAVE_SECONDS
@@ -418,9 +431,12 @@ class PersonalisedStrategy(Strategy):
         )
         size = sum(array.nbytes for array in served)
         self.record.bytes_down += size
-        self.record.row(client)["bytes_down"] += size
+        row, member = self.record.row(client), self.members[client]
+        row["bytes_down"] += size
+        if member.name:
+            row["site"] = member.name
         content = RecordDict({"arrays": arrays, "config": told})
-        node = self.members[client].node_id
+        node = member.node_id
         lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
         return Message(content, dst_node_id=node, message_type=kind, ttl=lives, group_id=str(server_round))
 
@@ -446,25 +462,32 @@ class PersonalisedStrategy(Strategy):
                 if client < 0:
                     raise BadReplyError("a reply to no message of this phase, or a second one")
                 if reply.has_error():
-                    raise BadReplyError(f"error {reply.error.code}: {raised(str(reply.error.reason))}")
+                    raise BadReplyError(failure(reply.error))
                 good.append(read(client, reply.content))
             except UNREADABLE as error:
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
-                dropped.append((client, reason))
-        dropped += [(client, "no reply before round-timeout") for client in (*waiting.values(), *unsent)]
+                dropped.append((client, one_line(reason, MAX_REASON)))
+        late = f"no reply within round-timeout = {self.settings.run.round_timeout:g} s"
+        dropped += [(client, late) for client in (*waiting.values(), *unsent)]
+        self._tell_dropped(set(dropped) - set(self.record.dropped))  # not again what the training has told already
         self.record.dropped += dropped
         for client, _ in dropped:
             if client >= 0:
                 self.lost(client)
-        if dropped:
-            reasons = Counter(reason for _, reason in dropped)
-            log(
-                WARNING,
-                "round %s: dropped %s",
-                self.record.number,
-                "; ".join(f"{count} x {reason}" for reason, count in reasons.items()),
-            )
         return good
+
+    def _tell_dropped(self, dropped: set[tuple[int, str]]) -> None:
+        """Say who is left out of the round and why, those with the same reason together."""
+        reasons: dict[str, list[int]] = defaultdict(list)
+        for client, reason in sorted(dropped):
+            reasons[reason].append(client)
+        names = {client: member.name for client, member in self.members.items() if member.name}
+        for reason, clients in list(reasons.items())[:MAX_REASONS]:
+            known = [client for client in clients if client >= 0]
+            who = f"{are(known, names, self.num_clients)} left out" if known else "dropped"
+            log(WARNING, "round %s: %s: %s", self.record.number, who, reason)
+        if (more := len(reasons) - MAX_REASONS) > 0:
+            log(WARNING, "round %s: replies are dropped for %s other reasons", self.record.number, more)
 
     def _read_update(self, client: int, content: RecordDict) -> Update:
         record = content.array_records["arrays"]

@@ -1,20 +1,25 @@
 """Which node hosts which client, and messages that reach each node one after the other."""
 
+import csv
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
+from logging import WARNING
 from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
+import hypothesis
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.retry import RetryState, make_simple_http_retry_invoker
+from hypothesis import strategies as st
 from nodes import NodeGrid
 
 from client_app.app import Call
@@ -24,6 +29,7 @@ from server_app import federation
 from server_app.app import run
 from server_app.federation import Federation, PollingGrid, WaveGrid
 from server_app.in_process import InProcessGrid
+from strategies.base import PersonalisedStrategy
 from strategies.ppfe import PPFE
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -297,7 +303,7 @@ def test_a_node_that_cannot_serve_the_run_says_why(settings: Settings) -> None:
         def _receive(self, message: Message) -> Message | Call:
             if message.metadata.dst_node_id != 2:
                 return super()._receive(message)
-            return Message(Error(3, "no data set there"), reply_to=message)
+            return Message(Error(2, "no data set there"), reply_to=message)
 
     with pytest.raises(SettingsError, match="a node cannot serve this run: no data set there"):
         Federation(WaveGrid(Broken(4)), settings).join()
@@ -405,10 +411,10 @@ def test_sites_are_numbered_by_name_and_late_ones_after_them(
     settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
     grid = Script(site("site-d"), site("site-b"))
     found = grid.joined(settings)
-    assert (found.names, hosts(found)) == ({"site-b": 0, "site-d": 1}, {0: 2, 1: 1})
+    assert (found.owners, hosts(found)) == ({0: "site-b", 1: "site-d"}, {0: 2, 1: 1})
     grid.connect(3, site("site-a"))
     assert found.refresh() == []
-    assert found.names == {"site-b": 0, "site-d": 1, "site-a": 2}
+    assert found.owners == {0: "site-b", 1: "site-d", 2: "site-a"}
     assert [m.num_train for m in found.members.values()] == [4, 5, 3]
     grid.leave(2)
     grid.connect(9, site("site-b"))
@@ -416,9 +422,10 @@ def test_sites_are_numbered_by_name_and_late_ones_after_them(
     grid.connect(11, site("site-e"))
     assert found.refresh() == [0]
     assert hosts(found) == {0: 9, 1: 1, 2: 3, 3: 10}
-    assert dict(found.left_out) == {"all 4 clients of the run are others": 1}
+    assert dict(found.left_out) == {("site-e", "all 4 clients of the run are others"): 1}
     assert found.summary()["sites"] == ["site-b", "site-d", "site-a", "site-c"]
-    again = Federation(WaveGrid(grid), settings, found.names)  # the same run, resumed
+    again = Federation(WaveGrid(grid), settings)  # the same run, resumed
+    again.restore(json.loads(json.dumps(found.as_json())))
     again.join()
     assert hosts(again) == hosts(found)
 
@@ -432,8 +439,8 @@ def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[
     grid.connect(3, site("site-c"), registered="thief")
     grid.connect(4, unnamed)
     found = grid.joined(settings)
-    assert found.names == {"hospital": 0, "site-a": 1}
-    reasons = " ".join(found.left_out)
+    assert found.owners == {0: "hospital", 1: "site-a"}
+    reasons = " ".join(reason for _, reason in found.left_out)
     assert "names it 'site-c', its key is registered as 'thief'" in reasons
     assert "neither name nor partition-id" in reasons
 
@@ -445,7 +452,422 @@ def test_a_site_may_have_its_number_by_its_partition_id(
     grid = Script(site("site-a") | {"partition-id": 2}, site("site-b"), site("site-c") | {"partition-id": 4})
     found = grid.joined(settings)
     assert hosts(found) == {0: 2, 2: 1}
-    assert list(found.left_out) == ["partition-id 4: the run has the clients 0 to 3"]
+    assert list(found.left_out) == [("site-c", "partition-id 4: the run has the clients 0 to 3")]
+
+
+# -- whose a client is -----------------------------------------------------------------------------------
+
+
+class Registered(Script):
+    """Nodes whose keys are registered under the names given."""
+
+    def __init__(self, **configs: dict[str, Any]) -> None:
+        super().__init__()
+        for number, (name, config) in enumerate(configs.items(), start=1):
+            self.connect(number, config, registered=name)
+
+
+def needing(settings: Settings, least: int) -> Settings:
+    return replace(settings, run=replace(settings.run, min_clients=least, join_timeout=0.1))
+
+
+@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize("registered", [True, False], ids=["registered", "told"])
+@pytest.mark.parametrize("own", [True, False], ids=["sites", "benchmark"])
+def test_two_names_that_claim_one_client_stop_the_run_before_it_begins(
+    own: bool,
+    registered: bool,
+    least: int,
+    make_config: MakeConfig,
+    of_sites: Settings,
+    site: Callable[[str], dict[str, Any]],
+) -> None:
+    settings = needing(of_sites if own else resolve(make_config("fedavg")), least)
+    configs = {name: (site(name) if own else parts(1)[0]) | {"partition-id": 0} for name in ("site-a", "site-b")}
+    grid = Registered(**configs) if registered else Script(*(c | {"name": name} for name, c in configs.items()))
+    with pytest.raises(SettingsError) as caught:
+        grid.joined(settings)
+    assert str(caught.value) == (
+        f"client 0 is claimed by two {'sites' if own else 'nodes'}, site-a and site-b: give each its own partition-id"
+    )
+    assert not grid.federation.members
+
+
+def test_two_sites_with_one_partition_id_stop_a_run_whose_task_is_open(
+    make_config: MakeConfig, site: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    grid = Registered(
+        a=site("site-a") | {"name": "", "partition-id": 0}, b=site("site-b") | {"name": "", "partition-id": 0}
+    )
+    config = make_config("fedavg", dataset="sites", num_clients=2, join_timeout=0.1, partition="iid", partition_file="")
+    with pytest.raises(SettingsError, match="client 0 is claimed by two sites, a and b"):
+        run(grid, config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_of_two_nodes_without_a_name_one_counts(settings: Settings, warnings: pytest.LogCaptureFixture) -> None:
+    grid = Script(*parts(1), *parts(2))
+    found = grid.joined(needing(settings, 1))
+    assert hosts(found) == {0: 1, 1: 3}
+    assert dict(found.left_out) == {("", "client 0 is already there on another node"): 1}
+    assert "node 2 is left out: client 0 is already there on another node" in warnings.text
+    assert "The run begins without 2 of its 4 clients: client 0 and client 1 are there" in warnings.text
+    with pytest.raises(SettingsError, match=r"client 0 is already there on another node"):
+        grid.joined(needing(settings, 3))
+
+
+def test_sites_with_a_partition_id_are_numbered_before_those_without(
+    of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    grid = Script(site("site-a"), site("site-b") | {"partition-id": 0}, site("site-c"))
+    assert grid.joined(needing(of_sites, 1)).owners == {0: "site-b", 1: "site-a", 2: "site-c"}
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
+    least: int, of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    """Of a name that is not registered there may be several."""
+    grid = Script(*(site("site-a") | own for own in ({"partition-id": 0}, {"partition-id": 1}, {})))
+    settings = needing(replace(of_sites, data=replace(of_sites.data, num_clients=2)), least)
+    refusal = "it is client 0 of this run, but its partition-id says 1"
+    if least == 2:
+        with pytest.raises(SettingsError, match=f"host 1 of them after .* left out: site-a: {refusal}"):
+            grid.joined(settings)
+        return
+    found = grid.joined(settings)
+    assert (hosts(found), found.owners) == ({0: 1}, {0: "site-a"})
+    there = "site-a (client 0) is already there on another node"
+    assert sorted(found.left_out) == [("site-a", refusal), ("site-a", there)]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["sites", "benchmark"])
+def test_nobody_takes_over_the_client_of_another(
+    own: bool,
+    of_sites: Settings,
+    settings: Settings,
+    site: Callable[[str], dict[str, Any]],
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    def config(name: str) -> dict[str, Any]:
+        return (site(name) if own else parts(1)[0]) | {"name": "", "partition-id": 0}
+
+    grid = Registered(a=config("site-a"), c=config("site-c") | {"partition-id": 1})
+    found = grid.joined(needing(of_sites if own else settings, 1))
+    grid.leave(1)
+    grid.connect(7, config("site-b"), registered="b")
+    assert found.refresh() == []
+    assert hosts(found) == {1: 2}
+    assert dict(found.left_out) == {("b", "client 0 belongs to a: give each its own partition-id"): 1}
+    assert "b is left out: client 0 belongs to a" in warnings.text
+    assert found.summary()["sites"] == ["a", "c", None, None]
+    again = Federation(WaveGrid(grid), found.settings)  # the run is resumed while b is there, and a is not
+    again.restore(json.loads(json.dumps(found.as_json())))
+    again.join()
+    assert (hosts(again), again.owners) == ({1: 2}, {0: "a", 1: "c"})
+    grid.connect(8, config("site-a"), registered="a")
+    for federation_ in (found, again):
+        assert federation_.refresh() == [0]
+        assert hosts(federation_) == {0: 8, 1: 2}
+        assert federation_.owners == {0: "a", 1: "c"}
+
+
+def test_a_site_that_comes_back_with_another_number_is_refused(
+    of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    grid = Registered(a=site("site-a") | {"name": ""}, b=site("site-b") | {"name": ""})
+    found = grid.joined(needing(of_sites, 1))
+    grid.leave(2)
+    grid.connect(9, site("site-b") | {"name": "", "partition-id": 3}, registered="b")
+    found.refresh()
+    assert hosts(found) == {0: 1}
+    assert list(found.left_out) == [("b", "it is client 1 of this run, but its partition-id says 3")]
+
+
+class Fingerprints(Registered):
+    """Sites that tell a fingerprint of their data, by name."""
+
+    of: ClassVar[dict[str, Any]] = {}
+
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        if not reply.has_error() and self.names[message.metadata.dst_node_id] in self.of:
+            told = reply.content.config_records["config"]
+            told["fingerprint"] = self.of[self.names[message.metadata.dst_node_id]]
+        return reply
+
+
+@pytest.mark.parametrize("how", ["away", "gone within a round", "resumed"])
+def test_a_site_whose_data_has_changed_is_refused_when_it_comes_back(
+    how: str, of_sites: Settings, site: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fingerprints, "of", {"a": "00112233445566aa", "b": "00112233445566bb"})
+    grid = Fingerprints(a=site("site-a") | {"name": ""}, b=site("site-b") | {"name": ""})
+    found = grid.joined(needing(of_sites, 1))
+    assert found.as_json() == {
+        "owners": {"0": "a", "1": "b"},
+        "fingerprints": {"0": "00112233445566aa", "1": "00112233445566bb"},
+    }
+
+    def back() -> Federation:
+        if how == "resumed":
+            again = Federation(WaveGrid(grid), found.settings)
+            again.restore(found.as_json())
+            again.join()
+            return again
+        if how == "away":
+            grid.leave(2)
+            found.refresh()
+            grid.connect(2, site("site-b") | {"name": ""}, registered="b")
+        else:
+            found.grid.gone.add(2)
+        found.refresh()
+        return found
+
+    assert hosts(back()) == {0: 1, 1: 2}
+    for changed in ("00112233445566cc", ""):
+        Fingerprints.of["b"] = changed
+        after = back()
+        assert hosts(after) == {0: 1}
+        assert (
+            "b",
+            "its data is not that with which client 1 joined this run; start a new run with it",
+        ) in after.left_out
+    Fingerprints.of["b"] = "00112233445566bb"
+    found.grid.gone.add(2)
+    assert found.refresh() == [1]
+
+
+def test_a_node_that_was_gone_within_a_round_is_asked_again(settings: Settings) -> None:
+    grid = Script(*parts(4))
+    found = grid.joined(settings)
+    away = grid.nodes[2]
+    grid.leave(2)
+    list(found.grid.send_and_receive(queries(settings.to_json(), 1, 2)))
+    grid.nodes[2] = away
+    assert found.refresh() == [1]  # it has been restarted, though it has the same id
+    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert found.refresh() == []
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {},
+        {"site-a": 0},
+        {"owners": {"0": "a"}},
+        {"owners": {"0": 1}, "fingerprints": {}},
+        {"owners": {"9": "a"}, "fingerprints": {}},
+        {"owners": {"x": "a"}, "fingerprints": {}},
+        {"owners": ["a"], "fingerprints": {}},
+    ],
+)
+def test_a_checkpoint_that_does_not_tell_whose_the_clients_are_is_refused(
+    known: dict[str, Any], settings: Settings
+) -> None:
+    with pytest.raises(SettingsError, match="the checkpoint does not tell whose the clients"):
+        Federation(WaveGrid(Script()), settings).restore(known)
+
+
+CLAIMS = st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+EVENTS = st.lists(st.one_of(CLAIMS, st.integers(0, 5)), max_size=8)
+
+
+@hypothesis.given(first=st.lists(CLAIMS, min_size=1, max_size=4), events=EVENTS)
+@hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+def test_a_client_has_one_name_for_the_whole_run_whoever_comes_and_goes(
+    first: list[tuple[str, int, int]], events: list[Any], settings: Settings
+) -> None:
+    grid = Script()
+
+    def connect(name: str, index: int, step: int) -> None:
+        node = 1 + max(grid.names, default=0)
+        grid.connect(node, {"partition-id": index, "num-partitions": step}, registered=name)
+
+    for claim in first:
+        connect(*claim)
+    claimed = {(c, name) for name, index, step in first for c in range(index, 4, step) if name}
+    several = any(len({name for at, name in claimed if at == c}) > 1 for c in range(4))
+    try:
+        found = grid.joined(replace(settings, run=replace(settings.run, min_clients=1, join_timeout=0.001)))
+    except SettingsError as error:
+        assert several and "is claimed by" in str(error)
+        return
+    assert not several
+    owners: dict[int, str] = {}
+    for event in [None, *events]:
+        if isinstance(event, tuple):
+            connect(*event)
+        elif event is not None and event + 1 in grid.nodes and len(grid.nodes) > 1:
+            grid.leave(event + 1)
+        found.refresh()
+        assert owners.items() <= found.owners.items()
+        owners = dict(found.owners)
+        for client, member in found.members.items():
+            assert (member.client, member.name) == (client, owners.get(client, ""))
+            assert grid.names[member.node_id] == member.name
+            assert member.node_id in grid.nodes
+
+
+def test_the_record_names_the_site_that_did_the_work(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 0 belongs to a: while a is away, b gets nothing of it and stands nowhere in the record."""
+    config = make_config("fedacs", num_server_rounds=4, model="mlp", min_clients=2, join_timeout=0.1)
+    grid = Registered(a=parts(1)[0], c=parts(2)[1], d=parts(3)[2])
+    real = PersonalisedStrategy.configure_train
+
+    def configure(self: PersonalisedStrategy, server_round: int, *more: Any) -> list[Message]:
+        if server_round == 2:
+            grid.leave(1)
+            grid.connect(7, parts(1)[0], registered="b")
+        if server_round == 4:
+            grid.connect(8, parts(1)[0], registered="a")
+        return real(self, server_round, *more)
+
+    monkeypatch.setattr(PersonalisedStrategy, "configure_train", configure)
+    path = run(grid, config).directory.path
+    with (path / "clients.csv").open(newline="") as file:
+        rows = [(int(row["round"]), int(row["partition"]), row["site"]) for row in csv.DictReader(file)]
+    whole = [(0, "a"), (1, "c"), (2, "d")]
+    assert rows == [(n, *row) for n in (1, 2, 3, 4) for row in (whole if n in (1, 4) else whole[1:])]
+    assert [(kind, node) for kind, node in grid.sent if node == 7] == [("query", 7)]
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["sites"] == ["a", "c", "d", None]
+    assert summary["left-out"] == [
+        {"site": "b", "reason": "client 0 belongs to a: give each its own partition-id", "times": 1}
+    ]
+
+
+# -- what is told of them ---------------------------------------------------------------------------------
+
+
+def warned(warnings: pytest.LogCaptureFixture) -> list[str]:
+    lines = {id(r): r.getMessage() for r in warnings.records if r.levelno == WARNING}.values()
+    warnings.clear()
+    return list(lines)
+
+
+def test_nodes_that_are_lost_or_come_are_told_at_once_by_name(
+    settings: Settings, warnings: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = Registered(a=parts(1)[0], b=parts(2)[1], c=parts(3)[2])
+    found = grid.joined(needing(settings, 1))
+    assert warned(warnings) == [
+        "The run begins without 1 of its 4 clients: a (client 0), b (client 1) and c (client 2) are there"
+    ]
+    grid.leave(2)
+    found.refresh()
+    assert warned(warnings) == ["b (client 1) is gone; 2 of 4 clients are there"]
+    found.refresh()
+    grid.connect(17, parts(2)[1], registered="b")
+    grid.connect(18, parts(4)[3], registered="d")
+    assert capsys.readouterr().out == ""
+    found.refresh()
+    assert capsys.readouterr().out.splitlines() == [
+        "d (client 3) is new; 4 of 4 clients are there",
+        "b (client 1) is back; 4 of 4 clients are there",
+    ]
+    for node in (1, 3, 17, 18):
+        grid.leave(node)
+    found.refresh()
+    assert warned(warnings) == [
+        "4 of 4 clients (a, b, c, …) are gone; 0 of 4 clients are there",
+        "0 of 4 clients are there; the round waits until 1 are",
+    ]
+    assert not re.search(r"\d{3}|node 1", capsys.readouterr().out)
+
+
+class Telling(Registered):
+    """Sites that tell more than their data, by name."""
+
+    def __init__(self, tell: dict[str, Any], **configs: dict[str, Any]) -> None:
+        super().__init__(**configs)
+        self.tell = tell
+
+    def answer(self, message: Message) -> Message:
+        reply = super().answer(message)
+        if not reply.has_error() and self.names[message.metadata.dst_node_id] == "b":
+            reply.content["config"] = ConfigRecord({**reply.content.config_records["config"], **self.tell})
+        return reply
+
+
+def test_what_a_site_says_of_its_data_is_told_once_with_its_name(
+    make_config: MakeConfig, site: Callable[[str], dict[str, Any]], warnings: pytest.LogCaptureFixture
+) -> None:
+    said = ["3 samples stand there twice", "a file is called\nx\x1b[31m", "y" * 1000, *map(str, range(100))]
+    own = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
+    grid = Telling({"warnings": said, "skipped": 2}, **own)
+    config = make_config("fedavg", dataset="sites", num_clients=2, partition="iid", partition_file="", model="linear")
+    found = Federation(WaveGrid(grid), resolve(config))
+    found.agree()
+    found.join()
+    told = warned(warnings)
+    assert told[:3] == ["b: 3 samples stand there twice", "b: a file is called x [31m", f"b: {'y' * 299}…"]
+    assert len(told) == 21
+    assert told[-1] == "b: 2 files that cannot be read are skipped"
+    table = found.task("linear")
+    assert re.search(r"^ *b +1 +4 +1 +features, shape 2 +2: 0, 1 +2$", table, re.MULTILINE), table
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        {"warnings": "no list"},
+        {"warnings": [1, 2]},
+        {"skipped": -1},
+        {"skipped": 0.5},
+        {"skipped": "two"},
+        {"fingerprint": "00112233445566"},
+        {"fingerprint": "../../etc/passwd"},
+        {"fingerprint": 17},
+    ],
+)
+def test_a_site_that_tells_nonsense_is_left_out(
+    tell: dict[str, Any], of_sites: Settings, site: Callable[[str], dict[str, Any]]
+) -> None:
+    own = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
+    found = Telling(tell, **own).joined(needing(of_sites, 1))
+    assert hosts(found) == {0: 1}
+    assert [name for name, _ in found.left_out] == ["b"]
+
+
+def test_reasons_and_names_of_nodes_that_are_left_out_do_not_grow_without_end(settings: Settings) -> None:
+    found = Federation(WaveGrid(Script()), settings)
+    for node in range(1000):
+        found._registered[node] = f"n{node}" * 100
+        found._leave_out(node, "x\n" * 10_000)
+    told = found.summary()["left-out"]
+    assert len(told) == 201
+    assert told[-1] == {"site": None, "reason": "others", "times": 800}
+    assert all(len(entry["site"] or "") <= 100 and len(entry["reason"]) <= 500 for entry in told)
+
+
+def test_means_over_fewer_clients_than_the_run_has_are_marked(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config("fedavg", num_server_rounds=3, num_clients=3, min_clients=2, join_timeout=0.1)
+    config |= {"partition": "iid", "partition-file": ""}
+    three = {name: {"partition-id": i, "num-partitions": 3} for i, name in enumerate("abc")}
+    grid = Registered(**three)
+    real = PersonalisedStrategy.configure_train
+
+    def configure(self: PersonalisedStrategy, server_round: int, *more: Any) -> list[Message]:
+        if server_round == 2:
+            grid.leave(3)
+        return real(self, server_round, *more)
+
+    monkeypatch.setattr(PersonalisedStrategy, "configure_train", configure)
+    path = run(grid, config).directory.path
+    shown = capsys.readouterr().out.splitlines()
+    rounds = [line for line in shown if line.startswith("round")]
+    assert ["2 of 3 clients" in line for line in rounds] == [False, True, True]
+    marked = [line.split("  ")[0].strip() for line in shown if "missing)" in line]
+    assert {"served model, last (1 missing)", "local model, last (1 missing)"} <= set(marked)
+    (clients,) = (line for line in shown if line.startswith("clients "))
+    assert clients.endswith("  2 of 3 (missing in the last evaluation: c)")
+    rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    assert [row["missing"] for row in rows] == [[], [2], [2]]
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["missing"], summary["served"]["last"]["missing"]) == ([2], 1)
 
 
 def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings) -> None:
@@ -454,7 +876,7 @@ def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings) -> None
     grid.silent = {2}
     found = grid.joined(own)
     assert hosts(found) == {0: 1, 2: 3, 3: 4}
-    assert list(found.left_out) == ["no answer in time"]
+    assert list(found.left_out) == [("", "no answer in time")]
     grid.connect(9, parts(4)[1])
     grid.silent.add(9)
     started = time.monotonic()
@@ -509,6 +931,8 @@ def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings)
         {"clients": [0], "num-train": [5, 5], "num-test": [1]},
         {"clients": [7], "num-train": [5], "num-test": [1]},
         {"clients": [-1], "num-train": [5], "num-test": [1]},
+        {"clients": [0.5], "num-train": [5], "num-test": [1]},
+        {"clients": [0] * 5, "num-train": [5] * 5, "num-test": [1] * 5},
         {"clients": [0], "num-train": [0], "num-test": [1]},
         {"clients": [0], "num-train": [5], "num-test": [-1]},
         {"num-train": [5], "num-test": [1]},
@@ -592,5 +1016,5 @@ def test_a_site_that_lies_about_itself_is_left_out(
     grid = Liar(site("site-a"), site("site-b"))
     found = grid.joined(replace(of_sites, run=replace(of_sites.run, min_clients=1)))
     assert hosts(found) == {0: 2}
-    (told,) = found.left_out
+    ((_, told),) = found.left_out
     assert reason in told

@@ -143,7 +143,7 @@ def test_client_that_raises_is_as_one_that_was_not_asked(make_config, federate, 
     config = make_config(method, num_server_rounds=4)
     failed = federate(config, grid=failing(("train", 2, 1)))
     assert [[c for c, _ in r.dropped] for r in failed.records] == [[], [1], [], []]
-    assert failed.records[1].dropped[0][1].startswith("error ")
+    assert failed.records[1].dropped[0][1].startswith("it failed: ")
     assert "train_loss" not in failed.records[1].clients[1]
     assert "train_loss" in failed.records[2].clients[1]
 

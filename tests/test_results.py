@@ -20,7 +20,7 @@ import safetensors
 import yaml
 
 from posy.metrics import Spread, spread
-from posy.progress import Progress, duration, results_table, size
+from posy.progress import Progress, duration, results_table, size, task_table
 from posy.results import CLIENT_COLUMNS, History, RunDirectory, Status, load_arrays
 from posy.settings import SettingsError
 
@@ -160,8 +160,8 @@ class TestRunDirectory:
         returned = summarise(run, history, system_accuracy=math.nan, dropped={"timeout": 2})
         summary = json.loads((run.path / "summary.json").read_text())
         assert summary == returned
-        assert summary["served"]["best"] == {"round": 2, **of(0.7, 0.9)}
-        assert summary["served"]["last"] == {"round": 3, **of(0.5, 0.7)}
+        assert summary["served"]["best"] == {"round": 2, **of(0.7, 0.9), "missing": 0}
+        assert summary["served"]["last"] == {"round": 3, **of(0.5, 0.7), "missing": 0}
         assert summary["local"]["last"]["round"] == 2
         assert (summary["bytes-up"], summary["bytes-down"], summary["num-clients"]) == (1000, 2000, 2)
         assert summary["system-accuracy"] is None
@@ -272,6 +272,15 @@ class TestProgress:
             "round  2/10  served 61.23 % (round 1)  local 75.00 %  loss nan  7.00 s/round  56 s left",
         ]
 
+    def test_a_line_tells_how_many_took_part_where_some_were_missing(self) -> None:
+        log = io.StringIO()
+        with Progress(2, stream=log) as shown:
+            shown.update(1, 0.5, None, present="2 of 3 clients")
+            shown.update(2, 0.5, None)
+        first, second = log.getvalue().splitlines()
+        assert first.split("  ")[:3] == ["round 1/2", "served 50.00 %", "2 of 3 clients"]
+        assert "clients" not in second
+
     def test_a_terminal_gets_a_bar(self) -> None:
         terminal = Terminal()
         with Progress(3, stream=terminal) as shown:
@@ -331,6 +340,27 @@ class TestResultsTable:
         assert lines["system accuracy"].endswith(" 50.00 %")
         assert lines["results"].endswith(str(run.path))
 
+    @pytest.mark.parametrize(
+        ("extra", "clients"),
+        [
+            ({"missing": [1], "sites": ["site-a", "site-b"]}, "1 of 2 (missing in the last evaluation: site-b)"),
+            ({"missing": [1], "sites": ["site-a", None]}, "1 of 2 (missing in the last evaluation: client 1)"),
+            ({"missing": [0, 1]}, "0 of 2 (missing in the last evaluation: client 0, client 1)"),
+            ({"missing": []}, "2"),
+        ],
+    )
+    def test_it_tells_which_clients_were_missing(self, extra: dict[str, Any], clients: str, run: RunDirectory) -> None:
+        history, missing = History(), len(extra["missing"])
+        history.add(1, of(0.9, 0.9))
+        history.add(2, of(0.5, 0.5), of(0.6, 0.6), missing)
+        text = results_table(summarise(run, history, extra=extra), run.path)
+        lines = {re.split(" {2,}", line.strip())[0]: line for line in text.splitlines()}
+        assert lines["clients"].split("  ")[-1].strip() == clients
+        marked = [name for name in lines if "missing)" in name]
+        points = ("served model, last", "local model, last", "local model, best")
+        assert marked == ([f"{point} ({missing} missing)" for point in points] if missing else [])
+        assert max(map(len, text.splitlines()[:8])) <= 100
+
     def test_points_that_were_not_evaluated_say_so(self, run: RunDirectory) -> None:
         text = results_table(summarise(run, History(), "stopped"), Path("[x]"))
         assert text.count("not evaluated") == 4
@@ -347,3 +377,27 @@ class TestResultsTable:
     @pytest.mark.parametrize(("count", "words"), [(0, "0 bytes"), (999, "999 bytes"), (1_234_567, "1.23 MB")])
     def test_sizes(self, count: int, words: str) -> None:
         assert size(count) == words
+
+
+class TestTaskTable:
+    COLUMNS = ("site", "client", "training", "samples", "classes", "skipped")
+
+    def test_it_has_a_line_for_each_site_and_the_columns_that_are_known(self) -> None:
+        rows: list[dict[str, Any]] = [
+            {"site": "[red]a[/red]", "client": 0, "training": 120, "classes": "2: Cat, cat", "skipped": 0},
+            {"site": "", "client": 1},
+        ]
+        text = task_table(self.COLUMNS, rows, {"classes": "2: " + "cat, " * 300, "model": "mlp"})
+        lines = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
+        assert ["site", "client", "training", "classes", "skipped"] in lines
+        assert ["[red]a[/red]", "0", "120", "2: Cat, cat", "0"] in lines
+        assert ["1"] in lines
+        assert ["model", "mlp"] in lines
+        assert len(text.splitlines()) < 15
+        assert max(map(len, text.splitlines())) <= 100
+
+    def test_a_name_of_any_length_and_a_thousand_sites_fit(self) -> None:
+        rows = [{"site": "n" * 100, "client": c, "classes": ", ".join(["c" * 100] * 4)} for c in range(1000)]
+        text = task_table(self.COLUMNS, rows, {"model": "mlp"})
+        assert "… and 950 more" in text
+        assert max(map(len, text.splitlines())) <= 100

@@ -46,7 +46,7 @@ SUMMARY_KEYS = {
     "system-accuracy",
     "dropped",
 }
-SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain", "clients"}
+SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain", "clients", "missing"}
 
 
 class Failing(InProcessGrid):
@@ -185,9 +185,9 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
             losses = column(rows, n, f"{point}_loss")
             assert rounds[n - 1][f"{point}_loss"]["mean"] == pytest.approx(np.mean(list(losses.values())))
             means.append(spread["mean"])
-        assert summary[point]["last"] == {"round": 4, **rounds[3][f"{point}_accuracy"]}
+        assert summary[point]["last"] == {"round": 4, **rounds[3][f"{point}_accuracy"], "missing": 0}
         best = int(np.argmax(means))
-        assert summary[point]["best"] == {"round": best + 1, **rounds[best][f"{point}_accuracy"]}
+        assert summary[point]["best"] == {"round": best + 1, **rounds[best][f"{point}_accuracy"], "missing": 0}
     for n in range(1, 5):
         trained = list(column(rows, n, "train_loss").values())
         assert rounds[n - 1]["train_loss"]["mean"] == pytest.approx(np.mean(trained))
@@ -470,11 +470,11 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
 
 def test_time_that_does_not_suffice_is_recorded(make_config: MakeConfig) -> None:
     config = make_config("fedavg", round_timeout=1e-9, num_server_rounds=2)
-    with pytest.raises(NothingTrainedError, match="no reply before round-timeout"):
+    with pytest.raises(NothingTrainedError, match="no reply within round-timeout = 1e-09 s"):
         started(config)
     summary = summary_of(only_run(config))
     assert summary["status"] == "failed"
-    assert summary["dropped"] == {"no reply before round-timeout": 16}
+    assert summary["dropped"] == {"no reply within round-timeout = 1e-09 s": 16}
     assert summary["served"]["last"] is None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -398,7 +399,9 @@ def rows_of(recorder: Recorder) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("method", ["feddrm", "fedfew", "cwfedavg", "fedacs"])
-def test_a_run_over_sites(method: str, sites: list[Config], config: Config, tmp_path: Path) -> None:
+def test_a_run_over_sites(
+    method: str, sites: list[Config], config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run(NodeGrid(*sites), config | {"method": method, "system-accuracy": "on"})
     summary = json.loads((done.directory.path / "summary.json").read_text())
     assert summary["sites"] == ["site-a", "site-b", "site-c"]
@@ -408,6 +411,9 @@ def test_a_run_over_sites(method: str, sites: list[Config], config: Config, tmp_
     assert {tuple(row[1:4]) for row in rows_of(done)} == {("0", "120", "40"), ("1", "106", "36"), ("2", "28", "3")}
     data = done.settings.data
     assert (data.sample_kind, data.input_shape, data.classes) == ("image", "1x8x8", "0,1,2,3,4,5,6,7,8,9")
+    shown = capsys.readouterr().out
+    assert re.search(r"^ *site-b +1 +106 +36 +image, shape 1x8x8 +7$", shown.partition("round 1/2")[0], re.MULTILINE)
+    assert [row[-1] for row in rows_of(done)] == ["site-a", "site-b", "site-c"] * 2
     assert not (done.directory.path / "figures" / "partition.png").exists()  # the server knows no class counts
     assert [path.name for path in done.directory.models.iterdir()] == ["server.safetensors"]
     (own,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
@@ -449,9 +455,9 @@ def test_a_site_with_bad_data_is_left_out(
     done = run(NodeGrid(*sites), settings)
     summary = json.loads((done.directory.path / "summary.json").read_text())
     assert summary["sites"] == ["site-a", "site-b", None]
-    ((left_out, times),) = summary["left-out"].items()
-    assert times == 1
-    assert reason in left_out
+    (left_out,) = summary["left-out"]
+    assert (left_out["site"], left_out["times"]) == (None, 1)  # it could not say its name
+    assert reason in left_out["reason"]
     assert len({id(record) for record in warnings.records if reason in record.getMessage()}) == 1
     assert {row[1] for row in rows_of(done)} == {"0", "1"}
 
@@ -459,7 +465,7 @@ def test_a_site_with_bad_data_is_left_out(
 def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], config: Config, tmp_path: Path) -> None:
     settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
     done = run(NodeGrid(*sites), settings)
-    reasons = " ".join(done.federation.left_out if done.federation else ())
+    reasons = " ".join(reason for _, reason in (done.federation.left_out if done.federation else ()))
     assert done.strategy.members.keys() == {0}  # site-b alone knows no nine
     assert f"{tmp_path / 'a.npz'}: label '9' of sample 9 is not a class of the run" in reasons
     assert f"{tmp_path / 'c'}: label '9'" in reasons

@@ -35,10 +35,10 @@ def test_three_sites_and_a_bad_one_on_their_own_nodes(tmp_path: Path) -> None:
         deployment.stop()
     assert (summary["status"], summary["dropped"], summary["system-accuracy"]) == ("completed", {}, None)
     assert summary["sites"] == ["site-a", "site-b", "site-c", None]
-    ((reason, times),) = summary["left-out"].items()
-    assert times == 1
-    assert reason.startswith(f"{tmp_path / 'd.npz'}: nan at index (3, 5); only finite numbers are allowed")
-    assert log.count("is left out") == 1
+    (left_out,) = summary["left-out"]
+    assert (left_out["site"], left_out["times"]) == ("site-d", 1)
+    assert left_out["reason"].startswith(f"{tmp_path / 'd.npz'}: nan at index (3, 5); only finite numbers are allowed")
+    assert log.count("site-d is left out") == 1
     assert summary["served"]["last"]["mean"] > 0.6
     rows = (tmp_path / "runs/one/clients.csv").read_text().splitlines()[1:]
     counts = {tuple(row.split(",")[1:4]) for row in rows}

@@ -6,11 +6,13 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from logging import WARNING
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 
 from posy.arrays import Array as ByReference
 from posy.flower import raised
@@ -243,10 +245,84 @@ def test_errors_lost_doubled_and_foreign_replies_are_counted_by_reason(make_stra
     take(strategy, [replies[0], replies[0], error, foreign])
     assert state_of(strategy) == state_of(expected)
     strange = "a reply to no message of this phase, or a second one"
-    late = "no reply before round-timeout"
+    late = "no reply within round-timeout = 3600 s"
     assert Counter(strategy.record.dropped) == Counter(
-        [(-1, strange), (1, "error 7: out of memory"), (-1, strange), (2, late), (3, late)]
+        [(-1, strange), (1, "its copy of the app is not valid: out of memory"), (-1, strange), (2, late), (3, late)]
     )
+
+
+ERRORS: dict[str, tuple[Error, str]] = {
+    "gone": (Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node Unavailable — …"), "its node is gone"),
+    "lost": (
+        Error(ErrorCode.MESSAGE_UNAVAILABLE, "of 17"),
+        "its message or its reply was lost or came too late",
+    ),
+    "late": (Error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "of 17"), "its reply came too late"),
+    "raised": (Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "<class 'x.E'>:<'no\nsuch'>"), "it failed: no such"),
+    "died": (Error(ErrorCode.CLIENT_APP_CRASHED, "signal 9"), "its app crashed: signal 9"),
+    "no app": (Error(ErrorCode.LOAD_CLIENT_APP_EXCEPTION, "no x"), "its app could not be loaded: no x"),
+    "unknown": (Error(99, "{odd}"), "error 99: {odd}"),
+    "silent": (Error(99), "error 99: no reason given"),
+    "endless": (Error(99, "x" * 10_000), "error 99: " + "x" * 289 + "…"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_is_told_in_plain_words_with_the_name_of_the_site(
+    error: str, make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
+) -> None:
+    sent, words = ERRORS[error]
+    strategy = make_strategy("fedavg")
+    strategy.members[2].name = "site-c"
+    messages, replies = send(strategy)
+    take(strategy, [*(replies[c] for c in (0, 1, 3)), Message(sent, reply_to=messages[2])])
+    messages, replies = send(strategy, phase="evaluate")
+    answers = [*(replies[c] for c in (0, 1, 3)), Message(sent, reply_to=messages[2])]
+    take(strategy, answers, phase="evaluate")
+    [line] = lines_of(warnings)  # once, though it did not answer twice
+    assert line == f"round 1: site-c (client 2) is left out: {words}"
+    assert strategy.record.dropped == [(2, words)] * 2
+    assert strategy.record.missing == [2]
+
+
+def test_clients_that_are_left_out_for_one_reason_are_told_together(
+    make_strategy: MakeStrategy, warnings: pytest.LogCaptureFixture
+) -> None:
+    strategy = make_strategy("fedavg")
+    messages, replies = send(strategy)
+    first(math.nan)(replies[1].content)
+    first(math.inf)(replies[0].content)
+    foreign = Message(replies[2].content, reply_to=messages[2])
+    foreign.metadata.__dict__["_reply_to_message_id"] = "of another run"
+    take(strategy, [replies[1], replies[0], foreign])
+    late = "no reply within round-timeout = 3600 s"
+    assert lines_of(warnings)[:3] == [
+        "round 1: dropped: a reply to no message of this phase, or a second one",
+        "round 1: client 0 and client 1 are left out: NaN or Inf in the reply",
+        f"round 1: client 2 and client 3 are left out: {late}",
+    ]
+    for client, member in strategy.members.items():
+        member.name = f"site-{'abcd'[client]}"
+    send(strategy, server_round=2)
+    warnings.clear()
+    take(strategy, [], server_round=2)
+    assert lines_of(warnings)[0] == f"round 2: 4 of 4 clients (site-a, site-b, site-c, …) are left out: {late}"
+
+
+def lines_of(warnings: pytest.LogCaptureFixture) -> list[str]:
+    return list({id(record): record.getMessage() for record in warnings.records if record.levelno == WARNING}.values())
+
+
+def test_a_client_that_was_not_asked_is_not_missing(make_strategy: MakeStrategy) -> None:
+    strategy = make_strategy("fedavg", fraction_train=0.5)
+    member = strategy.members.pop(3)
+    _, replies = send(strategy)
+    take(strategy, replies)
+    assert strategy.record.missing == [3]
+    strategy.members[3] = member
+    _, replies = send(strategy, server_round=2)
+    take(strategy, replies[1:], server_round=2)
+    assert strategy.record.missing == [strategy.cohort(2)[0]]
 
 
 def test_a_reply_counts_for_the_client_that_was_asked_not_for_the_one_it_names(make_strategy: MakeStrategy) -> None:
@@ -267,7 +343,7 @@ def test_messages_that_there_was_no_time_to_send_are_lost_each(
     grid = InProcessGrid(4)
     messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
     take(strategy, grid.send_and_receive(messages[:1]))  # the others never reach the grid and have no id
-    assert strategy.record.dropped == [(c, "no reply before round-timeout") for c in (1, 2, 3)]
+    assert strategy.record.dropped == [(c, "no reply within round-timeout = 3600 s") for c in (1, 2, 3)]
     assert notes.lost == [1, 2, 3]
 
 
