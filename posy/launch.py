@@ -4,7 +4,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from posy.runlog import RunLog
 from posy.settings import Scalar
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ START_SECONDS = 60.0
 OUTAGE_SECONDS = 600.0
 """For so long a SuperLink that does not answer is waited for."""
 STOP_SECONDS = 15.0
-_RESULTS = re.compile(r"Results of this run: (.+)")
-_WRONG = re.compile(r"^[\w.]+\.(SettingsError|DataError): ", re.MULTILINE)
-# Flower's own news and Ray's: what is left are the rounds, the results, warnings, errors and tracebacks.
-_NEWS = re.compile(r"(\x1b\[\d+m)?((INFO|DEBUG)\b|\(\w+ pid=\d+\))|\d{4}-\d\d-\d\d [\d:,]+\s+INFO\b")
 
 
 class LaunchError(Exception):
@@ -351,19 +347,21 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
 
     A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
     """
-    shown = _Shown(verbose)
+    shown = RunLog(verbose)
     run: dict[str, Any] = {}
     try:
         while not str(run.get("status", "")).startswith("finished"):
             _show_log(flower, run_id, shown)
             run = _told(flower, run_id, patience)
     except KeyboardInterrupt:
+        shown.end()
         print("\nposy: stopping the run", file=sys.stderr)
         flower.ask("stop", run_id)
         return INTERRUPTED, shown.results
-    if run["status"] == "finished:completed":
+    completed = run["status"] == "finished:completed"
+    shown.end(failed=not completed)
+    if completed:
         return 0, shown.results
-    shown.release()
     details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
     print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
     return 1, shown.results
@@ -381,7 +379,7 @@ def _told(flower: Flower, run_id: str, patience: float) -> dict[str, Any]:
         time.sleep(1.0)
 
 
-def _show_log(flower: Flower, run_id: str, shown: "_Shown") -> None:
+def _show_log(flower: Flower, run_id: str, shown: RunLog) -> None:
     """Show the log of a run as it grows, until it ends or breaks off; what is shown already is passed over."""
     process = flower.start("log", run_id, "--stream")
     assert process.stdout is not None
@@ -396,38 +394,6 @@ def _show_log(flower: Flower, run_id: str, shown: "_Shown") -> None:
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-class _Shown:
-    """What is shown of Flower's log: rounds, results, warnings, errors; news of the start only if it failed."""
-
-    def __init__(self, verbose: bool) -> None:
-        self.results = ""
-        self.lines: Counter[str] = Counter()
-        self._verbose = verbose
-        self._held: list[str] = []
-
-    def add(self, line: str) -> None:
-        """Show a line, hold it back, or drop it."""
-        self.lines[line] += 1
-        found = _RESULTS.search(line)
-        if found and not self.results:
-            self.results = found[1].strip()
-            self._held.clear()
-            if not self._verbose:
-                print(found[0], flush=True)
-        if self._verbose:
-            print(line, end="", flush=True)
-        elif not self.results:
-            self._held.append(line)
-        elif not _NEWS.match(line):
-            print(line, end="", flush=True)
-
-    def release(self) -> None:
-        """Show what was held back, unless it only tells where in the code a setting or the data was found wrong."""
-        text = "".join(self._held)
-        if not _WRONG.search(text):
-            print(text, end="", flush=True)
 
 
 def _end(process: "subprocess.Popen[bytes]", lock: Path) -> None:
