@@ -25,6 +25,7 @@ from posy.launch import (
     run_simulation,
     toml,
 )
+from posy.listing import print_table
 from posy.methods import METHODS, settings_class
 from posy.resume import StoredRun
 from posy.settings import (
@@ -122,13 +123,13 @@ def settings(options: argparse.Namespace) -> int:
             (key, toml(default), rule.describe(type(default)), rule.help)
             for key, (default, rule) in _declared(cls, prefix).items()
         ]:
-            _print_table(title, ("key", "default", "allowed", "meaning"), rows)
+            print_table(title, ("key", "default", "allowed", "meaning"), rows)
     return 0
 
 
 def methods(options: argparse.Namespace) -> int:
     """`posy methods`: list the methods."""
-    _print_table("methods", ("name", "about"), [(name, _about(name)) for name in METHODS])
+    print_table("methods", ("name", "about"), [(name, _about(name)) for name in METHODS])
     return 0
 
 
@@ -136,7 +137,7 @@ def datasets(options: argparse.Namespace) -> int:
     """`posy datasets`: list the data sets."""
     from data.datasets import describe  # noqa: PLC0415
 
-    _print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
+    print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
     return 0
 
 
@@ -336,20 +337,6 @@ def _about(method: str) -> str:
     assert spec is not None and spec.origin is not None
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
-
-
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for number, column in enumerate(columns):
-        shown.add_column(column, no_wrap=number == 0, overflow="fold")
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    Console().print(shown)
 
 
 def _positive(text: str) -> int:

@@ -1,12 +1,14 @@
 """Carry out a run: inside this process, or with Flower's simulation on a SuperLink of its own."""
 
 import fcntl
+import http.client
 import json
 import logging
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +38,7 @@ ENVIRONMENT = {
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 CLIENTS_PER_GPU = 4
 START_SECONDS = 60.0
 OUTAGE_SECONDS = 600.0
@@ -131,9 +134,63 @@ class Connection:
     address: str
     root_certificates: Path | None = None
 
+    @property
+    def local(self) -> bool:
+        """Whether it is on this machine."""
+        return self.address.rpartition(":")[0] in LOOPBACK
+
+    def words(self) -> list[str]:
+        """Return the options that name this SuperLink on the command line."""
+        ca = self.root_certificates
+        return ["--superlink", self.address, *(["--insecure"] if ca is None else ["--root-certificates", str(ca)])]
+
+    def check(self) -> None:
+        """Ask the SuperLink whether it is there.
+
+        Raises
+        ------
+        LaunchError
+            If nobody answers, or not with a certificate that is trusted.
+        """
+        context = None
+        if self.root_certificates is not None:
+            try:
+                context = ssl.create_default_context(cafile=str(self.root_certificates))
+            except (ssl.SSLError, OSError) as error:
+                raise LaunchError(f"{self.root_certificates} cannot be used as a certificate: {error}") from error
+        opener = _opener({} if self.local else None, context)
+        try:
+            opener.open(f"{'http' if context is None else 'https'}://{self.address}/health", timeout=10).close()
+        except ssl.SSLError as error:
+            raise LaunchError(self._distrust(error)) from error
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):
+                raise LaunchError(self._distrust(reason)) from error
+            raise LaunchError(self._unreached(reason)) from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise LaunchError(self._unreached(error)) from error
+
+    def _unreached(self, error: object) -> str:
+        hint = "" if self.root_certificates else ", or does it want certificates (without --insecure)"
+        return f"no SuperLink answers at {self.address} ({error}); does `posy superlink` run there{hint}?"
+
+    def _distrust(self, error: ssl.SSLError) -> str:
+        why = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
+        if why == "WRONG_VERSION_NUMBER":
+            return f"the SuperLink at {self.address} speaks no TLS; was it started with --insecure?"
+        return f"the SuperLink at {self.address} is not trusted by {self.root_certificates}: {why}"
+
     @contextmanager
     def open(self) -> Iterator["Flower"]:
-        """Provide Flower's command line for this SuperLink, with settings of its own."""
+        """Provide Flower's command line for this SuperLink, with settings of its own.
+
+        Raises
+        ------
+        LaunchError
+            If the SuperLink cannot be reached.
+        """
+        self.check()
         with tempfile.TemporaryDirectory(prefix="posy-", ignore_cleanup_errors=True) as folder:
             yield _connected(self, Path(folder), ENVIRONMENT)
 
@@ -165,6 +222,21 @@ def run_on_superlink(overrides: Mapping[str, Scalar], superlink: Connection, *, 
     if status == INTERRUPTED:
         print(f"posy: stopped; results so far, on the SuperLink's machine: {results or 'none'}", file=sys.stderr)
     return status
+
+
+def show_run(superlink: Connection, run_id: str, *, verbose: bool = False) -> int:
+    """Show the log of a run from its beginning on until it ends; Ctrl-C leaves it alone. Return the exit status."""
+    shown, run = RunLog(verbose), dict[str, Any]()
+    with superlink.open() as flower:
+        try:
+            while not str(run.get("status", "")).startswith("finished"):
+                _show_log(flower, run_id, shown)
+                run = _told(flower, run_id, OUTAGE_SECONDS)
+        except KeyboardInterrupt:
+            shown.end()
+            print("\nposy: the run goes on", file=sys.stderr)
+            return INTERRUPTED
+        return _ended(run, shown)
 
 
 def resources(num_clients: int, device: str) -> dict[str, float]:
@@ -309,6 +381,12 @@ def _connected(superlink: Connection, folder: Path, environment: Mapping[str, st
     """Write Flower's settings for a SuperLink into a folder, and return the command line that uses them."""
     home = folder / "flwr"
     home.mkdir()
+    write_connection(home, superlink)
+    return Flower(folder, flower_environment(home, environment))
+
+
+def write_connection(home: Path, superlink: Connection) -> None:
+    """Write into the directory that Flower's commands know as ``FLWR_HOME`` which SuperLink they talk to."""
     trust = "insecure = true"
     if superlink.root_certificates is not None:
         trust = f"root-certificates = {toml(str(superlink.root_certificates.absolute()))}"
@@ -316,7 +394,6 @@ def _connected(superlink: Connection, folder: Path, environment: Mapping[str, st
         f'[superlink]\ndefault = "posy"\n[superlink.posy]\naddress = {toml(superlink.address)}\n{trust}\n',
         encoding="utf-8",
     )
-    return Flower(folder, flower_environment(home, environment))
 
 
 def flower_environment(home: Path, environment: Mapping[str, str] = ENVIRONMENT) -> dict[str, str]:
@@ -326,12 +403,26 @@ def flower_environment(home: Path, environment: Mapping[str, str] = ENVIRONMENT)
         **environment,
         "FLWR_HOME": str(home),
         "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),
-        "NO_PROXY": ",".join(filter(None, ("127.0.0.1,localhost", os.environ.get("NO_PROXY", "")))),
+        **no_proxy(),
     }
 
 
+def no_proxy() -> dict[str, str]:
+    """Return the environment that keeps proxies away from this machine's own addresses."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, ("127.0.0.1,localhost", given))))
+
+
+def _opener(
+    proxies: Mapping[str, str] | None = None, context: ssl.SSLContext | None = None
+) -> urllib.request.OpenerDirector:
+    """Return what opens addresses, through the proxies of the environment unless others are given."""
+    handler = urllib.request.ProxyHandler(None if proxies is None else dict(proxies))
+    return urllib.request.build_opener(handler, urllib.request.HTTPSHandler(context=context))
+
+
 def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = _opener({})
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -358,13 +449,17 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
         print("\nposy: stopping the run", file=sys.stderr)
         flower.ask("stop", run_id)
         return INTERRUPTED, shown.results
+    return _ended(run, shown), shown.results
+
+
+def _ended(run: Mapping[str, Any], shown: RunLog) -> int:
+    """Tell how a run has ended unless it is completed, and return the exit status."""
     completed = run["status"] == "finished:completed"
     shown.end(failed=not completed)
-    if completed:
-        return 0, shown.results
-    details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
-    print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
-    return 1, shown.results
+    if not completed:
+        details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
+        print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
+    return 0 if completed else 1
 
 
 def _told(flower: Flower, run_id: str, patience: float) -> dict[str, Any]:

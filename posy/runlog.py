@@ -13,15 +13,18 @@ _TRACEBACK = "Traceback (most recent call last):"
 # What belongs to an error that has begun: a traceback as Python and Ray write it, down to the exceptions' names.
 _OF_ERROR = re.compile(
     r"\s|$|ray::|Traceback \(|The above exception|During handling|Exception ClientAppException occurred\."
+    r"|An unhandled exception occurred in the ServerApp|For more information, visit:"
     r"|[\w.]*(Error|Exception|Exit|Interrupt)(\(\w+\))?(:|$)"
 )
 _TOLD = re.compile(r"^[\w.]+\.(SettingsError|DataError|NothingTrainedError|TrainingDivergedError): ", re.MULTILINE)
 """An error whose message stands elsewhere too: at the end of the run, or beside the replies that were dropped."""
 _NOISE = re.compile(
     r"Using SuperLink: |Successfully installed |WARNING\s*: +Since flwr 1\.32, default simulated SuperNodes"
-    r"|ERROR\s*: +An exception was raised when processing a message by RayBackend"  # the next line says which
+    # Each stands beside what has happened.
+    r"|ERROR\s*: +(An exception was raised when processing a message by RayBackend|Exit Code: 201$)"
     r"|\(autoscaler |\d{4}-\d\d-\d\d [\d:,]+\s+(INFO|WARNING)\b"  # what Ray says of itself
-    r"|\S+/(ray|flwr)/\S+\.py:\d+: \w*Warning: "
+    r"|\S+/(ray|flwr)/\S+\.py:\d+: \w*Warning: ",
+    re.MULTILINE,
 )
 _REPEATED = re.compile(r" \[repeated (\d+)x across cluster\].*")
 

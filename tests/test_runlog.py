@@ -26,6 +26,7 @@ NOISE = [
     ACTOR + "what an actor prints",
     ERROR + "An exception was raised when processing a message by RayBackend",
     "INFO:     Started server process [5887]",
+    ERROR + "Exit Code: 201\n\nAn unhandled exception occurred in the ServerApp.\n\nFor more information, visit: <x>",
 ]
 NEWS = [
     WARNING + "site-c is left out: a.npz: nan at index (3, 2)",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -106,6 +107,26 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], 
     except OSError as error:
         raise SettingsError(f"{folder}: certificates cannot be written there: {error}") from error
     return written
+
+
+def public_pem(path: Path) -> bytes:
+    """Return a node's public key as the SuperLink keeps it: PEM.
+
+    Raises
+    ------
+    SettingsError
+        If the file holds none.
+    """
+    try:
+        content = path.read_bytes()
+        key = serialization.load_ssh_public_key(content)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        if not isinstance(error, OSError) and b"PRIVATE KEY" in content:
+            raise SettingsError(
+                f"{path} is a private key, which stays on its node; its public half is needed"
+            ) from error
+        raise SettingsError(f"{path} is not a public key as `posy certificates` makes it: {error}") from error
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:

@@ -1,22 +1,34 @@
-"""The commands of a real federation; each is a thin cover over Flower's own, which it prints."""
+"""The commands of a real federation: covers over Flower's own, which are printed where they can be typed as well."""
 
 import argparse
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from posy.launch import Connection, flower_environment, free_port, script, toml
+from posy.launch import (
+    INTERRUPTED,
+    LOOPBACK,
+    Connection,
+    flower_environment,
+    free_port,
+    script,
+    show_run,
+    toml,
+    write_connection,
+)
+from posy.listing import print_table
+from posy.progress import duration
 from posy.settings import SettingsError
 
 CONTROL = "127.0.0.1:8000"
 FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def add_commands(commands: Any) -> None:
@@ -75,6 +87,33 @@ def add_commands(commands: Any) -> None:
     command.set_defaults(command=register)
 
     command = commands.add_parser(
+        "status",
+        help="list the runs and nodes of a federation",
+        description="List the runs that were submitted to a SuperLink, the newest first, and its nodes by name.",
+    )
+    add_connection(command)
+    command.set_defaults(command=status)
+
+    command = commands.add_parser(
+        "log",
+        help="show the log of a run of a federation",
+        description="Show the log of a run from its beginning on, until it ends. Ctrl-C leaves the run alone.",
+    )
+    command.add_argument("run", metavar="RUN", help="its run id, or its run-name: `posy status` lists both")
+    command.add_argument("-v", "--verbose", action="store_true", help="show the whole log of Flower")
+    add_connection(command)
+    command.set_defaults(command=log)
+
+    command = commands.add_parser(
+        "stop",
+        help="stop a run of a federation",
+        description="Stop a run. What it has done is kept, and it can be resumed from its last checkpoint.",
+    )
+    command.add_argument("run", metavar="RUN", help="its run id, or its run-name: `posy status` lists both")
+    add_connection(command)
+    command.set_defaults(command=stop)
+
+    command = commands.add_parser(
         "supernode",
         help="start a node of a federation",
         description=(
@@ -115,6 +154,7 @@ def connection(options: argparse.Namespace) -> Connection:
     SettingsError
         If it is to be reached without TLS on another machine, or the certificate is missing.
     """
+    _split("--superlink", options.superlink)
     if options.insecure:
         _check_loopback("--superlink", options.superlink)
         return Connection(options.superlink)
@@ -163,25 +203,84 @@ def superlink(options: argparse.Namespace) -> int:
         [script("flower-superlink"), *served, *trust, *kept],
         [script("flower-superexec"), "--runtime-api-address", reached, *asked, "--parent-pid", str(os.getpid())],
     ]
-    for command in commands:
-        _tell(command)
-    environment = flower_environment(state / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+    home = state / "flower"
+    home.mkdir(exist_ok=True)
+    superlink = Connection(reached, None if options.insecure else ca)
+    write_connection(home, superlink)
+    environment = flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+    for command in (commands[0], commands[1][:-2]):  # whoever types the second has another process to watch
+        _tell(command, environment)
+    _tell([script("flwr"), "list"], environment)
     keep(commands, environment)
     return 0
 
 
 def register(options: argparse.Namespace) -> int:
     """`posy register`: make keys known to the SuperLink."""
-    keys = [_there(path, "the command line") for path in options.keys]
-    with connection(options).open() as flower:
-        known = {node["name"] for node in flower.ask("supernode", "list")["nodes"]}
-        for key in keys:
-            if key.stem in known:
-                print(f"{key.stem} is registered already")
-                continue
-            words = ["supernode", "register", str(key), "--name", key.stem]
-            _tell(["flwr", *words])
-            flower.ask(*words)
+    from posy.deploy.certificates import public_pem  # noqa: PLC0415
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    keys = {path: public_pem(path) for path in (_there(path, "the command line") for path in options.keys)}
+    superlink = connection(options)
+    with control(superlink) as asked:
+        nodes = asked.nodes()
+    status = 0
+    with superlink.open() as flower:
+        for key, content in keys.items():
+            known = next((node for node in nodes if node.public_key == content), None)
+            if known is not None:
+                print(f"{key.stem} is registered already" + ("" if known.name == key.stem else f", as {known.name}"))
+            elif any(node.name == key.stem for node in nodes):
+                print(f"posy: {key.stem} is not registered: another key has this name", file=sys.stderr)
+                status = 1
+            else:
+                flower.ask("supernode", "register", str(key), "--name", key.stem)
+                print(f"{key.stem} is registered")
+    return status
+
+
+def status(options: argparse.Namespace) -> int:
+    """`posy status`: list runs and nodes."""
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    with control(connection(options)) as asked:
+        runs, nodes = asked.runs(), asked.nodes()
+    columns = ("run id", "run-name", "method", "status", "since", "time")
+    rows = [(run.number, run.name, run.method, run.status, run.since, duration(run.seconds)) for run in runs]
+    print_table("runs" if rows else "no run was submitted", columns, rows)
+    known = [(node.name, node.status, node.since) for node in nodes]
+    print_table("nodes" if nodes else "no node is registered", ("name", "status", "since"), known)
+    return 0
+
+
+def log(options: argparse.Namespace) -> int:
+    """`posy log`: show the log of a run."""
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    superlink = connection(options)
+    with control(superlink) as asked:
+        run = asked.find(options.run)
+    result = show_run(superlink, run.number, verbose=options.verbose)
+    if result == INTERRUPTED:
+        print(f"posy: this stops it: {_typed(['posy', 'stop', run.number, *superlink.words()])}", file=sys.stderr)
+    return result
+
+
+def stop(options: argparse.Namespace) -> int:
+    """`posy stop`: stop a run."""
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    superlink = connection(options)
+    with control(superlink) as asked:
+        run = asked.find(options.run)
+        if run.ended:
+            raise SettingsError(f"run {options.run} has ended already ({run.status}, {run.since})")
+        asked.stop(run)
+    print(f"run {run.number} is stopped")
+    name = run.name or "RUN-NAME"
+    folder = [f"output-dir={run.config['output-dir']}"] if "output-dir" in run.config else []
+    words = ["posy", "run", *superlink.words(), f"resume={name}", *folder]
+    print(f"from its last checkpoint it goes on with: {_typed(words)}")
     return 0
 
 
@@ -204,7 +303,7 @@ def supernode(options: argparse.Namespace) -> int:
         command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
     else:
         command = [sys.executable, "-P", "-m", "posy.deploy.node", *words]
-    _tell(command)
+    _tell(command, environment)
     os.execve(command[0], command, environment)
 
 
@@ -253,6 +352,17 @@ def _there(path: Path, where: str) -> Path:
     return path.absolute()
 
 
-def _tell(command: Sequence[str]) -> None:
-    """Print a command as it may be typed."""
-    print("$", shlex.join([Path(command[0]).name, *command[1:]]), file=sys.stderr, flush=True)
+def _tell(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Print a command as it may be typed into the shell that this one was typed into."""
+    name = Path(command[0]).name
+    program = name if shutil.which(name) == command[0] else command[0]
+    # The rest of what is set is the same everywhere: no telemetry, no search for updates.
+    home = environment["FLWR_HOME"]
+    setting = (
+        [] if os.environ.get("FLWR_HOME", str(Path.home() / ".flwr")) == home else [f"FLWR_HOME={shlex.quote(home)}"]
+    )
+    print("$", *setting, _typed([program, *command[1:]]), file=sys.stderr, flush=True)
+
+
+def _typed(words: Sequence[str]) -> str:
+    return shlex.join(words)
