@@ -13,15 +13,15 @@ _TRACEBACK = "Traceback (most recent call last):"
 # What belongs to an error that has begun: a traceback as Python and Ray write it, down to the exceptions' names.
 _OF_ERROR = re.compile(
     r"\s|$|ray::|Traceback \(|The above exception|During handling|Exception ClientAppException occurred\."
-    r"|An unhandled exception occurred in the ServerApp|For more information, visit:"
     r"|[\w.]*(Error|Exception|Exit|Interrupt)(\(\w+\))?(:|$)"
 )
 _TOLD = re.compile(r"^[\w.]+\.(SettingsError|DataError|NothingTrainedError|TrainingDivergedError): ", re.MULTILINE)
 """An error whose message stands elsewhere too: at the end of the run, or beside the replies that were dropped."""
 _NOISE = re.compile(
     r"Using SuperLink: |Successfully installed |WARNING\s*: +Since flwr 1\.32, default simulated SuperNodes"
-    # Each stands beside what has happened.
+    # These stand beside what has happened.
     r"|ERROR\s*: +(An exception was raised when processing a message by RayBackend|Exit Code: 201$)"
+    r"|An unhandled exception occurred in the ServerApp|For more information, visit:"
     r"|\(autoscaler |\d{4}-\d\d-\d\d [\d:,]+\s+(INFO|WARNING)\b"  # what Ray says of itself
     r"|\S+/(ray|flwr)/\S+\.py:\d+: \w*Warning: ",
     re.MULTILINE,
@@ -90,11 +90,12 @@ class RunLog:
             source.error.append(line)
             return
         self._finish(source)
-        if (level and level[1] in ("ERROR", "CRITICAL")) or plain.startswith(_TRACEBACK):
+        noise = _NOISE.match(plain) is not None
+        if not noise and ((level and level[1] in ("ERROR", "CRITICAL")) or plain.startswith(_TRACEBACK)):
             source.error = [line]
             return
         if level is not None or not plain[:1].isspace():
-            source.shown = not _NOISE.match(plain) and (level[1] == "WARNING" if level else not name)
+            source.shown = not noise and (level[1] == "WARNING" if level else not name)
         if source.shown:
             self._print(line)
         else:
@@ -122,7 +123,7 @@ class RunLog:
             self._told = True
             return
         traceback, _, end = text.rstrip().rpartition("\n")
-        if _NOISE.match(text) or (traceback and end in self._ends):
+        if traceback and end in self._ends:
             return
         self._ends.add(end)
         for line in error:
