@@ -76,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     if words and ("=" not in words[0] or Path(words[0]).is_file()):
         words[0] = f"experiment={words[0]}"
     given = merged(assignments(words))
+    if not given.get("resume"):
+        check_own(given, WHERE)
     if options.superlink:  # paths are those of its machine
         check(given, WHERE)
         return run_on_superlink(given, deployment.connection(options), verbose=options.verbose)
@@ -87,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
         config = {key: value for key, value in config.items() if key in given or key == "output-dir"}
         set_keys = config.keys() - {"resume"}
         resumed = stored.resumed({key: config[key] for key in set_keys}, WHERE)
+        configuration.check_own(set_keys, resumed.run.method, WHERE)
         stored.check(resumed)
         known = resumed.as_config()
         config["resume-keys"] = " ".join(sorted(set_keys))
@@ -194,6 +197,8 @@ def merged(config: Mapping[str, Any]) -> dict[str, Any]:
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
     check(from_file, str(path))
+    if not from_file.keys() <= _common_defaults().keys():  # an experiment may be run with another method
+        from_file = configuration.pertinent(from_file, str({**from_file, **config}.get("method", RunSettings.method)))
     return {**from_file, **{key: value for key, value in config.items() if key != "experiment"}}
 
 
@@ -208,7 +213,20 @@ def check(config: Mapping[str, Any], where: str) -> None:
     for cls in COMMON:
         read(cls, config, where=where)
     if not config.keys() <= _common_defaults().keys() or config.get("method", RunSettings.method) not in METHODS:
-        configuration.resolve(config, where)
+        check_keys(config, configuration.defaults(), where)
+        configuration.read_all(config, where)
+
+
+def check_own(given: Mapping[str, Any], where: str) -> None:
+    """Check that no setting of another method is given.
+
+    Raises
+    ------
+    SettingsError
+        If one is.
+    """
+    if not given.keys() <= _common_defaults().keys():
+        configuration.check_own(given, str(given.get("method", RunSettings.method)), where)
 
 
 def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:

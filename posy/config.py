@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -67,20 +67,56 @@ def resolve(config: Mapping[str, Any], where: str = "the run config") -> Setting
     Raises
     ------
     SettingsError
-        For an unknown key or method, a wrong type, or a value out of range.
+        For an unknown key or method, a wrong type, a value out of range, or another method's setting.
     """
     known = defaults()
     check_keys(config, known, where)
+    own = {key: value for key, value in config.items() if value != known[key]}
     merged: dict[str, Any] = dict(config)
     experiment = config.get("experiment", "")
     if experiment:
         path = experiment_path(str(experiment))
         from_file = read_experiment(path)
         check_keys(from_file, known, str(path))
-        own = {key: value for key, value in config.items() if value != known[key]}
         read_all({**known, **from_file}, str(path))
         merged = {**known, **from_file, **own}
-    return read_all(merged, where)
+    settings = read_all(merged, where)
+    check_own(own, settings.run.method, where)
+    return settings
+
+
+def check_own(given: Iterable[str], method: str, where: str) -> None:
+    """Raise :class:`SettingsError` for settings of another method than the run's: they would do nothing.
+
+    Parameters
+    ----------
+    given : iterable of str
+        Keys that a person has set for this very run; a file that is made for several may hold others.
+    method : str
+        The run's method.
+    where : str
+        Where they were set.
+    """
+    owners = _owners()
+    for key in given:
+        if owners.get(key, method) != method:
+            raise SettingsError(f"{key} in {where} is a setting of {owners[key]}; the run's method is {method}")
+
+
+def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return settings without those of other methods."""
+    owners = _owners()
+    return {key: value for key, value in config.items() if owners.get(key, method) == method}
+
+
+def owner(key: str) -> str | None:
+    """Return the method that a setting belongs to, if it does to one."""
+    return _owners().get(key)
+
+
+@lru_cache(maxsize=1)
+def _owners() -> dict[str, str]:
+    return {key: method for method in METHODS for key in fields_of(settings_class(method), method)}
 
 
 def read_all(config: Mapping[str, Any], where: str) -> Settings:

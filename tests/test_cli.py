@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import posy
 from posy import cli, launch
 from posy.config import defaults
 from posy.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
@@ -64,6 +65,10 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         (["run", "nm-clients=3"], ["nm-clients", "num-clients"]),
         (["run", "fedfew-mu=0"], ["fedfew-mu", "> 0"]),
         (["run", "lr=1", "lr=2"], ["lr", "twice"]),
+        (["run", "method=fedavg", "fedfew-models=5"], ["fedfew-models", "setting of fedfew", "method is fedavg"]),
+        (["run", "method=fedavg", "fedfew-models=3"], ["fedfew-models", "setting of fedfew", "method is fedavg"]),
+        (["run", "fedavg-ft-lr=0.1"], ["fedavg-ft-lr", "setting of fedavg-ft", "method is fedfew"]),
+        (["run", "ppfe-cifar10-s2", "fedfew-mu=1"], ["fedfew-mu", "setting of fedfew", "method is ppfe"]),
         (["run", "ppfe-cifar10-s2", "experiment=x"], ["experiment", "twice"]),
         (["run", "lr=1", "fedavg"], ["fedavg", "key=value"]),
         (["run", "no-such-experiment"], ["no-such-experiment", "ppfe-cifar10-s2"]),
@@ -127,6 +132,13 @@ def test_users_keys_stand_over_the_experiment_even_at_their_defaults(tmp_path: P
     file.write_text("lr: 0.5\nnum-clients: 7\n", encoding="utf-8")
     at_default = defaults()["lr"]
     assert cli.merged({"experiment": str(file), "lr": at_default}) == {"lr": at_default, "num-clients": 7}
+
+
+def test_an_experiment_is_run_with_another_method_and_without_the_settings_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("method: fedfew\nfedfew-models: 5\nlr: 0.5\n", encoding="utf-8")
+    assert cli.merged({"experiment": str(file)}) == {"method": "fedfew", "fedfew-models": 5, "lr": 0.5}
+    assert cli.merged({"experiment": str(file), "method": "fedavg"}) == {"method": "fedavg", "lr": 0.5}
 
 
 def test_experiment_files_hold_what_the_command_line_takes(tmp_path: Path) -> None:
@@ -219,6 +231,11 @@ def test_in_process_run(tmp_path: Path) -> None:
     assert "round 2/2" in done.stdout
     assert "INFO" not in done.stdout + done.stderr
     assert json.loads((tmp_path / "here/one/summary.json").read_text())["status"] == "completed"
+
+
+def test_python_runs_refuse_another_methods_settings(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="fedfew-models in the run config is a setting of fedfew"):
+        posy.run(method="fedavg", fedfew_models=5, output_dir=str(tmp_path))
 
 
 def test_interrupted_in_process_run_keeps_its_results(tmp_path: Path) -> None:

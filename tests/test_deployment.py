@@ -186,8 +186,15 @@ def test_printed_commands_can_be_typed(deployment: Deployment) -> None:
     typed("typed-superexec", superexec)
     assert typed("typed-list", list_runs).wait(30) == 0
     assert "finished" in deployment.log("typed-list")
-    typed("typed-node", node)
-    deployment.until(lambda: "SuperNode ID" in deployment.log("typed-node"), "typed-node")
+
+    def connected() -> bool:
+        """Type the node's command until its key is accepted: the SuperLink must first see that it was gone."""
+        process = deployment.processes.get("typed-node")
+        if process is None or process.poll() is not None:
+            typed("typed-node", node)
+        return "SuperNode ID" in deployment.log("typed-node")
+
+    deployment.until(connected, "typed-node")
     deployment.until(lambda: "is ready" in deployment.log("typed-node"), "typed-node")
 
 

@@ -160,6 +160,19 @@ def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
         resolve({"method": method, "fedfew-models": 0})
 
 
+@pytest.mark.parametrize("where", ["the run config", "the command line"])
+@pytest.mark.parametrize(("method", "key", "value"), [("fedavg", "fedfew-models", 5), ("fedavg", "fedavg-ft-lr", 0.1)])
+def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Scalar, where: str) -> None:
+    owner = "fedfew" if key.startswith("fedfew") else "fedavg-ft"
+    told = f"{key} in {where} is a setting of {owner}; the run's method is {method}"
+    for config in ({"method": method, key: value}, {**defaults(), "method": method, key: value}):
+        with pytest.raises(SettingsError) as raised:
+            resolve(config, where)
+        assert str(raised.value) == told
+    resolve({**defaults(), "method": method})  # Flower hands over the defaults of all methods
+    assert resolve({"method": owner, key: value}).run.method == owner
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
@@ -294,6 +307,14 @@ def test_an_experiment_stands_between_the_defaults_and_what_is_set(experiments: 
     assert settings.run.seed == 1
     assert settings.train.batch_size == TrainSettings().batch_size
     assert settings.run.experiment == "mine"
+
+
+def test_an_experiment_may_be_run_with_another_method(experiments: Path) -> None:
+    write(experiments, "method: ditto\nlr: 0.3\nditto-strength: 2\n")
+    settings = resolve({**defaults(), "experiment": "mine", "method": "fedavg"})
+    assert (settings.run.method, settings.train.lr) == ("fedavg", 0.3)
+    with pytest.raises(SettingsError, match="ditto-strength in the run config is a setting of ditto"):
+        resolve({**defaults(), "experiment": "mine", "method": "fedavg", "ditto-strength": 3.0})
 
 
 def test_an_experiment_without_the_other_keys(experiments: Path) -> None:
