@@ -10,8 +10,11 @@ from typing import Any
 
 import yaml
 
-from posy.methods import METHODS, settings_class
+from posy.methods import METHODS, check_method, settings_class
 from posy.settings import (
+    DATASETS,
+    MODELS,
+    SITES,
     DataSettings,
     RunSettings,
     Scalar,
@@ -21,6 +24,7 @@ from posy.settings import (
     check_keys,
     default_of,
     fields_of,
+    nearest,
     read,
 )
 
@@ -127,8 +131,7 @@ def read_all(config: Mapping[str, Any], where: str) -> Settings:
         settings = read(settings_class(method), config, method, where)
         if method == run.method:
             chosen = settings
-    if chosen is None:
-        raise SettingsError(f"method = {run.method!r} in {where}: it must be one of {', '.join(METHODS)}")
+    check_method(run.method, where)
     return Settings(run, read(DataSettings, config, where=where), read(TrainSettings, config, where=where), chosen)
 
 
@@ -150,8 +153,22 @@ def experiment_path(name: str) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    names = ", ".join(sorted(p.stem for p in EXPERIMENTS.glob("*.yaml")))
-    raise SettingsError(f"experiment = {name!r}: no such file, and experiments/ holds only {names}")
+    if setting := setting_of(name):
+        raise SettingsError(f"experiment = {name!r}: there is no such file; did you mean {setting}={name}?")
+    names = sorted(p.stem for p in EXPERIMENTS.glob("*.yaml"))
+    word = Path(name).stem
+    alone = nearest(word, (*METHODS, *DATASETS))  # a word in the place of a file
+    near = nearest(word, names) or (f"{setting_of(alone)}={alone}" if alone else "")
+    hint = f"did you mean {near}?" if near else f"experiments/ holds only {', '.join(names)}"
+    raise SettingsError(f"experiment = {name!r}: there is no such file; {hint}")
+
+
+def setting_of(word: str) -> str:
+    """Return the setting that a word alone is a value of: a method, a data set, a model; else an empty text."""
+    for key, names in (("method", METHODS), ("dataset", (*DATASETS, SITES)), ("model", MODELS[1:])):
+        if word in names:
+            return key
+    return ""
 
 
 class Yaml(yaml.SafeLoader):

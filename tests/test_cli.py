@@ -70,8 +70,23 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         (["run", "fedavg-ft-lr=0.1"], ["fedavg-ft-lr", "setting of fedavg-ft", "method is fedfew"]),
         (["run", "ppfe-cifar10-s2", "fedfew-mu=1"], ["fedfew-mu", "setting of fedfew", "method is ppfe"]),
         (["run", "ppfe-cifar10-s2", "experiment=x"], ["experiment", "twice"]),
-        (["run", "lr=1", "fedavg"], ["fedavg", "key=value"]),
+        (["run", "lr=1", "fedavg"], ["fedavg", "key=value", "did you mean method=fedavg?"]),
+        (["run", "fedavg"], ["'fedavg'", "did you mean method=fedavg?"]),
+        (["run", "fedavgg"], ["'fedavgg'", "did you mean method=fedavg?"]),
+        (["run", "digits"], ["'digits'", "did you mean dataset=digits?"]),
         (["run", "no-such-experiment"], ["no-such-experiment", "ppfe-cifar10-s2"]),
+        (["run", "--method", "fedavg"], ["--method", "settings are given as key=value: method=fedavg"]),
+        (["run", "--method=fedavg"], ["--method=fedavg", "settings are given as key=value: method=fedavg"]),
+        (["run", "lr=1", "--rounds", "3", "-v"], ["--rounds", "key=value: num-server-rounds=3"]),
+        (["run", "--superlnk", "x"], ["--superlnk", "no option of `posy run`; did you mean --superlink?"]),
+        (["run", "--nonsense", "3"], ["--nonsense", "--help"]),
+        (["run", "--superlink"], ["--superlink", "expected one argument", "`posy run --help`"]),
+        (["rnu", "lr=1"], ["'rnu'", "did you mean `posy run`?"]),
+        (["fedavg"], ["did you mean `posy run method=fedavg`?"]),
+        (["method=fedavg"], ["did you mean `posy run method=fedavg`?"]),
+        (["xyzzy"], ["'xyzzy'", "run, table, settings"]),
+        (["table"], ["required", "file", "`posy table --help`"]),
+        (["table", "x.yaml", "-j", "0"], ["--jobs", "'0'", ">= 1"]),
         (["run", "engine=in-process", "dataset=no-such-data"], ["no-such-data", "digits"]),
         (["run", "dataset=sites"], ["dataset = 'sites'", "SuperNode at each site"]),
         (["run", "resume=gone"], ["resume = 'gone'", "there is no run in", "runs/gone"]),
@@ -111,6 +126,45 @@ def test_settings_stand_before_and_after_options(words: list[str], monkeypatch: 
     monkeypatch.setattr(cli, "table", lambda options: seen.append((options.file, options.jobs, options.settings)) or 0)
     assert cli.main(words) == 0
     assert seen == [("t.yaml", 3, ["lr=1", "seed=2"])]
+
+
+def test_version_and_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, named in (
+        (
+            ["--version"],
+            [f"posy {tomllib.loads((APP / 'pyproject.toml').read_text())['project']['version']} (flwr 1.39"],
+        ),
+        (["--help"], ["\nexamples:\n  posy run engine=in-process   "]),
+        (["run", "--help"], ["\nexamples:\n  posy run engine=in-process num-server-rounds=5\n"]),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(words)
+        assert end.value.code == 0
+        output = capsys.readouterr().out
+        for name in named:
+            assert name in output
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 2
+    assert "examples:" in capsys.readouterr().out
+    done = subprocess.run([sys.executable, "-P", "-m", "posy", "--version"], env=_environment(), check=True)
+    assert done.returncode == 0
+
+
+def test_examples_of_the_help_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.yaml").write_text("lr: 0.1\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    parser = cli._parser()
+    lines = parser.epilog.splitlines() + parser._subparsers._group_actions[0].choices["run"].epilog.splitlines()  # type: ignore
+    examples = [line.split("  ")[1].split() for line in lines if line.startswith("  posy run ")]
+    assert len(examples) >= 8
+    for example in examples:
+        words = parser.parse_args(example[1:]).settings
+        if words and "=" not in words[0]:
+            words[0] = f"experiment={words[0]}"
+        given = cli.merged(cli.assignments(words))
+        cli.check(given, "the help")
+        cli.check_own(given, "the help")
 
 
 def test_help_and_wrong_values_come_without_pytorch() -> None:
@@ -207,6 +261,18 @@ def test_toml_values_come_back(value: object) -> None:
     back = tomllib.loads(f"key = {toml(value)}")["key"]  # type: ignore[arg-type]
     assert back == value
     assert type(back) is type(value)
+
+
+def test_lists_in_a_pipe_have_one_line_for_each_row() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "posy", "settings"],
+        env=_environment(COLUMNS="80"), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    for key in defaults():
+        [line] = [line for line in lines if line.startswith(f"  {key} ")]
+        assert toml(defaults()[key]) in line
+    assert len(lines) < len(defaults()) + 60
 
 
 def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
