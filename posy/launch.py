@@ -2,6 +2,7 @@
 
 import fcntl
 import http.client
+import ipaddress
 import json
 import logging
 import os
@@ -38,7 +39,6 @@ ENVIRONMENT = {
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 CLIENTS_PER_GPU = 4
 START_SECONDS = 60.0
 OUTAGE_SECONDS = 600.0
@@ -137,7 +137,7 @@ class Connection:
     @property
     def local(self) -> bool:
         """Whether it is on this machine."""
-        return self.address.rpartition(":")[0] in LOOPBACK
+        return is_loopback(self.address)
 
     def words(self) -> list[str]:
         """Return the options that name this SuperLink on the command line."""
@@ -250,6 +250,15 @@ def resources(num_clients: int, device: str) -> dict[str, float]:
         "client-resources-num-cpus": 1,
         "client-resources-num-gpus": 1 / CLIENTS_PER_GPU if gpu else 0.0,
     }
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether HOST:PORT is reached from this machine alone."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def free_port() -> int:

@@ -128,6 +128,26 @@ def test_settings_stand_before_and_after_options(words: list[str], monkeypatch: 
     assert seen == [("t.yaml", 3, ["lr=1", "seed=2"])]
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "server.example.org"])
+def test_orders_are_taken_from_the_network_only_on_demand(
+    host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["superlink", "--control", f"{host}:8000"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    danger = "which is no secret, can run code on every node"
+    for part in (f"--control {host}:8000", danger, "ssh -L 8000:127.0.0.1:8000 SERVER", "--control-open-to-network"):
+        assert part in line
+    assert cli.main(["superlink", "--control", f"{host}:8000", "--control-open-to-network"]) == 2
+    warning, missing = capsys.readouterr().err.splitlines()  # the certificates are not there: nothing is started
+    assert warning.startswith(f"posy: WARNING: --control {host}:8000: ")
+    assert danger in warning
+    assert "ca.pem" in missing
+    for local in ("127.0.0.1", "localhost", "[::1]", "127.0.0.2"):
+        assert cli.main(["superlink", "--control", f"{local}:8000"]) == 2
+        assert danger not in capsys.readouterr().err
+
+
 def test_version_and_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     for words, named in (
         (

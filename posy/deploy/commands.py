@@ -13,10 +13,10 @@ import yaml
 
 from posy.launch import (
     INTERRUPTED,
-    LOOPBACK,
     Connection,
     flower_environment,
     free_port,
+    is_loopback,
     script,
     show_run,
     toml,
@@ -74,6 +74,11 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--fleet", metavar="HOST:PORT", help=f"where nodes connect to (default: {FLEET})")
     command.add_argument(
         "--control", default=CONTROL, metavar="HOST:PORT", help=f"where runs are submitted (default: {CONTROL})"
+    )
+    command.add_argument(
+        "--control-open-to-network",
+        action="store_true",
+        help="let --control be an address that other machines reach: whoever does can run code on every node",
     )
     command.set_defaults(command=superlink)
 
@@ -180,7 +185,9 @@ def superlink(options: argparse.Namespace) -> int:
     host, port = _split("--control", options.control)
     _split("--fleet", fleet)
     served = ["--host", host, "--port", port, "--fleet-api-address", fleet]
-    reached = f"{'127.0.0.1' if host in ('0.0.0.0', *LOOPBACK) else host}:{port}"
+    if not is_loopback(options.control):
+        _check_control(options.control, allowed=options.control_open_to_network)
+    reached = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     if options.insecure:
         for option, address in (("--control", options.control), ("--fleet", fleet)):
             _check_loopback(option, address)
@@ -335,8 +342,21 @@ def _add_trust(command: argparse.ArgumentParser, option: str, default: str, what
 
 
 def _check_loopback(option: str, address: str) -> None:
-    if address.rpartition(":")[0] not in LOOPBACK:
+    if not is_loopback(address):
         raise SettingsError(f"{option} {address} with --insecure: without TLS it must be 127.0.0.1")
+
+
+def _check_control(address: str, *, allowed: bool) -> None:
+    """Refuse to take orders from the network, or warn of it: Flower has no passwords there, and ca.pem is public."""
+    danger = f"--control {address}: whoever reaches it and has ca.pem, which is no secret, can run code on every node"
+    port = address.rpartition(":")[2]
+    if not allowed:
+        raise SettingsError(
+            f"{danger}. Leave it at {CONTROL}, and submit runs from elsewhere through a tunnel (`ssh -L "
+            f"{port}:127.0.0.1:{port} SERVER`, then --superlink localhost:{port}); if a firewall keeps all others "
+            "away, say --control-open-to-network"
+        )
+    print(f"posy: WARNING: {danger}. Only a firewall keeps others away", file=sys.stderr, flush=True)
 
 
 def _split(option: str, address: str) -> tuple[str, str]:
