@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import tomllib
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -100,7 +101,7 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
     LaunchError
         If Flower does not start or refuses the run.
     """
-    _check_app()
+    _check_app(overrides)
     overrides, environment, begun = dict(overrides), dict(ENVIRONMENT), time.time()
     if device.startswith("cuda:"):  # an actor sees only the GPU that Ray gives it, as number 0
         environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:")
@@ -214,7 +215,7 @@ def run_on_superlink(overrides: Mapping[str, Scalar], superlink: Connection, *, 
     LaunchError
         If the SuperLink cannot be reached or refuses the run.
     """
-    _check_app()
+    _check_app(overrides)
     with superlink.open() as flower:
         settings = _written(overrides, flower.folder)
         answer = flower.ask("run", str(APP), "--run-config", str(settings))
@@ -275,10 +276,24 @@ def toml(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _check_app() -> None:
-    if not (APP / "pyproject.toml").is_file():
+def _check_app(overrides: Mapping[str, Scalar]) -> None:
+    """Check what Flower would refuse without saying why.
+
+    Raises
+    ------
+    LaunchError
+        If the app is not there, or does not admit a setting.
+    """
+    path = APP / "pyproject.toml"
+    if not path.is_file():
         raise LaunchError(
             f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), or set engine = in-process"
+        )
+    admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    for key in overrides.keys() - admitted.keys():
+        raise LaunchError(
+            f"{key} is not in [tool.flwr.app.config] of {path}, so that Flower does not admit it; `posy settings --toml` "
+            "prints that table as it must be"
         )
 
 

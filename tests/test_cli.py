@@ -303,6 +303,15 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fedfew-mu" not in printed
 
 
+def test_a_setting_that_the_app_does_not_admit_is_named_before_flower_starts() -> None:
+    nowhere = launch.Connection("127.0.0.1:1")
+    for start in (lambda c: launch.run_simulation(c, 3, "cpu"), lambda c: launch.run_on_superlink(c, nowhere)):
+        with pytest.raises(
+            LaunchError, match=r"fedper-personal is not in \[tool.flwr.app.config\].*`posy settings --toml`"
+        ):
+            start({"lr": 0.1, "fedper-personal": 2})
+
+
 def test_simulation_gives_each_client_a_node_and_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = "client-resources-num-gpus"
     assert resources(7, "cpu") == {"num-supernodes": 7, "client-resources-num-cpus": 1, gpus: 0.0}

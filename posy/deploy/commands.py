@@ -187,7 +187,8 @@ def superlink(options: argparse.Namespace) -> int:
     served = ["--host", host, "--port", port, "--fleet-api-address", fleet]
     if not is_loopback(options.control):
         _check_control(options.control, allowed=options.control_open_to_network)
-    reached = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    reached = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
     if options.insecure:
         for option, address in (("--control", options.control), ("--fleet", fleet)):
             _check_loopback(option, address)
