@@ -292,7 +292,7 @@ def _check_app(overrides: Mapping[str, Scalar]) -> None:
     admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
     for key in overrides.keys() - admitted.keys():
         raise LaunchError(
-            f"{key} is not in [tool.flwr.app.config] of {path}, so that Flower does not admit it; `posy settings --toml` "
+            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `posy settings --toml` "
             "prints that table as it must be"
         )
 
