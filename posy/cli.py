@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """`posy run`: check the settings, then run."""
     words = list(options.settings)
-    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+    if words and words[0] and ("=" not in words[0] or configuration.is_file(words[0])):
         words[0] = f"experiment={words[0]}"
     given = merged(assignments(words))
     if not given.get("resume"):
@@ -161,7 +161,7 @@ def assignments(words: Sequence[str]) -> dict[str, Scalar]:
     values: dict[str, str] = {}
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals:
+        if not equals or not key:
             setting = configuration.setting_of(word)
             hint = f"; did you mean {setting}={word}?" if setting else ""
             raise SettingsError(f"{word!r} on {WHERE}: settings are given as key=value{hint}")

@@ -1,6 +1,7 @@
 """From the run config to the settings of a run, and back."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -151,16 +152,23 @@ def experiment_path(name: str) -> Path:
     """
     candidates = (Path(name).expanduser(), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
     for path in candidates:
-        if path.is_file():
+        if is_file(path):
             return path
+    if os.path.isdir(candidates[0]):  # noqa: PTH112 - false for what no name can be, which Path takes ill
+        raise SettingsError(f"experiment = {name!r}: it is a directory; did you mean dataset={name}?")
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: there is no such file; did you mean {setting}={name}?")
     names = sorted(p.stem for p in EXPERIMENTS.glob("*.yaml"))
     word = Path(name).stem
-    alone = nearest(word, (*METHODS, *DATASETS))  # a word in the place of a file
+    alone = nearest(word, (*METHODS, *DATASETS), 0.75)  # a word in the place of a file
     near = nearest(word, names) or (f"{setting_of(alone)}={alone}" if alone else "")
     hint = f"did you mean {near}?" if near else f"experiments/ holds only {', '.join(names)}"
     raise SettingsError(f"experiment = {name!r}: there is no such file; {hint}")
+
+
+def is_file(path: Path | str) -> bool:
+    """Tell whether there is such a file; a word that can be no path names none."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path raises for names that are too long
 
 
 def setting_of(word: str) -> str:

@@ -18,6 +18,7 @@ import pytest
 import posy
 from posy import cli, launch
 from posy.config import defaults
+from posy.deploy.certificates import make_certificates
 from posy.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
 from posy.settings import SettingsError
 
@@ -126,6 +127,54 @@ def test_settings_stand_before_and_after_options(words: list[str], monkeypatch: 
     monkeypatch.setattr(cli, "table", lambda options: seen.append((options.file, options.jobs, options.settings)) or 0)
     assert cli.main(words) == 0
     assert seen == [("t.yaml", 3, ["lr=1", "seed=2"])]
+
+
+CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["status", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1", "refused", "`posy superlink`"]),
+        (["log", "one", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["stop", "one", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["run", "lr=1", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["register", "a.pub", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["register", "a.key", *CONNECTION], ["a.key is a private key", "public half"]),
+        (["register", "ca.pem", *CONNECTION], ["ca.pem is not a public key"]),
+        (["status", "--superlink", "127.0.0.1:1", "--root-certificates", "ca.key"], ["ca.key", "as a certificate"]),
+        (["status", "--superlink", "127.0.0.1", "--insecure"], ["--superlink 127.0.0.1", "HOST:PORT"]),
+        (["status", "--superlink", "a:99999", "--insecure"], ["--superlink a:99999", "HOST:PORT"]),
+        (["status", "--superlink", "127.0.0.1:1", "--insecure"], ["no SuperLink answers", "without --insecure"]),
+        (["status", "--superlink", "10.0.0.1:1", "--insecure"], ["without TLS it must be 127.0.0.1"]),
+        (["supernode", "--superlink", "site", "--insecure"], ["--superlink site", "HOST:PORT"]),
+        (["supernode", "--insecure", "--wait", "0"], ["--wait 0", "more than 0"]),
+        (["superlink", "--insecure", "--state", "ca.pem"], ["--state ca.pem", "directory"]),
+        (["certificates", ".", "--days", "99999999"], ["--days 99999999", "36500"]),
+        (["run", ""], ["''", "key=value"]),
+        (["run", "=3"], ["'=3'", "key=value"]),
+        (["run", "x" * 300], ["xxx", "there is no such file"]),
+        (["run", "folder"], ["'folder'", "it is a directory", "did you mean dataset=folder?"]),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_what_is_wrong_about_a_federation_is_one_line(
+    words: list[str],
+    named: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_certificates(tmp_path, [], ["a"], 1)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    [line] = error.splitlines()
+    assert line.startswith("posy: ")
+    for name in named:
+        assert name in line
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "server.example.org"])

@@ -3,7 +3,8 @@
 import datetime
 import ipaddress
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Files:
         return self.folder / f"{name}.pub"
 
 
-def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], days: int) -> list[Path]:
+def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
     """Make what a directory lacks: an authority, the SuperLink's certificate, and a key pair for each node.
 
     Parameters
@@ -65,7 +66,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], 
         Directory to write to; made if need be. What is there stays as it is.
     hosts : sequence of str
         Names and IP addresses under which nodes reach the SuperLink, besides ``localhost``.
-    nodes : iterable of str
+    nodes : sequence of str
         Names of the nodes.
     days : int
         How long certificates are valid.
@@ -78,9 +79,15 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], 
     Raises
     ------
     SettingsError
-        If the directory cannot be written to, holds only a part of a pair, or a node's name is no file name.
+        If the directory cannot be written to, holds only a part of a pair or a certificate for other hosts, or a name
+        is none.
     """
     files, written = Files(folder), []
+    for host in hosts:
+        _general_name(host)
+    for name in nodes:
+        if Path(name).name != name or name in ("ca", "server"):
+            raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if _lacks(files.ca, files.ca_key, or_only=files.ca):
@@ -95,18 +102,31 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], 
             key = ec.generate_private_key(ec.SECP256R1())
             certificate = _server(key, [*LOOPBACK, *hosts], authority, authority_key, days)
             written += [_write_key(files.server_key, key), _write(files.server, _pem(certificate))]
+        elif lacking := set(map(_general_name, hosts)) - _names(files.server):
+            raise SettingsError(
+                f"{files.server} is there and is not for {', '.join(sorted(str(name.value) for name in lacking))}; "
+                f"delete it and {files.server_key.name} to have them made anew"
+            )
         for name in nodes:
-            if Path(name).name != name or name in ("ca", "server"):
-                raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
             if _lacks(files.node_public(name), files.node_key(name), or_only=files.node_public(name)):
                 key = ec.generate_private_key(ec.SECP384R1())
                 public = key.public_key().public_bytes(
                     serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
                 )
                 written += [_write_key(files.node_key(name), key, ssh=True), _write(files.node_public(name), public)]
+    except SettingsError:
+        raise
     except OSError as error:
         raise SettingsError(f"{folder}: certificates cannot be written there: {error}") from error
+    except (ValueError, TypeError) as error:  # TypeError: a key with a password
+        raise SettingsError(f"{folder} holds what is no certificate or key under the name of one: {error}") from error
     return written
+
+
+def _names(certificate: Path) -> set[x509.GeneralName]:
+    """Return the hosts that a certificate is for."""
+    extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+    return set(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def public_pem(path: Path) -> bytes:
@@ -202,6 +222,11 @@ def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9*_-]+(\.[A-Za-z0-9_-]+)*", host):
+            raise SettingsError(
+                f"--host {host!r}: it must be a name such as server.example.org, in ASCII and without a port, or an IP "
+                "address"
+            ) from None
         return x509.DNSName(host)
 
 

@@ -29,6 +29,7 @@ from posy.settings import SettingsError
 CONTROL = "127.0.0.1:8000"
 FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
+MAX_DAYS = 36_500
 
 
 def add_commands(commands: Any) -> None:
@@ -170,8 +171,8 @@ def certificates(options: argparse.Namespace) -> int:
     """`posy certificates`: make certificates and keys."""
     from posy.deploy.certificates import make_certificates  # noqa: PLC0415 - what the other commands do not need
 
-    if options.days < 1:
-        raise SettingsError(f"--days {options.days}: it must be 1 or more")
+    if not 1 <= options.days <= MAX_DAYS:
+        raise SettingsError(f"--days {options.days}: it must be 1 to {MAX_DAYS}")
     for path in make_certificates(options.folder, options.host, options.nodes, options.days):
         print(path)
     return 0
@@ -202,8 +203,11 @@ def superlink(options: argparse.Namespace) -> int:
         trust += ["--enable-supernode-auth"]
         asked = ["--root-certificates", str(ca)]
     state = options.state.absolute()
-    state.mkdir(parents=True, exist_ok=True)
-    state.chmod(0o700)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        state.chmod(0o700)
+    except OSError as error:
+        raise SettingsError(f"--state {options.state}: it must be a directory of one's own: {error}") from error
     kept = ["--isolation", "process", "--disable-runtime-dependency-installation"]
     if not options.volatile:
         kept += ["--database", str(state / "state.db")]
@@ -294,6 +298,9 @@ def stop(options: argparse.Namespace) -> int:
 
 def supernode(options: argparse.Namespace) -> int:
     """`posy supernode`: become a SuperNode."""
+    _split("--superlink", options.superlink)
+    if options.wait is not None and not options.wait > 0:
+        raise SettingsError(f"--wait {options.wait:g}: it must be more than 0 seconds")
     words = ["--superlink", options.superlink]
     if options.insecure:
         _check_loopback("--superlink", options.superlink)
