@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,10 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
         (["status", "--superlink", "127.0.0.1:1", "--insecure"], ["no SuperLink answers", "without --insecure"]),
         (["status", "--superlink", "10.0.0.1:1", "--insecure"], ["without TLS it must be 127.0.0.1"]),
         (["supernode", "--superlink", "site", "--insecure"], ["--superlink site", "HOST:PORT"]),
+        (["supernode", "--root-certificates", "ca.pem", "--key", "a.pub"], ["--key", "a.pub", "not a private key"]),
+        (["supernode", "--root-certificates", "ca.key", "--key", "a.key"], ["ca.key", "as a certificate"]),
+        (["superlink", "--certificates", "mixed"], ["server.pem", "server.key", "cannot be used", "mismatch"]),
+        (["superlink", "--certificates", "."], ["--control 127.0.0.1:", "cannot listen there", "in use"]),
         (["supernode", "--insecure", "--wait", "0"], ["--wait 0", "more than 0"]),
         (["superlink", "--insecure", "--state", "ca.pem"], ["--state ca.pem", "directory"]),
         (["certificates", ".", "--days", "99999999"], ["--days 99999999", "36500"]),
@@ -166,9 +171,14 @@ def test_what_is_wrong_about_a_federation_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_certificates(tmp_path, [], ["a"], 1)
+    make_certificates(tmp_path / "mixed", [], [], 1)
+    (tmp_path / "mixed/server.pem").write_bytes((tmp_path / "server.pem").read_bytes())
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if words[0] == "superlink" and "--insecure" not in words:
+            words = [*words, "--control", f"127.0.0.1:{taken.getsockname()[1]}", "--fleet", "127.0.0.1:9"]
+        assert cli.main(words) == 2
     output, error = capsys.readouterr()
     assert output == ""
     [line] = error.splitlines()

@@ -4,6 +4,7 @@ import datetime
 import ipaddress
 import os
 import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,39 @@ def public_pem(path: Path) -> bytes:
             ) from error
         raise SettingsError(f"{path} is not a public key as `posy certificates` makes it: {error}") from error
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def check_authority(path: Path) -> None:
+    """Raise :class:`SettingsError` if a file holds no certificate that others can be checked against."""
+    try:
+        ssl.create_default_context(cafile=str(path))
+    except (ssl.SSLError, OSError) as error:
+        raise SettingsError(f"{path} cannot be used as a certificate: {error}") from error
+
+
+def check_server(certificate: Path, key: Path) -> None:
+    """Raise :class:`SettingsError` if a certificate and a key do not belong together, or it is not valid now."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise SettingsError(f"{certificate} and {key} cannot be used: {error}") from error
+    if end < datetime.datetime.now(datetime.UTC):
+        raise SettingsError(
+            f"{certificate} has expired ({end:%Y-%m-%d}); delete it and {key.name} to have them made anew"
+        )
+
+
+def check_node_key(path: Path) -> None:
+    """Raise :class:`SettingsError` if a file holds no private key of a node."""
+    try:
+        content = path.read_bytes()
+        load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
+        load(content, None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise SettingsError(
+            f"--key {path}: it is not a private key as `posy certificates` makes it: {error}"
+        ) from error
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:

@@ -4,6 +4,7 @@ import argparse
 import os
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -195,10 +196,12 @@ def superlink(options: argparse.Namespace) -> int:
             _check_loopback(option, address)
         trust = asked = ["--insecure"]
     else:
-        from posy.deploy.certificates import Files  # noqa: PLC0415
+        from posy.deploy.certificates import Files, check_authority, check_server  # noqa: PLC0415
 
         files = Files(options.certificates)
         ca, server, key = (_there(path, "--certificates") for path in (files.ca, files.server, files.server_key))
+        check_authority(ca)
+        check_server(server, key)
         trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
         trust += ["--enable-supernode-auth"]
         asked = ["--root-certificates", str(ca)]
@@ -215,6 +218,8 @@ def superlink(options: argparse.Namespace) -> int:
         [script("flower-superlink"), *served, *trust, *kept],
         [script("flower-superexec"), "--runtime-api-address", reached, *asked, "--parent-pid", str(os.getpid())],
     ]
+    for option, address in (("--control", options.control), ("--fleet", fleet)):
+        _check_free(option, address)
     home = state / "flower"
     home.mkdir(exist_ok=True)
     superlink = Connection(reached, None if options.insecure else ca)
@@ -306,9 +311,15 @@ def supernode(options: argparse.Namespace) -> int:
         _check_loopback("--superlink", options.superlink)
         words.append("--insecure")
     else:
-        words += ["--root-certificates", str(_there(options.root_certificates, "--root-certificates"))]
+        from posy.deploy.certificates import check_authority, check_node_key  # noqa: PLC0415
+
+        ca = _there(options.root_certificates, "--root-certificates")
+        check_authority(ca)
+        words += ["--root-certificates", str(ca)]
         if options.key is not None:
-            words += ["--auth-supernode-private-key", str(_there(options.key, "--key"))]
+            key = _there(options.key, "--key")
+            check_node_key(key)
+            words += ["--auth-supernode-private-key", str(key)]
     if options.wait is not None:
         words += ["--max-wait-time", f"{options.wait:g}"]
     if config := node_config(options.config):
@@ -365,6 +376,19 @@ def _check_control(address: str, *, allowed: bool) -> None:
             "away, say --control-open-to-network"
         )
     print(f"posy: WARNING: {danger}. Only a firewall keeps others away", file=sys.stderr, flush=True)
+
+
+def _check_free(option: str, address: str) -> None:
+    """Raise :class:`SettingsError` if one cannot listen at an address; Flower's processes tell it in a traceback."""
+    host, port = _split(option, address)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen()
+    except OSError as error:
+        raise SettingsError(f"{option} {address}: one cannot listen there: {error}") from error
 
 
 def _split(option: str, address: str) -> tuple[str, str]:
