@@ -3,12 +3,14 @@
 import argparse
 import ast
 import importlib.util
+import itertools
 import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import yaml
 
@@ -25,7 +27,8 @@ from posy.launch import (
     run_simulation,
     toml,
 )
-from posy.methods import METHODS, settings_class
+from posy.listing import print_table
+from posy.methods import METHODS, check_method, settings_class
 from posy.paths import exists, expanded, is_file
 from posy.resume import StoredRun
 from posy.settings import (
@@ -41,6 +44,8 @@ from posy.settings import (
     TrainSettings,
     check_keys,
     fields_of,
+    meant,
+    nearest,
     read,
 )
 
@@ -48,13 +53,15 @@ COMMON = (RunSettings, DataSettings, TrainSettings)
 """What can be checked without importing the methods, and PyTorch with them."""
 
 WRONG_USE = 2
+EXAMPLES = "examples:"
 WHERE = "the command line"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command and return the exit status: 0, 1 (failed), 2 (wrong settings), 130 (interrupted)."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        options = _parser().parse_args(words)
         with interruptible():
             return int(options.command(options))
     except (SettingsError, DataError, LaunchError) as error:
@@ -73,9 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """`posy run`: check the settings, then run."""
     words = list(options.settings)
-    if words and ("=" not in words[0] or is_file(Path(words[0]))):
+    if words and words[0] and ("=" not in words[0] or is_file(Path(words[0]))):
         words[0] = f"experiment={words[0]}"
     given = merged(assignments(words))
+    if not given.get("resume"):
+        check_own(given, WHERE)
     if options.superlink:  # paths are those of its machine
         check(given, WHERE)
         return run_on_superlink(given, deployment.connection(options), verbose=options.verbose)
@@ -87,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
         config = {key: value for key, value in config.items() if key in given or key == "output-dir"}
         set_keys = config.keys() - {"resume"}
         resumed = stored.resumed({key: config[key] for key in set_keys}, WHERE)
+        configuration.check_own(set_keys, resumed.run.method, WHERE)
         stored.check(resumed)
         known = resumed.as_config()
         config["resume-keys"] = " ".join(sorted(set_keys))
@@ -114,8 +124,8 @@ def settings(options: argparse.Namespace) -> int:
     if options.toml:
         print(toml_block(configuration.defaults()))
         return 0
-    if options.method and options.method not in METHODS:
-        raise SettingsError(f"method = {options.method!r}: it must be one of {', '.join(METHODS)}")
+    if options.method:
+        check_method(options.method)
     groups: list[tuple[str, type, str]] = [(cls.__name__.removesuffix("Settings").lower(), cls, "") for cls in COMMON]
     chosen = [options.method] if options.method else list(METHODS)
     for title, cls, prefix in groups + [(method, settings_class(method), method) for method in chosen]:
@@ -123,13 +133,13 @@ def settings(options: argparse.Namespace) -> int:
             (key, toml(default), rule.describe(type(default)), rule.help)
             for key, (default, rule) in _declared(cls, prefix).items()
         ]:
-            _print_table(title, ("key", "default", "allowed", "meaning"), rows)
+            print_table(title, ("key", "default", "allowed", "meaning"), rows)
     return 0
 
 
 def methods(options: argparse.Namespace) -> int:
     """`posy methods`: list the methods."""
-    _print_table("methods", ("name", "about"), [(name, _about(name)) for name in METHODS])
+    print_table("methods", ("name", "about"), [(name, _about(name)) for name in METHODS])
     return 0
 
 
@@ -137,7 +147,7 @@ def datasets(options: argparse.Namespace) -> int:
     """`posy datasets`: list the data sets."""
     from data.datasets import describe  # noqa: PLC0415
 
-    _print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
+    print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
     return 0
 
 
@@ -165,8 +175,10 @@ def assignments(words: Sequence[str]) -> dict[str, Scalar]:
     values: dict[str, str] = {}
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals:
-            raise SettingsError(f"{word!r} on {WHERE}: settings are given as key=value")
+        if not equals or not key:
+            setting = configuration.setting_of(word)
+            hint = f"; did you mean {setting}={word}?" if setting else ""
+            raise SettingsError(f"{word!r} on {WHERE}: settings are given as key=value{hint}")
         if key in values:
             raise SettingsError(f"{key} is given twice on {WHERE}")
         values[key] = text
@@ -209,6 +221,8 @@ def merged(config: Mapping[str, Any]) -> dict[str, Any]:
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
     check(from_file, str(path))
+    if not from_file.keys() <= _common_defaults().keys():  # an experiment may be run with another method
+        from_file = configuration.pertinent(from_file, str({**from_file, **config}.get("method", RunSettings.method)))
     return {**from_file, **{key: value for key, value in config.items() if key != "experiment"}}
 
 
@@ -223,7 +237,20 @@ def check(config: Mapping[str, Any], where: str) -> None:
     for cls in COMMON:
         read(cls, config, where=where)
     if not config.keys() <= _common_defaults().keys() or config.get("method", RunSettings.method) not in METHODS:
-        configuration.resolve(config, where)
+        check_keys(config, configuration.defaults(), where)
+        configuration.read_all(config, where)
+
+
+def check_own(given: Mapping[str, Any], where: str) -> None:
+    """Check that no setting of another method is given.
+
+    Raises
+    ------
+    SettingsError
+        If one is.
+    """
+    if not given.keys() <= _common_defaults().keys():
+        configuration.check_own(given, str(given.get("method", RunSettings.method)), where)
 
 
 def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,16 +272,84 @@ def toml_block(defaults: Mapping[str, Scalar]) -> str:
     return "\n".join(["[tool.flwr.app.config]", *(f"{key} = {toml(value)}" for key, value in defaults.items())])
 
 
-class CommandParser(argparse.ArgumentParser):
+class Help(argparse.HelpFormatter):
+    """Leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLES):
+            return text
+        return super()._fill_text(text, width, indent)
+
+
+class Version(argparse.Action):
+    """Shows the versions of what runs, without importing it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *others: object) -> NoReturn:
+        """Print and exit."""
+        file = APP / "pyproject.toml"
+        own = (
+            tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"] if file.is_file() else version("posy")
+        )
+        print(f"posy {own} (flwr {version('flwr')}, torch {version('torch')}, Python {sys.version.partition(' ')[0]})")
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Tell in one line what is wrong."""
+        raise SettingsError(f"{message}; `{self.prog} --help` tells more")
+
+
+class MainParser(Parser):
+    """Tells what is meant by a command that there is not."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Check the command before all else, and show what there is if none is given."""
+        if not args:
+            self.print_help()
+            self.exit(WRONG_USE)
+        word = next((word for word in args if not word.startswith("-")), None)
+        [commands] = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        if word is not None and word not in commands:
+            if "=" in word or configuration.setting_of(word):
+                raise SettingsError(f"{word!r} is no command; did you mean `posy run {_setting(word)}`?")
+            near = nearest(word, commands)
+            raise SettingsError(
+                f"{word!r} is no command; "
+                + (f"did you mean `posy {near}`?" if near else f"there are {', '.join(commands)}")
+            )
+        return super().parse_known_args(args, namespace)
+
+
+class CommandParser(Parser):
     """Takes settings before, between and after options; a stock parser gives up after the first group of words."""
 
     _inside = False
+
+    def check_options(self, words: Sequence[str]) -> None:
+        """Raise :class:`SettingsError` for an option that there is not: ``--method fedavg`` is a setting."""
+        takes_settings = any(action.dest == "settings" for action in self._actions)
+        for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+            option, equals, value = word.partition("=")
+            if not option.startswith("--") or any(name.startswith(option) for name in self._option_string_actions):
+                continue
+            known = configuration.defaults() if takes_settings else {}
+            near = nearest(option, self._option_string_actions, 0.8)
+            key = meant(option[2:], known).partition(" or ")[0]
+            if near and key != option[2:]:
+                raise SettingsError(f"{option} is no option of `{self.prog}`; did you mean {near}?")
+            if key:
+                value = value if equals else ("..." if following.startswith("-") or not following else following)
+                raise SettingsError(f"{word} on {WHERE}: settings are given as key=value: {key}={value}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse intermixed, which comes back here for each group of words."""
         if self._inside:
             return super().parse_known_args(args, namespace)
         self._inside = True
+        self.check_options(args)
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
@@ -262,7 +357,18 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="posy", description="Personalised federated learning on Flower.")
+    parser = MainParser(
+        prog="posy",
+        description="Personalised federated learning on Flower.",
+        formatter_class=Help,
+        epilog=f"""{EXAMPLES}
+  posy run engine=in-process                         FedFew on scikit-learn's digits, in this process
+  posy run method=ppfe dataset=mnist num-clients=20  with Flower's simulation
+  posy run ppfe-cifar10-s2 data-dir=datasets         a paper's setting (experiments/)
+  posy settings fedfew                               what can be set
+  posy COMMAND --help                                more about a command""",
+    )
+    parser.add_argument("-V", "--version", action=Version, nargs=0, help="show the versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 
     command = commands.add_parser(
@@ -272,6 +378,14 @@ def _parser() -> argparse.ArgumentParser:
             "Run an experiment, in Flower's simulation or, with engine=in-process, in this process with a live "
             "progress bar, or on the nodes of a running SuperLink. Without settings: FedFew on scikit-learn's digits."
         ),
+        formatter_class=Help,
+        epilog=f"""{EXAMPLES}
+  posy run engine=in-process num-server-rounds=5
+  posy run method=fedavg dataset=mnist partition=classes classes-per-client=2 num-clients=20
+  posy run fedfew-agnews method=fedavg                             an experiment with another method
+  posy run my.yaml lr=0.01 seed=1                                  settings over those of a file
+  posy run resume=my-run                                           go on with runs/my-run
+  posy run --superlink localhost:8000 dataset=sites num-clients=3  on the nodes of a federation""",
     )
     command.add_argument(
         "settings",
@@ -334,6 +448,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _setting(word: str) -> str:
+    """Return a word as a setting: ``fedavg`` is ``method=fedavg``."""
+    return word if "=" in word else f"{configuration.setting_of(word)}={word}"
+
+
 def _common_defaults() -> dict[str, Scalar]:
     return {key: default for cls in COMMON for key, (default, _) in _declared(cls).items()}
 
@@ -370,25 +489,10 @@ def _about(method: str) -> str:
     return " ".join(text.partition("\n\n")[0].split())
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for number, column in enumerate(columns):
-        shown.add_column(column, no_wrap=number == 0, overflow="fold")
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    Console().print(shown)
-
-
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a whole number >= 1")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """From the run config to the settings of a run, and back."""
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 
 import yaml
 
-from posy.methods import METHODS, settings_class
+from posy.methods import METHODS, check_method, settings_class
 from posy.paths import expanded, is_file
 from posy.settings import (
+    DATASETS,
+    MODELS,
+    SITES,
     DataSettings,
     RunSettings,
     Scalar,
@@ -22,6 +26,7 @@ from posy.settings import (
     check_keys,
     default_of,
     fields_of,
+    nearest,
     read,
     shown,
 )
@@ -69,20 +74,56 @@ def resolve(config: Mapping[str, Any], where: str = "the run config") -> Setting
     Raises
     ------
     SettingsError
-        For an unknown key or method, a wrong type, or a value out of range.
+        For an unknown key or method, a wrong type, a value out of range, or another method's setting.
     """
     known = defaults()
     check_keys(config, known, where)
+    own = {key: value for key, value in config.items() if value != known[key]}
     merged: dict[str, Any] = dict(config)
     experiment = config.get("experiment", "")
     if experiment and isinstance(experiment, str):
         path = experiment_path(experiment)
         from_file = read_experiment(path)
         check_keys(from_file, known, str(path))
-        own = {key: value for key, value in config.items() if value != known[key]}
         read_all({**known, **from_file}, str(path))
         merged = {**known, **from_file, **own}
-    return read_all(merged, where)
+    settings = read_all(merged, where)
+    check_own(own, settings.run.method, where)
+    return settings
+
+
+def check_own(given: Iterable[str], method: str, where: str) -> None:
+    """Raise :class:`SettingsError` for settings of another method than the run's: they would do nothing.
+
+    Parameters
+    ----------
+    given : iterable of str
+        Keys that a person has set for this very run; a file that is made for several may hold others.
+    method : str
+        The run's method.
+    where : str
+        Where they were set.
+    """
+    owners = _owners()
+    for key in given:
+        if owners.get(key, method) != method:
+            raise SettingsError(f"{key} in {where} is a setting of {owners[key]}; the run's method is {method}")
+
+
+def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return settings without those of other methods."""
+    owners = _owners()
+    return {key: value for key, value in config.items() if owners.get(key, method) == method}
+
+
+def owner(key: str) -> str | None:
+    """Return the method that a setting belongs to, if it does to one."""
+    return _owners().get(key)
+
+
+@lru_cache(maxsize=1)
+def _owners() -> dict[str, str]:
+    return {key: method for method in METHODS for key in fields_of(settings_class(method), method)}
 
 
 def read_all(config: Mapping[str, Any], where: str) -> Settings:
@@ -93,8 +134,7 @@ def read_all(config: Mapping[str, Any], where: str) -> Settings:
         settings = read(settings_class(method), config, method, where)
         if method == run.method:
             chosen = settings
-    if chosen is None:
-        raise SettingsError(f"method = {shown(run.method)} in {where}: it must be one of {', '.join(METHODS)}")
+    check_method(run.method, where)
     return Settings(run, read(DataSettings, config, where=where), read(TrainSettings, config, where=where), chosen)
 
 
@@ -116,8 +156,24 @@ def experiment_path(name: str) -> Path:
     for path in candidates:
         if is_file(path):
             return path
-    names = ", ".join(sorted(p.stem for p in EXPERIMENTS.glob("*.yaml")))
-    raise SettingsError(f"experiment = {shown(name)}: no such file, and experiments/ holds only {names}")
+    if os.path.isdir(candidates[0]):  # noqa: PTH112 - false for what no name can be, which Path takes ill
+        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean dataset={name}?")
+    if setting := setting_of(name):
+        raise SettingsError(f"experiment = {name!r}: there is no such file; did you mean {setting}={name}?")
+    names = sorted(p.stem for p in EXPERIMENTS.glob("*.yaml"))
+    word = Path(name).stem
+    alone = nearest(word, (*METHODS, *DATASETS), 0.75)  # a word in the place of a file
+    near = nearest(word, names) or (f"{setting_of(alone)}={alone}" if alone else "")
+    hint = f"did you mean {near}?" if near else f"experiments/ holds only {', '.join(names)}"
+    raise SettingsError(f"experiment = {shown(name)}: there is no such file; {hint}")
+
+
+def setting_of(word: str) -> str:
+    """Return the setting that a word alone is a value of: a method, a data set, a model; else an empty text."""
+    for key, names in (("method", METHODS), ("dataset", (*DATASETS, SITES)), ("model", MODELS[1:])):
+        if word in names:
+            return key
+    return ""
 
 
 class Yaml(yaml.SafeLoader):

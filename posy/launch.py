@@ -1,18 +1,21 @@
 """Carry out a run: inside this process, or with Flower's simulation on a SuperLink of its own."""
 
 import fcntl
+import http.client
+import ipaddress
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+import tomllib
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from posy.runlog import RunLog
 from posy.settings import Scalar
 
 if TYPE_CHECKING:
@@ -41,10 +45,6 @@ START_SECONDS = 60.0
 OUTAGE_SECONDS = 600.0
 """For so long a SuperLink that does not answer is waited for."""
 STOP_SECONDS = 15.0
-_RESULTS = re.compile(r"Results of this run: (.+)")
-_WRONG = re.compile(r"^[\w.]+\.(SettingsError|DataError): ", re.MULTILINE)
-# Flower's own news and Ray's: what is left are the rounds, the results, warnings, errors and tracebacks.
-_NEWS = re.compile(r"(\x1b\[\d+m)?((INFO|DEBUG)\b|\(\w+ pid=\d+\))|\d{4}-\d\d-\d\d [\d:,]+\s+INFO\b")
 
 
 class LaunchError(Exception):
@@ -101,7 +101,7 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
     LaunchError
         If Flower does not start or refuses the run.
     """
-    _check_app()
+    _check_app(overrides)
     overrides, environment, begun = dict(overrides), dict(ENVIRONMENT), time.time()
     if device.startswith("cuda:"):  # an actor sees only the GPU that Ray gives it, as number 0
         environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:")
@@ -135,9 +135,63 @@ class Connection:
     address: str
     root_certificates: Path | None = None
 
+    @property
+    def local(self) -> bool:
+        """Whether it is on this machine."""
+        return is_loopback(self.address)
+
+    def words(self) -> list[str]:
+        """Return the options that name this SuperLink on the command line."""
+        ca = self.root_certificates
+        return ["--superlink", self.address, *(["--insecure"] if ca is None else ["--root-certificates", str(ca)])]
+
+    def check(self) -> None:
+        """Ask the SuperLink whether it is there.
+
+        Raises
+        ------
+        LaunchError
+            If nobody answers, or not with a certificate that is trusted.
+        """
+        context = None
+        if self.root_certificates is not None:
+            try:
+                context = ssl.create_default_context(cafile=str(self.root_certificates))
+            except (ssl.SSLError, OSError) as error:
+                raise LaunchError(f"{self.root_certificates} cannot be used as a certificate: {error}") from error
+        opener = _opener({} if self.local else None, context)
+        try:
+            opener.open(f"{'http' if context is None else 'https'}://{self.address}/health", timeout=10).close()
+        except ssl.SSLError as error:
+            raise LaunchError(self._distrust(error)) from error
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):
+                raise LaunchError(self._distrust(reason)) from error
+            raise LaunchError(self._unreached(reason)) from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise LaunchError(self._unreached(error)) from error
+
+    def _unreached(self, error: object) -> str:
+        hint = "" if self.root_certificates else ", or does it want certificates (without --insecure)"
+        return f"no SuperLink answers at {self.address} ({error}); does `posy superlink` run there{hint}?"
+
+    def _distrust(self, error: ssl.SSLError) -> str:
+        why = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
+        if why == "WRONG_VERSION_NUMBER":
+            return f"the SuperLink at {self.address} speaks no TLS; was it started with --insecure?"
+        return f"the SuperLink at {self.address} is not trusted by {self.root_certificates}: {why}"
+
     @contextmanager
     def open(self) -> Iterator["Flower"]:
-        """Provide Flower's command line for this SuperLink, with settings of its own."""
+        """Provide Flower's command line for this SuperLink, with settings of its own.
+
+        Raises
+        ------
+        LaunchError
+            If the SuperLink cannot be reached.
+        """
+        self.check()
         with tempfile.TemporaryDirectory(prefix="posy-", ignore_cleanup_errors=True) as folder:
             yield _connected(self, Path(folder), ENVIRONMENT)
 
@@ -161,7 +215,7 @@ def run_on_superlink(overrides: Mapping[str, Scalar], superlink: Connection, *, 
     LaunchError
         If the SuperLink cannot be reached or refuses the run.
     """
-    _check_app()
+    _check_app(overrides)
     with superlink.open() as flower:
         settings = _written(overrides, flower.folder)
         answer = flower.ask("run", str(APP), "--run-config", str(settings))
@@ -169,6 +223,21 @@ def run_on_superlink(overrides: Mapping[str, Scalar], superlink: Connection, *, 
     if status == INTERRUPTED:
         print(f"posy: stopped; results so far, on the SuperLink's machine: {results or 'none'}", file=sys.stderr)
     return status
+
+
+def show_run(superlink: Connection, run_id: str, *, verbose: bool = False) -> int:
+    """Show the log of a run from its beginning on until it ends; Ctrl-C leaves it alone. Return the exit status."""
+    shown, run = RunLog(verbose), dict[str, Any]()
+    with superlink.open() as flower:
+        try:
+            while not str(run.get("status", "")).startswith("finished"):
+                _show_log(flower, run_id, shown)
+                run = _told(flower, run_id, OUTAGE_SECONDS)
+        except KeyboardInterrupt:
+            shown.end()
+            print("\nposy: the run goes on", file=sys.stderr)
+            return INTERRUPTED
+        return _ended(run, shown)
 
 
 def resources(num_clients: int, device: str) -> dict[str, float]:
@@ -182,6 +251,15 @@ def resources(num_clients: int, device: str) -> dict[str, float]:
         "client-resources-num-cpus": 1,
         "client-resources-num-gpus": 1 / CLIENTS_PER_GPU if gpu else 0.0,
     }
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether HOST:PORT is reached from this machine alone."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def free_port() -> int:
@@ -198,10 +276,24 @@ def toml(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _check_app() -> None:
-    if not (APP / "pyproject.toml").is_file():
+def _check_app(overrides: Mapping[str, Scalar]) -> None:
+    """Check what Flower would refuse without saying why.
+
+    Raises
+    ------
+    LaunchError
+        If the app is not there, or does not admit a setting.
+    """
+    path = APP / "pyproject.toml"
+    if not path.is_file():
         raise LaunchError(
             f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), or set engine = in-process"
+        )
+    admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    for key in overrides.keys() - admitted.keys():
+        raise LaunchError(
+            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `posy settings --toml` "
+            "prints that table as it must be"
         )
 
 
@@ -313,6 +405,12 @@ def _connected(superlink: Connection, folder: Path, environment: Mapping[str, st
     """Write Flower's settings for a SuperLink into a folder, and return the command line that uses them."""
     home = folder / "flwr"
     home.mkdir()
+    write_connection(home, superlink)
+    return Flower(folder, flower_environment(home, environment))
+
+
+def write_connection(home: Path, superlink: Connection) -> None:
+    """Write into the directory that Flower's commands know as ``FLWR_HOME`` which SuperLink they talk to."""
     trust = "insecure = true"
     if superlink.root_certificates is not None:
         trust = f"root-certificates = {toml(str(superlink.root_certificates.absolute()))}"
@@ -320,7 +418,6 @@ def _connected(superlink: Connection, folder: Path, environment: Mapping[str, st
         f'[superlink]\ndefault = "posy"\n[superlink.posy]\naddress = {toml(superlink.address)}\n{trust}\n',
         encoding="utf-8",
     )
-    return Flower(folder, flower_environment(home, environment))
 
 
 def flower_environment(home: Path, environment: Mapping[str, str] = ENVIRONMENT) -> dict[str, str]:
@@ -330,12 +427,26 @@ def flower_environment(home: Path, environment: Mapping[str, str] = ENVIRONMENT)
         **environment,
         "FLWR_HOME": str(home),
         "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),
-        "NO_PROXY": ",".join(filter(None, ("127.0.0.1,localhost", os.environ.get("NO_PROXY", "")))),
+        **no_proxy(),
     }
 
 
+def no_proxy() -> dict[str, str]:
+    """Return the environment that keeps proxies away from this machine's own addresses."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, ("127.0.0.1,localhost", given))))
+
+
+def _opener(
+    proxies: Mapping[str, str] | None = None, context: ssl.SSLContext | None = None
+) -> urllib.request.OpenerDirector:
+    """Return what opens addresses, through the proxies of the environment unless others are given."""
+    handler = urllib.request.ProxyHandler(None if proxies is None else dict(proxies))
+    return urllib.request.build_opener(handler, urllib.request.HTTPSHandler(context=context))
+
+
 def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = _opener({})
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -351,22 +462,28 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
 
     A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
     """
-    shown = _Shown(verbose)
+    shown = RunLog(verbose)
     run: dict[str, Any] = {}
     try:
         while not str(run.get("status", "")).startswith("finished"):
             _show_log(flower, run_id, shown)
             run = _told(flower, run_id, patience)
     except KeyboardInterrupt:
+        shown.end()
         print("\nposy: stopping the run", file=sys.stderr)
         flower.ask("stop", run_id)
         return INTERRUPTED, shown.results
-    if run["status"] == "finished:completed":
-        return 0, shown.results
-    shown.release()
-    details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
-    print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
-    return 1, shown.results
+    return _ended(run, shown), shown.results
+
+
+def _ended(run: Mapping[str, Any], shown: RunLog) -> int:
+    """Tell how a run has ended unless it is completed, and return the exit status."""
+    completed = run["status"] == "finished:completed"
+    shown.end(failed=not completed)
+    if not completed:
+        details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
+        print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
+    return 0 if completed else 1
 
 
 def _told(flower: Flower, run_id: str, patience: float) -> dict[str, Any]:
@@ -381,7 +498,7 @@ def _told(flower: Flower, run_id: str, patience: float) -> dict[str, Any]:
         time.sleep(1.0)
 
 
-def _show_log(flower: Flower, run_id: str, shown: "_Shown") -> None:
+def _show_log(flower: Flower, run_id: str, shown: RunLog) -> None:
     """Show the log of a run as it grows, until it ends or breaks off; what is shown already is passed over."""
     process = flower.start("log", run_id, "--stream")
     assert process.stdout is not None
@@ -396,38 +513,6 @@ def _show_log(flower: Flower, run_id: str, shown: "_Shown") -> None:
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-class _Shown:
-    """What is shown of Flower's log: rounds, results, warnings, errors; news of the start only if it failed."""
-
-    def __init__(self, verbose: bool) -> None:
-        self.results = ""
-        self.lines: Counter[str] = Counter()
-        self._verbose = verbose
-        self._held: list[str] = []
-
-    def add(self, line: str) -> None:
-        """Show a line, hold it back, or drop it."""
-        self.lines[line] += 1
-        found = _RESULTS.search(line)
-        if found and not self.results:
-            self.results = found[1].strip()
-            self._held.clear()
-            if not self._verbose:
-                print(found[0], flush=True)
-        if self._verbose:
-            print(line, end="", flush=True)
-        elif not self.results:
-            self._held.append(line)
-        elif not _NEWS.match(line):
-            print(line, end="", flush=True)
-
-    def release(self) -> None:
-        """Show what was held back, unless it only tells where in the code a setting or the data was found wrong."""
-        text = "".join(self._held)
-        if not _WRONG.search(text):
-            print(text, end="", flush=True)
 
 
 def _end(process: "subprocess.Popen[bytes]", lock: Path) -> None:

@@ -7,7 +7,7 @@ Method ``fed-x`` with class name ``FedX`` lives in ``strategies/fed_x.py`` (``Fe
 from importlib import import_module
 from typing import Any
 
-from posy.settings import SettingsError
+from posy.settings import SettingsError, nearest, shown
 
 METHODS = {
     "fedfew": "FedFew",
@@ -26,6 +26,23 @@ METHODS = {
 }
 
 
+def check_method(method: str, where: str = "") -> None:
+    """Raise :class:`SettingsError` for a method that there is not, naming the one that is meant or all.
+
+    Parameters
+    ----------
+    method : str
+        Its name.
+    where : str
+        Where it was set.
+    """
+    if method in METHODS:
+        return
+    near = nearest(method, METHODS)
+    hint = f"did you mean {near}? (`posy methods` lists all)" if near else f"it must be one of {', '.join(METHODS)}"
+    raise SettingsError(f"method = {shown(method)}" + (f" in {where}" if where else "") + f": {hint}")
+
+
 def strategy_class(method: str) -> Any:
     """Return the Flower strategy of a method."""
     return _attribute("strategies", method, "")
@@ -42,7 +59,6 @@ def client_class(method: str) -> Any:
 
 
 def _attribute(package: str, method: str, suffix: str) -> Any:
-    if method not in METHODS:
-        raise SettingsError(f"method = {method!r}: it must be one of {', '.join(METHODS)}")
+    check_method(method)
     module = import_module(f"{package}.{method.replace('-', '_')}")
     return getattr(module, METHODS[method] + suffix)

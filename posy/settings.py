@@ -302,7 +302,9 @@ def checked(key: str, value: Any, declared: dataclasses.Field[Any], where: str) 
         allowed = rule.describe(kind)
         if type(value) in (int, float) and rule.maximum == math.inf and value > LARGEST:
             allowed += ", of at most 64 bits" if kind is int else f", at most {LARGEST_FLOAT:.4g}"
-        raise SettingsError(f"{key} = {shown(value)} in {where}: it must be {allowed} ({rule.help})")
+        near = nearest(value, rule.choices) if isinstance(value, str) else ""
+        hint = f"; did you mean {near}?" if near else ""
+        raise SettingsError(f"{key} = {shown(value)} in {where}: it must be {allowed} ({rule.help}){hint}")
     return value
 
 
@@ -315,13 +317,67 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
 
+SYNONYMS = {
+    "algo": "method",
+    "algorithm": "method",
+    "alpha": "dirichlet-alpha",
+    "arch": "model",
+    "architecture": "model",
+    "batch": "batch-size",
+    "client-fraction": "fraction-train",
+    "clients": "num-clients",
+    "data": "dataset",
+    "epochs": "local-epochs",
+    "fraction": "fraction-train",
+    "fraction-fit": "fraction-train",
+    "gpu": "device",
+    "join-ratio": "fraction-train",
+    "l2": "weight-decay",
+    "learning-rate": "lr",
+    "min-available-clients": "min-clients",
+    "n-clients": "num-clients",
+    "n-rounds": "num-server-rounds",
+    "name": "run-name",
+    "net": "model",
+    "network": "model",
+    "num-epochs": "local-epochs",
+    "num-rounds": "num-server-rounds",
+    "output": "output-dir",
+    "participation": "fraction-train",
+    "random-seed": "seed",
+    "rounds": "num-server-rounds",
+    "strategy": "method",
+    "timeout": "round-timeout",
+    "wd": "weight-decay",
+}
+"""Words that people type for a setting, as other tools call it."""
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known word that is meant, or an empty text; ``cutoff`` (0..1) says how alike they must be."""
+    near = difflib.get_close_matches(word.lower().replace("_", "-"), list(known), 1, cutoff)
+    return near[0] if near else ""
+
+
+def meant(key: str, known: Iterable[str]) -> str:
+    """Return the setting that is meant by a key that is none, several with `or` between them, or an empty text."""
+    known = list(known)
+    word = key.lower().replace("_", "-")
+    if word in known:
+        return word
+    if SYNONYMS.get(word) in known:
+        return SYNONYMS[word]
+    parts = [name for name in known if name.endswith(f"-{word}")]  # as in mu, models
+    return " or ".join(parts[:3]) or nearest(word, known)
+
+
 def check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Raise :class:`SettingsError` for keys that are not settings, naming the nearest that are."""
+    """Raise :class:`SettingsError` for keys that are not settings, naming what is meant."""
     known = list(known)
     for key in config:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "`posy settings` lists all keys"
+            name = meant(key, known)
+            hint = f"did you mean {name}?" if name else "`posy settings` lists all keys"
             raise SettingsError(f"{key if key.isprintable() else shown(key)} in {where} is not a setting; {hint}")
 
 

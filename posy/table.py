@@ -22,10 +22,10 @@ import yaml
 
 from data.partitions import as_used
 from posy.cli import check, merged, with_absolute_paths
-from posy.config import defaults, read_yaml, resolve
+from posy.config import check_own, defaults, owner, pertinent, read_yaml, resolve
 from posy.launch import APP, ENVIRONMENT
 from posy.progress import duration, size
-from posy.settings import Scalar, SettingsError
+from posy.settings import RunSettings, Scalar, SettingsError
 
 PLACE = {
     "output-dir",
@@ -194,6 +194,7 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
     cells = []
+    unused = set(overrides or {})
     for (variant, below), (row, own), seed in itertools.product(variants.items(), rows.items(), seeds):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
         place = {
@@ -208,7 +209,13 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
         # A cell that is interrupted is run anew, so that no checkpoint of it is needed.
         config = {"checkpoint-every": 0} | merged(given) | place
         check(config, where)
+        method = str(config.get("method", RunSettings.method))
+        check_own(own, method, where)
+        config = pertinent(config, method)  # what several rows share may hold settings of each of their methods
+        unused = {key for key in unused if owner(key) not in (None, method)}
         cells.append(Cell(variant, row, seed, with_absolute_paths(config)))
+    for key in sorted(unused):
+        raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
     return Plan(content.get("title", file.stem), folder, content.get("keep-models", False), tuple(cells))
 
 

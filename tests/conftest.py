@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from client_app.app import Call
 from client_app.base import PersonalClient
 from client_app.workspace import Workspace
-from posy.config import defaults, resolve
+from posy.config import defaults, pertinent, resolve
 from posy.methods import client_class, strategy_class
 from posy.state import State
 from server_app.federation import Federation, WaveGrid
@@ -139,7 +139,8 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
             "output-dir": str(tmp_path / "runs"),
             "run-name": f"run-{number}",
         }
-        return defaults() | own | {key.replace("_", "-"): value for key, value in settings.items()}
+        given = {key.replace("_", "-"): value for key, value in settings.items()}
+        return defaults() | own | pertinent(given, method)  # a test of all methods may bring settings of several
 
     return make
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,8 +16,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+import posy
 from posy import cli, launch
 from posy.config import defaults
+from posy.deploy.certificates import make_certificates
 from posy.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
 from posy.settings import SettingsError
 
@@ -64,9 +67,28 @@ def test_a_value_may_hold_an_equals_sign() -> None:
         (["run", "nm-clients=3"], ["nm-clients", "num-clients"]),
         (["run", "fedfew-mu=0"], ["fedfew-mu", "> 0"]),
         (["run", "lr=1", "lr=2"], ["lr", "twice"]),
+        (["run", "method=fedavg", "fedfew-models=5"], ["fedfew-models", "setting of fedfew", "method is fedavg"]),
+        (["run", "method=fedavg", "fedfew-models=3"], ["fedfew-models", "setting of fedfew", "method is fedavg"]),
+        (["run", "fedavg-ft-lr=0.1"], ["fedavg-ft-lr", "setting of fedavg-ft", "method is fedfew"]),
+        (["run", "ppfe-cifar10-s2", "fedfew-mu=1"], ["fedfew-mu", "setting of fedfew", "method is ppfe"]),
         (["run", "ppfe-cifar10-s2", "experiment=x"], ["experiment", "twice"]),
-        (["run", "lr=1", "fedavg"], ["fedavg", "key=value"]),
+        (["run", "lr=1", "fedavg"], ["fedavg", "key=value", "did you mean method=fedavg?"]),
+        (["run", "fedavg"], ["'fedavg'", "did you mean method=fedavg?"]),
+        (["run", "fedavgg"], ["'fedavgg'", "did you mean method=fedavg?"]),
+        (["run", "digits"], ["'digits'", "did you mean dataset=digits?"]),
         (["run", "no-such-experiment"], ["no-such-experiment", "ppfe-cifar10-s2"]),
+        (["run", "--method", "fedavg"], ["--method", "settings are given as key=value: method=fedavg"]),
+        (["run", "--method=fedavg"], ["--method=fedavg", "settings are given as key=value: method=fedavg"]),
+        (["run", "lr=1", "--rounds", "3", "-v"], ["--rounds", "key=value: num-server-rounds=3"]),
+        (["run", "--superlnk", "x"], ["--superlnk", "no option of `posy run`; did you mean --superlink?"]),
+        (["run", "--nonsense", "3"], ["--nonsense", "--help"]),
+        (["run", "--superlink"], ["--superlink", "expected one argument", "`posy run --help`"]),
+        (["rnu", "lr=1"], ["'rnu'", "did you mean `posy run`?"]),
+        (["fedavg"], ["did you mean `posy run method=fedavg`?"]),
+        (["method=fedavg"], ["did you mean `posy run method=fedavg`?"]),
+        (["xyzzy"], ["'xyzzy'", "run, table, settings"]),
+        (["table"], ["required", "file", "`posy table --help`"]),
+        (["table", "x.yaml", "-j", "0"], ["--jobs", "'0'", ">= 1"]),
         (["run", "engine=in-process", "dataset=no-such-data"], ["no-such-data", "digits"]),
         (["run", "dataset=sites"], ["dataset = 'sites'", "SuperNode at each site"]),
         (["run", "resume=gone"], ["resume = 'gone'", "there is no run in", "runs/gone"]),
@@ -108,6 +130,122 @@ def test_settings_stand_before_and_after_options(words: list[str], monkeypatch: 
     assert seen == [("t.yaml", 3, ["lr=1", "seed=2"])]
 
 
+CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["status", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1", "refused", "`posy superlink`"]),
+        (["log", "one", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["stop", "one", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["run", "lr=1", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["register", "a.pub", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["register", "a.key", *CONNECTION], ["a.key is a private key", "public half"]),
+        (["register", "ca.pem", *CONNECTION], ["ca.pem is not a public key"]),
+        (["status", "--superlink", "127.0.0.1:1", "--root-certificates", "ca.key"], ["ca.key", "as a certificate"]),
+        (["status", "--superlink", "127.0.0.1", "--insecure"], ["--superlink 127.0.0.1", "HOST:PORT"]),
+        (["status", "--superlink", "a:99999", "--insecure"], ["--superlink a:99999", "HOST:PORT"]),
+        (["status", "--superlink", "127.0.0.1:1", "--insecure"], ["no SuperLink answers", "without --insecure"]),
+        (["status", "--superlink", "10.0.0.1:1", "--insecure"], ["without TLS it must be 127.0.0.1"]),
+        (["supernode", "--superlink", "site", "--insecure"], ["--superlink site", "HOST:PORT"]),
+        (["supernode", "--root-certificates", "ca.pem", "--key", "a.pub"], ["--key", "a.pub", "not a private key"]),
+        (["supernode", "--root-certificates", "ca.key", "--key", "a.key"], ["ca.key", "as a certificate"]),
+        (["superlink", "--certificates", "mixed"], ["server.pem", "server.key", "cannot be used", "mismatch"]),
+        (["superlink", "--certificates", "."], ["--control 127.0.0.1:", "cannot listen there", "in use"]),
+        (["supernode", "--insecure", "--wait", "0"], ["--wait 0", "more than 0"]),
+        (["superlink", "--insecure", "--state", "ca.pem"], ["--state ca.pem", "directory"]),
+        (["certificates", ".", "--days", "99999999"], ["--days 99999999", "36500"]),
+        (["run", ""], ["''", "key=value"]),
+        (["run", "=3"], ["'=3'", "key=value"]),
+        (["run", "x" * 300], ["xxx", "there is no such file"]),
+        (["run", "folder"], ["'folder'", "it is a directory", "did you mean dataset=folder?"]),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_what_is_wrong_about_a_federation_is_one_line(
+    words: list[str],
+    named: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_certificates(tmp_path, [], ["a"], 1)
+    make_certificates(tmp_path / "mixed", [], [], 1)
+    (tmp_path / "mixed/server.pem").write_bytes((tmp_path / "server.pem").read_bytes())
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if words[0] == "superlink" and "--insecure" not in words:
+            words = [*words, "--control", f"127.0.0.1:{taken.getsockname()[1]}", "--fleet", "127.0.0.1:9"]
+        assert cli.main(words) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    [line] = error.splitlines()
+    assert line.startswith("posy: ")
+    for name in named:
+        assert name in line
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "server.example.org"])
+def test_orders_are_taken_from_the_network_only_on_demand(
+    host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["superlink", "--control", f"{host}:8000"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    danger = "which is no secret, can run code on every node"
+    for part in (f"--control {host}:8000", danger, "ssh -L 8000:127.0.0.1:8000 SERVER", "--control-open-to-network"):
+        assert part in line
+    assert cli.main(["superlink", "--control", f"{host}:8000", "--control-open-to-network"]) == 2
+    warning, missing = capsys.readouterr().err.splitlines()  # the certificates are not there: nothing is started
+    assert warning.startswith(f"posy: WARNING: --control {host}:8000: ")
+    assert danger in warning
+    assert "ca.pem" in missing
+    for local in ("127.0.0.1", "localhost", "[::1]", "127.0.0.2"):
+        assert cli.main(["superlink", "--control", f"{local}:8000"]) == 2
+        assert danger not in capsys.readouterr().err
+
+
+def test_version_and_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, named in (
+        (
+            ["--version"],
+            [f"posy {tomllib.loads((APP / 'pyproject.toml').read_text())['project']['version']} (flwr 1.39"],
+        ),
+        (["--help"], ["\nexamples:\n  posy run engine=in-process   "]),
+        (["run", "--help"], ["\nexamples:\n  posy run engine=in-process num-server-rounds=5\n"]),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(words)
+        assert end.value.code == 0
+        output = capsys.readouterr().out
+        for name in named:
+            assert name in output
+    with pytest.raises(SystemExit) as end:
+        cli.main([])
+    assert end.value.code == 2
+    assert "examples:" in capsys.readouterr().out
+    done = subprocess.run([sys.executable, "-P", "-m", "posy", "--version"], env=_environment(), check=True)
+    assert done.returncode == 0
+
+
+def test_examples_of_the_help_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.yaml").write_text("lr: 0.1\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    parser = cli._parser()
+    lines = parser.epilog.splitlines() + parser._subparsers._group_actions[0].choices["run"].epilog.splitlines()  # type: ignore
+    examples = [line.split("  ")[1].split() for line in lines if line.startswith("  posy run ")]
+    assert len(examples) >= 8
+    for example in examples:
+        words = parser.parse_args(example[1:]).settings
+        if words and "=" not in words[0]:
+            words[0] = f"experiment={words[0]}"
+        given = cli.merged(cli.assignments(words))
+        cli.check(given, "the help")
+        cli.check_own(given, "the help")
+
+
 def test_help_and_wrong_values_come_without_pytorch() -> None:
     code = (
         "import sys; from posy import cli\n"
@@ -127,6 +265,13 @@ def test_users_keys_stand_over_the_experiment_even_at_their_defaults(tmp_path: P
     file.write_text("lr: 0.5\nnum-clients: 7\n", encoding="utf-8")
     at_default = defaults()["lr"]
     assert cli.merged({"experiment": str(file), "lr": at_default}) == {"lr": at_default, "num-clients": 7}
+
+
+def test_an_experiment_is_run_with_another_method_and_without_the_settings_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("method: fedfew\nfedfew-models: 5\nlr: 0.5\n", encoding="utf-8")
+    assert cli.merged({"experiment": str(file)}) == {"method": "fedfew", "fedfew-models": 5, "lr": 0.5}
+    assert cli.merged({"experiment": str(file), "method": "fedavg"}) == {"method": "fedavg", "lr": 0.5}
 
 
 def test_experiment_files_hold_what_the_command_line_takes(tmp_path: Path) -> None:
@@ -197,12 +342,33 @@ def test_toml_values_come_back(value: object) -> None:
     assert type(back) is type(value)
 
 
+def test_lists_in_a_pipe_have_one_line_for_each_row() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "posy", "settings"],
+        env=_environment(COLUMNS="80"), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    for key in defaults():
+        [line] = [line for line in lines if line.startswith(f"  {key} ")]
+        assert toml(defaults()[key]) in line
+    assert len(lines) < len(defaults()) + 60
+
+
 def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["methods"]) == cli.main(["datasets"]) == cli.main(["settings", "fedacs"]) == 0
     printed = capsys.readouterr().out
     for word in ("FedAMP", "digits", "num-clients", "fedacs-p", "emnist-letters"):
         assert word in printed
     assert "fedfew-mu" not in printed
+
+
+def test_a_setting_that_the_app_does_not_admit_is_named_before_flower_starts() -> None:
+    nowhere = launch.Connection("127.0.0.1:1")
+    for start in (lambda c: launch.run_simulation(c, 3, "cpu"), lambda c: launch.run_on_superlink(c, nowhere)):
+        with pytest.raises(
+            LaunchError, match=r"fedper-personal is not in \[tool.flwr.app.config\].*`posy settings --toml`"
+        ):
+            start({"lr": 0.1, "fedper-personal": 2})
 
 
 def test_simulation_gives_each_client_a_node_and_a_share_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +385,11 @@ def test_in_process_run(tmp_path: Path) -> None:
     assert "round 2/2" in done.stdout
     assert "INFO" not in done.stdout + done.stderr
     assert json.loads((tmp_path / "here/one/summary.json").read_text())["status"] == "completed"
+
+
+def test_python_runs_refuse_another_methods_settings(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="fedfew-models in the run config is a setting of fedfew"):
+        posy.run(method="fedavg", fedfew_models=5, output_dir=str(tmp_path))
 
 
 def test_interrupted_in_process_run_keeps_its_results(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from posy.deploy.certificates import Files, make_certificates
 from posy.deploy.commands import node_config
 from posy.deploy.local import Deployment
+from posy.launch import LaunchError
 from posy.results import load_arrays
 from posy.settings import SettingsError
 
@@ -62,6 +64,51 @@ def test_grpc_gives_the_models_of_a_simulation(method: str, deployment: Deployme
 
 @pytest.mark.slow
 @processes
+def test_keys_are_registered_once_and_no_two_under_one_name(deployment: Deployment, tmp_path: Path) -> None:
+    where = ["--superlink", deployment.control, "--root-certificates", str(deployment.ca)]
+    done = deployment.posy("register", "certificates/node-0.pub", "certificates/node-1.pub", *where)
+    assert done.stdout == "node-0 is registered already\nnode-1 is registered already\n"
+    assert "$" not in done.stderr  # what names no SuperLink cannot be typed
+    make_certificates(tmp_path, [], ["node-0"], 1)
+    (tmp_path / "other.pub").write_bytes((deployment.folder / "certificates/node-0.pub").read_bytes())
+    assert "already, as node-0" in deployment.posy("register", str(tmp_path / "other.pub"), *where).stdout
+    with pytest.raises(LaunchError, match="status 1: posy: node-0 is not registered: another key has this name"):
+        deployment.posy("register", str(tmp_path / "node-0.pub"), *where)
+
+
+@pytest.mark.slow
+@processes
+def test_status_log_and_stop(deployment: Deployment) -> None:
+    where = ["--superlink", deployment.control, "--root-certificates", str(deployment.ca)]
+    words = ["method=fedavg", f"num-clients={NODES}", "num-server-rounds=10000"]
+    process = deployment.submit("long", *DIGITS, *words)
+    deployment.until(lambda: deployment.rounds("long"), "run-long")
+
+    def status() -> list[str]:
+        return deployment.posy("status", *where).stdout.splitlines()
+
+    [line] = [line for line in status() if " long " in line]
+    number = line.split()[0]
+    assert line.split()[1:4] == ["long", "fedavg", "running"]
+    assert len([line for line in status() if line.split()[1:2] == ["online"]]) == NODES
+    done = deployment.posy("stop", "long", *where)
+    assert "is stopped" in done.stdout
+    assert "resume=long output-dir=runs" in done.stdout
+    assert process.wait(60) == 1
+    assert "finished:stopped" in deployment.log("run-long")
+    assert [line.split()[3] for line in status() if line.split()[:1] == [number]] == ["stopped"]
+    for word, named in ((number, "has ended already"), ("nosuch", "'nosuch': no such run at 127.0.0.1")):
+        with pytest.raises(LaunchError, match=named):
+            deployment.posy("stop", word, *where)
+    with pytest.raises(LaunchError, match="the run ended as finished:stopped") as error:
+        deployment.posy("log", "long", *where)
+    assert "Results of this run: " in str(error.value)
+    assert "round     1/10000" in str(error.value)
+    assert "INFO" not in str(error.value)
+
+
+@pytest.mark.slow
+@processes
 def test_nodes_keep_one_worker_for_all_runs(deployment: Deployment) -> None:
     for i in range(NODES):
         assert deployment.log(f"node-{i}").count("is ready") == 1
@@ -101,7 +148,7 @@ def test_worker_and_node_end_together(deployment: Deployment) -> None:
 @pytest.mark.slow
 @processes
 def test_a_node_ends_when_its_superlink_is_gone_for_too_long(deployment: Deployment) -> None:
-    """Last of all: the SuperLink ends for good, and one node has been told how long to wait for it."""
+    """Last of all but one: the SuperLink ends, and one node has been told how long to wait for it."""
     process = deployment.node("patient", "--wait", "4", "partition-id=4", f"num-partitions={NODES}")
     deployment.until(lambda: deployment.ready("patient"), "patient")
     worker = deployment.worker("patient")
@@ -112,6 +159,43 @@ def test_a_node_ends_when_its_superlink_is_gone_for_too_long(deployment: Deploym
     assert "the SuperLink has been out of reach for 4 s" in deployment.log("patient")
     deployment.until(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end", 10.0)
     assert deployment.processes["node-2"].poll() is None  # it was not told so
+
+
+@pytest.mark.slow
+@processes
+def test_printed_commands_can_be_typed(deployment: Deployment) -> None:
+    """Last of all: the SuperLink and a node have ended, and are started by hand with what was printed."""
+    printed = [line[2:] for line in deployment.log("superlink").splitlines() if line.startswith("$ ")]
+    printed += [line[2:] for line in deployment.log("patient").splitlines() if line.startswith("$ ")]
+    superlink, superexec, list_runs, node = printed
+
+    def typed(name: str, line: str) -> "subprocess.Popen[bytes]":
+        with (deployment.folder / f"{name}.log").open("wb") as log:
+            deployment.processes[name] = subprocess.Popen(
+                ["sh", "-c", f"exec env {line}"],
+                cwd=deployment.folder,
+                env=deployment.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return deployment.processes[name]
+
+    typed("typed-superlink", superlink)
+    deployment.until(lambda: "Starting Fleet API" in deployment.log("typed-superlink"), "typed-superlink")
+    typed("typed-superexec", superexec)
+    assert typed("typed-list", list_runs).wait(30) == 0
+    assert "Listing all runs" in deployment.log("typed-list")
+
+    def connected() -> bool:
+        """Type the node's command until its key is accepted: the SuperLink must first see that it was gone."""
+        process = deployment.processes.get("typed-node")
+        if process is None or process.poll() is not None:
+            typed("typed-node", node)
+        return "SuperNode ID" in deployment.log("typed-node")
+
+    deployment.until(connected, "typed-node")
+    deployment.until(lambda: "is ready" in deployment.log("typed-node"), "typed-node")
 
 
 # -- certificates and node config, without processes ---------------------------------------------------------
@@ -138,6 +222,24 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in make_certificates(tmp_path, [], ["a"], 30)] == ["server.key", "server.pem"]
     with pytest.raises(SettingsError, match="no name for a node"):
         make_certificates(tmp_path, [], ["../a"], 30)
+
+
+def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path) -> None:
+    for host in ("", "a b", "ä.example", "server:9092"):
+        with pytest.raises(SettingsError, match=r"--host .*: it must be a name such as server\.example\.org"):
+            make_certificates(tmp_path / "none", [host], [], 1)
+    assert not (tmp_path / "none").exists()
+    make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1)
+    assert make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1) == []
+    with pytest.raises(
+        SettingsError, match=r"server\.pem is there and is not for 10\.0\.0\.2, two\.example; delete it"
+    ):
+        make_certificates(tmp_path, ["two.example", "10.0.0.2", "one.example"], [], 1)
+    for name in ("server.pem", "server.key"):
+        (tmp_path / name).unlink()
+    (tmp_path / "ca.key").write_text("no key")
+    with pytest.raises(SettingsError, match="holds what is no certificate or key"):
+        make_certificates(tmp_path, [], [], 1)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,21 @@ def test_plan_lays_everything_over_an_experiment_file(tmp_path: Path) -> None:
     assert settings.data.samples_per_client == 150
 
 
+def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
+    rows = [{"name": name, "settings": {"method": name}} for name in ("fedavg", "fedfew", "ditto")]
+    table = _table(tmp_path, settings={**COMMON, "fedfew-models": 2}, runs=rows)
+    cells = read_plan(table, {"ditto-strength": 2.0}).cells
+    own = {key for cell in cells for key in cell.config if key.startswith(("fedfew-", "ditto-"))}
+    assert own == {"fedfew-models", "ditto-strength"}
+    assert [("fedfew-models" in c.config, "ditto-strength" in c.config) for c in cells] == [
+        (False, False), (True, False), (False, True),
+    ]  # fmt: skip
+    for cell in cells:
+        resolve(cell.config)
+    with pytest.raises(SettingsError, match="ppfe-stages on the command line is a setting of ppfe, which no row of"):
+        read_plan(table, {"ppfe-stages": 2})
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
@@ -96,6 +111,10 @@ def test_plan_lays_everything_over_an_experiment_file(tmp_path: Path) -> None:
         ({"runs": [{"name": "a"}, {"name": "a"}]}, "a stands twice"),
         ({"runs": [{"name": "a", "settings": {"lr": -1}}]}, "lr = -1.*tiny.yaml, a"),
         ({"runs": [{"name": "a", "settings": {"method": "x"}}]}, "method = 'x'.*tiny.yaml, a"),
+        (
+            {"runs": [{"name": "a", "settings": {"method": "fedavg", "fedfew-models": 2}}]},
+            "fedfew-models in .*tiny.yaml, a is a setting of fedfew; the run's method is fedavg",
+        ),
         ({"runs": [{"name": "a", "settings": {"seed": 1}}]}, "seed in .*the table itself"),
         ({"variants": [{"name": "v", "setings": {}}]}, "setings"),
         ({"settings": {**COMMON, "nm-clients": 3}}, "nm-clients.*did you mean num-clients"),

@@ -3,11 +3,14 @@
 import datetime
 import ipaddress
 import os
-from collections.abc import Iterable, Sequence
+import re
+import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -55,7 +58,7 @@ class Files:
         return self.folder / f"{name}.pub"
 
 
-def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], days: int) -> list[Path]:
+def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
     """Make what a directory lacks: an authority, the SuperLink's certificate, and a key pair for each node.
 
     Parameters
@@ -64,7 +67,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], 
         Directory to write to; made if need be. What is there stays as it is.
     hosts : sequence of str
         Names and IP addresses under which nodes reach the SuperLink, besides ``localhost``.
-    nodes : iterable of str
+    nodes : sequence of str
         Names of the nodes.
     days : int
         How long certificates are valid.
@@ -77,9 +80,15 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], 
     Raises
     ------
     SettingsError
-        If the directory cannot be written to, holds only a part of a pair, or a node's name is no file name.
+        If the directory cannot be written to, holds only a part of a pair or a certificate for other hosts, or a name
+        is none.
     """
     files, written = Files(folder), []
+    for host in hosts:
+        _general_name(host)
+    for name in nodes:
+        if Path(name).name != name or name in ("ca", "server"):
+            raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if _lacks(files.ca, files.ca_key, or_only=files.ca):
@@ -94,18 +103,84 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Iterable[str], 
             key = ec.generate_private_key(ec.SECP256R1())
             certificate = _server(key, [*LOOPBACK, *hosts], authority, authority_key, days)
             written += [_write_key(files.server_key, key), _write(files.server, _pem(certificate))]
+        elif lacking := set(map(_general_name, hosts)) - _names(files.server):
+            raise SettingsError(
+                f"{files.server} is there and is not for {', '.join(sorted(str(name.value) for name in lacking))}; "
+                f"delete it and {files.server_key.name} to have them made anew"
+            )
         for name in nodes:
-            if Path(name).name != name or name in ("ca", "server"):
-                raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
             if _lacks(files.node_public(name), files.node_key(name), or_only=files.node_public(name)):
                 key = ec.generate_private_key(ec.SECP384R1())
                 public = key.public_key().public_bytes(
                     serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
                 )
                 written += [_write_key(files.node_key(name), key, ssh=True), _write(files.node_public(name), public)]
+    except SettingsError:
+        raise
     except OSError as error:
         raise SettingsError(f"{folder}: certificates cannot be written there: {error}") from error
+    except (ValueError, TypeError) as error:  # TypeError: a key with a password
+        raise SettingsError(f"{folder} holds what is no certificate or key under the name of one: {error}") from error
     return written
+
+
+def _names(certificate: Path) -> set[x509.GeneralName]:
+    """Return the hosts that a certificate is for."""
+    extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+    return set(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+
+
+def public_pem(path: Path) -> bytes:
+    """Return a node's public key as the SuperLink keeps it: PEM.
+
+    Raises
+    ------
+    SettingsError
+        If the file holds none.
+    """
+    try:
+        content = path.read_bytes()
+        key = serialization.load_ssh_public_key(content)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        if not isinstance(error, OSError) and b"PRIVATE KEY" in content:
+            raise SettingsError(
+                f"{path} is a private key, which stays on its node; its public half is needed"
+            ) from error
+        raise SettingsError(f"{path} is not a public key as `posy certificates` makes it: {error}") from error
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def check_authority(path: Path) -> None:
+    """Raise :class:`SettingsError` if a file holds no certificate that others can be checked against."""
+    try:
+        ssl.create_default_context(cafile=str(path))
+    except (ssl.SSLError, OSError) as error:
+        raise SettingsError(f"{path} cannot be used as a certificate: {error}") from error
+
+
+def check_server(certificate: Path, key: Path) -> None:
+    """Raise :class:`SettingsError` if a certificate and a key do not belong together, or it is not valid now."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise SettingsError(f"{certificate} and {key} cannot be used: {error}") from error
+    if end < datetime.datetime.now(datetime.UTC):
+        raise SettingsError(
+            f"{certificate} has expired ({end:%Y-%m-%d}); delete it and {key.name} to have them made anew"
+        )
+
+
+def check_node_key(path: Path) -> None:
+    """Raise :class:`SettingsError` if a file holds no private key of a node."""
+    try:
+        content = path.read_bytes()
+        load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
+        load(content, None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise SettingsError(
+            f"--key {path}: it is not a private key as `posy certificates` makes it: {error}"
+        ) from error
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
@@ -181,6 +256,11 @@ def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9*_-]+(\.[A-Za-z0-9_-]+)*", host):
+            raise SettingsError(
+                f"--host {host!r}: it must be a name such as server.example.org, in ASCII and without a port, or an IP "
+                "address"
+            ) from None
         return x509.DNSName(host)
 
 

@@ -1,22 +1,36 @@
-"""The commands of a real federation; each is a thin cover over Flower's own, which it prints."""
+"""The commands of a real federation: covers over Flower's own, which are printed where they can be typed as well."""
 
 import argparse
 import os
 import shlex
+import shutil
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from posy.launch import Connection, flower_environment, free_port, script, toml
+from posy.launch import (
+    INTERRUPTED,
+    Connection,
+    flower_environment,
+    free_port,
+    is_loopback,
+    script,
+    show_run,
+    toml,
+    write_connection,
+)
+from posy.listing import print_table
+from posy.progress import duration
 from posy.settings import SettingsError
 
 CONTROL = "127.0.0.1:8000"
 FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+MAX_DAYS = 36_500
 
 
 def add_commands(commands: Any) -> None:
@@ -63,6 +77,11 @@ def add_commands(commands: Any) -> None:
     command.add_argument(
         "--control", default=CONTROL, metavar="HOST:PORT", help=f"where runs are submitted (default: {CONTROL})"
     )
+    command.add_argument(
+        "--control-open-to-network",
+        action="store_true",
+        help="let --control be an address that other machines reach: whoever does can run code on every node",
+    )
     command.set_defaults(command=superlink)
 
     command = commands.add_parser(
@@ -73,6 +92,33 @@ def add_commands(commands: Any) -> None:
     command.add_argument("keys", nargs="+", type=Path, metavar="NAME.pub", help="public keys")
     add_connection(command)
     command.set_defaults(command=register)
+
+    command = commands.add_parser(
+        "status",
+        help="list the runs and nodes of a federation",
+        description="List the runs that were submitted to a SuperLink, the newest first, and its nodes by name.",
+    )
+    add_connection(command)
+    command.set_defaults(command=status)
+
+    command = commands.add_parser(
+        "log",
+        help="show the log of a run of a federation",
+        description="Show the log of a run from its beginning on, until it ends. Ctrl-C leaves the run alone.",
+    )
+    command.add_argument("run", metavar="RUN", help="its run id, or its run-name: `posy status` lists both")
+    command.add_argument("-v", "--verbose", action="store_true", help="show the whole log of Flower")
+    add_connection(command)
+    command.set_defaults(command=log)
+
+    command = commands.add_parser(
+        "stop",
+        help="stop a run of a federation",
+        description="Stop a run. What it has done is kept, and it can be resumed from its last checkpoint.",
+    )
+    command.add_argument("run", metavar="RUN", help="its run id, or its run-name: `posy status` lists both")
+    add_connection(command)
+    command.set_defaults(command=stop)
 
     command = commands.add_parser(
         "supernode",
@@ -115,6 +161,7 @@ def connection(options: argparse.Namespace) -> Connection:
     SettingsError
         If it is to be reached without TLS on another machine, or the certificate is missing.
     """
+    _split("--superlink", options.superlink)
     if options.insecure:
         _check_loopback("--superlink", options.superlink)
         return Connection(options.superlink)
@@ -125,8 +172,8 @@ def certificates(options: argparse.Namespace) -> int:
     """`posy certificates`: make certificates and keys."""
     from posy.deploy.certificates import make_certificates  # noqa: PLC0415 - what the other commands do not need
 
-    if options.days < 1:
-        raise SettingsError(f"--days {options.days}: it must be 1 or more")
+    if not 1 <= options.days <= MAX_DAYS:
+        raise SettingsError(f"--days {options.days}: it must be 1 to {MAX_DAYS}")
     for path in make_certificates(options.folder, options.host, options.nodes, options.days):
         print(path)
     return 0
@@ -140,22 +187,30 @@ def superlink(options: argparse.Namespace) -> int:
     host, port = _split("--control", options.control)
     _split("--fleet", fleet)
     served = ["--host", host, "--port", port, "--fleet-api-address", fleet]
-    reached = f"{'127.0.0.1' if host in ('0.0.0.0', *LOOPBACK) else host}:{port}"
+    if not is_loopback(options.control):
+        _check_control(options.control, allowed=options.control_open_to_network)
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    reached = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
     if options.insecure:
         for option, address in (("--control", options.control), ("--fleet", fleet)):
             _check_loopback(option, address)
         trust = asked = ["--insecure"]
     else:
-        from posy.deploy.certificates import Files  # noqa: PLC0415
+        from posy.deploy.certificates import Files, check_authority, check_server  # noqa: PLC0415
 
         files = Files(options.certificates)
         ca, server, key = (_there(path, "--certificates") for path in (files.ca, files.server, files.server_key))
+        check_authority(ca)
+        check_server(server, key)
         trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
         trust += ["--enable-supernode-auth"]
         asked = ["--root-certificates", str(ca)]
     state = options.state.absolute()
-    state.mkdir(parents=True, exist_ok=True)
-    state.chmod(0o700)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        state.chmod(0o700)
+    except OSError as error:
+        raise SettingsError(f"--state {options.state}: it must be a directory of one's own: {error}") from error
     kept = ["--isolation", "process", "--disable-runtime-dependency-installation"]
     if not options.volatile:
         kept += ["--database", str(state / "state.db")]
@@ -163,38 +218,108 @@ def superlink(options: argparse.Namespace) -> int:
         [script("flower-superlink"), *served, *trust, *kept],
         [script("flower-superexec"), "--runtime-api-address", reached, *asked, "--parent-pid", str(os.getpid())],
     ]
-    for command in commands:
-        _tell(command)
-    environment = flower_environment(state / "flower") | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+    for option, address in (("--control", options.control), ("--fleet", fleet)):
+        _check_free(option, address)
+    home = state / "flower"
+    home.mkdir(exist_ok=True)
+    superlink = Connection(reached, None if options.insecure else ca)
+    write_connection(home, superlink)
+    environment = flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+    for command in (commands[0], commands[1][:-2]):  # whoever types the second has another process to watch
+        _tell(command, environment)
+    _tell([script("flwr"), "list"], environment)
     keep(commands, environment)
     return 0
 
 
 def register(options: argparse.Namespace) -> int:
     """`posy register`: make keys known to the SuperLink."""
-    keys = [_there(path, "the command line") for path in options.keys]
-    with connection(options).open() as flower:
-        known = {node["name"] for node in flower.ask("supernode", "list")["nodes"]}
-        for key in keys:
-            if key.stem in known:
-                print(f"{key.stem} is registered already")
-                continue
-            words = ["supernode", "register", str(key), "--name", key.stem]
-            _tell(["flwr", *words])
-            flower.ask(*words)
+    from posy.deploy.certificates import public_pem  # noqa: PLC0415
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    keys = {path: public_pem(path) for path in (_there(path, "the command line") for path in options.keys)}
+    superlink = connection(options)
+    with control(superlink) as asked:
+        nodes = asked.nodes()
+    status = 0
+    with superlink.open() as flower:
+        for key, content in keys.items():
+            known = next((node for node in nodes if node.public_key == content), None)
+            if known is not None:
+                print(f"{key.stem} is registered already" + ("" if known.name == key.stem else f", as {known.name}"))
+            elif any(node.name == key.stem for node in nodes):
+                print(f"posy: {key.stem} is not registered: another key has this name", file=sys.stderr)
+                status = 1
+            else:
+                flower.ask("supernode", "register", str(key), "--name", key.stem)
+                print(f"{key.stem} is registered")
+    return status
+
+
+def status(options: argparse.Namespace) -> int:
+    """`posy status`: list runs and nodes."""
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    with control(connection(options)) as asked:
+        runs, nodes = asked.runs(), asked.nodes()
+    columns = ("run id", "run-name", "method", "status", "since", "time")
+    rows = [(run.number, run.name, run.method, run.status, run.since, duration(run.seconds)) for run in runs]
+    print_table("runs" if rows else "no run was submitted", columns, rows)
+    known = [(node.name, node.status, node.since) for node in nodes]
+    print_table("nodes" if nodes else "no node is registered", ("name", "status", "since"), known)
+    return 0
+
+
+def log(options: argparse.Namespace) -> int:
+    """`posy log`: show the log of a run."""
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    superlink = connection(options)
+    with control(superlink) as asked:
+        run = asked.find(options.run)
+    result = show_run(superlink, run.number, verbose=options.verbose)
+    if result == INTERRUPTED:
+        print(f"posy: this stops it: {_typed(['posy', 'stop', run.number, *superlink.words()])}", file=sys.stderr)
+    return result
+
+
+def stop(options: argparse.Namespace) -> int:
+    """`posy stop`: stop a run."""
+    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+
+    superlink = connection(options)
+    with control(superlink) as asked:
+        run = asked.find(options.run)
+        if run.ended:
+            raise SettingsError(f"run {options.run} has ended already ({run.status}, {run.since})")
+        asked.stop(run)
+    print(f"run {run.number} is stopped")
+    name = run.name or "RUN-NAME"
+    folder = [f"output-dir={run.config['output-dir']}"] if "output-dir" in run.config else []
+    words = ["posy", "run", *superlink.words(), f"resume={name}", *folder]
+    print(f"from its last checkpoint it goes on with: {_typed(words)}")
     return 0
 
 
 def supernode(options: argparse.Namespace) -> int:
     """`posy supernode`: become a SuperNode."""
+    _split("--superlink", options.superlink)
+    if options.wait is not None and not options.wait > 0:
+        raise SettingsError(f"--wait {options.wait:g}: it must be more than 0 seconds")
     words = ["--superlink", options.superlink]
     if options.insecure:
         _check_loopback("--superlink", options.superlink)
         words.append("--insecure")
     else:
-        words += ["--root-certificates", str(_there(options.root_certificates, "--root-certificates"))]
+        from posy.deploy.certificates import check_authority, check_node_key  # noqa: PLC0415
+
+        ca = _there(options.root_certificates, "--root-certificates")
+        check_authority(ca)
+        words += ["--root-certificates", str(ca)]
         if options.key is not None:
-            words += ["--auth-supernode-private-key", str(_there(options.key, "--key"))]
+            key = _there(options.key, "--key")
+            check_node_key(key)
+            words += ["--auth-supernode-private-key", str(key)]
     if options.wait is not None:
         words += ["--max-wait-time", f"{options.wait:g}"]
     if config := node_config(options.config):
@@ -204,7 +329,7 @@ def supernode(options: argparse.Namespace) -> int:
         command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
     else:
         command = [sys.executable, "-P", "-m", "posy.deploy.node", *words]
-    _tell(command)
+    _tell(command, environment)
     os.execve(command[0], command, environment)
 
 
@@ -236,8 +361,34 @@ def _add_trust(command: argparse.ArgumentParser, option: str, default: str, what
 
 
 def _check_loopback(option: str, address: str) -> None:
-    if address.rpartition(":")[0] not in LOOPBACK:
+    if not is_loopback(address):
         raise SettingsError(f"{option} {address} with --insecure: without TLS it must be 127.0.0.1")
+
+
+def _check_control(address: str, *, allowed: bool) -> None:
+    """Refuse to take orders from the network, or warn of it: Flower has no passwords there, and ca.pem is public."""
+    danger = f"--control {address}: whoever reaches it and has ca.pem, which is no secret, can run code on every node"
+    port = address.rpartition(":")[2]
+    if not allowed:
+        raise SettingsError(
+            f"{danger}. Leave it at {CONTROL}, and submit runs from elsewhere through a tunnel (`ssh -L "
+            f"{port}:127.0.0.1:{port} SERVER`, then --superlink localhost:{port}); if a firewall keeps all others "
+            "away, say --control-open-to-network"
+        )
+    print(f"posy: WARNING: {danger}. Only a firewall keeps others away", file=sys.stderr, flush=True)
+
+
+def _check_free(option: str, address: str) -> None:
+    """Raise :class:`SettingsError` if one cannot listen at an address; Flower's processes tell it in a traceback."""
+    host, port = _split(option, address)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen()
+    except OSError as error:
+        raise SettingsError(f"{option} {address}: one cannot listen there: {error}") from error
 
 
 def _split(option: str, address: str) -> tuple[str, str]:
@@ -253,6 +404,17 @@ def _there(path: Path, where: str) -> Path:
     return path.absolute()
 
 
-def _tell(command: Sequence[str]) -> None:
-    """Print a command as it may be typed."""
-    print("$", shlex.join([Path(command[0]).name, *command[1:]]), file=sys.stderr, flush=True)
+def _tell(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Print a command as it may be typed into the shell that this one was typed into."""
+    name = Path(command[0]).name
+    program = name if shutil.which(name) == command[0] else command[0]
+    # The rest of what is set is the same everywhere: no telemetry, no search for updates.
+    home = environment["FLWR_HOME"]
+    setting = (
+        [] if os.environ.get("FLWR_HOME", str(Path.home() / ".flwr")) == home else [f"FLWR_HOME={shlex.quote(home)}"]
+    )
+    print("$", *setting, _typed([program, *command[1:]]), file=sys.stderr, flush=True)
+
+
+def _typed(words: Sequence[str]) -> str:
+    return shlex.join(words)
