@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from data.errors import DataError
 from posy import config as configuration
 from posy.deploy import commands as deployment
@@ -42,6 +40,7 @@ from posy.settings import (
     fields_of,
     read,
 )
+from posy.yaml12 import parse
 
 COMMON = (RunSettings, DataSettings, TrainSettings)
 """What can be checked without importing the methods, and PyTorch with them."""
@@ -166,13 +165,14 @@ def assignments(words: Sequence[str]) -> dict[str, Scalar]:
 def typed(text: str, kind: type) -> Scalar:
     """Return a YAML scalar in the type of its setting; the text itself where it is not of that type.
 
-    So ``on`` is a text where a text is wanted, and ``1e-3`` a number, which YAML 1.1 takes for a text.
+    So ``on`` is a text where a text is wanted, and ``010`` is ten, as in files of settings.
     """
     if kind is str and text[:1] not in ("'", '"'):
         return text
     try:
-        value: Any = kind(text) if kind in (int, float) else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+        value: Any = parse(text)
+        value = float(value) if kind is float and type(value) is int else value
+    except (ValueError, OverflowError):
         return text
     return cast("Scalar", value) if type(value) is kind else text
 

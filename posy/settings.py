@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -285,7 +286,8 @@ def checked(key: str, value: Any, declared: dataclasses.Field[Any], where: str) 
     rule: Rule = declared.metadata["rule"]
     kind: type = type(declared.default)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        with suppress(OverflowError):  # then it stays what it is, which is none of the allowed
+            value = float(value)
     if type(value) is not kind or not rule.admits(value):  # exactly: a bool is an int to Python
         raise SettingsError(f"{key} = {value!r} in {where}: it must be {rule.describe(kind)} ({rule.help})")
     return value

@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from data.partitions import as_used
 from posy.cli import check, merged, with_absolute_paths
-from posy.config import defaults, read_yaml, resolve
+from posy.config import defaults, resolve
 from posy.launch import APP, ENVIRONMENT
 from posy.progress import duration, size
 from posy.settings import Scalar, SettingsError
+from posy.yaml12 import dump, read_yaml
 
 PLACE = {
     "output-dir",
@@ -90,8 +89,8 @@ class Cell:
         """Return the summary of the run if it has finished with these very settings, else None."""
         try:
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-            ran: dict[str, Any] = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))["settings"]
-        except FileNotFoundError:
+            ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
+        except (OSError, ValueError, LookupError):  # not there, or damaged: it is run again
             return None
         known = defaults()  # what a setting has meant before it existed
         settings = resolve({**known, **self.config})
@@ -376,7 +375,7 @@ def _start(cell: Cell) -> "subprocess.Popen[bytes]":
     make_room(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(dict(cell.config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    file.write_text(dump(dict(cell.config)), encoding="utf-8")
     environment = {
         **os.environ,
         **ENVIRONMENT,
@@ -432,7 +431,7 @@ def _machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
     """Return a line for each machine and set of versions that the cells ran on, with the day of the last run."""
     days: dict[str, str] = {}
     for cell in results:
-        record = yaml.safe_load((cell.path / "config.yaml").read_text(encoding="utf-8"))
+        record = read_yaml(cell.path / "config.yaml")
         machine, versions = record["machine"], record["versions"]
         key = (
             f"{machine['cpu']}, {machine['cpus']} cores, {machine['gpu'] or 'no GPU'}; torch {versions['torch']}, "

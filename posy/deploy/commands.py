@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posy.launch import Connection, flower_environment, free_port, script, toml
 from posy.settings import SettingsError
+from posy.yaml12 import parse
 
 CONTROL = "127.0.0.1:8000"
 FLEET = "0.0.0.0:9092"
@@ -222,8 +221,8 @@ def node_config(words: Sequence[str]) -> str:
         if not equals or not key.replace("-", "").replace("_", "").isalnum():
             raise SettingsError(f"{word!r}: node config is given as key=value")
         try:
-            value: Any = yaml.safe_load(text)
-        except yaml.YAMLError:
+            value: Any = parse(text)
+        except ValueError:
             value = text
         pairs.append(f"{key}={toml(value if type(value) in (bool, int, float) else text.strip(chr(34)))}")
     return " ".join(pairs)
