@@ -142,6 +142,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def plain(value: Any) -> Any:
+    """Return a value in the types of JSON and YAML: no NumPy, no tuples, None for NaN and infinity."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
 def is_folder_name(name: str) -> bool:
     """Tell whether a text can only mean a file or folder right inside another folder."""
     return (

@@ -1,6 +1,6 @@
 """The ServerApp: read the settings, find the clients, run the method's strategy, keep the record."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from logging import INFO
@@ -40,7 +40,7 @@ def main(grid: Grid, context: Context) -> None:
     run(grid, context.run_config)
 
 
-def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
+def run(grid: Grid | None, config: Mapping[str, Any], begun: Callable[[Path], object] = lambda path: None) -> Recorder:
     """Run an experiment on a grid, whatever delivers its messages.
 
     Parameters
@@ -49,6 +49,8 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         Flower's grid; not needed where ``engine`` is ``in-process``, which makes its own.
     config : Mapping
         Flat settings as in ``[tool.flwr.app.config]``.
+    begun : callable
+        Called with the directory of the run when it is there.
 
     Returns
     -------
@@ -72,13 +74,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         stored = StoredRun.find(absolute(str(config["output-dir"])), str(config["resume"]))
         settings = with_absolute_paths(stored.resumed(given_keys(config, where), where))
         changed = stored.check(settings)
-    check_privacy(settings)
-    if settings.run.system_accuracy == "on" and not settings.run.save_models:
-        raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
-    if settings.run.min_clients > settings.data.num_clients:
-        raise SettingsError(
-            f"min-clients = {settings.run.min_clients}: it must be 0 to num-clients = {settings.data.num_clients}"
-        )
+    check_together(settings)
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
     if grid is None:
@@ -107,6 +103,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         strategy.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed)
         stack.callback(recorder.directory.release)
+        begun(recorder.directory.path)
         if isinstance(grid, InProcessGrid):
             grid.states = stack.enter_context(states_in_memory(recorder, settings))
         recorder.tell_clients(one_file_system=in_simulation())
@@ -148,6 +145,17 @@ def with_absolute_paths(settings: Settings) -> Settings:
     file = str(absolute(data.partition_file)) if data.partition_file else ""
     data = replace(data, dataset=name, data_dir=str(absolute(data.data_dir)), partition_file=file)
     return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))
+
+
+def check_together(settings: Settings) -> None:
+    """Raise :class:`SettingsError` for settings that do not go with each other."""
+    check_privacy(settings)
+    if settings.run.system_accuracy == "on" and not settings.run.save_models:
+        raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
+    if settings.run.min_clients > settings.data.num_clients:
+        raise SettingsError(
+            f"min-clients = {settings.run.min_clients}: it must be 0 to num-clients = {settings.data.num_clients}"
+        )
 
 
 def check_engine(settings: Settings) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
@@ -16,13 +18,16 @@ from posy import figures
 from posy.config import Settings
 from posy.metrics import Spread, spread
 from posy.progress import Progress, results_table
-from posy.results import Evaluation, History, RunDirectory, plain
-from server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digest
+from posy.results import Evaluation, History, RunDirectory
+from posy.storage import plain
+from server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
 from server_app.federation import Federation
 from server_app.system import system_accuracy
 from strategies.base import PersonalisedStrategy, RoundRecord
 
 DRAW_SECONDS = 30.0
+HELD_BYTES = 1 << 30
+"""A server's state of up to this size is held as the last round has left it; of a larger one the files must do."""
 
 
 class Recorder:
@@ -61,6 +66,7 @@ class Recorder:
         else:
             self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
         self._resumed = [] if resumption is None else resumption.history
+        self._data = data_digests(workspace) if self.checkpoints.every else {}
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), resolved, gpu, self._resumed)
@@ -69,6 +75,9 @@ class Recorder:
         self.accuracy = History()
         self.loss = History()
         self.last_rows: dict[int, dict[str, Any]] = {}
+        self._last_clients: list[int] = []
+        self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
+        """The strategy's state after the last finished round; None while one is being finished, or if it is large."""
         self.dropped: Counter[str] = Counter()
         self.bytes_up = self.bytes_down = self.rounds = 0
         self.trained = False
@@ -91,10 +100,12 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.__exit__(kind, error, trace)
+        if kind is not None:
+            self._write_last_checkpoint()
         status = "completed" if kind is None else ("failed" if issubclass(kind, Exception) else "stopped")
         self._write_summary(status)  # should what follows fail or be interrupted
         if self.settings.run.save_models:
-            self.directory.save_arrays("server", self.strategy.server_state())
+            self.directory.save_arrays("server", self._server_state or self.strategy.server_state())
         if kind is None:
             self.system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
@@ -106,6 +117,7 @@ class Recorder:
         record = self.strategy.record
         if server_round == 0 or record.number != server_round:
             return None
+        self._server_state = None
         self.rounds = server_round
         self.trained = self.trained or any("train_loss" in row for row in record.clients.values())
         rows = {client: record.clients[client] for client in sorted(record.clients)}
@@ -118,15 +130,20 @@ class Recorder:
         self.bytes_down += record.bytes_down
         self.dropped.update(reason for _, reason in record.dropped)
         self.last_rows.update(rows)
+        self._last_clients = list(rows)
         self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
         self.directory.append_round(_round_row(record, accuracy, loss, train))
         self._write_summary("running")
         self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train))
         if self.strategy.saving:
             self.directory.save_arrays("server", self.strategy.server_state())
+        state = self.strategy.server_state()
         if self.checkpoints.due(server_round):
-            self.checkpoints.write(Checkpoint(server_round, self.strategy.server_state(), self._so_far()))
-            self.tell_clients()
+            self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
+        self.tell_clients()
+        if self.checkpoints.every and sum(array.nbytes for array in state.values()) <= HELD_BYTES:
+            # The next round may write into its arrays before it is interrupted.
+            self._server_state = {name: array.copy() for name, array in state.items()}
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
         return None
@@ -141,18 +158,32 @@ class Recorder:
         """
         told = self.strategy.state_config
         told["run"] = f"{self.directory.path.name}-{self.directory.id}"
-        told["checkpoints"] = list(self.checkpoints.rounds)
+        # An interrupt in the next round is followed by a checkpoint of the last one.
+        last = {self.rounds} if self.checkpoints.every and self.rounds else set()
+        told["checkpoints"] = sorted({*self.checkpoints.rounds, *last})
         told["resumed-from"] = [entry["round"] for entry in self._resumed]
         if one_file_system and (self.checkpoints.every or self._resumed):
             told["state-directory"] = str(self.directory.state)
+
+    def _write_last_checkpoint(self) -> None:
+        """Have a run that was interrupted, or has failed, go on from its last finished round when it is resumed."""
+        if self._server_state is None or self.rounds in self.checkpoints.rounds:
+            return
+        try:
+            self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
+        except OSError as error:  # as on a full disk, which may be what has ended the run
+            log(WARNING, "no checkpoint of round %s can be written: %s", self.rounds, error)
 
     def _so_far(self) -> dict[str, Any]:
         """Return all that is to be known of the finished rounds when the run is resumed, as JSON holds it."""
         return plain(
             {
-                "data": data_digest(self.workspace),
+                "trained": self.trained,
+                "settings": self.settings.as_config(),
+                "resumed": self._resumed,
+                "data": self._data,
                 "sites": self.federation.names if self.federation else {},
-                "files": self.directory.sizes(),
+                "files": self.directory.grown,
                 "seconds": time.perf_counter() - self._started,
                 "bytes-up": self.bytes_up,
                 "bytes-down": self.bytes_down,
@@ -160,7 +191,7 @@ class Recorder:
                 "accuracy": [self.accuracy.served, self.accuracy.local],
                 "loss": [self.loss.served, self.loss.local],
                 "clients": dict(sorted(self.last_rows.items())),
-                "last-round": sorted(self.strategy.record.clients),
+                "last-round": self._last_clients,
             }
         )
 
@@ -176,9 +207,10 @@ class Recorder:
             History(*([Evaluation(*point) for point in points] for points in so_far[measure]))
             for measure in ("accuracy", "loss")
         )
-        self.trained = True
+        self.trained = so_far["trained"]
         self.last_rows = {int(client): row for client, row in so_far["clients"].items()}
-        rows = {client: self.last_rows[client] for client in so_far["last-round"]}
+        self._last_clients = so_far["last-round"]
+        rows = {client: self.last_rows[client] for client in self._last_clients}
         self.strategy.record = RoundRecord(checkpoint.server_round, clients=rows)
         self.strategy.resumed_after = checkpoint.server_round
 

@@ -18,10 +18,11 @@ import yaml
 from flwr.app import Context
 
 from client_app.base import PersonalClient
+from client_app.workspace import workspace_for
 from posy.config import defaults
 from posy.methods import METHODS, strategy_class
-from posy.results import load_arrays
-from posy.settings import SettingsError
+from posy.results import RunDirectory, load_arrays
+from posy.settings import NothingTrainedError, SettingsError
 from posy.storage import write_json
 from server_app import checkpoints as checkpoints_module
 from server_app.app import run
@@ -29,6 +30,7 @@ from server_app.checkpoints import Checkpoints
 from server_app.federation import WaveGrid
 from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
+from strategies.base import PersonalisedStrategy
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +121,11 @@ def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
 
 
+@pytest.fixture(autouse=True)
+def checkpoints_by_number_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints_module, "WRITING_SHARE", 0.0)
+
+
 # -- stopped and resumed is the same run ------------------------------------------------------------------
 
 
@@ -150,6 +157,53 @@ def test_a_run_that_was_killed_equals_one_that_was_not(
     for name in ("losses", "weights", "objectives", "local_norms", "pictures", "betas"):
         if hasattr(other, name):
             np.testing.assert_equal(getattr(strategy, name), getattr(other, name))
+
+
+INTERRUPTS: dict[str, tuple[type, str, Callable[..., int]]] = {
+    "training": (PersonalClient, "fit_steps", lambda arrays, told: told["server-round"]),
+    "aggregation": (PersonalisedStrategy, "aggregate_train", lambda server_round, replies: server_round),
+    "evaluation": (PersonalClient, "evaluate_steps", lambda arrays, told: told["server-round"]),
+    "record": (RunDirectory, "append_round", lambda row: row["round"]),
+}
+"""Where an interrupt comes: a method, and how it is told the round."""
+
+
+@pytest.mark.parametrize("moment", INTERRUPTS)
+@pytest.mark.parametrize("method", ["fedrep", "ppfe", "fedacs"])
+def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
+    method: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in round 4, when one client has trained, or all have, and no checkpoint has been due yet.
+
+    What a round has changed of its record while that is written cannot be told: there a checkpoint on the disk serves.
+    """
+    more = {"num_server_rounds": 5, "checkpoint_every": 10, "stack": "loop"}
+    whole = run(InProcessGrid(4), settings(tmp_path, method, "whole", **more)).directory.path
+    config = settings(tmp_path, method, "cut", **more)
+    where, name, round_of = INTERRUPTS[moment]
+    original, calls = getattr(where, name), []
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        if round_of(*arguments) != 4:
+            return original(self, *arguments)
+        calls.append(name)
+        if len(calls) == 2:  # the client before has finished
+            raise KeyboardInterrupt
+        result = original(self, *arguments)
+        if not name.endswith("_steps"):
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, interrupted)
+        patched.setattr(checkpoints_module, "WRITING_SHARE", 1e9 if moment == "record" else 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            run(InProcessGrid(4), config)
+    path = whole.parent / "cut"
+    assert summary_of(path)["status"] == "stopped"
+    run(InProcessGrid(4), again(config, "cut"))
+    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 3
+    assert_same_results(path, whole)
 
 
 class Nodes(WaveGrid):
@@ -226,7 +280,8 @@ def test_elapsed_seconds_and_dropped_replies_of_the_first_part_count(
             run(grid_of(config), config)
     first = json.loads((tmp_path / "runs/cut/checkpoints/round-4/progress.json").read_text())["content"]
     assert sum(first["dropped"].values()) == 16
-    run(grid_of(config), again(config, "cut"))
+    with pytest.raises(NothingTrainedError):
+        run(grid_of(config), again(config, "cut"))
     summary = json.loads((tmp_path / "runs/cut/summary.json").read_text())
     assert sum(summary["dropped"].values()) == 24
     assert summary["seconds"] > first["seconds"] > 0
@@ -282,7 +337,11 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, "fedavg", "mine", dataset=str(tmp_path / "own.npz"), max_samples=0, num_server_rounds=2)
     run(grid_of(config), config)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
-    with pytest.raises(SettingsError, match="data or their partition are not those of the run"):
+    with pytest.raises(SettingsError, match="the labels and the clients' shares are not those that the run began with"):
+        run(grid_of(config), again(config, "mine", num_server_rounds=4))
+    workspace_for.cache_clear()
+    np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
+    with pytest.raises(SettingsError, match=r"'mine': the samples are not those that the run began with, .*own\.npz"):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
 
 
