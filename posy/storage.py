@@ -108,7 +108,7 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
         )
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if wrong:
         raise DamagedFileError(f"{path} is damaged: the checksum of {', '.join(wrong)} is wrong")
@@ -135,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = read["content"]
         whole = read[CHECKSUMS] == _checksum_of_json(content)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if not whole:
         raise DamagedFileError(f"{path} is damaged: its checksum is wrong")

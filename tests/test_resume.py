@@ -1,5 +1,6 @@
 """Runs that are stopped, by whatever means, and go on as if they had not been."""
 
+import csv
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from client_app.workspace import workspace_for
 from posy.config import defaults
 from posy.methods import METHODS, strategy_class
 from posy.results import RunDirectory, load_arrays
+from posy.resume import StoredRun
 from posy.settings import NothingTrainedError, SettingsError
 from posy.storage import write_json
 from server_app import checkpoints as checkpoints_module
@@ -74,6 +76,11 @@ def grid_of(config: Config) -> InProcessGrid:
 def rounds_of(path: Path) -> list[Config]:
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def clients_of(path: Path) -> list[Config]:
+    with (path / "clients.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def summary_of(path: Path) -> Config:
@@ -514,6 +521,108 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
     assert spilled == {f"client-{c}" for c in range(4)}
     assert not list(path.glob("state*"))
     assert_same_results(path, whole)
+
+
+# -- damaged runs: every file, every damage ----------------------------------------------------------------
+
+TINY = {"num_clients": 2, "max_samples": 60, "num_server_rounds": 4, "checkpoint_every": 1, "fraction_train": 1.0}
+FILES = {
+    "config.yaml": "config.yaml is written anew",
+    "summary.json": "",
+    "rounds.jsonl": "has no rows of rounds",
+    "clients.csv": "has no rows of rounds",
+    "models/server.safetensors": "",
+    "checkpoints/round-2/progress.json": "the checkpoint of round 2 is not used",
+    "checkpoints/round-2/server.safetensors": "the checkpoint of round 2 is not used",
+    "state/client-1/round-2-train-0.safetensors": "the state of client 1 cannot be read",
+}
+"""The files of a run, and what is told of one that is damaged; nothing where it is made anew or only a copy."""
+DAMAGED: dict[str, Callable[[Path, Path], object]] = {
+    "missing": lambda file, other: file.unlink(),
+    "truncated": lambda file, other: file.write_bytes(file.read_bytes()[:-7]),
+    "nested": lambda file, other: file.write_text("[" * 100_000),
+    "of another run": lambda file, other: shutil.copy(other, file),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a whole run, one that was interrupted in round 3, and another one of other settings."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Recorder, "_draw", lambda self, *, final=False: None)
+        patched.setattr(Recorder, "_draw_partition", lambda self: None)
+        run(InProcessGrid(2), settings(folder, "fedrep", "whole", **TINY))
+        original = PersonalClient.fit_steps
+
+        def interrupted(self: PersonalClient, parameters: Any, config: Config) -> Any:
+            if config["server-round"] == 3:
+                raise KeyboardInterrupt
+            return original(self, parameters, config)
+
+        patched.setattr(PersonalClient, "fit_steps", interrupted)
+        for name, more in (("cut", {}), ("other", {"seed": 7, "lr": 0.3})):
+            with pytest.raises(KeyboardInterrupt):
+                run(InProcessGrid(2), settings(folder, "fedrep", name, **TINY, **more))
+    return folder / "runs"
+
+
+# A state that is not there, or of another run, cannot be told from a good one by the server.
+CASES = [(f, d) for f in FILES for d in DAMAGED if not f.startswith("state") or d in ("truncated", "nested")]
+
+
+@pytest.mark.parametrize(("file", "damage"), CASES)
+def test_a_damaged_file_costs_no_good_checkpoint(
+    file: str,
+    damage: str,
+    stopped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+    path = tmp_path / "cut"
+    shutil.copytree(stopped / "cut", path)
+    DAMAGED[damage](path / file, stopped / "other" / file)
+    run(InProcessGrid(2), {**defaults(), "output-dir": str(tmp_path), "resume": "cut"})
+    told = {record.getMessage() for record in warnings.records if record.levelname in ("WARNING", "ERROR")}
+    expected = FILES[file]
+    assert expected == "" or sum(expected in line for line in told) >= 1
+    assert not [line for line in told if "\n" in line.strip()]
+    whole = stopped / "whole"
+    if file.startswith("state"):
+        assert "cannot be read" in " ".join(summary_of(path)["dropped"])
+        return
+    assert summary_of(path) == summary_of(whole)
+    for name in ("rounds.jsonl", "clients.csv"):
+        rows, all_rows = (rounds_of(run) if name == "rounds.jsonl" else clients_of(run) for run in (path, whole))
+        lost = [row for row in all_rows if row not in rows]
+        assert rows == [row for row in all_rows if row not in lost]
+        assert bool(lost) == (name == file) and all(row["round"] in (1, 2, "1", "2") for row in lost)
+    for name, arrays in models_of(whole).items():
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(array, models_of(path)[name][key])
+    refused = {p.name for p in (path / "checkpoints").glob("*refused")}
+    assert refused == ({"round-2-refused"} if file.startswith("checkpoints/round-2") else set())
+
+
+def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped / "cut", tmp_path / "cut")
+    file = tmp_path / "cut" / "config.yaml"
+    text = file.read_text()
+    again = {**defaults(), "output-dir": str(tmp_path), "resume": "cut"}
+    for before, after, told in (
+        ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
+        ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
+        ("num-server-rounds: 4", "num-server-rounds: 9", "num-server-rounds = 9, the run has 4"),
+    ):
+        assert before in text
+        file.write_text(text.replace(before, after))
+        with pytest.raises(SettingsError) as raised:
+            run(InProcessGrid(2), again)
+        assert told in str(raised.value) and "Put it back or delete the file" in str(raised.value)
+    file.write_text(text)
+    StoredRun.find(tmp_path, "cut")
 
 
 # -- real processes --------------------------------------------------------------------------------------
