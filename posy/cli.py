@@ -30,8 +30,8 @@ from posy.settings import (
     SITES,
     SITES_NEED_NODES,
     DataSettings,
-    NothingTrainedError,
     Rule,
+    RunError,
     RunSettings,
     Scalar,
     SettingsError,
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingsError, DataError, LaunchError) as error:
         print(f"posy: {error}", file=sys.stderr)
         return WRONG_USE
-    except NothingTrainedError as error:
+    except RunError as error:
         print(f"posy: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

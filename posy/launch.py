@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from posy.resume import checkpoint_rounds, read_summary
-from posy.settings import NothingTrainedError, RunSettings, Scalar
+from posy.resume import reached, read_summary
+from posy.settings import RunError, RunSettings, Scalar
 from posy.storage import replace
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ OUTAGE_SECONDS = 600.0
 """For so long a SuperLink that does not answer is waited for."""
 STOP_SECONDS = 15.0
 _RESULTS = re.compile(r"Results of this run: (.+)")
-_ROUND = re.compile(r"round +(\d+)/\d+ ")
+_ROUND = re.compile(r"round +(\d+)/(\d+) ")
 _WRONG = re.compile(r"^[\w.]+\.(SettingsError|DataError): ", re.MULTILINE)
 # Flower's own news and Ray's: what is left are the rounds, the results, warnings, errors and tracebacks.
 _NEWS = re.compile(r"(\x1b\[\d+m)?((INFO|DEBUG)\b|\(\w+ pid=\d+\))|\d{4}-\d\d-\d\d [\d:,]+\s+INFO\b")
@@ -69,8 +69,10 @@ def run_in_process(config: Mapping[str, Scalar]) -> int:
     except KeyboardInterrupt:
         _tell("stopped", *begun)
         raise
-    except NothingTrainedError as error:
+    except RunError as error:
         print(f"posy: {error}", file=sys.stderr)
+        if begun:
+            _tell("failed", *begun)
         return 1
     except Exception:
         if begun:
@@ -260,9 +262,11 @@ def mark_stopped(run: Path) -> None:
 
 def _tell(how: str, run: Path | None = None) -> None:
     """Tell how a run has ended, and the command that goes on with it."""
-    after = max(checkpoint_rounds(run), default=None) if run is not None else None
-    if run is None or after is None:
+    after, rounds = reached(run) if run is not None else (0, 0)
+    if run is None or not rounds:
         print(f"posy: {how} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)
+        return
+    if how == "failed" and after >= rounds:  # to go on would be of no use
         return
     words = [f"resume={run.name}"]
     if run.parent != Path(RunSettings.output_dir).absolute():
@@ -412,8 +416,9 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
 
 
 def _rounds(lines: Iterable[str]) -> int:
-    """Return the last round that a run has told to be finished."""
-    return max((int(found[1]) for line in lines if (found := _ROUND.match(line))), default=0)
+    """Return the last round that a run has told to be finished; 0 if there is none, or all are."""
+    told = [(int(found[1]), int(found[2])) for line in lines if (found := _ROUND.match(line))]
+    return max((finished for finished, rounds in told if finished < rounds), default=0)
 
 
 def _told(flower: Flower, run_id: str, patience: float) -> dict[str, Any]:

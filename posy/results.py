@@ -30,7 +30,7 @@ from posy.yaml12 import dump
 Point = Literal["served", "local"]
 """An evaluation point: the model a client is served, or the one it has after its training."""
 
-Status = Literal["running", "completed", "stopped", "failed"]
+Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
 CLIENT_COLUMNS = (
     "round",
@@ -292,7 +292,7 @@ class RunDirectory:
         Parameters
         ----------
         status : str
-            ``running`` after each round, then ``completed``, ``stopped`` or ``failed``.
+            ``running`` after each round, then ``completed``, ``stopped``, ``failed`` or ``diverged``.
         rounds : int
             Rounds finished.
         accuracy : History

@@ -165,6 +165,17 @@ def checkpoint_rounds(run: Path) -> list[int]:
     return sorted(int(name[1]) for name in found if name)
 
 
+def reached(run: Path) -> tuple[int, int]:
+    """Return the round of the newest checkpoint of a run, and how many there are to be; zeros without one."""
+    for number in reversed(checkpoint_rounds(run)):
+        try:
+            progress = read_json(run / "checkpoints" / f"round-{number}" / PROGRESS)
+            return number, int(progress["settings"]["num-server-rounds"])
+        except (OSError, ValueError, LookupError, TypeError):  # damaged: the one before it is used
+            continue
+    return 0, 0
+
+
 def read_summary(run: Path) -> dict[str, Any]:
     """Return what the ``summary.json`` of a run holds, nothing if it is lost or damaged."""
     try:

@@ -75,7 +75,14 @@ def write_arrays(
     dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     sums = json.dumps({name: _checksum(array) for name, array in dense.items()})
     content = {**(metadata or {}), CHECKSUMS: sums}
-    replace(path, lambda temporary: safetensors.numpy.save_file(dense, temporary, content), durable=durable)
+
+    def save(temporary: Path) -> None:
+        try:
+            safetensors.numpy.save_file(dense, temporary, content)
+        except safetensors.SafetensorError as error:  # as for a full disk, of which it tells in its own way
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+    replace(path, save, durable=durable)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:

@@ -20,7 +20,7 @@ from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
 from posy.privacy import check_privacy
 from posy.resume import StoredRun, given_keys
-from posy.settings import DATASETS, SITES, SITES_NEED_NODES, NothingTrainedError, SettingsError
+from posy.settings import DATASETS, SITES, SITES_NEED_NODES, SettingsError
 from posy.state import DirectoryStore, MemoryStore
 from server_app.checkpoints import resumption
 from server_app.federation import Federation, PollingGrid, WaveGrid
@@ -61,8 +61,9 @@ def run(grid: Grid | None, config: Mapping[str, Any], begun: Callable[[Path], ob
     ------
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
-    NothingTrainedError
-        After the last, if no client's training was accepted: what was measured is the initial model.
+    RunError
+        After the last, if no client's training or no evaluation was accepted, or the training has diverged; before,
+        if the directory of the run cannot be written.
     """
     where = "the run config"
     changed: dict[str, Any] = {}
@@ -116,9 +117,7 @@ def run(grid: Grid | None, config: Mapping[str, Any], begun: Callable[[Path], ob
             timeout=settings.run.round_timeout,
             evaluate_fn=recorder.finish_round,
         )
-        if not recorder.trained:
-            reasons = "; ".join(f"{count} x {reason}" for reason, count in recorder.dropped.most_common(3))
-            raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
+        recorder.check_outcome()
     return recorder
 
 

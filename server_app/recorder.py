@@ -1,7 +1,11 @@
 """The record of a run: what the strategy did, round by round, as files, a progress line and pictures."""
 
+import math
+import re
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging import WARNING
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +22,9 @@ from posy import figures
 from posy.config import Settings
 from posy.metrics import Spread, spread
 from posy.progress import Progress, results_table
-from posy.results import Evaluation, History, RunDirectory
+from posy.results import Evaluation, History, RunDirectory, Status
+from posy.settings import DivergedError, NothingTrainedError, RunError
+from posy.signals import undivided
 from posy.storage import plain
 from server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
 from server_app.federation import Federation
@@ -26,6 +32,8 @@ from server_app.system import system_accuracy
 from strategies.base import PersonalisedStrategy, RoundRecord
 
 DRAW_SECONDS = 30.0
+_DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
+"""What the reasons of dropped replies say where numbers have left their range."""
 HELD_BYTES = 1 << 30
 """A server's state of up to this size is held as the last round has left it; of a larger one the files must do."""
 
@@ -82,6 +90,10 @@ class Recorder:
         self.bytes_up = self.bytes_down = self.rounds = 0
         self.trained = False
         """Whether any client's training has been accepted."""
+        self.asked = self.evaluated = 0
+        """Evaluations that were asked for, and those that were accepted."""
+        self.worst_loss = 0.0
+        """Highest mean training loss of a round."""
         self.system_accuracy: float | None = None
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
@@ -91,8 +103,9 @@ class Recorder:
         self._progress = Progress(run.num_server_rounds, done=self.rounds)
 
     def __enter__(self) -> Self:
-        self._draw_partition()
-        self._write_summary("running")
+        with self._writing():
+            self._draw_partition()
+            self._write_summary("running")
         self._progress.__enter__()
         return self
 
@@ -100,23 +113,78 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.__exit__(kind, error, trace)
-        if kind is not None:
-            self._write_last_checkpoint()
-        status = "completed" if kind is None else ("failed" if issubclass(kind, Exception) else "stopped")
+        if kind is None:
+            with self._writing():
+                self._write_end("completed")
+        else:
+            try:
+                self._write_last_checkpoint()
+                self._write_end(_status(kind))
+            except OSError as failed:  # as on a full disk, which may be what has ended the run
+                log(WARNING, "not all of the run could be written: %s", failed)
+        if self.summary:
+            print(results_table(self.summary, self.directory.path), flush=True)
+
+    def _write_end(self, status: Status) -> None:
         self._write_summary(status)  # should what follows fail or be interrupted
         if self.settings.run.save_models:
             self.directory.save_arrays("server", self._server_state or self.strategy.server_state())
-        if kind is None:
+        if status == "completed":
             self.system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
         self._write_summary(status)
-        print(results_table(self.summary, self.directory.path), flush=True)
+
+    def check_outcome(self) -> None:
+        """Judge the run by what its rounds have brought.
+
+        Raises
+        ------
+        NothingTrainedError
+            If no client's training was accepted: what was measured is the initial model.
+        RunError
+            If no evaluation was accepted, although some were asked for.
+        DivergedError
+            If the training of the last round has left the range of useful numbers.
+        """
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common(3))
+        if not self.trained:
+            raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
+        if self.asked and not self.evaluated:
+            raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
+        record, task = self.strategy.record, self.workspace.task
+        losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
+        gone = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
+        gone -= {client for client, row in record.clients.items() if "train_loss" in row}
+        # Guessing costs ln C, and where the method also tells clients apart ln M more.
+        guessing = math.log(max(task.num_classes, 2) * max(self.settings.data.num_clients, 2))
+        loss = sum(losses) / len(losses) if losses else 0.0
+        if 2 * len(gone) >= max(len(record.cohort), 1):
+            raise DivergedError(
+                f"the training has diverged: of the {len(record.cohort)} clients that trained in the last round, "
+                f"{len(gone)} sent no finite numbers; a smaller lr than {self.settings.train.lr:g} may help"
+            )
+        if self.worst_loss > 100 * guessing and loss > 3 * guessing:
+            raise DivergedError(
+                f"the training has diverged: its mean loss was {self.worst_loss:.3g} in the worst round and is "
+                f"{loss:.3g} in the last; a smaller lr than {self.settings.train.lr:g} may help"
+            )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Have a run whose files cannot be written fail in one line."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"the files of the run in {self.directory.path} cannot be written: {error}") from error
 
     def finish_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Write down a finished round; Flower's strategy calls it last in every round."""
-        record = self.strategy.record
-        if server_round == 0 or record.number != server_round:
-            return None
+        if server_round > 0 and self.strategy.record.number == server_round:
+            with undivided(), self._writing():
+                self._finish_round(server_round, self.strategy.record)
+        return None
+
+    def _finish_round(self, server_round: int, record: RoundRecord) -> None:
         self._server_state = None
         self.rounds = server_round
         self.trained = self.trained or any("train_loss" in row for row in record.clients.values())
@@ -129,6 +197,9 @@ class Recorder:
         self.bytes_up += record.bytes_up
         self.bytes_down += record.bytes_down
         self.dropped.update(reason for _, reason in record.dropped)
+        self.asked += record.asked
+        self.evaluated += record.evaluated
+        self.worst_loss = max(self.worst_loss, _mean(train) or 0.0)
         self.last_rows.update(rows)
         self._last_clients = list(rows)
         self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
@@ -146,7 +217,6 @@ class Recorder:
             self._server_state = {name: array.copy() for name, array in state.items()}
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
-        return None
 
     def tell_clients(self, *, one_file_system: bool | None = None) -> None:
         """Have the strategy's messages say where the clients' states are kept, and which of them count.
@@ -169,16 +239,16 @@ class Recorder:
         """Have a run that was interrupted, or has failed, go on from its last finished round when it is resumed."""
         if self._server_state is None or self.rounds in self.checkpoints.rounds:
             return
-        try:
-            self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
-        except OSError as error:  # as on a full disk, which may be what has ended the run
-            log(WARNING, "no checkpoint of round %s can be written: %s", self.rounds, error)
+        self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
     def _so_far(self) -> dict[str, Any]:
         """Return all that is to be known of the finished rounds when the run is resumed, as JSON holds it."""
         return plain(
             {
                 "trained": self.trained,
+                "asked": self.asked,
+                "evaluated": self.evaluated,
+                "worst-loss": self.worst_loss,
                 "settings": self.settings.as_config(),
                 "resumed": self._resumed,
                 "data": self._data,
@@ -207,7 +277,8 @@ class Recorder:
             History(*([Evaluation(*point) for point in points] for points in so_far[measure]))
             for measure in ("accuracy", "loss")
         )
-        self.trained = so_far["trained"]
+        self.trained, self.worst_loss = so_far["trained"], so_far["worst-loss"]
+        self.asked, self.evaluated = so_far["asked"], so_far["evaluated"]
         self.last_rows = {int(client): row for client, row in so_far["clients"].items()}
         self._last_clients = so_far["last-round"]
         rows = {client: self.last_rows[client] for client in self._last_clients}
@@ -260,6 +331,12 @@ class Recorder:
         except (ValueError, OSError, ArithmeticError) as error:
             log(WARNING, "a picture could not be drawn: %r", error)
         self._drawn = time.perf_counter()
+
+
+def _status(kind: type[BaseException]) -> Status:
+    if issubclass(kind, DivergedError):
+        return "diverged"
+    return "failed" if issubclass(kind, Exception) else "stopped"
 
 
 def default_name(settings: Settings) -> str:

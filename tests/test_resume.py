@@ -24,7 +24,7 @@ from posy.config import defaults
 from posy.methods import METHODS, strategy_class
 from posy.results import RunDirectory, load_arrays
 from posy.resume import StoredRun
-from posy.settings import NothingTrainedError, SettingsError
+from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import write_json
 from server_app import checkpoints as checkpoints_module
 from server_app.app import run
@@ -37,6 +37,7 @@ from strategies.base import PersonalisedStrategy
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 
+TINY = {"num_clients": 2, "max_samples": 60, "num_server_rounds": 4, "checkpoint_every": 1, "fraction_train": 1.0}
 CHANGES: dict[str, Config] = {
     "fedfew": {"fedfew-personal-head": True},
     "cwfedavg": {},
@@ -175,15 +176,19 @@ INTERRUPTS: dict[str, tuple[type, str, Callable[..., int]]] = {
 """Where an interrupt comes: a method, and how it is told the round."""
 
 
-@pytest.mark.parametrize("moment", INTERRUPTS)
-@pytest.mark.parametrize("method", ["fedrep", "ppfe", "fedacs"])
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [
+        (m, w)
+        for m in ("fedrep", "ppfe", "fedacs")
+        for w in INTERRUPTS
+        if m == "fedrep" or w in ("training", "aggregation")
+    ],
+)
 def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
     method: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in round 4, when one client has trained, or all have, and no checkpoint has been due yet.
-
-    What a round has changed of its record while that is written cannot be told: there a checkpoint on the disk serves.
-    """
+    """Ctrl-C in round 4, when one client has trained, or all have, and no checkpoint has been due yet."""
     more = {"num_server_rounds": 5, "checkpoint_every": 10, "stack": "loop"}
     whole = run(InProcessGrid(4), settings(tmp_path, method, "whole", **more)).directory.path
     config = settings(tmp_path, method, "cut", **more)
@@ -197,20 +202,41 @@ def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
         if len(calls) == 2:  # the client before has finished
             raise KeyboardInterrupt
         result = original(self, *arguments)
-        if not name.endswith("_steps"):
+        if moment == "record":
+            signal.raise_signal(signal.SIGINT)  # waits for the end of the record
+        elif moment == "aggregation":
             raise KeyboardInterrupt
         return result
 
     with monkeypatch.context() as patched:
         patched.setattr(where, name, interrupted)
-        patched.setattr(checkpoints_module, "WRITING_SHARE", 1e9 if moment == "record" else 0.0)
         with pytest.raises(KeyboardInterrupt):
             run(InProcessGrid(4), config)
     path = whole.parent / "cut"
     assert summary_of(path)["status"] == "stopped"
     run(InProcessGrid(4), again(config, "cut"))
-    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 3
+    finished = 4 if moment == "record" else 3
+    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == finished
     assert_same_results(path, whole)
+
+
+def test_checkpoints_that_cost_little_follow_other_rounds_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round is always followed by one, so that a run that is killed has not been for nothing."""
+    made: list[int] = []
+    usual = Checkpoints.write
+
+    def write(self: Checkpoints, checkpoint: Any) -> None:
+        made.append(checkpoint.server_round)
+        usual(self, checkpoint)
+
+    monkeypatch.setattr(Checkpoints, "write", write)
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+    for share, every, expected in ((1e-9, 5, [1, 5, 6]), (1e9, 5, [1, 2, 3, 4, 5, 6]), (1e9, 0, [])):
+        made.clear()
+        monkeypatch.setattr(checkpoints_module, "WRITING_SHARE", share)
+        config = settings(tmp_path, "fedavg", f"{share}-{every}", **{**TINY, "num_server_rounds": 6}, model="linear")
+        run(InProcessGrid(2), {**config, "checkpoint-every": every})
+        assert made == expected
 
 
 class Nodes(WaveGrid):
@@ -525,7 +551,6 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
 
 # -- damaged runs: every file, every damage ----------------------------------------------------------------
 
-TINY = {"num_clients": 2, "max_samples": 60, "num_server_rounds": 4, "checkpoint_every": 1, "fraction_train": 1.0}
 FILES = {
     "config.yaml": "config.yaml is written anew",
     "summary.json": "",
@@ -623,6 +648,48 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
         assert told in str(raised.value) and "Put it back or delete the file" in str(raised.value)
     file.write_text(text)
     StoredRun.find(tmp_path, "cut")
+
+
+# -- a disk that is full ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a file system of 2 MiB, which only root can make."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], check=False).returncode:
+        pytest.skip("a file system of its own can be mounted by root only")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.parametrize("method", ["fedrep", "fedavg"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
+    method: str, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+    more = {**TINY, "save_models": False}
+    run(InProcessGrid(2), settings(tmp_path, method, "whole", **more))
+    config = {**settings(small_disk, method, "cut", **more), "engine": "in-process"}
+    usual, filler = Recorder.finish_round, small_disk / "filler"
+
+    def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
+        if server_round == 3:
+            with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        return usual(self, server_round, arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Recorder, "finish_round", finish_round)
+        with pytest.raises(RunError, match=r"the files of the run in .*cut cannot be written: .*No space") as raised:
+            run(InProcessGrid(2), config)
+    assert "\n" not in str(raised.value)
+    filler.unlink()
+    path = run(InProcessGrid(2), again(config, "cut")).directory.path
+    assert_same_results(path, tmp_path / "runs" / "whole")
+    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 
 
 # -- real processes --------------------------------------------------------------------------------------
