@@ -219,7 +219,7 @@ def resumption(
                 f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {checkpoint.server_round}"
             )
         status = read_summary(directory.path).get("status")
-        if status == "completed" and checkpoint.server_round == run.num_server_rounds:
+        if status in ("completed", "diverged") and checkpoint.server_round == run.num_server_rounds:
             raise SettingsError(
                 f"resume = {run.resume!r}: its {run.num_server_rounds} rounds are complete; a larger num-server-rounds "
                 "goes further"
