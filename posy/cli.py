@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-import yaml
-
 from data.errors import DataError
 from posy import config as configuration
 from posy.deploy import commands as deployment
@@ -36,8 +34,8 @@ from posy.settings import (
     SITES,
     SITES_NEED_NODES,
     DataSettings,
-    NothingTrainedError,
     Rule,
+    RunError,
     RunSettings,
     Scalar,
     SettingsError,
@@ -48,6 +46,7 @@ from posy.settings import (
     nearest,
     read,
 )
+from posy.yaml12 import parse
 
 COMMON = (RunSettings, DataSettings, TrainSettings)
 """What can be checked without importing the methods, and PyTorch with them."""
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingsError, DataError, LaunchError) as error:
         print(f"posy: {error}", file=sys.stderr)
         return WRONG_USE
-    except NothingTrainedError as error:
+    except RunError as error:
         print(f"posy: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -192,15 +191,14 @@ def assignments(words: Sequence[str]) -> dict[str, Scalar]:
 def typed(text: str, kind: type) -> Scalar:
     """Return a YAML scalar in the type of its setting; the text itself where it is not of that type.
 
-    So ``on`` is a text where a text is wanted, and ``1e-3`` a number, which YAML 1.1 takes for a text.
+    So ``on`` is a text where a text is wanted, and ``010`` is ten, as in files of settings.
     """
     if kind is str and text[:1] not in ("'", '"'):
         return text
-    if kind is bool:
-        return yaml.SafeLoader.bool_values.get(text.strip().lower(), text)
     try:
-        value: Any = kind(text) if kind in (int, float) else yaml.load(text, yaml.BaseLoader)
-    except (ValueError, RecursionError, yaml.YAMLError):
+        value: Any = parse(text)
+        value = float(value) if kind is float and type(value) is int else value
+    except (ValueError, OverflowError):
         return text
     return cast("Scalar", value) if type(value) is kind else text
 

@@ -2,14 +2,11 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from posy.methods import METHODS, check_method, settings_class
 from posy.paths import expanded, is_file
@@ -30,8 +27,8 @@ from posy.settings import (
     read,
     shown,
 )
+from posy.yaml12 import read_yaml
 
-_BOOL = "tag:yaml.org,2002:bool"
 NOT_REPEATED = ("experiment", "resume", "resume-keys")
 """Settings of a run that its repetition does not take over: what they brought stands in the others."""
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
@@ -176,42 +173,12 @@ def setting_of(word: str) -> str:
     return ""
 
 
-class Yaml(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, on and off are texts (YAML 1.2), and a key stands once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Read a mapping; the last of two equal keys would win without a word."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-Yaml.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-Yaml.add_implicit_resolver(_BOOL, re.compile("[tT]rue|TRUE|[fF]alse|FALSE"), [*"tTfF"])
-Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+"), [*"-+.0123456789"]
-)
-
-
-def read_yaml(path: Path, loader: type[yaml.SafeLoader] = Yaml) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping, as people write it unless another loader is given."""
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")
-    return content
-
-
 def read_experiment(path: Path) -> dict[str, Any]:
     """Read a YAML file of flat settings; of the ``config.yaml`` of a run, what makes another run like it."""
     content = read_yaml(path)
     if {"settings", "versions"} <= content.keys():
+        if not isinstance(content["settings"], dict):
+            raise SettingsError(f"settings in {path}: it must hold `key: value` lines")
         return {key: value for key, value in content["settings"].items() if key not in NOT_REPEATED}
     return content
 

@@ -6,6 +6,8 @@ import ipaddress
 import json
 import logging
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -18,14 +20,16 @@ import time
 import tomllib
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from posy.resume import reached, read_summary
 from posy.runlog import RunLog
-from posy.settings import Scalar
+from posy.settings import RunError, RunSettings, Scalar
+from posy.storage import replace
 
 if TYPE_CHECKING:
     from server_app.recorder import Recorder
@@ -45,6 +49,7 @@ START_SECONDS = 60.0
 OUTAGE_SECONDS = 600.0
 """For so long a SuperLink that does not answer is waited for."""
 STOP_SECONDS = 15.0
+_ROUND = re.compile(r"round +(\d+)/(\d+) ")
 
 
 class LaunchError(Exception):
@@ -59,12 +64,26 @@ def run_in_process(config: Mapping[str, Scalar]) -> int:
     SettingsError, DataError
         If a setting or the data is wrong.
     """
-    record_in_process(config)
+    begun: list[Path] = []
+    try:
+        record_in_process(config, begun.append)
+    except KeyboardInterrupt:
+        _tell("stopped", *begun)
+        raise
+    except RunError as error:
+        print(f"posy: {error}", file=sys.stderr)
+        if begun:
+            _tell("failed", *begun)
+        return 1
+    except Exception:
+        if begun:
+            _tell("failed", *begun)
+        raise
     return 0
 
 
-def record_in_process(config: Mapping[str, Scalar]) -> "Recorder":
-    """Do the same and return the record of the run."""
+def record_in_process(config: Mapping[str, Scalar], begun: Callable[[Path], object] = lambda path: None) -> "Recorder":
+    """Do the same and return the record of the run; ``begun`` is told its directory as soon as it is there."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from posy.config import defaults  # noqa: PLC0415
@@ -74,7 +93,7 @@ def record_in_process(config: Mapping[str, Scalar]) -> "Recorder":
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        return run(None, {**defaults(), **config, "engine": "in-process"})
+        return run(None, {**defaults(), **config, "engine": "in-process"}, begun)
     finally:
         logger.setLevel(level)
 
@@ -111,12 +130,14 @@ def run_simulation(overrides: Mapping[str, Scalar], num_clients: int, device: st
         federation = " ".join(f"{key}={value}" for key, value in resources(num_clients, device).items())
         with _superlink(Path(folder), environment) as flower:
             answer = flower.ask("run", str(APP), "--run-config", str(settings), "--federation-config", federation)
-            status, results = _follow(flower, answer["run-id"], verbose)
+            status, results, _ = _follow(flower, answer["run-id"], verbose)
     if status == INTERRUPTED:  # Flower ends the server process without a word
         results = results or _begun_since(begun, Path(str(overrides.get("output-dir", "runs"))))
-        print(f"posy: stopped; results so far: {results or 'none'}", file=sys.stderr)
         if results:
             mark_stopped(Path(results))
+        _tell("stopped", *([Path(results)] if results else []))
+    elif status and results:
+        _tell("failed", Path(results))
     return status
 
 
@@ -219,9 +240,16 @@ def run_on_superlink(overrides: Mapping[str, Scalar], superlink: Connection, *, 
     with superlink.open() as flower:
         settings = _written(overrides, flower.folder)
         answer = flower.ask("run", str(APP), "--run-config", str(settings))
-        status, results = _follow(flower, answer["run-id"], verbose, patience=OUTAGE_SECONDS)
-    if status == INTERRUPTED:
-        print(f"posy: stopped; results so far, on the SuperLink's machine: {results or 'none'}", file=sys.stderr)
+        status, results, rounds = _follow(flower, answer["run-id"], verbose, patience=OUTAGE_SECONDS)
+    if status:  # the checkpoints lie on the SuperLink's machine
+        how = "stopped" if status == INTERRUPTED else "failed"
+        if rounds or (results and overrides.get("resume")):
+            folder = [f"output-dir={overrides['output-dir']}"] if "output-dir" in overrides else []
+            words = [f"resume={Path(results).name}", *folder, *superlink.words()]
+            after = f" after round {rounds}" if rounds else ""
+            print(f"posy: {how}{after}; go on with: {shlex.join(['posy', 'run', *words])}", file=sys.stderr)
+        elif status == INTERRUPTED:
+            print("posy: stopped before a round was finished; start it anew", file=sys.stderr)
     return status
 
 
@@ -312,12 +340,24 @@ def _begun_since(begun: float, folder: Path) -> str:
 
 def mark_stopped(run: Path) -> None:
     """Write into the summary of a run that was ended from outside that it is not running any more."""
-    path = run / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    if summary["status"] == "running":
-        path.write_text(
-            json.dumps({**summary, "status": "stopped"}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+    path, summary = run / "summary.json", read_summary(run)
+    if summary.get("status") == "running":
+        text = json.dumps({**summary, "status": "stopped"}, indent=2, ensure_ascii=False) + "\n"
+        replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _tell(how: str, run: Path | None = None) -> None:
+    """Tell how a run has ended, and the command that goes on with it."""
+    after, rounds = reached(run) if run is not None else (0, 0)
+    if run is None or not rounds:
+        print(f"posy: {how} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)
+        return
+    if how == "failed" and after >= rounds:  # to go on would be of no use
+        return
+    words = [f"resume={run.name}"]
+    if run.parent != Path(RunSettings.output_dir).absolute():
+        words.append(f"output-dir={run.parent}")
+    print(f"posy: {how} after round {after}; go on with: {shlex.join(['posy', 'run', *words])}", file=sys.stderr)
 
 
 @contextmanager
@@ -457,8 +497,8 @@ def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     raise LaunchError(f"Flower's SuperLink did not start: {log.read_text(encoding='utf-8').strip()[-2000:]}")
 
 
-def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -> tuple[int, str]:
-    """Show the log of a run until it ends; Ctrl-C stops the run. Return exit status and results directory.
+def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -> tuple[int, str, int]:
+    """Show the log of a run until it ends; Ctrl-C stops the run. Return exit status, results directory and last round.
 
     A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
     """
@@ -472,8 +512,8 @@ def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -
         shown.end()
         print("\nposy: stopping the run", file=sys.stderr)
         flower.ask("stop", run_id)
-        return INTERRUPTED, shown.results
-    return _ended(run, shown), shown.results
+        return INTERRUPTED, shown.results, _rounds(shown.lines)
+    return _ended(run, shown), shown.results, _rounds(shown.lines)
 
 
 def _ended(run: Mapping[str, Any], shown: RunLog) -> int:
@@ -484,6 +524,12 @@ def _ended(run: Mapping[str, Any], shown: RunLog) -> int:
         details = str(run["status-details"]).removeprefix("Simulation failed with exception: ")
         print(f"posy: the run ended as {run['status']}: {details}", file=sys.stderr)
     return 0 if completed else 1
+
+
+def _rounds(lines: Iterable[str]) -> int:
+    """Return the last round that a run has told to be finished; 0 if there is none, or all are."""
+    told = [(int(found[1]), int(found[2])) for line in lines if (found := _ROUND.match(line))]
+    return max((finished for finished, rounds in told if finished < rounds), default=0)
 
 
 def _told(flower: Flower, run_id: str, patience: float) -> dict[str, Any]:

@@ -8,28 +8,29 @@ import fcntl
 import importlib.metadata
 import io
 import json
-import math
 import os
 import platform
 import secrets
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging import WARNING
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-import yaml
+from flwr.common.logger import log
 
 from posy.metrics import Spread
 from posy.settings import SettingsError
-from posy.storage import is_folder_name, replace, sync, write_arrays
+from posy.storage import is_folder_name, plain, replace, sync, write_arrays
+from posy.yaml12 import dump
 
 Point = Literal["served", "local"]
 """An evaluation point: the model a client is served, or the one it has after its training."""
 
-Status = Literal["running", "completed", "stopped", "failed"]
+Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
 CLIENT_COLUMNS = (
     "round",
@@ -117,6 +118,8 @@ class RunDirectory:
         The directory of the run, and those of its models, figures, clients' states and checkpoints in it.
     id : str
         Random, to tell the run from others of its name.
+    grown : dict
+        Of each file that grows by each round: its size and checksum after every round.
 
     Raises
     ------
@@ -156,6 +159,7 @@ class RunDirectory:
 
     def _take(self, path: Path, run_id: str) -> None:
         self.path, self.id = path, run_id
+        self.grown: dict[str, list[tuple[int, int]]] = {name: [] for name in GROWING}
         self.models, self.figures = path / "models", path / "figures"
         self.state, self.checkpoints = path / "state", path / "checkpoints"
         self._lock = os.open(path, os.O_RDONLY)
@@ -193,7 +197,7 @@ class RunDirectory:
         resumed : sequence of Mapping
             When the run was resumed, from which round on, and with which changed settings.
         """
-        text = yaml.safe_dump(
+        text = dump(
             {
                 "settings": plain(settings),
                 **({"resolved": plain(resolved)} if resolved else {}),
@@ -208,15 +212,13 @@ class RunDirectory:
                     "cpus": os.cpu_count(),
                     "gpu": gpu,
                 },
-            },
-            sort_keys=False,
-            allow_unicode=True,
+            }
         )
         _write_text(self.path / "config.yaml", text)
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """Append one round to ``rounds.jsonl``: a JSON object a line; NaN and infinity become null."""
-        _append(self.path / "rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
+        self._append("rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
 
     def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of a round to ``clients.csv``; what is missing, None or NaN stays empty.
@@ -226,25 +228,52 @@ class RunDirectory:
         ValueError
             If a row has a column that is not one of :data:`CLIENT_COLUMNS`.
         """
-        path, text = self.path / "clients.csv", io.StringIO()
+        text = io.StringIO()
         writer = csv.DictWriter(text, CLIENT_COLUMNS, restval="", lineterminator="\n")
-        if not path.exists():
+        if not any(size for size, _ in self.grown["clients.csv"][-1:]):
             writer.writeheader()
         writer.writerows(plain(row) for row in rows)
-        _append(path, text.getvalue())
+        self._append("clients.csv", text.getvalue())
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of the files that grow by each round, once the disk has them."""
-        sizes = {}
+    def _append(self, name: str, text: str) -> None:
+        content = text.encode()
+        with (self.path / name).open("ab") as file:
+            file.write(content)
+        # Of each round: how long the file is after it, and the checksum of all that it holds by then.
+        size, checksum = self.grown[name][-1] if self.grown[name] else (0, 0)
+        self.grown[name].append((size + len(content), zlib.crc32(content, checksum)))
+
+    def sync(self) -> None:
+        """Wait until the disk has the files that grow by each round."""
         for name in GROWING:
             sync(self.path / name)
-            sizes[name] = (self.path / name).stat().st_size
-        return sizes
 
-    def cut_back(self, sizes: Mapping[str, int]) -> None:
-        """Take back what was appended since :meth:`sizes` was called."""
+    def cut_back(self, grown: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Take the files that grow by each round back to where ``grown`` was what it is given.
+
+        Of a file that does not hold what was written, the rounds before the damage are kept, and it is said that the
+        others are lost.
+        """
         for name in GROWING:
-            os.truncate(self.path / name, sizes[name])
+            path, rounds = self.path / name, grown[name]
+            content = path.read_bytes() if path.is_file() else b""
+            size = checksum = whole = 0
+            for end, expected in rounds:
+                found = zlib.crc32(content[size:end], checksum)
+                if end > len(content) or found != expected:
+                    break
+                size, checksum, whole = end, found, whole + 1
+            if whole < len(rounds):
+                lost = f"rounds {whole + 1} to {len(rounds)}"
+                log(WARNING, "%s is lost or damaged: it has no rows of %s any more", path, lost)
+            if path.is_file():
+                os.truncate(path, size)
+            else:
+                path.touch()
+            # A round without rows ends where the one before it did.
+            self.grown[name] = [(end, found) for end, found in rounds[:whole]] + [(size, checksum)] * (
+                len(rounds) - whole
+            )
 
     def write_summary(
         self,
@@ -268,7 +297,7 @@ class RunDirectory:
         Parameters
         ----------
         status : str
-            ``running`` after each round, then ``completed``, ``stopped`` or ``failed``.
+            ``running`` after each round, then ``completed``, ``stopped``, ``failed`` or ``diverged``.
         rounds : int
             Rounds finished.
         accuracy : History
@@ -322,21 +351,6 @@ def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     return safetensors.numpy.load_file(path)
 
 
-def plain(value: Any) -> Any:
-    """Return a value in the types of JSON and YAML: no NumPy, no tuples, None for NaN and infinity."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value
-
-
 def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
     if evaluation is None:
         return None
@@ -353,11 +367,6 @@ def _new_folder(parent: Path, name: str) -> Path:
             return path
         except FileExistsError:
             number += 1
-
-
-def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -1,16 +1,17 @@
 """Going on with a run that lies in the output directory: its settings stand, and only some may change."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from posy.config import Settings, defaults, read_all, read_yaml
+from posy.config import Settings, check_own, defaults, read_all
 from posy.methods import strategy_class
 from posy.settings import SettingsError, check_keys
-from posy.storage import is_folder_name
+from posy.storage import is_folder_name, plain, read_json
+from posy.yaml12 import read_yaml
 
 MAY_CHANGE = {
     "num-server-rounds",
@@ -33,48 +34,103 @@ MAY_CHANGE = {
 OWN = {"resume", "resume-keys"}
 
 
+CONFIG, PROGRESS = "config.yaml", "progress.json"
+_CHECKPOINT = re.compile(r"round-(\d+)")
+
+
 @dataclass(frozen=True)
 class StoredRun:
-    """A run that has been started before.
+    """A run that has been started before, as the newest of its checkpoints knows it.
 
     Attributes
     ----------
     path : Path
         Its directory.
+    id : str
+        What tells it from others of its name.
     settings : Mapping
         All settings that it ran with, by key.
-    record : Mapping
-        What else its ``config.yaml`` holds.
+    resumed_before : list of dict
+        Each resumption of it so far: ``round``, ``time`` and the ``changed`` settings.
+    damage : str
+        Why its ``config.yaml`` is not used; empty if it agrees.
     """
 
     path: Path
+    id: str
     settings: Mapping[str, Any]
-    record: Mapping[str, Any]
+    resumed_before: list[dict[str, Any]]
+    damage: str = ""
 
     @classmethod
     def find(cls, output_dir: Path, name: str) -> "StoredRun":
         """Return the run of a name.
 
+        Its ``config.yaml`` is for people: one that is lost or damaged is written anew.
+
         Raises
         ------
         SettingsError
-            If there is none.
+            If there is none, it has no checkpoint that can be read, or its ``config.yaml`` holds other settings.
         """
         path = output_dir / name
         if not is_folder_name(name):
             raise SettingsError(f"resume = {name!r}: it must be the name of a folder in output-dir = {output_dir}")
-        if not (path / "config.yaml").is_file():
+        rounds = checkpoint_rounds(path)
+        if not rounds and not (path / CONFIG).is_file():
             raise SettingsError(f"resume = {name!r}: there is no run in {path}")
-        record = read_yaml(path / "config.yaml", yaml.SafeLoader)
-        if not isinstance(record.get("settings"), dict) or not isinstance(record.get("id"), str):
-            raise SettingsError(f"resume = {name!r}: {path}/config.yaml is not that of a run with checkpoints")
-        return cls(path, record["settings"], record)
+        written, damage = _written(path)
+        found: dict[str, Any] = {}
+        reasons = []
+        for number in reversed(rounds):
+            file = path / "checkpoints" / f"round-{number}" / PROGRESS
+            try:
+                progress = read_json(file)
+                known = progress["run"], dict(progress["settings"]), list(progress["resumed"])
+            except (OSError, ValueError, LookupError, TypeError) as error:  # DamagedFileError is a ValueError
+                reasons.append(str(error) if isinstance(error, ValueError | OSError) else f"{file} lacks {error}")
+                continue
+            # Where config.yaml is whole, it tells which of several runs this is.
+            if not found or (known[0] == written.get("id") != found["id"]):
+                found = dict(zip(("id", "settings", "resumed_before"), known, strict=True))
+        if reasons and not found:
+            raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
+        if not found:
+            raise SettingsError(
+                f"resume = {name!r}: it has no checkpoint (the first follows round 1, or none does with "
+                "checkpoint-every = 0). Start it anew"
+            )
+        if not damage and written["id"] != found["id"]:
+            damage = f"{path / CONFIG} is that of another run"
+        run = cls(path, **found, damage=damage)
+        if not damage:
+            run.compare(written["settings"])
+        return run
+
+    def compare(self, written: Mapping[str, Any]) -> None:
+        """Compare the settings with those in ``config.yaml``.
+
+        Raises
+        ------
+        SettingsError
+            If some differ: the file has been edited, and would be believed by people.
+        """
+        keys = sorted(written.keys() | self.settings.keys())
+        edited = [key for key in keys if plain(written.get(key)) != plain(self.settings.get(key))]
+        if edited:
+            ran = "; ".join(f"{key} = {written.get(key)!r}, the run has {self.settings.get(key)!r}" for key in edited)
+            raise SettingsError(
+                f"resume = {self.path.name!r}: {self.path / CONFIG} was edited: {ran}. Put it back or delete the file, "
+                "which is written anew; what may change is given on the command line"
+            )
 
     def resumed(self, given: Mapping[str, Any], where: str) -> Settings:
         """Return the run's settings with those that are given over them; :meth:`check` tells whether they may be."""
         known = defaults()
         stored = {key: value for key, value in self.settings.items() if key in known and key not in OWN}
-        return read_all({**known, **stored, **given, "resume": self.path.name}, where)
+        settings = read_all({**known, **stored, **given, "resume": self.path.name}, where)
+        check_own(given, settings.run.method, where)
+        return settings
 
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return those of a resumed run's settings that differ from the stored ones.
@@ -103,6 +159,43 @@ class StoredRun:
                 + (" (but num-server-rounds not where the method or lr-schedule goes by it)" if fixed else "")
             )
         return changed
+
+
+def checkpoint_rounds(run: Path) -> list[int]:
+    """Return the rounds of the checkpoints in a run's directory, in their order."""
+    found = (_CHECKPOINT.fullmatch(path.name) for path in (run / "checkpoints").glob("round-*"))
+    return sorted(int(name[1]) for name in found if name)
+
+
+def reached(run: Path) -> tuple[int, int]:
+    """Return the round of the newest checkpoint of a run, and how many there are to be; zeros without one."""
+    for number in reversed(checkpoint_rounds(run)):
+        try:
+            progress = read_json(run / "checkpoints" / f"round-{number}" / PROGRESS)
+            return number, int(progress["settings"]["num-server-rounds"])
+        except (OSError, ValueError, LookupError, TypeError):  # damaged: the one before it is used
+            continue
+    return 0, 0
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """Return what the ``summary.json`` of a run holds, nothing if it is lost or damaged."""
+    try:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _written(path: Path) -> tuple[dict[str, Any], str]:
+    """Return what the ``config.yaml`` of a run holds, or why it cannot be used."""
+    try:
+        record = read_yaml(path / CONFIG)
+    except SettingsError as error:
+        return {}, str(error)
+    if not isinstance(record.get("settings"), dict) or not isinstance(record.get("id"), str):
+        return {}, f"{path / CONFIG} holds no settings or no id"
+    return record, ""
 
 
 def given_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -14,16 +14,22 @@ from typing import Any, TypeVar
 
 Scalar = bool | int | float | str
 T = TypeVar("T")
-LARGEST = 2**63 - 1
-"""Whole numbers have 64 bits, as in TOML and in Flower's messages."""
-LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
-"""Other numbers are those of float32, in which models are trained."""
+LARGEST = float.fromhex("0x1.fffffep127")
+"""Numbers are those of float32, in which models are trained."""
 LONGEST = 120
 """Characters of a value that a message repeats."""
 
 
-class NothingTrainedError(RuntimeError):
+class RunError(RuntimeError):
+    """A run has failed: its message is one line for people."""
+
+
+class NothingTrainedError(RunError):
     """A run has ended without one accepted reply."""
+
+
+class DivergedError(RunError):
+    """A run has come to its end, but its training has left the range of useful numbers."""
 
 
 class SettingsError(ValueError):
@@ -60,9 +66,11 @@ class Rule:
             return value in self.choices
         if isinstance(value, str):
             return "\0" not in value  # no path or name can hold it
-        if isinstance(value, int) and abs(value) > LARGEST:
-            return False
-        return abs(value) <= LARGEST_FLOAT and self.minimum <= value <= self.maximum and value > self.above
+        return abs(value) <= LARGEST and self.minimum <= value <= self.maximum and value > self.above
+
+
+MOST = 1_000_000_000
+"""The largest whole number of a setting that names no other."""
 
 
 def setting(
@@ -74,7 +82,12 @@ def setting(
     above: float = -math.inf,
     maximum: float = math.inf,
 ) -> Any:
-    """Declare a field of a settings dataclass with its default, its meaning and its range."""
+    """Declare a field of a settings dataclass with its default, its meaning and its range.
+
+    A whole number is at most a thousand million, unless less is said: what comes after may reckon in 32 bits.
+    """
+    if type(default) is int and maximum == math.inf:
+        maximum = MOST
     rule = Rule(help, tuple(choices), minimum, above, maximum)
     return field(default=default, metadata={"rule": rule})
 
@@ -161,7 +174,9 @@ class DataSettings:
     classes: str = setting(
         "", "sites: names of the classes with commas between, or a JSON list; empty: all that the sites know, sorted"
     )
-    vocabulary: int = setting(20_000, "sites: numbers that the words of a text are hashed to", minimum=3)
+    vocabulary: int = setting(
+        20_000, "sites: numbers that the words of a text are hashed to", minimum=3, maximum=10_000_000
+    )
     feature_mean: str = setting(
         "", "sites: what is subtracted from features, one number for all or one for each; empty: pooled over the sites"
     )
@@ -191,7 +206,9 @@ class TrainSettings:
         0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
     )
     device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`")
-    threads: int = setting(1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0)
+    threads: int = setting(
+        1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0, maximum=1024
+    )
     stack: str = setting(
         "auto",
         "train several models (FedFew's K; in the in-process engine also clients) one after the other or as one "
@@ -225,7 +242,7 @@ class RunSettings:
     max_update_norm: float = setting(
         0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
     )
-    round_timeout: float = setting(3600.0, "seconds to wait for the replies of a round", above=0)
+    round_timeout: float = setting(3600.0, "seconds to wait for the replies of a round", above=0, maximum=1e8)
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
     system_accuracy: str = setting(
         "auto",
@@ -237,7 +254,7 @@ class RunSettings:
     run_name: str = setting("", "folder of this run; empty: method, data set, seed and time")
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors")
     min_clients: int = setting(0, "clients that must be there for the first round; 0: all num-clients", minimum=0)
-    join_timeout: float = setting(300.0, "seconds to wait for the clients before the first round", above=0)
+    join_timeout: float = setting(300.0, "seconds to wait for the clients before the first round", above=0, maximum=1e8)
     secure_aggregation: bool = setting(False, "SecAgg+: the server sees sums only (not possible on Flower 1.39)")
     checkpoint_every: int = setting(10, "rounds between checkpoints (the last round is always one); 0: none", minimum=0)
     resume: str = setting("", "name of a run in output-dir to go on with, from its last checkpoint")
@@ -301,7 +318,7 @@ def checked(key: str, value: Any, declared: dataclasses.Field[Any], where: str) 
     if type(value) is not kind or not rule.admits(value):  # exactly: a bool is an int to Python
         allowed = rule.describe(kind)
         if type(value) in (int, float) and rule.maximum == math.inf and value > LARGEST:
-            allowed += ", of at most 64 bits" if kind is int else f", at most {LARGEST_FLOAT:.4g}"
+            allowed += f", at most {LARGEST:.4g}"
         near = nearest(value, rule.choices) if isinstance(value, str) else ""
         hint = f"; did you mean {near}?" if near else ""
         raise SettingsError(f"{key} = {shown(value)} in {where}: it must be {allowed} ({rule.help}){hint}")

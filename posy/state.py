@@ -286,7 +286,8 @@ class DirectoryStore(StateStore):
 class MemoryStore(StateStore):
     """Keeps states in memory by reference; the least recently used ones beyond a limit go to files.
 
-    Several threads may use it. Whoever reads an array must not write into it.
+    Several threads may use it. Whoever reads an array must not write into it. An interrupt may come in the middle
+    of a round: what the newest checkpoint that a message names would need is kept beside what has replaced it.
 
     Parameters
     ----------
@@ -303,6 +304,9 @@ class MemoryStore(StateStore):
         """Bytes that the states in memory take."""
         # The moment says when a state that is not in the files yet was kept; None: it is there.
         self._kept: OrderedDict[int, tuple[State, Moment | None]] = OrderedDict()
+        # Of the states in memory that have changed in this round, those that the round began with.
+        self._before: dict[int, tuple[State, Moment]] = {}
+        self._round = 0
         self._unsynced: set[int] = set()
         self._warned = False
         self._lock = Lock()
@@ -322,13 +326,18 @@ class MemoryStore(StateStore):
         """Keep the state in memory."""
         if state.changed:
             with self._lock:
+                self._set_aside(client, moment)
                 self._keep(client, State(state), moment)
                 self._spill()
             state.changed = False
 
-    def flush(self) -> None:
-        """Write all states that are not in the files yet, so that a checkpoint can be made."""
+    def flush(self, server_round: int) -> None:
+        """Write all states that are not in the files yet as a round has left them, so that a checkpoint can be made.
+
+        What later messages have changed is given up.
+        """
         with self._lock:
+            self._rewind(server_round)
             for client, (state, moment) in self._kept.items():
                 if moment is not None:
                     self._write(client, state, moment)
@@ -337,25 +346,54 @@ class MemoryStore(StateStore):
                 self.files.sync(client)
             self._unsynced.clear()
 
+    # An interrupt may come between any two lines: what holds a state is set before what held it is dropped.
+
+    def _set_aside(self, client: int, moment: Moment) -> None:
+        """Hold on to a client's state from before this round, if a checkpoint may still be made of it."""
+        if moment.server_round != self._round:
+            for state, _ in self._before.values():
+                self.nbytes -= state.nbytes
+            self._before = {}
+            self._round = moment.server_round
+        begun, kept = self._kept.get(client, (State(), None))
+        if kept is not None and kept.server_round <= max(moment.checkpoints, default=0):
+            self._before[client] = begun, kept
+            self.nbytes += begun.nbytes
+
+    def _rewind(self, server_round: int) -> None:
+        for client, (_, moment) in list(self._kept.items()):
+            if moment is not None and moment.server_round > server_round:
+                if client in self._before:
+                    self._keep(client, *self._before[client])
+                else:  # the files have it, or there was none
+                    self._forget(client)
+        self._before = {}
+
     def _keep(self, client: int, state: State, moment: Moment | None) -> None:
-        if client in self._kept:
-            self.nbytes -= self._kept.pop(client)[0].nbytes
+        replaced = self._kept[client][0].nbytes if client in self._kept else 0
         self._kept[client] = state, moment
-        self.nbytes += state.nbytes
+        self._kept.move_to_end(client)
+        self.nbytes += state.nbytes - replaced
+
+    def _forget(self, client: int) -> None:
+        self.nbytes -= self._kept.pop(client)[0].nbytes
 
     def _spill(self) -> None:
         while self.limit and self.nbytes > self.limit:
-            client, (state, moment) = next(iter(self._kept.items()))
-            if moment is not None:
-                try:
+            client = next(iter(self._kept))
+            state, moment = self._kept[client]
+            try:
+                if client in self._before:
+                    self._write(client, *self._before[client])
+                    self.nbytes -= self._before.pop(client)[0].nbytes
+                if moment is not None:
                     self._write(client, state, moment)
-                except OSError as error:  # it is another client's whose turn it is, and nothing is lost yet
-                    if not self._warned:
-                        log(WARNING, "states of clients stay in memory, beyond state-memory: %s", error)
-                    self._warned = True
-                    return
-            del self._kept[client]
-            self.nbytes -= state.nbytes
+            except OSError as error:  # it is another client's whose turn it is, and nothing is lost yet
+                if not self._warned:
+                    log(WARNING, "states of clients stay in memory, beyond state-memory: %s", error)
+                self._warned = True
+                return
+            self._forget(client)
 
     def _write(self, client: int, state: State, moment: Moment) -> None:
         state.changed = True

@@ -75,7 +75,14 @@ def write_arrays(
     dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     sums = json.dumps({name: _checksum(array) for name, array in dense.items()})
     content = {**(metadata or {}), CHECKSUMS: sums}
-    replace(path, lambda temporary: safetensors.numpy.save_file(dense, temporary, content), durable=durable)
+
+    def save(temporary: Path) -> None:
+        try:
+            safetensors.numpy.save_file(dense, temporary, content)
+        except safetensors.SafetensorError as error:  # as for a full disk, of which it tells in its own way
+            raise OSError(f"{path} cannot be written: {error}") from error
+
+    replace(path, save, durable=durable)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
@@ -108,7 +115,7 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
         )
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if wrong:
         raise DamagedFileError(f"{path} is damaged: the checksum of {', '.join(wrong)} is wrong")
@@ -135,11 +142,26 @@ def read_json(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = read["content"]
         whole = read[CHECKSUMS] == _checksum_of_json(content)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if not whole:
         raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
     return content
+
+
+def plain(value: Any) -> Any:
+    """Return a value in the types of JSON and YAML: no NumPy, no tuples, None for NaN and infinity."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
 
 
 def is_folder_name(name: str) -> bool:

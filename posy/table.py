@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from data.partitions import as_used
 from posy.cli import check, merged, with_absolute_paths
-from posy.config import check_own, defaults, owner, pertinent, read_yaml, resolve
+from posy.config import check_own, defaults, owner, pertinent, resolve
 from posy.launch import APP, ENVIRONMENT
 from posy.progress import duration, size
+from posy.resume import read_summary
 from posy.settings import RunSettings, Scalar, SettingsError
+from posy.yaml12 import dump, read_yaml
 
 PLACE = {
     "output-dir",
@@ -87,12 +87,15 @@ class Cell:
         """What the run has printed."""
         return self.path.with_suffix(".log")
 
-    def summary(self) -> dict[str, Any] | None:
-        """Return the summary of the run if it has finished with these very settings, else None."""
+    def summary(self, *status: str) -> dict[str, Any] | None:
+        """Return the summary of the run if it has finished with these very settings, else None.
+
+        Finished is what is ``completed``, unless other values of its status are given.
+        """
         try:
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-            ran: dict[str, Any] = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))["settings"]
-        except FileNotFoundError:
+            ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
+        except (OSError, ValueError, LookupError):  # not there, or damaged: it is run again
             return None
         known = defaults()  # what a setting has meant before it existed
         settings = resolve({**known, **self.config})
@@ -100,7 +103,7 @@ class Cell:
         differ = any(ran.get(key, known[key]) != value for key, value in wanted.items() if key not in PLACE)
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
-        return None if differ or lacks or summary["status"] != "completed" else summary
+        return None if differ or lacks or summary["status"] not in (status or ("completed",)) else summary
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
     for cell in plan.cells:
         if cell not in results:
-            failures.setdefault(cell.name, "not finished")
+            failures.setdefault(cell.name, "diverged" if cell.summary("diverged") else "not finished")
     text = markdown(plan, results, failures)
     print(text)
     if results:
@@ -221,7 +224,8 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
 
 def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
     """Run the cells that are not finished, some at a time; return what failed, by name, with the reason."""
-    waiting = deque(cell for cell in plan.cells if cell.summary() is None)
+    # A run that has diverged would do so again.
+    waiting = deque(cell for cell in plan.cells if cell.summary("completed", "diverged") is None)
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
     if done:
         print(f"{done} of {total} runs are finished already", flush=True)
@@ -262,12 +266,10 @@ def make_room(path: Path) -> None:
     """
     if not path.exists():
         return
-    try:
-        status = json.loads((path / "summary.json").read_text(encoding="utf-8"))["status"]
-    except FileNotFoundError:
-        status = "running"
-        if unknown := {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}:
-            raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's") from None
+    status = read_summary(path).get("status", "running")
+    unknown = {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}
+    if unknown and not (path / "summary.json").exists():
+        raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's")
     if status == "completed":
         path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
     else:
@@ -390,7 +392,7 @@ def _start(cell: Cell) -> "subprocess.Popen[bytes]":
     make_room(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(dict(cell.config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    file.write_text(dump(dict(cell.config)), encoding="utf-8")
     environment = {
         **os.environ,
         **ENVIRONMENT,
@@ -454,7 +456,7 @@ def _machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
     """Return a line for each machine and set of versions that the cells ran on, with the day of the last run."""
     days: dict[str, str] = {}
     for cell in results:
-        record = yaml.safe_load((cell.path / "config.yaml").read_text(encoding="utf-8"))
+        record = read_yaml(cell.path / "config.yaml")
         machine, versions = record["machine"], record["versions"]
         key = (
             f"{machine['cpu']}, {machine['cpus']} cores, {machine['gpu'] or 'no GPU'}; torch {versions['torch']}, "

@@ -1,6 +1,6 @@
 """The ServerApp: read the settings, find the clients, run the method's strategy, keep the record."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from logging import INFO
@@ -21,7 +21,7 @@ from posy.methods import strategy_class
 from posy.paths import exists
 from posy.privacy import check_privacy
 from posy.resume import StoredRun, given_keys
-from posy.settings import DATASETS, SITES, SITES_NEED_NODES, NothingTrainedError, SettingsError
+from posy.settings import DATASETS, SITES, SITES_NEED_NODES, SettingsError
 from posy.state import DirectoryStore, MemoryStore
 from server_app.checkpoints import resumption
 from server_app.federation import Federation, PollingGrid, WaveGrid
@@ -41,7 +41,7 @@ def main(grid: Grid, context: Context) -> None:
     run(grid, context.run_config)
 
 
-def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
+def run(grid: Grid | None, config: Mapping[str, Any], begun: Callable[[Path], object] = lambda path: None) -> Recorder:
     """Run an experiment on a grid, whatever delivers its messages.
 
     Parameters
@@ -50,6 +50,8 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         Flower's grid; not needed where ``engine`` is ``in-process``, which makes its own.
     config : Mapping
         Flat settings as in ``[tool.flwr.app.config]``.
+    begun : callable
+        Called with the directory of the run when it is there.
 
     Returns
     -------
@@ -60,8 +62,9 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
     ------
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
-    NothingTrainedError
-        After the last, if no client's training was accepted: what was measured is the initial model.
+    RunError
+        After the last, if no client's training or no evaluation was accepted, or the training has diverged; before,
+        if the directory of the run cannot be written.
     """
     where = "the run config"
     changed: dict[str, Any] = {}
@@ -73,13 +76,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         stored = StoredRun.find(absolute(str(config["output-dir"])), str(config["resume"]))
         settings = with_absolute_paths(stored.resumed(given_keys(config, where), where))
         changed = stored.check(settings)
-    check_privacy(settings)
-    if settings.run.system_accuracy == "on" and not settings.run.save_models:
-        raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
-    if settings.run.min_clients > settings.data.num_clients:
-        raise SettingsError(
-            f"min-clients = {settings.run.min_clients}: it must be 0 to num-clients = {settings.data.num_clients}"
-        )
+    check_together(settings)
     if settings.run.engine == "in-process":
         grid = InProcessGrid(settings.data.num_clients)
     if grid is None:
@@ -108,6 +105,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
         strategy.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed)
         stack.callback(recorder.directory.release)
+        begun(recorder.directory.path)
         if isinstance(grid, InProcessGrid):
             grid.states = stack.enter_context(states_in_memory(recorder, settings))
         recorder.tell_clients(one_file_system=in_simulation())
@@ -120,9 +118,7 @@ def run(grid: Grid | None, config: Mapping[str, Any]) -> Recorder:
             timeout=settings.run.round_timeout,
             evaluate_fn=recorder.finish_round,
         )
-        if not recorder.trained:
-            reasons = "; ".join(f"{count} x {reason}" for reason, count in recorder.dropped.most_common(3))
-            raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
+        recorder.check_outcome()
     return recorder
 
 
@@ -149,6 +145,17 @@ def with_absolute_paths(settings: Settings) -> Settings:
     file = str(absolute(data.partition_file)) if data.partition_file else ""
     data = replace(data, dataset=name, data_dir=str(absolute(data.data_dir)), partition_file=file)
     return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))
+
+
+def check_together(settings: Settings) -> None:
+    """Raise :class:`SettingsError` for settings that do not go with each other."""
+    check_privacy(settings)
+    if settings.run.system_accuracy == "on" and not settings.run.save_models:
+        raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
+    if settings.run.min_clients > settings.data.num_clients:
+        raise SettingsError(
+            f"min-clients = {settings.run.min_clients}: it must be 0 to num-clients = {settings.data.num_clients}"
+        )
 
 
 def check_engine(settings: Settings) -> None:

@@ -1,11 +1,10 @@
 """Checkpoints: all that the server needs to go on after a round, in a folder that is whole or not there."""
 
 import hashlib
-import json
-import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
@@ -17,15 +16,17 @@ from flwr.common.logger import log
 
 from client_app.workspace import Workspace
 from posy.config import Settings
-from posy.results import GROWING, RunDirectory
-from posy.resume import StoredRun
+from posy.results import RunDirectory
+from posy.resume import PROGRESS, StoredRun, checkpoint_rounds, read_summary
 from posy.settings import SettingsError
-from posy.storage import DamagedFileError, read_arrays, read_json, sync, write_arrays, write_json
+from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, write_arrays, write_json
 from strategies.base import PersonalisedStrategy
 
 KEPT = 2
-ARRAYS, PROGRESS = "server.safetensors", "progress.json"
-_FOLDER = re.compile(r"round-(\d+)")
+WRITING_SHARE = 0.02
+"""Of the time of a run, what checkpoints besides those of checkpoint-every may take: an end without warning costs
+at most 50 times as long as a checkpoint takes to be written."""
+ARRAYS = "server.safetensors"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Checkpoints:
     last_round : int
         The last round of the run, which is always followed by one.
     flush : callable
-        Writes the clients' states that are held in this process.
+        Writes the clients' states of a round that are held in this process.
     rounds : list of int
         Rounds to which the server may still go back.
     """
@@ -68,17 +69,24 @@ class Checkpoints:
     directory: RunDirectory
     every: int
     last_round: int
-    flush: Callable[[], None] = lambda: None
+    flush: Callable[[int], None] = lambda server_round: None
     rounds: list[int] = field(default_factory=list)
+    _written: float = field(default_factory=time.monotonic)
+    _seconds: float = 0.0
 
     def due(self, server_round: int) -> bool:
-        """Tell whether a round is followed by a checkpoint."""
-        return self.every > 0 and (server_round % self.every == 0 or server_round == self.last_round)
+        """Tell whether a round is followed by a checkpoint: by its number, or because it costs little by now."""
+        if not self.every:
+            return False
+        cheap = self._seconds < WRITING_SHARE * (time.monotonic() - self._written)
+        return cheap or server_round % self.every == 0 or server_round == self.last_round
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove those that are not kept."""
-        self.flush()
+        begun = time.monotonic()
         number = checkpoint.server_round
+        self.flush(number)
+        self.directory.sync()
         folder = self._folder(number)
         part = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)
@@ -91,6 +99,8 @@ class Checkpoints:
         sync(folder.parent)
         self.rounds = [*(r for r in self.rounds if r < number), number]
         self._remove_old()
+        self._written = time.monotonic()
+        self._seconds = self._written - begun
 
     def read(self, server_round: int) -> Checkpoint:
         """Read the checkpoint of a round.
@@ -121,8 +131,7 @@ class Checkpoints:
         SettingsError
             If there is none.
         """
-        found = [_FOLDER.fullmatch(path.name) for path in self.directory.checkpoints.glob("round-*")]
-        self.rounds = sorted(int(name[1]) for name in found if name)
+        self.rounds = checkpoint_rounds(self.directory.path)
         reasons = []
         while self.rounds:
             try:
@@ -138,11 +147,14 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 refused.rename(aside)
         name = self.directory.path.name
-        if reasons:
-            raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
-        raise SettingsError(
-            f"resume = {name!r}: it has no checkpoint: the first one follows checkpoint-every rounds. Start it anew"
-        )
+        raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
+
+    def note(self, settings: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]]) -> None:
+        """Write into the checkpoints with which settings the run goes on: it may end before the next one."""
+        for number in self.rounds:
+            file = self._folder(number) / PROGRESS
+            with suppress(OSError, DamagedFileError):  # the one before the newest, which is only a reserve
+                write_json(file, {**read_json(file), "settings": settings, "resumed": plain(resumed)}, durable=True)
 
     def _remove_old(self) -> None:
         for old in self.rounds[:-KEPT]:
@@ -189,44 +201,50 @@ def resumption(
     SettingsError
         If there is none, the run is complete, a process is at work in it, or the data are not those it began with.
     """
-    directory = RunDirectory.existing(stored.path, str(stored.record["id"]))
+    directory = RunDirectory.existing(stored.path, stored.id)
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
-
-    def take_up(checkpoint: Checkpoint) -> None:
-        present = {name: (directory.path / name).stat().st_size for name in GROWING if (directory.path / name).exists()}
-        for name, size in checkpoint.progress["files"].items():
-            if present.get(name, 0) < size:
-                raise DamagedFileError(f"{directory.path / name} has {present.get(name, 0)} bytes of {size}")
-        strategy.load_server_state(checkpoint.arrays)
-
     try:
-        checkpoint = checkpoints.newest(take_up)
-        if checkpoint.progress["data"] != data_digest(workspace):
-            raise SettingsError(f"resume = {run.resume!r}: the data or their partition are not those of the run")
+        if stored.damage:
+            log(WARNING, "config.yaml is written anew: %s", stored.damage)
+        checkpoint = checkpoints.newest(lambda found: strategy.load_server_state(found.arrays))
+        known, now = checkpoint.progress["data"], data_digests(workspace)
+        if other := [what for what in now if known.get(what) != now[what]]:
+            raise SettingsError(
+                f"resume = {run.resume!r}: {' and '.join(other)} are not those that the run began with, in "
+                f"dataset = {settings.data.dataset!r}"
+            )
         if checkpoint.server_round > run.num_server_rounds:
             raise SettingsError(
                 f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {checkpoint.server_round}"
             )
-        status = json.loads((directory.path / "summary.json").read_text(encoding="utf-8"))["status"]
-        if status == "completed" and checkpoint.server_round == run.num_server_rounds:
+        status = read_summary(directory.path).get("status")
+        if status in ("completed", "diverged") and checkpoint.server_round == run.num_server_rounds:
             raise SettingsError(
                 f"resume = {run.resume!r}: its {run.num_server_rounds} rounds are complete; a larger num-server-rounds "
                 "goes further"
             )
+        entry = {"round": checkpoint.server_round, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed)}
+        history = [*stored.resumed_before, entry]
+        checkpoints.note(settings.as_config(), history)
     except BaseException:
         directory.release()
         raise
-    entry = {"round": checkpoint.server_round, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed)}
-    return Resumption(directory, checkpoints, checkpoint, [*stored.record.get("resumed", []), entry])
+    return Resumption(directory, checkpoints, checkpoint, history)
 
 
-def data_digest(workspace: Workspace) -> str:
-    """Return a digest of which samples each client has, and of the labels; sites with their own data keep them."""
+def data_digests(workspace: Workspace) -> dict[str, str]:
+    """Return a digest of the samples, one of the labels, one of which each client has; none of sites' own data."""
     if workspace.of_sites:
-        return ""
-    digest = hashlib.sha256(np.ascontiguousarray(workspace.dataset.y).tobytes())
+        return {}
+    digests = {}
+    for what, content in (("the samples", workspace.dataset.x), ("the labels", workspace.dataset.y)):
+        array = np.ascontiguousarray(content)
+        digest = hashlib.blake2b(f"{array.dtype.str} {array.shape}".encode(), digest_size=16)
+        digest.update(array.reshape(-1).view(np.uint8).data)
+        digests[what] = digest.hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
     for split in (workspace.partition.train, workspace.partition.test):
         for indices in split:
             digest.update(np.asarray(indices, np.int64).tobytes() + b"|")
-    return digest.hexdigest()
+    return {**digests, "the clients' shares": digest.hexdigest()}

@@ -108,6 +108,9 @@ class RoundRecord:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     away: tuple[int, ...] = ()
     """Clients that had no node when the round began."""
+    asked: int = 0
+    evaluated: int = 0
+    """Clients that were asked to evaluate, those without test samples left out, and of them those who did."""
     bytes_up: int = 0
     bytes_down: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -356,6 +359,8 @@ class PersonalisedStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Record each client's scores."""
         results = self._collect(replies, self._read_evaluation)
+        self.record.evaluated = sum(self.record.clients[client]["n_test"] > 0 for client in results)
+        self.record.asked = len(self._sent) - len(results) + self.record.evaluated
         self._lap("evaluate")
         served = [row["served_accuracy"] for row in self.record.clients.values() if "served_accuracy" in row]
         return MetricRecord({"served-accuracy": float(np.mean(served))}) if results and served else None

@@ -21,6 +21,7 @@ from posy import cli, launch
 from posy.config import defaults
 from posy.deploy.certificates import make_certificates
 from posy.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
+from posy.resume import reached
 from posy.settings import SettingsError
 
 COMMON = ["dataset=digits", "num-clients=3", "model=linear", "method=fedavg", "device=cpu"]
@@ -36,7 +37,10 @@ ENDLESS = [*COMMON, "num-server-rounds=100000", "output-dir=.", "run-name=one"]
         ("3", int, 3),
         ("3.5", int, "3.5"),
         ("true", bool, True),
-        ("off", bool, False),
+        ("off", bool, "off"),
+        ("010", int, 10),
+        ("1_000", int, "1_000"),
+        ("1_0.5", float, "1_0.5"),
         ("on", str, "on"),
         ("2024", str, "2024"),
         ("/data/a #1", str, "/data/a #1"),
@@ -401,6 +405,11 @@ def test_interrupted_in_process_run_keeps_its_results(tmp_path: Path) -> None:
     assert "Traceback" not in error
     assert f"results          {tmp_path / 'one'}" in output
     assert json.loads((tmp_path / "one/summary.json").read_text())["status"] == "stopped"
+    finished = len((tmp_path / "one/rounds.jsonl").read_text().splitlines())
+    assert error.splitlines()[-1] == (
+        f"posy: stopped after round {finished}; go on with: posy run resume=one output-dir={tmp_path}"
+    )
+    assert reached(tmp_path / "one") == (finished, 100_000)
 
 
 def test_mark_stopped_leaves_a_finished_run_alone(tmp_path: Path) -> None:
@@ -464,7 +473,9 @@ def test_interrupted_run_through_flower_is_stopped(tmp_path: Path, temporary: Pa
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=180)
     assert process.returncode == 130
-    assert f"results so far: {tmp_path / 'one'}" in error
+    after, _ = reached(tmp_path / "one")
+    assert f"posy: stopped after round {after}; go on with: posy run resume=one output-dir={tmp_path}" in error
+    assert after >= 1
     assert "Traceback" not in error
     assert json.loads((tmp_path / "one/summary.json").read_text())["status"] == "stopped"
     assert not _left_behind(temporary)

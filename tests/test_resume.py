@@ -1,5 +1,6 @@
 """Runs that are stopped, by whatever means, and go on as if they had not been."""
 
+import csv
 import json
 import os
 import shutil
@@ -18,10 +19,12 @@ import yaml
 from flwr.app import Context
 
 from client_app.base import PersonalClient
+from client_app.workspace import workspace_for
 from posy.config import defaults
 from posy.methods import METHODS, strategy_class
-from posy.results import load_arrays
-from posy.settings import SettingsError
+from posy.results import RunDirectory, load_arrays
+from posy.resume import StoredRun
+from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import write_json
 from server_app import checkpoints as checkpoints_module
 from server_app.app import run
@@ -29,10 +32,12 @@ from server_app.checkpoints import Checkpoints
 from server_app.federation import WaveGrid
 from server_app.in_process import InProcessGrid
 from server_app.recorder import Recorder
+from strategies.base import PersonalisedStrategy
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
 
+TINY = {"num_clients": 2, "max_samples": 60, "num_server_rounds": 4, "checkpoint_every": 1, "fraction_train": 1.0}
 CHANGES: dict[str, Config] = {
     "fedfew": {"fedfew-personal-head": True},
     "cwfedavg": {},
@@ -72,6 +77,11 @@ def grid_of(config: Config) -> InProcessGrid:
 def rounds_of(path: Path) -> list[Config]:
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def clients_of(path: Path) -> list[Config]:
+    with (path / "clients.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def summary_of(path: Path) -> Config:
@@ -119,6 +129,11 @@ def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
 
 
+@pytest.fixture(autouse=True)
+def checkpoints_by_number_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints_module, "WRITING_SHARE", 0.0)
+
+
 # -- stopped and resumed is the same run ------------------------------------------------------------------
 
 
@@ -150,6 +165,78 @@ def test_a_run_that_was_killed_equals_one_that_was_not(
     for name in ("losses", "weights", "objectives", "local_norms", "pictures", "betas"):
         if hasattr(other, name):
             np.testing.assert_equal(getattr(strategy, name), getattr(other, name))
+
+
+INTERRUPTS: dict[str, tuple[type, str, Callable[..., int]]] = {
+    "training": (PersonalClient, "fit_steps", lambda arrays, told: told["server-round"]),
+    "aggregation": (PersonalisedStrategy, "aggregate_train", lambda server_round, replies: server_round),
+    "evaluation": (PersonalClient, "evaluate_steps", lambda arrays, told: told["server-round"]),
+    "record": (RunDirectory, "append_round", lambda row: row["round"]),
+}
+"""Where an interrupt comes: a method, and how it is told the round."""
+
+
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [
+        (m, w)
+        for m in ("fedrep", "ppfe", "fedacs")
+        for w in INTERRUPTS
+        if m == "fedrep" or w in ("training", "aggregation")
+    ],
+)
+def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
+    method: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in round 4, when one client has trained, or all have, and no checkpoint has been due yet."""
+    more = {"num_server_rounds": 5, "checkpoint_every": 10, "stack": "loop"}
+    whole = run(InProcessGrid(4), settings(tmp_path, method, "whole", **more)).directory.path
+    config = settings(tmp_path, method, "cut", **more)
+    where, name, round_of = INTERRUPTS[moment]
+    original, calls = getattr(where, name), []
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        if round_of(*arguments) != 4:
+            return original(self, *arguments)
+        calls.append(name)
+        if len(calls) == 2:  # the client before has finished
+            raise KeyboardInterrupt
+        result = original(self, *arguments)
+        if moment == "record":
+            signal.raise_signal(signal.SIGINT)  # waits for the end of the record
+        elif moment == "aggregation":
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(InProcessGrid(4), config)
+    path = whole.parent / "cut"
+    assert summary_of(path)["status"] == "stopped"
+    run(InProcessGrid(4), again(config, "cut"))
+    finished = 4 if moment == "record" else 3
+    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == finished
+    assert_same_results(path, whole)
+
+
+def test_checkpoints_that_cost_little_follow_other_rounds_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round is always followed by one, so that a run that is killed has not been for nothing."""
+    made: list[int] = []
+    usual = Checkpoints.write
+
+    def write(self: Checkpoints, checkpoint: Any) -> None:
+        made.append(checkpoint.server_round)
+        usual(self, checkpoint)
+
+    monkeypatch.setattr(Checkpoints, "write", write)
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+    for share, every, expected in ((1e-9, 5, [1, 5, 6]), (1e9, 5, [1, 2, 3, 4, 5, 6]), (1e9, 0, [])):
+        made.clear()
+        monkeypatch.setattr(checkpoints_module, "WRITING_SHARE", share)
+        config = settings(tmp_path, "fedavg", f"{share}-{every}", **{**TINY, "num_server_rounds": 6}, model="linear")
+        run(InProcessGrid(2), {**config, "checkpoint-every": every})
+        assert made == expected
 
 
 class Nodes(WaveGrid):
@@ -226,7 +313,8 @@ def test_elapsed_seconds_and_dropped_replies_of_the_first_part_count(
             run(grid_of(config), config)
     first = json.loads((tmp_path / "runs/cut/checkpoints/round-4/progress.json").read_text())["content"]
     assert sum(first["dropped"].values()) == 16
-    run(grid_of(config), again(config, "cut"))
+    with pytest.raises(NothingTrainedError):
+        run(grid_of(config), again(config, "cut"))
     summary = json.loads((tmp_path / "runs/cut/summary.json").read_text())
     assert sum(summary["dropped"].values()) == 24
     assert summary["seconds"] > first["seconds"] > 0
@@ -282,7 +370,11 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, "fedavg", "mine", dataset=str(tmp_path / "own.npz"), max_samples=0, num_server_rounds=2)
     run(grid_of(config), config)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
-    with pytest.raises(SettingsError, match="data or their partition are not those of the run"):
+    with pytest.raises(SettingsError, match="the labels and the clients' shares are not those that the run began with"):
+        run(grid_of(config), again(config, "mine", num_server_rounds=4))
+    workspace_for.cache_clear()
+    np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
+    with pytest.raises(SettingsError, match=r"'mine': the samples are not those that the run began with, .*own\.npz"):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
 
 
@@ -455,6 +547,149 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
     assert spilled == {f"client-{c}" for c in range(4)}
     assert not list(path.glob("state*"))
     assert_same_results(path, whole)
+
+
+# -- damaged runs: every file, every damage ----------------------------------------------------------------
+
+FILES = {
+    "config.yaml": "config.yaml is written anew",
+    "summary.json": "",
+    "rounds.jsonl": "has no rows of rounds",
+    "clients.csv": "has no rows of rounds",
+    "models/server.safetensors": "",
+    "checkpoints/round-2/progress.json": "the checkpoint of round 2 is not used",
+    "checkpoints/round-2/server.safetensors": "the checkpoint of round 2 is not used",
+    "state/client-1/round-2-train-0.safetensors": "the state of client 1 cannot be read",
+}
+"""The files of a run, and what is told of one that is damaged; nothing where it is made anew or only a copy."""
+DAMAGED: dict[str, Callable[[Path, Path], object]] = {
+    "missing": lambda file, other: file.unlink(),
+    "truncated": lambda file, other: file.write_bytes(file.read_bytes()[:-7]),
+    "nested": lambda file, other: file.write_text("[" * 100_000),
+    "of another run": lambda file, other: shutil.copy(other, file),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a whole run, one that was interrupted in round 3, and another one of other settings."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Recorder, "_draw", lambda self, *, final=False: None)
+        patched.setattr(Recorder, "_draw_partition", lambda self: None)
+        run(InProcessGrid(2), settings(folder, "fedrep", "whole", **TINY))
+        original = PersonalClient.fit_steps
+
+        def interrupted(self: PersonalClient, parameters: Any, config: Config) -> Any:
+            if config["server-round"] == 3:
+                raise KeyboardInterrupt
+            return original(self, parameters, config)
+
+        patched.setattr(PersonalClient, "fit_steps", interrupted)
+        for name, more in (("cut", {}), ("other", {"seed": 7, "lr": 0.3})):
+            with pytest.raises(KeyboardInterrupt):
+                run(InProcessGrid(2), settings(folder, "fedrep", name, **TINY, **more))
+    return folder / "runs"
+
+
+# A state that is not there, or of another run, cannot be told from a good one by the server.
+CASES = [(f, d) for f in FILES for d in DAMAGED if not f.startswith("state") or d in ("truncated", "nested")]
+
+
+@pytest.mark.parametrize(("file", "damage"), CASES)
+def test_a_damaged_file_costs_no_good_checkpoint(
+    file: str,
+    damage: str,
+    stopped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+    path = tmp_path / "cut"
+    shutil.copytree(stopped / "cut", path)
+    DAMAGED[damage](path / file, stopped / "other" / file)
+    run(InProcessGrid(2), {**defaults(), "output-dir": str(tmp_path), "resume": "cut"})
+    told = {record.getMessage() for record in warnings.records if record.levelname in ("WARNING", "ERROR")}
+    expected = FILES[file]
+    assert expected == "" or sum(expected in line for line in told) >= 1
+    assert not [line for line in told if "\n" in line.strip()]
+    whole = stopped / "whole"
+    if file.startswith("state"):
+        assert "cannot be read" in " ".join(summary_of(path)["dropped"])
+        return
+    assert summary_of(path) == summary_of(whole)
+    for name in ("rounds.jsonl", "clients.csv"):
+        rows, all_rows = (rounds_of(run) if name == "rounds.jsonl" else clients_of(run) for run in (path, whole))
+        lost = [row for row in all_rows if row not in rows]
+        assert rows == [row for row in all_rows if row not in lost]
+        assert bool(lost) == (name == file) and all(row["round"] in (1, 2, "1", "2") for row in lost)
+    for name, arrays in models_of(whole).items():
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(array, models_of(path)[name][key])
+    refused = {p.name for p in (path / "checkpoints").glob("*refused")}
+    assert refused == ({"round-2-refused"} if file.startswith("checkpoints/round-2") else set())
+
+
+def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped / "cut", tmp_path / "cut")
+    file = tmp_path / "cut" / "config.yaml"
+    text = file.read_text()
+    again = {**defaults(), "output-dir": str(tmp_path), "resume": "cut"}
+    for before, after, told in (
+        ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
+        ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
+        ("num-server-rounds: 4", "num-server-rounds: 9", "num-server-rounds = 9, the run has 4"),
+    ):
+        assert before in text
+        file.write_text(text.replace(before, after))
+        with pytest.raises(SettingsError) as raised:
+            run(InProcessGrid(2), again)
+        assert told in str(raised.value) and "Put it back or delete the file" in str(raised.value)
+    file.write_text(text)
+    StoredRun.find(tmp_path, "cut")
+
+
+# -- a disk that is full ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a file system of 2 MiB, which only root can make."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], check=False).returncode:
+        pytest.skip("a file system of its own can be mounted by root only")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.parametrize("method", ["fedrep", "fedavg"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
+    method: str, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
+    more = {**TINY, "save_models": False}
+    run(InProcessGrid(2), settings(tmp_path, method, "whole", **more))
+    config = {**settings(small_disk, method, "cut", **more), "engine": "in-process"}
+    usual, filler = Recorder.finish_round, small_disk / "filler"
+
+    def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
+        if server_round == 3:
+            with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        return usual(self, server_round, arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Recorder, "finish_round", finish_round)
+        with pytest.raises(RunError, match=r"the files of the run in .*cut cannot be written: .*No space") as raised:
+            run(InProcessGrid(2), config)
+    assert "\n" not in str(raised.value)
+    filler.unlink()
+    path = run(InProcessGrid(2), again(config, "cut")).directory.path
+    assert_same_results(path, tmp_path / "runs" / "whole")
+    assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 
 
 # -- real processes --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from data.datasets import load_dataset
 from data.errors import DataError
 from posy.config import defaults, resolve
 from posy.results import CLIENT_COLUMNS, load_arrays
-from posy.settings import NothingTrainedError, SettingsError
+from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.table import Cell
 from server_app import recorder as recorder_module
 from server_app.app import run
@@ -466,6 +466,36 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
     server = load_arrays(path / "models" / "server.safetensors")["model"]
     assert np.array_equal(server, workspace.architecture.initial(42))
     assert len({r["served_accuracy"]["mean"] for r in rounds}) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "status", "told"),
+    [
+        (
+            "fedavg-ft",
+            {"fedavg_ft_lr": 1e300},
+            "failed",
+            "no client's evaluation was accepted in any round: .* overflow",
+        ),
+        ("fedfew", {"fedfew_server_lr": 1e30}, "failed", "no client's evaluation was accepted in any round: .*"),
+        ("fedavg", {"lr": 1e3}, "diverged", "of the 4 clients .* 3 sent no finite numbers; a smaller lr than 1000 may"),
+        ("fedavg", {"lr": 50.0}, "diverged", "its mean loss was .* in the worst round and is .* in the last"),
+        ("fedavg", {"lr": 0.5}, "completed", ""),
+    ],
+)
+def test_a_run_without_results_to_rely_on_says_so(
+    make_config: MakeConfig, method: str, more: dict[str, Any], status: str, told: str
+) -> None:
+    config = make_config(method, **more)
+    if told:
+        with pytest.raises(RunError, match=told):
+            started(config)
+    else:
+        started(config)
+    path = only_run(config)
+    assert summary_of(path)["status"] == status
+    assert len(rounds_of(path)) == 3
+    assert (path / "models" / "server.safetensors").exists()
 
 
 def test_time_that_does_not_suffice_is_recorded(make_config: MakeConfig) -> None:

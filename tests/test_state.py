@@ -234,7 +234,7 @@ def test_a_state_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypa
         assert store.nbytes == 16_000
         assert [store.load(c, Moment(2, TRAIN))["model"][0] for c in range(4)] == [10, 11, 12, 13]
         with pytest.raises(OSError, match="No space"):
-            store.flush()  # a checkpoint cannot be made
+            store.flush(9)  # a checkpoint cannot be made
     keep(store, 3, Moment(2, TRAIN), 23)
     assert store.nbytes == 8_000
     assert [store.load(c, Moment(3, TRAIN))["model"][0] for c in range(4)] == [10, 11, 12, 23]
@@ -248,13 +248,13 @@ def test_spilled_files_are_on_the_disk_from_the_checkpoint_on(tmp_path: Path, mo
     for client in range(2):
         keep(store, client, Moment(1, TRAIN), client)
     assert synced == []
-    store.flush()
+    store.flush(9)
     assert sorted(synced) == ["client-0", "client-1", *["round-1-train-0.safetensors"] * 2]
-    store.flush()
+    store.flush(9)
     assert len(synced) == 4
     volatile = MemoryStore(DirectoryStore(tmp_path / "other", durable=False), limit=1)
     keep(volatile, 0, Moment(1, TRAIN), 1)
-    volatile.flush()
+    volatile.flush(9)
     assert len(synced) == 4
 
 
@@ -263,9 +263,9 @@ def test_memory_is_written_for_a_checkpoint_and_read_by_the_next_process(tmp_pat
     for server_round in (1, 2):
         for client in range(3):
             keep(store, client, Moment(server_round, TRAIN), 10 * server_round + client)
-    store.flush()
+    store.flush(9)
     kept_files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")}
-    store.flush()  # nothing has changed
+    store.flush(9)  # nothing has changed
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")} == kept_files
     for client in range(3):  # round 3 is lost with the process, also what was spilled of it
         keep(store, client, Moment(3, TRAIN, (2,)), 30 + client)

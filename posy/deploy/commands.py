@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posy.launch import (
     INTERRUPTED,
     Connection,
@@ -26,6 +24,7 @@ from posy.launch import (
 from posy.listing import print_table
 from posy.progress import duration
 from posy.settings import SettingsError
+from posy.yaml12 import parse
 
 CONTROL = "127.0.0.1:8000"
 FLEET = "0.0.0.0:9092"
@@ -347,8 +346,8 @@ def node_config(words: Sequence[str]) -> str:
         if not equals or not key.replace("-", "").replace("_", "").isalnum():
             raise SettingsError(f"{word!r}: node config is given as key=value")
         try:
-            value: Any = yaml.safe_load(text)
-        except yaml.YAMLError:
+            value: Any = parse(text)
+        except ValueError:
             value = text
         pairs.append(f"{key}={toml(value if type(value) in (bool, int, float) else text.strip(chr(34)))}")
     return " ".join(pairs)

@@ -1,0 +1,133 @@
+"""YAML as people write it: scalars mean what they do in YAML 1.2, and no file does harm or hangs.
+
+PyYAML by itself reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a text.
+"""
+
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+
+from posy.settings import SettingsError
+
+MAX_BYTES, MAX_DEPTH, MAX_NODES = 4 << 20, 50, 200_000
+"""Limits of what is read; what an alias stands for counts each time."""
+
+_TAG = "tag:yaml.org,2002:"
+# In this order: the first that fits the whole of a plain scalar says what it is; what none fits is a text.
+_KINDS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+_WRONG = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+"""What PyYAML raises: tags such as !!int and !!timestamp are believed until the text proves to be something else."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads the core schema of YAML 1.2; a key stands once, and nothing is nested without end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[int, tuple[yaml.Node, int, int]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node:
+        """Compose a node, and count what it holds."""
+        self._depth += 1
+        alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        if self._depth > MAX_DEPTH:
+            raise ConstructorError(None, None, f"it is nested more than {MAX_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        assert node is not None
+        self._depth -= 1
+        if alias and id(node) not in self._sizes:
+            raise ConstructorError(None, None, "an alias that stands for what it is in", mark)
+        if not alias:
+            held = [node.value] if isinstance(node, yaml.SequenceNode) else []
+            held = list(zip(*node.value, strict=True)) if isinstance(node, yaml.MappingNode) else held
+            sizes = [self._sizes[id(child)] for children in held for child in children]
+            count, depth = 1 + sum(size[1] for size in sizes), 1 + max((size[2] for size in sizes), default=0)
+            if count > MAX_NODES or depth > MAX_DEPTH:
+                raise ConstructorError(None, None, f"it holds more than {MAX_NODES} values, with its aliases", mark)
+            self._sizes[id(node)] = node, count, depth
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Read a mapping; the last of two equal keys would win without a word."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise ConstructorError(None, None, f"{', '.join(twice)} given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Read a whole number: 010 is ten."""
+        text = str(self.construct_scalar(node))
+        return int(text[2:], {"0o": 8, "0x": 16}[text[:2]]) if text[:2] in ("0o", "0x") else int(text)
+
+
+_PATTERNS = [(_TAG + kind, re.compile(rf"(?:{pattern})\Z", re.ASCII)) for kind, pattern in _KINDS.items()]
+_Loader.yaml_implicit_resolvers = {None: _PATTERNS}
+_Loader.add_constructor(_TAG + "int", _Loader.construct_yaml_int)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that readers of YAML 1.1 and 1.2 both take them for texts."""
+
+
+for _tag, _pattern in _PATTERNS:
+    _Dumper.add_implicit_resolver(_tag, _pattern, None)
+
+
+def parse(text: str) -> Any:
+    """Return what a text of YAML holds.
+
+    Raises
+    ------
+    ValueError
+        If it is no YAML, or holds more than it may; in one line.
+    """
+    loader = None
+    try:
+        loader = _Loader(text)
+        return loader.get_single_data()
+    except _WRONG as error:
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        mark = getattr(error, "problem_mark", None)
+        raise ValueError(problem + (f" (line {mark.line + 1})" if mark else "")) from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def dump(content: Any) -> str:
+    """Return an object as a text of YAML, keys in their order."""
+    return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a file of YAML that holds a mapping.
+
+    Raises
+    ------
+    SettingsError
+        If it cannot be read, is no file of at most 4 MiB, or holds something else.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            raise SettingsError(f"{path} must be a file of at most {MAX_BYTES >> 20} MiB")
+        content = parse(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    except SettingsError:
+        raise
+    except ValueError as error:  # a text that is not UTF-8 too
+        raise SettingsError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")
+    return content
