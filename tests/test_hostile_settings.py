@@ -6,6 +6,7 @@ in finite numbers, or in one such line.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from posy import cli
 from posy.config import resolve
 from posy.methods import METHODS, settings_class
 from posy.settings import (
+    MOST,
     DataSettings,
-    NothingTrainedError,
     Rule,
+    RunError,
     RunSettings,
     SettingsError,
     TrainSettings,
@@ -39,7 +41,7 @@ DECLARED = {key: field for cls, prefix in GROUPS for key, field in fields_of(cls
 every_key = pytest.mark.parametrize("key", DECLARED)
 LONGEST_LINE = 1500
 BIG = float(np.finfo(np.float32).max)
-HUGE = (2**63, 10**400, -(10**400), 10**5000)
+HUGE = (10**39, 10**400, -(10**400), 10**5000)
 
 
 def rule_of(key: str) -> tuple[type, Rule]:
@@ -103,7 +105,7 @@ def test_the_edges_of_a_range_are_inside_it(key: str) -> None:
     if rule.above > -math.inf:
         edges.append(math.nextafter(rule.above, math.inf) if kind is float else int(rule.above) + 1)
     if rule.maximum == math.inf:
-        edges.append(2**63 - 1 if kind is int else BIG)
+        edges.append(BIG)
     for value in edges:
         config = resolve({"method": key_method(key), key: value}).as_config()
         assert config[key] == value and type(config[key]) is kind
@@ -119,7 +121,7 @@ def test_a_key_that_would_break_the_line_is_quoted() -> None:
 
 # -- the command line ------------------------------------------------------------------------------------
 
-TRUE, FALSE = {"true", "yes", "on"}, {"false", "no", "off"}
+TRUE, FALSE = {"true", "True", "TRUE"}, {"false", "False", "FALSE"}
 WORDS = [
     *(
         "",
@@ -173,23 +175,32 @@ def from_words(key: str, text: str) -> Any:
     return words[key]
 
 
+NUMBERS = {
+    int: re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    float: re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|0o[0-7]+|0x[0-9a-fA-F]+"),
+}
+
+
 def meant(key: str, text: str) -> Any:
-    """Return what a word stands for, None where it stands for nothing that the setting can be."""
+    """Return what a word stands for in YAML 1.2, None where it stands for nothing that the setting can be."""
     kind, rule = rule_of(key)
+    plain = text.partition(" #")[0].strip(" \n")
     value: Any = None
     try:
         if kind in (int, float):
-            value = kind(text)
+            whole = int(plain, 10 if plain.lstrip("+-").isdecimal() else 0) if NUMBERS[int].fullmatch(plain) else None
+            value = float(plain) if whole is None and NUMBERS[kind].fullmatch(plain) else whole
+            value = None if value is None else kind(value)
         elif kind is bool:
-            value = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.strip().lower())
+            value = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(plain)
         elif text[:1] in ("'", '"'):  # quotes of YAML, where they are whole
             value = yaml.load(text, yaml.BaseLoader)
             value = value if isinstance(value, str) else text
         else:
             value = text
-    except (ValueError, RecursionError, yaml.YAMLError):
+    except (ValueError, OverflowError, RecursionError, yaml.YAMLError):
         value = None if kind is not str else text
-    if value is None or (isinstance(value, int) and abs(value) >= 2**63):
+    if value is None:
         return None
     if kind is str:
         return value if "\x00" not in value and (not rule.choices or value in rule.choices) else None
@@ -299,7 +310,7 @@ def tried(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
             assert len(str(error).splitlines()) == 1
             assert not (tmp_path / "edge").exists()
             return str(error)
-        except NothingTrainedError as error:
+        except RunError as error:
             check_numbers(tmp_path / "edge")
             return str(error)
         check_numbers(tmp_path / "edge")
@@ -309,10 +320,10 @@ def tried(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 EDGES: list[tuple[str, dict[str, Any], str]] = [
-    ("fedavg", {"batch-size": 2**63 - 1}, ""),
+    ("fedavg", {"batch-size": MOST}, ""),
     ("fedavg", {"local-steps": 1}, ""),
     ("fedavg", {"fraction-train": 1e-9}, ""),
-    ("fedavg", {"evaluate-every": 2**63 - 1}, ""),
+    ("fedavg", {"evaluate-every": MOST}, ""),
     ("fedavg", {"num-clients": 1}, ""),
     ("fedavg", {"test-fraction": 0.9}, ""),
     ("fedavg", {"test-fraction": 5e-324}, ""),
@@ -331,24 +342,24 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("fedavg", {"num-clients": SAMPLES + 1}, "num-clients"),
     ("fedavg", {"max-samples": 1}, "num-clients"),
     ("fedavg", {"train-samples": 1}, ""),
-    ("fedavg", {"train-samples": 2**63 - 1}, ""),
-    ("fedavg", {"round-timeout": BIG}, ""),
-    ("fedavg", {"join-timeout": BIG}, ""),
+    ("fedavg", {"train-samples": MOST}, ""),
+    ("fedavg", {"round-timeout": BIG}, "round-timeout"),
+    ("fedavg", {"join-timeout": BIG}, "join-timeout"),
     ("fedavg", {"round-timeout": 5e-324}, "round-timeout"),
     ("fedavg", {"min-train-replies": 4}, "min-train-replies"),
     ("fedavg", {"min-clients": 4}, "min-clients"),
     ("fedavg", {"partition": "dirichlet", "dirichlet-alpha": 5e-324}, ""),
     ("fedavg", {"partition": "dirichlet", "dirichlet-alpha": BIG}, ""),
-    ("fedavg", {"partition": "classes", "classes-per-client": 2**63 - 1}, "classes-per-client"),
-    ("fedavg", {"partition": "shards", "shards-per-client": 2**63 - 1}, "shards-per-client"),
-    ("fedavg", {"samples-per-client": 2**63 - 1}, "samples-per-client"),
-    ("fedavg", {"state-memory": 2**63 - 1}, ""),
+    ("fedavg", {"partition": "classes", "classes-per-client": MOST}, "classes-per-client"),
+    ("fedavg", {"partition": "shards", "shards-per-client": MOST}, "shards-per-client"),
+    ("fedavg", {"samples-per-client": MOST}, "samples-per-client"),
+    ("fedavg", {"state-memory": MOST}, ""),
     ("fedfew", {"fedfew-models": 7}, ""),
     ("fedfew", {"fedfew-models": 1}, ""),
     ("fedfew", {"fedfew-mu": 5e-324}, ""),
     ("fedfew", {"fedfew-mu": BIG}, ""),
-    ("fedfew", {"fedfew-server-lr": 1e30}, ""),
-    ("fedfew", {"fedfew-server-lr": BIG}, ""),
+    ("fedfew", {"fedfew-server-lr": 1e30}, "no client's evaluation was accepted"),
+    ("fedfew", {"fedfew-server-lr": BIG}, "no client's evaluation was accepted"),
     ("cwfedavg", {"cwfedavg-wdr-lambda": BIG}, "diverged"),
     ("cwfedavg", {"cwfedavg-wdr-lambda": 0}, ""),
     ("fedacs", {"fedacs-p": 0}, ""),
@@ -357,11 +368,11 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("feddrm", {"feddrm-class-weight": 1}, ""),
     ("feddrm", {"num-clients": 1}, "num-clients"),
     ("ppfe", {"ppfe-stages": 1}, ""),
-    ("ppfe", {"ppfe-stages": 2**63 - 1}, ""),
-    ("ppfe", {"ppfe-stages": 2**63 - 1, "ppfe-fixed-head": 1}, "num-server-rounds"),
-    ("ppfe", {"ppfe-fixed-head": 2**63 - 1}, "ppfe-fixed-head"),
+    ("ppfe", {"ppfe-stages": MOST}, ""),
+    ("ppfe", {"ppfe-stages": MOST, "ppfe-fixed-head": 1}, "num-server-rounds"),
+    ("ppfe", {"ppfe-fixed-head": MOST}, "ppfe-fixed-head"),
     ("ppfe", {"ppfe-body-lr-factor": 0}, ""),
-    ("ppfe", {"ppfe-body-lr-factor": BIG}, ""),
+    ("ppfe", {"ppfe-body-lr-factor": BIG}, "diverged"),
     ("ppfe", {"ppfe-ranks": "1"}, ""),
     ("ppfe", {"ppfe-ranks": str(2**63)}, ""),
     ("ppfe", {"ppfe-ranks": "9" * 5000}, "ppfe-ranks"),

@@ -471,12 +471,6 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
 @pytest.mark.parametrize(
     ("method", "more", "status", "told"),
     [
-        (
-            "fedavg-ft",
-            {"fedavg_ft_lr": 1e300},
-            "failed",
-            "no client's evaluation was accepted in any round: .* overflow",
-        ),
         ("fedfew", {"fedfew_server_lr": 1e30}, "failed", "no client's evaluation was accepted in any round: .*"),
         ("fedavg", {"lr": 1e3}, "diverged", "of the 4 clients .* 3 sent no finite numbers; a smaller lr than 1000 may"),
         ("fedavg", {"lr": 50.0}, "diverged", "its mean loss was .* in the worst round and is .* in the last"),

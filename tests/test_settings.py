@@ -157,7 +157,7 @@ def test_a_wrong_value_names_key_value_place_and_what_is_allowed(key: str, value
     with pytest.raises(SettingsError) as raised:
         resolve({key: value}, "the command line")
     message = str(raised.value)
-    for part in (key, repr(value), "the command line", allowed, DECLARED[key].metadata["rule"].help):
+    for part in (key, repr(value)[:100], "the command line", allowed, DECLARED[key].metadata["rule"].help):
         assert part in message
 
 
