@@ -34,10 +34,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posy
 from benchmarks.machine import machine
-from client_app.workspace import cores
-from data.datasets import load_dataset
 from posy import figures
+from posy.client_app.workspace import cores
 from posy.config import defaults, resolve
+from posy.data.datasets import load_dataset
 
 LR = 0.005
 BATCH = 10

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
-from client_app.workspace import Workspace
+from posy.client_app.workspace import Workspace
 from posy.config import defaults, resolve
 
 WORKLOADS: dict[str, dict[str, Any]] = {

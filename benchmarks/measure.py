@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from client_app.workspace import Workspace, cores
+from posy.client_app.workspace import Workspace, cores
 from posy.config import defaults, resolve
 from posy.methods import client_class
 from posy.state import State

@@ -7,10 +7,10 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from client_app.base import PersonalClient, Steps
-from client_app.site import check_unchanged, describe, enrol, workspace_of
-from client_app.workspace import Workspace
 from posy.arrays import record_of
+from posy.client_app.base import PersonalClient, Steps
+from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
+from posy.client_app.workspace import Workspace
 from posy.flower import absolute, isolate_simulation, of_simulation
 from posy.methods import client_class
 from posy.state import ContextStore, DirectoryStore, Moment, State, StateStore, run_folder

@@ -19,9 +19,9 @@ from flwr.client import NumPyClient
 from flwr.common.logger import log
 from torch import Tensor
 
-from client_app.workspace import Workspace
-from models.architecture import Architecture
 from posy.batches import Samples
+from posy.client_app.workspace import Workspace
+from posy.models.architecture import Architecture
 from posy.parameters import FloatArray, Layout
 from posy.privacy import noised
 from posy.randomness import model_seed, torch_generator

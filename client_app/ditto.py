@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from client_app.base import Config, Predictor, Steps, Update, array_of
-from client_app.fedavg import FedAvgClient
+from posy.client_app.base import Config, Predictor, Steps, Update, array_of
+from posy.client_app.fedavg import FedAvgClient
 from posy.training import Pull, Train, Trained
 
 GLOBAL, PERSONAL = 0, 1  # streams of batches

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from flwr.common.logger import log
 
-from client_app.base import PersonalClient, Steps
-from client_app.workspace import Workspace
+from posy.client_app.base import PersonalClient, Steps
+from posy.client_app.workspace import Workspace
 from posy.training import Forward, Network, Train, Trainer, TrainingInterruptedError, kind
 
 Open = Callable[[], tuple[PersonalClient, Steps[Any]]]

@@ -1,6 +1,6 @@
 """FedACS's client: plain local SGD from the mixed model u_i."""
 
-from client_app.fedavg import FedAvgClient
+from posy.client_app.fedavg import FedAvgClient
 
 
 class FedACSClient(FedAvgClient):

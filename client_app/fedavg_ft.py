@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from client_app.base import Config, Predictor, Steps, Update
-from client_app.fedavg import FedAvgClient
+from posy.client_app.base import Config, Predictor, Steps, Update
+from posy.client_app.fedavg import FedAvgClient
 from posy.training import Train, Trained
 
 FINE_TUNING = 1  # its own stream of batches

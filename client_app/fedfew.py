@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.base import Arrays, Config, PersonalClient, Predictor, Steps, Update, array_of
+from posy.client_app.base import Arrays, Config, PersonalClient, Predictor, Steps, Update, array_of
 from posy.parameters import Part
 from posy.training import Train, Trained
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from client_app.fedavg import FedAvgClient
+from posy.client_app.fedavg import FedAvgClient
 from posy.training import Pull, Train
 
 

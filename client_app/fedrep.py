@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from client_app.base import Config, Steps, Update
-from client_app.fedavg import SharedBodyClient
+from posy.client_app.base import Config, Steps, Update
+from posy.client_app.fedavg import SharedBodyClient
 from posy.training import Train, Trained
 
 HEAD, BODY = 0, 1  # streams of batches

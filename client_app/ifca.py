@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from client_app.base import Arrays, Config, PersonalClient, Predictor, Steps, Update, array_of
+from posy.client_app.base import Arrays, Config, PersonalClient, Predictor, Steps, Update, array_of
 from posy.training import Train, Trained
 
 

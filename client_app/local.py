@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from client_app.base import Config, PersonalClient, Predictor, Steps, Update
+from posy.client_app.base import Config, PersonalClient, Predictor, Steps, Update
 from posy.training import Train, Trained
 
 

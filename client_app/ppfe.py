@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client_app.base import Arrays, Config, Member, PersonalClient, Predictor, Steps, Update, array_of
-from client_app.workspace import Workspace
+from posy.client_app.base import Arrays, Config, Member, PersonalClient, Predictor, Steps, Update, array_of
+from posy.client_app.workspace import Workspace
 from posy.state import State
+from posy.strategies.ppfe import Stage, open_stage, plan_stages, reweight, sparsity_mask
 from posy.training import Train, Trained
-from strategies.ppfe import Stage, open_stage, plan_stages, reweight, sparsity_mask
 
 
 class PPFEClient(PersonalClient):

@@ -11,16 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from data.augment import crop, draw_boxes
-from data.client import ClientData, client_data
-from data.datasets import Dataset, load_dataset
-from data.errors import DataError
-from data.partitions import Partition, partition
-from data.sites import fingerprint, load_site, task_of
-from data.task import Task
-from models.architecture import Architecture, architecture_for
 from posy.batches import Augment
 from posy.config import Settings, from_json
+from posy.data.augment import crop, draw_boxes
+from posy.data.client import ClientData, client_data
+from posy.data.datasets import Dataset, load_dataset
+from posy.data.errors import DataError
+from posy.data.partitions import Partition, partition
+from posy.data.sites import fingerprint, load_site, task_of
+from posy.data.task import Task
+from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SITES, SettingsError
 from posy.training import Network, Trainer

@@ -17,7 +17,7 @@ from flwr_datasets.partitioner import (
     ShardPartitioner,
 )
 
-from data.dataset import Dataset
+from posy.data.dataset import Dataset
 from posy.settings import DataSettings, SettingsError
 
 Parts = list[np.ndarray]

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
-from data.partitions import Partition
-from data.shifts import apply_shift, check_shift, shift_of
+from posy.data.dataset import Dataset
+from posy.data.partitions import Partition
+from posy.data.shifts import apply_shift, check_shift, shift_of
 from posy.settings import DataSettings
 
 

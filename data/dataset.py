@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.task import Task
+from posy.data.errors import DataError
+from posy.data.task import Task
 
 Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data import image, text
-from data.dataset import Dataset
-from data.errors import DataError
-from data.leaf import load_femnist
-from data.own import load_own
+from posy.data import image, text
+from posy.data.dataset import Dataset
+from posy.data.errors import DataError
+from posy.data.leaf import load_femnist
+from posy.data.own import load_own
 from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
 from posy.settings import DataSettings, SettingsError

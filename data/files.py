@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from posy.data.errors import DataError
 
 ROOM = 0.8
 """Of the memory that is free, what data may take."""

@@ -15,7 +15,7 @@ from filelock import FileLock
 from flwr.common.logger import log
 from PIL import Image, ImageOps
 
-from data.dataset import (
+from posy.data.dataset import (
     Dataset,
     Part,
     as_float32,
@@ -29,10 +29,10 @@ from data.dataset import (
     mapped_labels,
     numbered,
 )
-from data.errors import DataError, missing
-from data.files import check_fits, check_regular
-from data.npz import NpzFile
-from data.text import rows_of
+from posy.data.errors import DataError, missing
+from posy.data.files import check_fits, check_regular
+from posy.data.npz import NpzFile
+from posy.data.text import rows_of
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -199,7 +199,7 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int
     """Return x, y and groups of an .npz file, train and test pooled, and how many of them are the test's.
 
     Read are ``x_train, y_train`` and, if there, ``x_test, y_test`` and ``groups_train, groups_test``
-    (numbers or texts, which become 0, 1, ... in order). Labels are as :func:`data.dataset.as_labels` returns them.
+    (numbers or texts, which become 0, 1, ... in order). Labels are as :func:`posy.data.dataset.as_labels` returns them.
 
     Raises
     ------

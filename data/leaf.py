@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.dataset import Dataset, as_float32, check_lengths, image_dataset, known_labels, numbered
-from data.errors import DataError, missing
-from data.files import read_json
-from data.image import from_npz
+from posy.data.dataset import Dataset, as_float32, check_lengths, image_dataset, known_labels, numbered
+from posy.data.errors import DataError, missing
+from posy.data.files import read_json
+from posy.data.image import from_npz
 
 
 def load_femnist(data_dir: Path) -> Dataset:

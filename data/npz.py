@@ -12,8 +12,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.errors import DataError
-from data.files import check_fits, check_regular
+from posy.data.errors import DataError
+from posy.data.files import check_fits, check_regular
 
 _CHUNK = 1 << 22
 _MAX_RATIO, _MAX_SQUEEZED = 100, 1 << 30

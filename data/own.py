@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from flwr.common.logger import log
 
-from data.dataset import (
+from posy.data.dataset import (
     FLOAT32,
     LOST,
     Content,
@@ -27,10 +27,10 @@ from data.dataset import (
     text_dataset,
     written_label,
 )
-from data.errors import DataError
-from data.image import as_images, labelled_images, read_npz, readable_images, unreadable
-from data.pfllib import is_pfllib, read_pfllib
-from data.text import rows_of, tokenise
+from posy.data.errors import DataError
+from posy.data.image import as_images, labelled_images, read_npz, readable_images, unreadable
+from posy.data.pfllib import is_pfllib, read_pfllib
+from posy.data.text import rows_of, tokenise
 
 _SPECIAL = ("label", "group", "text")
 
@@ -80,7 +80,7 @@ def read_own(
     path : Path
         An .npz or .csv file, a folder of class folders, or a PFLlib directory.
     size, mode
-        Of the images of class folders, as for :func:`data.image.read_images`.
+        Of the images of class folders, as for :func:`posy.data.image.read_images`.
     skip_unreadable : bool or None
         Whether to go on without image files that cannot be read; ``None``: no, and nobody can choose it.
 
@@ -103,7 +103,7 @@ def read_own(
 
 
 def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
-    """Read a folder of class folders, as :func:`data.image.labelled_images` finds them."""
+    """Read a folder of class folders, as :func:`posy.data.image.labelled_images` finds them."""
     files, names, is_test = labelled_images(path)
     x, problems = readable_images(files, size, mode)
     if not problems:
@@ -130,9 +130,9 @@ def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, ski
 
 
 def _read_npz(path: Path) -> Content:
-    """Read what :func:`data.image.read_npz` does.
+    """Read what :func:`posy.data.image.read_npz` does.
 
-    Three and four axes are images, as :func:`data.image.as_images` takes them; ``(N, F)`` are features.
+    Three and four axes are images, as :func:`posy.data.image.as_images` takes them; ``(N, F)`` are features.
     """
     x, y, groups, tested = read_npz(path)
     is_test = np.arange(len(y)) >= len(y) - tested if tested else None
@@ -151,7 +151,7 @@ def _read_npz(path: Path) -> Content:
 def _read_csv(path: Path) -> Content:
     """Read a table with a header, in which every name stands once.
 
-    The labels are the column ``label``, else the last, which is noted (see :func:`data.dataset.written_label`
+    The labels are the column ``label``, else the last, which is noted (see :func:`posy.data.dataset.written_label`
     for what a cell means); a column ``group`` gives natural groups. A column ``text``, or the only other column
     if it does not hold numbers, becomes tokens, and the columns that are not used then are noted; otherwise all
     other columns are features.
@@ -215,7 +215,7 @@ def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
 def _features(
     columns: list[tuple[str, tuple[str, ...]]], path: Path, numbers: list[int]
 ) -> tuple[np.ndarray, list[str]]:
-    """Return the columns as :func:`data.dataset.as_features` does; every cell must be a finite number."""
+    """Return the columns as :func:`posy.data.dataset.as_features` does; every cell must be a finite number."""
     if not columns:
         raise DataError(f"{path}: no column beside the label; at least one is needed")
     features = np.empty((len(numbers), len(columns)))
@@ -257,7 +257,7 @@ def _labels(cells: tuple[str, ...], path: Path, title: str, numbers: list[int]) 
 
 
 def _names(cells: tuple[str, ...], path: Path, title: str, numbers: list[int], what: str) -> np.ndarray:
-    """Return a column of names as :func:`data.dataset.as_labels` does; none may be empty."""
+    """Return a column of names as :func:`posy.data.dataset.as_labels` does; none may be empty."""
     known = {cell: written_label(cell) for cell in set(cells)}
     names = [known[cell] for cell in cells]
     if "" in names:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from flwr.common.logger import log
 
-from data.augment import check_augment
-from data.dataset import Dataset, Indices
-from data.errors import DataError
-from data.files import read_json
-from data.pfllib import is_pfllib
-from data.shifts import check_shift
+from posy.data.augment import check_augment
+from posy.data.dataset import Dataset, Indices
+from posy.data.errors import DataError
+from posy.data.files import read_json
+from posy.data.pfllib import is_pfllib
+from posy.data.shifts import check_shift
 from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
 from posy.settings import DataSettings, SettingsError
@@ -152,7 +152,7 @@ def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.rando
         return _from_file(dataset, settings, rng)
     if settings.samples_per_client:
         return (_equal_classes if kind == "classes" else _equal_iid)(dataset, settings, rng)
-    from data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
+    from posy.data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
 
     return split(ASSIGN[kind](dataset, settings, rng), settings, rng)
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.dataset import (
+from posy.data.dataset import (
     Content,
     Part,
     as_features,
@@ -26,9 +26,9 @@ from data.dataset import (
     known_labels,
     precision_notes,
 )
-from data.errors import DataError
-from data.files import read_json
-from data.npz import NpzFile
+from posy.data.errors import DataError
+from posy.data.files import read_json
+from posy.data.npz import NpzFile
 
 MANY_CLASSES = 10_000
 MAX_TOKEN = 10**7

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from data.augment import check_augment
-from data.dataset import (
+from posy.data.augment import check_augment
+from posy.data.dataset import (
     FLOAT32,
     Content,
     Dataset,
@@ -31,11 +31,11 @@ from data.dataset import (
     nearly_equal,
     sorted_names,
 )
-from data.errors import DataError
-from data.own import read_own
-from data.partitions import Partition, split
-from data.task import Task
-from data.text import MAX_LENGTH, PADDING, UNKNOWN, words_of
+from posy.data.errors import DataError
+from posy.data.own import read_own
+from posy.data.partitions import Partition, split
+from posy.data.task import Task
+from posy.data.text import MAX_LENGTH, PADDING, UNKNOWN, words_of
 from posy.paths import exists
 from posy.randomness import numpy_generator
 from posy.settings import SITES, DataSettings, SettingsError, key_of
@@ -65,7 +65,7 @@ class Description:
     Attributes
     ----------
     kind : str
-        As in :class:`data.dataset.Content`.
+        As in :class:`posy.data.dataset.Content`.
     shape : tuple of int
         Of one sample, as in the setting ``input-shape``.
     fixed : bool

@@ -10,9 +10,9 @@ from typing import TextIO
 
 import numpy as np
 
-from data.dataset import Dataset, check_lengths, known_labels, numbered, text_dataset
-from data.errors import DataError, missing
-from data.files import check_fits, check_regular
+from posy.data.dataset import Dataset, check_lengths, known_labels, numbered, text_dataset
+from posy.data.errors import DataError, missing
+from posy.data.files import check_fits, check_regular
 
 PADDING, UNKNOWN = 0, 1
 TABLE_GROWTH = 4

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from data.task import Task
-from models import cnn, dense, resnet, text
-from models.chain import ChainModel
-from models.seeding import seeded
+from posy.data.task import Task
+from posy.models import cnn, dense, resnet, text
+from posy.models.chain import ChainModel
+from posy.models.seeding import seeded
 from posy.settings import SettingsError
 
 __all__ = ["ChainModel", "build_model", "resolve"]

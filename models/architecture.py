@@ -7,10 +7,10 @@ from functools import lru_cache
 import numpy as np
 from torch import nn
 
-from data.task import Task
-from models import build_model, resolve
-from models.chain import ChainModel
-from models.two_branch import TwoBranch, shared_blocks
+from posy.data.task import Task
+from posy.models import build_model, resolve
+from posy.models.chain import ChainModel
+from posy.models.two_branch import TwoBranch, shared_blocks
 from posy.parameters import FloatArray, Layout, layout_of
 
 CLIENT_BRANCH = "client-branch"

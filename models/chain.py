@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from models.layers import FullyConnected, LowRankLinear
+from posy.models.layers import FullyConnected, LowRankLinear
 
 
 class ChainModel(nn.Module):

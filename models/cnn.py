@@ -6,9 +6,9 @@ All take two 5×5 convolutions without padding, each with 2×2 max-pooling: 28×
 
 from collections.abc import Mapping
 
-from data.task import Task
-from models.chain import ChainModel
-from models.layers import Convolution, FullyConnected, linear
+from posy.data.task import Task
+from posy.models.chain import ChainModel
+from posy.models.layers import Convolution, FullyConnected, linear
 
 KERNEL = 5
 MINIMUM_SIZE = 16  # pixels a side that leave one feature a channel

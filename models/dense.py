@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 
-from data.task import Task
-from models.chain import ChainModel
-from models.layers import FullyConnected, linear
+from posy.data.task import Task
+from posy.models.chain import ChainModel
+from posy.models.layers import FullyConnected, linear
 
 
 def linear_model(task: Task, ranks: Mapping[str, int]) -> ChainModel:

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.task import Task
-from models.chain import ChainModel
-from models.layers import FullyConnected, linear
+from posy.data.task import Task
+from posy.models.chain import ChainModel
+from posy.models.layers import FullyConnected, linear
 
 Norm = Callable[[int], nn.GroupNorm | nn.BatchNorm2d]
 

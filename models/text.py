@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.task import Task
-from models.chain import ChainModel
-from models.layers import FullyConnected, linear
+from posy.data.task import Task
+from posy.models.chain import ChainModel
+from posy.models.layers import FullyConnected, linear
 
 DIMENSION = 64  # of the token embeddings
 CHANNELS = 100  # of each of TextCNN's convolutions

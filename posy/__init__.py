@@ -1,10 +1,17 @@
 """Personalised federated learning on Flower; the parts that every method shares."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "server_app").is_dir():
+    # In a checkout links in this folder lead to data/, models/ and the others beside it, and a wheel holds them here.
+    # Flower's bundle of the app carries no links: there they are found where they lie.
+    __path__.append(str(_HERE.parent))
+
 if TYPE_CHECKING:
+    from posy.server_app.recorder import Recorder
     from posy.settings import Scalar
-    from server_app.recorder import Recorder
 
 
 def run(**settings: "Scalar") -> "Recorder":

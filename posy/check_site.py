@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from client_app.site import skips
-from data.dataset import Content, Dataset
-from data.errors import DataError
-from data.partitions import Partition
-from data.sites import (
+from posy.client_app.site import skips
+from posy.data.dataset import Content, Dataset
+from posy.data.errors import DataError
+from posy.data.partitions import Partition
+from posy.data.sites import (
     Description,
     check_site_settings,
     check_suits,

@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from data.errors import DataError
 from posy import config as configuration
+from posy.data.errors import DataError
 from posy.deploy import commands as deployment
 from posy.launch import (
     APP,
@@ -144,7 +144,7 @@ def methods(options: argparse.Namespace) -> int:
 
 def datasets(options: argparse.Namespace) -> int:
     """`posy datasets`: list the data sets."""
-    from data.datasets import describe  # noqa: PLC0415
+    from posy.data.datasets import describe  # noqa: PLC0415
 
     print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
     return 0
@@ -481,7 +481,7 @@ def _compare(defaults: Mapping[str, Scalar]) -> int:
 
 def _about(method: str) -> str:
     """Return the first sentence of a method's module, without importing it."""
-    spec = importlib.util.find_spec("strategies." + method.replace("-", "_"))
+    spec = importlib.util.find_spec("posy.strategies." + method.replace("-", "_"))
     assert spec is not None and spec.origin is not None
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())

@@ -32,7 +32,7 @@ from posy.settings import RunError, RunSettings, Scalar
 from posy.storage import replace
 
 if TYPE_CHECKING:
-    from server_app.recorder import Recorder
+    from posy.server_app.recorder import Recorder
 
 APP = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -87,7 +87,7 @@ def record_in_process(config: Mapping[str, Scalar], begun: Callable[[Path], obje
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from posy.config import defaults  # noqa: PLC0415
-    from server_app.app import run  # noqa: PLC0415 - imports PyTorch
+    from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch
 
     logger = logging.getLogger("flwr")
     level = logger.level

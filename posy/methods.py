@@ -45,17 +45,17 @@ def check_method(method: str, where: str = "") -> None:
 
 def strategy_class(method: str) -> Any:
     """Return the Flower strategy of a method."""
-    return _attribute("strategies", method, "")
+    return _attribute("posy.strategies", method, "")
 
 
 def settings_class(method: str) -> Any:
     """Return the frozen dataclass with a method's own settings."""
-    return _attribute("strategies", method, "Settings")
+    return _attribute("posy.strategies", method, "Settings")
 
 
 def client_class(method: str) -> Any:
     """Return the NumPyClient of a method."""
-    return _attribute("client_app", method, "Client")
+    return _attribute("posy.client_app", method, "Client")
 
 
 def _attribute(package: str, method: str, suffix: str) -> Any:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.partitions import as_used
 from posy.cli import check, merged, with_absolute_paths
 from posy.config import check_own, defaults, owner, pertinent, resolve
+from posy.data.partitions import as_used
 from posy.launch import APP, ENVIRONMENT
 from posy.progress import duration, size
 from posy.resume import read_summary

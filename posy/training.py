@@ -1,7 +1,7 @@
 """Local training and inference, written once for every method.
 
 A method asks for work by yielding :class:`Train` and :class:`Forward` requests from a generator (see
-:mod:`client_app.base`); :class:`Trainer` carries them out. An objective is a function of (network,
+:mod:`posy.client_app.base`); :class:`Trainer` carries them out. An objective is a function of (network,
 batch, context), so the same code trains one model, or K models over a stacked axis: one after the
 other with resident modules, or as one computation under :func:`torch.func.vmap`. Several clients are
 one more axis.

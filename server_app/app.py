@@ -12,21 +12,21 @@ from flwr.app import ArrayRecord, Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from client_app.workspace import Workspace, workspace_for
-from data.partitions import as_used
-from data.sites import check_site_settings
+from posy.client_app.workspace import Workspace, workspace_for
 from posy.config import Settings, resolve
+from posy.data.partitions import as_used
+from posy.data.sites import check_site_settings
 from posy.flower import absolute, in_simulation
 from posy.methods import strategy_class
 from posy.paths import exists
 from posy.privacy import check_privacy
 from posy.resume import StoredRun, given_keys
+from posy.server_app.checkpoints import resumption
+from posy.server_app.federation import Federation, PollingGrid, WaveGrid
+from posy.server_app.in_process import InProcessGrid
+from posy.server_app.recorder import Recorder
 from posy.settings import DATASETS, SITES, SITES_NEED_NODES, SettingsError
 from posy.state import DirectoryStore, MemoryStore
-from server_app.checkpoints import resumption
-from server_app.federation import Federation, PollingGrid, WaveGrid
-from server_app.in_process import InProcessGrid
-from server_app.recorder import Recorder
 
 app = ServerApp()
 

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from flwr.common.logger import log
 
-from client_app.workspace import Workspace
+from posy.client_app.workspace import Workspace
 from posy.config import Settings
 from posy.results import RunDirectory
 from posy.resume import PROGRESS, StoredRun, checkpoint_rounds, read_summary
 from posy.settings import SettingsError
 from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, write_arrays, write_json
-from strategies.base import PersonalisedStrategy
+from posy.strategies.base import PersonalisedStrategy
 
 KEPT = 2
 WRITING_SHARE = 0.02

@@ -18,14 +18,14 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
-from data.errors import DataError
-from data.sites import Description, agreed, is_complete, task_of
 from posy.config import Settings
+from posy.data.errors import DataError
+from posy.data.sites import Description, agreed, is_complete, task_of
 from posy.flower import Outages, answer_to, failure, raised
 from posy.progress import announce, task_table
 from posy.settings import SITES, SettingsError
+from posy.strategies.base import UNREADABLE, BadReplyError, Member, check_count
 from posy.words import are, one_line, title
-from strategies.base import UNREADABLE, BadReplyError, Member, check_count
 
 ASK_SECONDS = 60.0
 """For so long a node may be silent before it is asked again whom it hosts."""

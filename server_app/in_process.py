@@ -12,10 +12,10 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from client_app.app import Call
-from client_app.app import app as client_app
-from client_app.engine import Engine
-from client_app.workspace import Workspace
+from posy.client_app.app import Call
+from posy.client_app.app import app as client_app
+from posy.client_app.engine import Engine
+from posy.client_app.workspace import Workspace
 from posy.state import StateStore
 
 

@@ -17,19 +17,19 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
-from client_app.workspace import Workspace
 from posy import figures
+from posy.client_app.workspace import Workspace
 from posy.config import Settings
 from posy.metrics import Spread, spread
 from posy.progress import Progress, results_table
 from posy.results import Evaluation, History, RunDirectory, Status
+from posy.server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
+from posy.server_app.federation import Federation
+from posy.server_app.system import system_accuracy
 from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain
-from server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
-from server_app.federation import Federation
-from server_app.system import system_accuracy
-from strategies.base import PersonalisedStrategy, RoundRecord
+from posy.strategies.base import PersonalisedStrategy, RoundRecord
 
 DRAW_SECONDS = 30.0
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")

@@ -7,15 +7,15 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from client_app.workspace import Workspace
-from models.architecture import Architecture, reduced_like
 from posy.batches import Samples
+from posy.client_app.workspace import Workspace
 from posy.config import Settings
 from posy.metrics import majority_vote
+from posy.models.architecture import Architecture, reduced_like
 from posy.parameters import FloatArray
 from posy.results import RunDirectory, load_arrays
+from posy.strategies.base import PersonalisedStrategy
 from posy.training import Forward
-from strategies.base import PersonalisedStrategy
 
 
 def system_accuracy(
@@ -79,7 +79,7 @@ def predict_classes(
 def stored_probabilities(
     workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
 ) -> Tensor:
-    """Return the probabilities ``(n, C)`` of a model as :class:`~client_app.base.PersonalClient` stored it."""
+    """Return the probabilities ``(n, C)`` of a model as :class:`~posy.client_app.base.PersonalClient` stored it."""
     stages = sorted({name.partition(".")[0] for name in arrays if name.startswith("stage")})
     coefficients, outputs = [], []
     for stage in stages or [""]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from posy import figures
 from posy.parameters import FloatArray
-from strategies.base import Arrays, PersonalisedStrategy, Update
+from posy.strategies.base import Arrays, PersonalisedStrategy, Update
 
 PICTURED_ROUNDS = 4
 

@@ -24,10 +24,10 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from models.architecture import Architecture
 from posy.arrays import Array, record_of_arrays
 from posy.config import Settings
 from posy.flower import CLOCK_SECONDS, MAX_REASON, failure
+from posy.models.architecture import Architecture
 from posy.parameters import FloatArray, Part
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError

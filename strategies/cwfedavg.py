@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.architecture import Architecture
 from posy import figures
+from posy.models.architecture import Architecture
 from posy.parameters import FloatArray, Part
 from posy.settings import setting
-from strategies.base import Arrays, BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from posy.strategies.base import (
+    Arrays,
+    BadReplyError,
+    PersonalisedStrategy,
+    Update,
+    num_examples,
+    stacked,
+    weighted_mean,
+)
 
 Float64 = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from posy.parameters import FloatArray
 from posy.settings import setting
-from strategies.attention import AttentionStrategy
+from posy.strategies.attention import AttentionStrategy
 
 BLOCK = 16_384
 

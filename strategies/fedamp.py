@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from posy.parameters import FloatArray
 from posy.settings import setting
-from strategies.attention import AttentionStrategy
+from posy.strategies.attention import AttentionStrategy
 
 SMALLEST = 1e-30
 """Of sigma: below it only equal models attend to each other, as at 0, and what is divided by it might overflow."""

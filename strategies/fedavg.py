@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from strategies.base import SingleModelStrategy
+from posy.strategies.base import SingleModelStrategy
 
 
 @dataclass(frozen=True)

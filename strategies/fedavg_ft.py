@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from posy.settings import setting
-from strategies.base import SingleModelStrategy
+from posy.strategies.base import SingleModelStrategy
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from client_app.workspace import Workspace
-from models.architecture import Architecture
 from posy import figures
 from posy.batches import Samples
+from posy.client_app.workspace import Workspace
+from posy.models.architecture import Architecture
 from posy.results import load_arrays
 from posy.settings import SettingsError, setting
+from posy.strategies.base import SingleModelStrategy
 from posy.training import Forward
-from strategies.base import SingleModelStrategy
 
 
 @dataclass(frozen=True)

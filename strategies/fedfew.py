@@ -14,7 +14,7 @@ import numpy.typing as npt
 from posy import figures
 from posy.parameters import FloatArray
 from posy.settings import setting
-from strategies.base import Arrays, PersonalisedStrategy, Update, num_examples
+from posy.strategies.base import Arrays, PersonalisedStrategy, Update, num_examples
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-30

@@ -9,7 +9,15 @@ import numpy.typing as npt
 
 from posy.parameters import FloatArray
 from posy.settings import setting
-from strategies.base import Arrays, BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from posy.strategies.base import (
+    Arrays,
+    BadReplyError,
+    PersonalisedStrategy,
+    Update,
+    num_examples,
+    stacked,
+    weighted_mean,
+)
 
 
 @dataclass(frozen=True)

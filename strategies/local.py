@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies.base import Arrays, PersonalisedStrategy, Update
+from posy.strategies.base import Arrays, PersonalisedStrategy, Update
 
 
 @dataclass(frozen=True)

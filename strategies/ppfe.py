@@ -18,14 +18,22 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from models.architecture import Architecture
-from models.layers import capped_rank, low_rank_factors
 from posy import figures
 from posy.config import Settings
+from posy.models.architecture import Architecture
+from posy.models.layers import capped_rank, low_rank_factors
 from posy.parameters import FloatArray, Part
 from posy.randomness import torch_generator
 from posy.settings import SettingsError, setting
-from strategies.base import Arrays, BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from posy.strategies.base import (
+    Arrays,
+    BadReplyError,
+    PersonalisedStrategy,
+    Update,
+    num_examples,
+    stacked,
+    weighted_mean,
+)
 
 PAPER_ROUNDS = (30, 50, 40, 40)
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1

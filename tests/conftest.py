@@ -21,15 +21,15 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from client_app.app import Call
-from client_app.base import PersonalClient
-from client_app.workspace import Workspace
+from posy.client_app.app import Call
+from posy.client_app.base import PersonalClient
+from posy.client_app.workspace import Workspace
 from posy.config import defaults, pertinent, resolve
 from posy.methods import client_class, strategy_class
+from posy.server_app.federation import Federation, WaveGrid
+from posy.server_app.in_process import InProcessGrid
 from posy.state import State
-from server_app.federation import Federation, WaveGrid
-from server_app.in_process import InProcessGrid
-from strategies.base import Member, PersonalisedStrategy, RoundRecord, Update
+from posy.strategies.base import Member, PersonalisedStrategy, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
 Config = dict[str, Any]

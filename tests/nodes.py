@@ -12,8 +12,8 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from PIL import Image
 
-from client_app.app import app as client_app
-from server_app.in_process import InProcessGrid
+from posy.client_app.app import app as client_app
+from posy.server_app.in_process import InProcessGrid
 
 
 class NodeGrid(Grid):

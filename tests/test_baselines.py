@@ -8,11 +8,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from posy.methods import strategy_class
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
-from server_app.in_process import InProcessGrid
-from strategies.base import weighted_mean
-from strategies.fedamp import message_weights, squared_distances
-from strategies.ifca import cluster_means
+from posy.strategies.base import weighted_mean
+from posy.strategies.fedamp import message_weights, squared_distances
+from posy.strategies.ifca import cluster_means
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}

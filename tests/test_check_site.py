@@ -9,10 +9,10 @@ import pytest
 from nodes import class_folders, table
 from rich.console import Console
 
-from data.errors import DataError
-from data.sites import load_site
 from posy.check_site import check_site, show
 from posy.cli import main
+from posy.data.errors import DataError
+from posy.data.sites import load_site
 from posy.settings import DataSettings
 
 OPEN = DataSettings(dataset="sites")

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from torch import Tensor
 
-from client_app import app as client_app
-from client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, scores
-from client_app.workspace import Workspace, choose_device, workspace_for
+from posy.client_app import app as client_app
+from posy.client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, scores
+from posy.client_app.workspace import Workspace, choose_device, workspace_for
 from posy.config import resolve
 from posy.methods import METHODS
 from posy.results import load_arrays
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.state import ContextStore, Moment, State
 from posy.training import Train, TrainingDivergedError
-from server_app.in_process import InProcessGrid
 
 MakeClient = Callable[..., Any]
 TRAIN = {"server-round": 1, "client": 0, "evaluate-local": True}

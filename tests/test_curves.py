@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import curves
-from client_app.workspace import Workspace
+from posy.client_app.workspace import Workspace
 from posy.config import resolve
 from posy.randomness import model_seed
 

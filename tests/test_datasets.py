@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from data.augment import crop, draw_boxes
-from data.client import client_data
-from data.datasets import SOURCES, describe, load_dataset
-from data.errors import DataError
-from data.image import CIFAR20, CIFAR100_NAMES, KVASIR, TO_SUPERCLASS
-from data.partitions import Partition, partition
-from data.text import tokenise
+from posy.data.augment import crop, draw_boxes
+from posy.data.client import client_data
+from posy.data.datasets import SOURCES, describe, load_dataset
+from posy.data.errors import DataError
+from posy.data.image import CIFAR20, CIFAR100_NAMES, KVASIR, TO_SUPERCLASS
+from posy.data.partitions import Partition, partition
+from posy.data.text import tokenise
 from posy.settings import DATASETS, DataSettings, SettingsError
 
 CPU = torch.device("cpu")

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.app import Call
-from client_app.engine import Engine
-from client_app.fedavg import FedAvgClient
-from client_app.workspace import Workspace
+from posy.client_app.app import Call
+from posy.client_app.engine import Engine
+from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.workspace import Workspace
 from posy.config import resolve
 from posy.methods import METHODS
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import TrainSettings
 from posy.state import DirectoryStore, MemoryStore
 from posy.training import Train, Trainer
-from server_app.in_process import InProcessGrid
 
 SAME = 1e-5  # relative, in norm
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

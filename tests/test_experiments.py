@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from data.task import Task
-from models.architecture import architecture_for
 from posy import cli
 from posy.config import EXPERIMENTS, defaults, resolve
+from posy.data.task import Task
 from posy.launch import APP
 from posy.methods import METHODS
+from posy.models.architecture import architecture_for
+from posy.strategies.ppfe import plan_stages
 from posy.table import PLACE, read_plan
-from strategies.ppfe import plan_stages
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"))
 TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from strategies.fedacs import attention_weights, cosine_similarity
+from posy.strategies.fedacs import attention_weights, cosine_similarity
 
 R = math.sqrt(0.5)
 

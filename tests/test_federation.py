@@ -22,15 +22,15 @@ from flwr.supercore.retry import RetryState, make_simple_http_retry_invoker
 from hypothesis import strategies as st
 from nodes import NodeGrid
 
-from client_app.app import Call
+from posy.client_app.app import Call
 from posy.config import Settings, resolve
+from posy.server_app import federation
+from posy.server_app.app import run
+from posy.server_app.federation import Federation, PollingGrid, WaveGrid
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
-from server_app import federation
-from server_app.app import run
-from server_app.federation import Federation, PollingGrid, WaveGrid
-from server_app.in_process import InProcessGrid
-from strategies.base import PersonalisedStrategy
-from strategies.ppfe import PPFE
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.ppfe import PPFE
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -255,7 +255,7 @@ def test_an_interrupt_is_no_reply(settings_json: str, monkeypatch: pytest.Monkey
     def interrupted(*_: Any) -> Message:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("server_app.in_process.client_app", interrupted)
+    monkeypatch.setattr("posy.server_app.in_process.client_app", interrupted)
     with pytest.raises(KeyboardInterrupt):
         InProcessGrid(1).send_and_receive(queries(settings_json, 1))
 
@@ -901,7 +901,7 @@ def test_a_node_that_ended_with_its_question_is_asked_again(
             self.silent = {2} if len(self.asked) < 3 else set()
             return list(super().send_and_receive(messages, timeout=timeout))
 
-    monkeypatch.setattr("server_app.federation.ASK_SECONDS", 0.05)
+    monkeypatch.setattr("posy.server_app.federation.ASK_SECONDS", 0.05)
     grid = Deaf(*parts(4))
     found = grid.joined(settings)
     assert grid.asked == [{1, 2, 3, 4}, {2}, {2}]

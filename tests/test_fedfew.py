@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.base import array_of
+from posy.client_app.base import array_of
 from posy.randomness import model_seed
-from strategies.fedfew import STCHWeights, entropy, server_step, stch_weights, weighted_losses
+from posy.strategies.fedfew import STCHWeights, entropy, server_step, stch_weights, weighted_losses
 
 # exp(-L) is 1/2, 1/4 for client 0 and 1, 1 for client 1: S = 3/4 and 2, 1/S = 4/3 and 1/2.
 LOSSES = np.array([[math.log(2), math.log(4)], [0.0, 0.0]])

@@ -19,16 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.client import client_data
-from data.dataset import as_labels, nearly_equal, written_label
-from data.datasets import load_dataset
-from data.errors import DataError
-from data.leaf import load_femnist
-from data.npz import NpzFile
-from data.own import load_own
-from data.partitions import Partition, partition
-from data.sites import load_site
 from posy.cli import main
+from posy.data.client import client_data
+from posy.data.dataset import as_labels, nearly_equal, written_label
+from posy.data.datasets import load_dataset
+from posy.data.errors import DataError
+from posy.data.leaf import load_femnist
+from posy.data.npz import NpzFile
+from posy.data.own import load_own
+from posy.data.partitions import Partition, partition
+from posy.data.sites import load_site
 from posy.settings import DataSettings, SettingsError
 
 CPU = torch.device("cpu")
@@ -578,7 +578,7 @@ def test_crooked_tables(text, message, tmp_path):
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.text.MAX_LINE", 1000)
+    monkeypatch.setattr("posy.data.text.MAX_LINE", 1000)
     path = write(tmp_path / "a.csv", "x,label\n" + "1" * 5000)
     refused(load_own, path, "a", match="line 2 is longer than 1,000 characters")
 
@@ -723,7 +723,7 @@ def test_a_site_goes_on_without_them_if_it_says_so(tmp_path):
 
 
 def test_neither_size_nor_colours_are_those_of_a_file_that_is_left_out(tmp_path):
-    from data.own import read_own
+    from posy.data.own import read_own
 
     damage(images(tmp_path))
     assert read_own(tmp_path, skip_unreadable=True).x.shape == (6, 4, 4, 1)

@@ -18,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import check_numbers
 
-from data.errors import DataError
 from posy import cli
 from posy.config import resolve
+from posy.data.errors import DataError
 from posy.methods import METHODS, settings_class
+from posy.server_app.app import run
+from posy.server_app.recorder import Recorder
 from posy.settings import (
     MOST,
     DataSettings,
@@ -33,8 +35,6 @@ from posy.settings import (
     fields_of,
     key_of,
 )
-from server_app.app import run
-from server_app.recorder import Recorder
 
 GROUPS = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]
 DECLARED = {key: field for cls, prefix in GROUPS for key, field in fields_of(cls, prefix).items()}

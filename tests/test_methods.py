@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 
 from posy.config import defaults, resolve
 from posy.methods import METHODS, client_class, settings_class, strategy_class
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, fields_of
-from server_app.in_process import InProcessGrid
-from strategies.base import PersonalisedStrategy
+from posy.strategies.base import PersonalisedStrategy
 
 SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from data.task import Task
-from models import ChainModel, build_model, resolve
-from models.layers import (
+from posy.data.task import Task
+from posy.models import ChainModel, build_model, resolve
+from posy.models.layers import (
     FullyConnected,
     LowRankLinear,
     capped_rank,
@@ -17,9 +17,9 @@ from models.layers import (
     low_rank_saves,
     reset_parameters,
 )
-from models.resnet import ResidualBlock
-from models.seeding import seeded
-from models.two_branch import SHARING, TwoBranch, shared_blocks
+from posy.models.resnet import ResidualBlock
+from posy.models.seeding import seeded
+from posy.models.two_branch import SHARING, TwoBranch, shared_blocks
 from posy.settings import MODELS, SettingsError
 
 TEN = tuple("0123456789")

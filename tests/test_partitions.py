@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from data.dataset import feature_dataset, image_dataset
-from data.datasets import load_dataset
-from data.errors import DataError
-from data.partitions import partition
+from posy.data.dataset import feature_dataset, image_dataset
+from posy.data.datasets import load_dataset
+from posy.data.errors import DataError
+from posy.data.partitions import partition
 from posy.settings import DataSettings, SettingsError
 
 
@@ -81,8 +81,8 @@ def test_the_seed_makes_the_partition(kind):
 
 def test_another_process_makes_the_same_partition():
     code = (
-        "from pathlib import Path; from posy.settings import DataSettings; from data.datasets import load_dataset;"
-        "from data.partitions import partition; s = DataSettings();"
+        "from pathlib import Path; from posy.settings import DataSettings; from posy.data.datasets import load_dataset;"
+        "from posy.data.partitions import partition; s = DataSettings();"
         "print([t.tolist() for t in partition(load_dataset(s, Path('.'), 0), s, 5).train])"
     )
     command = [sys.executable, "-c", code]

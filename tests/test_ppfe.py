@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from client_app.base import Member, Predictor
-from client_app.workspace import Workspace
+from posy.client_app.base import Member, Predictor
+from posy.client_app.workspace import Workspace
+from posy.server_app.system import stored_probabilities
 from posy.settings import SettingsError
-from server_app.system import stored_probabilities
-from strategies.ppfe import open_stage, reweight, sparsity_mask, stage_rounds
+from posy.strategies.ppfe import open_stage, reweight, sparsity_mask, stage_rounds
 
 # For the paper's network of five layers: conv1, conv2, fc1, fc2, head.
 PICTURES = (

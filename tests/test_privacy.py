@@ -14,8 +14,8 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from posy.config import defaults, resolve
 from posy.methods import METHODS
 from posy.privacy import NO_NOISE, NOT_A_SUM, check_privacy, noise_deviation, noised
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, TrainSettings
-from server_app.in_process import InProcessGrid
 
 MakeClient = Callable[..., Any]
 QUIET = 1e-30  # a sensitivity for which the noise vanishes in float32

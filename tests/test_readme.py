@@ -25,7 +25,7 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
     assert line is not None
     assert command is not None
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, tmp_path / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file, block in zip(files, blocks, strict=True):
         (tmp_path / file).write_text(block, encoding="utf-8")
     registry = tmp_path / "posy/methods.py"

@@ -19,8 +19,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from safetensors import safe_open
 
 from posy.methods import METHODS
-from server_app.app import run
-from server_app.recorder import Recorder
+from posy.server_app.app import run
+from posy.server_app.recorder import Recorder
 
 Arrays = dict[str, np.ndarray]
 Members = list[tuple[Arrays, float]]

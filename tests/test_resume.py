@@ -18,21 +18,21 @@ import pytest
 import yaml
 from flwr.app import Context
 
-from client_app.base import PersonalClient
-from client_app.workspace import workspace_for
+from posy.client_app.base import PersonalClient
+from posy.client_app.workspace import workspace_for
 from posy.config import defaults
 from posy.methods import METHODS, strategy_class
 from posy.results import RunDirectory, load_arrays
 from posy.resume import StoredRun
+from posy.server_app import checkpoints as checkpoints_module
+from posy.server_app.app import run
+from posy.server_app.checkpoints import Checkpoints
+from posy.server_app.federation import WaveGrid
+from posy.server_app.in_process import InProcessGrid
+from posy.server_app.recorder import Recorder
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import write_json
-from server_app import checkpoints as checkpoints_module
-from server_app.app import run
-from server_app.checkpoints import Checkpoints
-from server_app.federation import WaveGrid
-from server_app.in_process import InProcessGrid
-from server_app.recorder import Recorder
-from strategies.base import PersonalisedStrategy
+from posy.strategies.base import PersonalisedStrategy
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -522,7 +522,7 @@ def test_a_process_that_dies_while_it_writes_a_checkpoint(
 
 def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 MiB for the models of four clients, 40 kB each and 14 times as large: all but one lie on the disk."""
-    from server_app import app
+    from posy.server_app import app
 
     whole = run(InProcessGrid(4), settings(tmp_path, "local", "whole")).directory.path
     config = settings(tmp_path, "local", "small", state_memory=1, checkpoint_every=0)

@@ -14,19 +14,19 @@ from flwr.app import ArrayRecord, Error, Message
 from nodes import pfllib
 
 import posy
-from client_app.app import Call
-from client_app.fedavg import FedAvgClient
-from client_app.workspace import Workspace
-from data.datasets import load_dataset
-from data.errors import DataError
+from posy.client_app.app import Call
+from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.workspace import Workspace
 from posy.config import defaults, resolve
+from posy.data.datasets import load_dataset
+from posy.data.errors import DataError
 from posy.results import CLIENT_COLUMNS, load_arrays
+from posy.server_app import recorder as recorder_module
+from posy.server_app.app import run
+from posy.server_app.in_process import InProcessGrid
+from posy.server_app.recorder import Recorder
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.table import Cell
-from server_app import recorder as recorder_module
-from server_app.app import run
-from server_app.in_process import InProcessGrid
-from server_app.recorder import Recorder
 
 Config = dict[str, Any]
 MakeConfig = Callable[..., Config]
@@ -279,7 +279,7 @@ def test_in_one_process_the_data_is_loaded_once(make_config: MakeConfig, monkeyp
         loaded.append(args)
         return load_dataset(*args)
 
-    monkeypatch.setattr("client_app.workspace.load_dataset", counted)
+    monkeypatch.setattr("posy.client_app.workspace.load_dataset", counted)
     started(make_config("fedavg", engine="in-process", num_server_rounds=2))
     assert len(loaded) == 1
 
@@ -543,7 +543,7 @@ def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
 
 def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConfig, tmp_path: Path) -> None:
     """If all coefficients are 0 the members count alike; they must not all answer class 0."""
-    from server_app.system import predict_classes, stored_probabilities
+    from posy.server_app.system import predict_classes, stored_probabilities
 
     workspace = Workspace(resolve(make_config("ppfe", model="linear")))
     architecture = workspace.architecture

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.datasets import SOURCES
-from data.errors import DataError
-from models import build_model
 from posy import config as config_module
 from posy.config import defaults, experiment_path, from_json, resolve
+from posy.data.datasets import SOURCES
+from posy.data.errors import DataError
 from posy.methods import METHODS, client_class, settings_class, strategy_class
+from posy.models import build_model
+from posy.server_app.app import run
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import (
     DATASETS,
     MODELS,
@@ -34,8 +36,6 @@ from posy.settings import (
     read,
     setting,
 )
-from server_app.app import run
-from server_app.in_process import InProcessGrid
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.client import client_data
-from data.dataset import image_dataset
-from data.partitions import Partition
-from data.shifts import SHIFTS, Shift, apply_shift, check_shift, shift_of
+from posy.data.client import client_data
+from posy.data.dataset import image_dataset
+from posy.data.partitions import Partition
+from posy.data.shifts import SHIFTS, Shift, apply_shift, check_shift, shift_of
 from posy.settings import DataSettings, SettingsError
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import pytest
 from posy.config import defaults
 from posy.methods import METHODS
 from posy.results import load_arrays
-from server_app.app import run
-from server_app.in_process import InProcessGrid
+from posy.server_app.app import run
+from posy.server_app.in_process import InProcessGrid
 
 SAME = 1e-5  # relative, in norm
 CLIENTS = 4
@@ -27,8 +27,8 @@ import json, sys
 sys.argv[0] = "flwr-simulation"
 from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
-from client_app.app import app as clients
-from server_app.app import run
+from posy.client_app.app import app as clients
+from posy.server_app.app import run
 
 configs = json.loads(sys.stdin.read())
 server = ServerApp()

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from nodes import NodeGrid, class_folders, pfllib, table
 
-from client_app.site import skips
-from data.dataset import Dataset
-from data.errors import DataError
-from data.image import load_digits
-from data.partitions import Partition
-from data.sites import (
+from posy.client_app.site import skips
+from posy.config import defaults
+from posy.data.dataset import Dataset
+from posy.data.errors import DataError
+from posy.data.image import load_digits
+from posy.data.partitions import Partition
+from posy.data.sites import (
     Description,
     class_names,
     describe_site,
@@ -29,14 +30,13 @@ from data.sites import (
     task_of,
     told_of,
 )
-from data.sites import (
+from posy.data.sites import (
     agreed as agreed_with_warnings,
 )
-from posy.config import defaults
 from posy.results import load_arrays
+from posy.server_app.app import run
+from posy.server_app.recorder import Recorder
 from posy.settings import DataSettings, SettingsError
-from server_app.app import run
-from server_app.recorder import Recorder
 
 Config = dict[str, Any]
 IMAGES = DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b,c")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from nodes import pfllib, table
 
-from data.image import load_digits
+from posy.data.image import load_digits
 from posy.deploy.local import Deployment
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from client_app.app import own_places
+from posy.client_app.app import own_places
 from posy.settings import SettingsError
 from posy.state import ContextStore, DirectoryStore, MemoryStore, Moment, State, StateError
 from posy.storage import DamagedFileError, read_arrays, read_json, write_arrays, write_json

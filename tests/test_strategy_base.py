@@ -17,8 +17,8 @@ from flwr.common.constant import ErrorCode
 from posy.arrays import Array as ByReference
 from posy.flower import raised
 from posy.methods import METHODS
-from server_app.in_process import InProcessGrid
-from strategies.base import BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from posy.server_app.in_process import InProcessGrid
+from posy.strategies.base import BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
 
 MakeStrategy = Callable[..., Any]
 Change = Callable[[RecordDict], None]

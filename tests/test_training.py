@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from client_app.cwfedavg import regularised
-from client_app.feddrm import class_and_client
-from data.task import Task
-from models.architecture import Architecture
 from posy.batches import Augment, Batch, Samples, batches, plan_epochs
+from posy.client_app.cwfedavg import regularised
+from posy.client_app.feddrm import class_and_client
+from posy.data.task import Task
+from posy.models.architecture import Architecture
 from posy.parameters import Layout, layout_of
 from posy.settings import MODELS, TrainSettings
 from posy.training import (
