@@ -11,6 +11,7 @@ from posy.arrays import record_of
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.workspace import Workspace
+from posy.data.errors import DataError
 from posy.flower import absolute, isolate_simulation, of_simulation
 from posy.methods import client_class
 from posy.state import ContextStore, DirectoryStore, Moment, State, StateStore, run_folder
@@ -55,9 +56,22 @@ def query(message: Message, context: Context) -> Message:
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
-    """Return the clients of this node: every N-th of M, beginning with its partition-id."""
-    node = context.node_config
-    first, step = int(node["partition-id"]), int(node["num-partitions"])
+    """Return the clients of this node: every N-th of M, beginning with its partition-id.
+
+    Raises
+    ------
+    DataError
+        If the node's config does not tell them.
+    """
+    try:
+        first, step = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
+    except (KeyError, TypeError, ValueError):
+        first, step = -1, 0
+    if first < 0 or step < 1:
+        raise DataError(
+            "its node config must have partition-id from 0 on and num-partitions from 1 on, as in partition-id=0 "
+            "num-partitions=5; a node with data of its own takes part in runs with dataset=sites"
+        )
     return list(range(first, workspace.settings.data.num_clients, step))
 
 

@@ -238,7 +238,10 @@ def _worth_a_look(content: Content, dataset: Dataset) -> tuple[Feature, ...]:
 
 
 def _unreadable(report: Report) -> str:
-    return f"{len(report.unreadable)} files that cannot be read, and are left out"
+    count = len(report.unreadable)
+    return (
+        f"{count} {'file that cannot be read, and is' if count == 1 else 'files that cannot be read, and are'} left out"
+    )
 
 
 def _rest(lines: Sequence[str]) -> str:

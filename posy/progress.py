@@ -193,7 +193,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "seed": str(summary["seed"]),
         "time": duration(summary["seconds"]),
         "bytes": f"{size(summary['bytes-up'])} up, {size(summary['bytes-down'])} down",
-        "dropped replies": ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()),
+        "dropped replies": ", ".join(f"{count} x {reason}" for reason, count in summary["dropped"].items()),
         "results": str(path),
     }
     width = max(map(len, notes))

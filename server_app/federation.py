@@ -635,8 +635,8 @@ class Federation:
             raise BadReplyError("its warnings are not a list of texts")
         check_count("skipped", skipped, 0)
         texts = [one_line(text, MAX_WARNING) for text in warnings[:MAX_WARNINGS]]
-        if skipped:
-            texts.append(f"{int(skipped)} files that cannot be read are skipped")
+        if skipped and not texts:  # Posy's own nodes say it themselves, with the names of the files
+            texts.append(f"{int(skipped)} of its files cannot be read and are left out")
         who = self._name_of(node) or f"client {answer['client']}"
         for text in texts:
             if (who, text) not in self._said and len(self._said) < MAX_SAID:

@@ -342,7 +342,7 @@ def test_local_clients_start_alike_and_know_nothing_of_each_other(make_config, f
 
 
 def test_unknown_method_is_an_error():
-    with pytest.raises(SettingsError, match="method = 'fedsgd': it must be one of"):
+    with pytest.raises(SettingsError, match="method = 'fedsgd': did you mean"):
         strategy_class("fedsgd")
 
 

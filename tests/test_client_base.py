@@ -17,6 +17,7 @@ from posy.client_app import app as client_app
 from posy.client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, scores
 from posy.client_app.workspace import Workspace, choose_device, workspace_for
 from posy.config import resolve
+from posy.data.errors import DataError
 from posy.methods import METHODS
 from posy.results import load_arrays
 from posy.server_app.in_process import InProcessGrid
@@ -417,6 +418,16 @@ def test_every_client_has_one_node(nodes: int) -> None:
     ]
     assert sorted(c for clients in hosted for c in clients) == list(range(10))
     assert max(map(len, hosted)) - min(map(len, hosted)) <= 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"partition-id": 0}, {"partition-id": -1, "num-partitions": 2}, {"partition-id": "a", "num-partitions": 2}],
+)
+def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any]) -> None:
+    workspace = SimpleNamespace(settings=resolve({"num-clients": 10}))
+    with pytest.raises(DataError, match="its node config must have partition-id from 0 on and num-partitions"):
+        client_app.hosted_clients(context(**config), workspace)  # type: ignore[arg-type]
 
 
 # -- the workspace ---------------------------------------------------------------------------------------

@@ -335,7 +335,7 @@ class TestResultsTable:
             "0.9730",
         ]
         assert lines["served model, best"].split()[3:6] == ["2", "80.00", "±"]
-        assert lines["dropped replies"].endswith("2 timeout, 1 not finite")
+        assert lines["dropped replies"].endswith("2 x timeout, 1 x not finite")
         assert lines["bytes"].endswith("1.00 kB up, 2.00 kB down")
         assert lines["system accuracy"].endswith(" 50.00 %")
         assert lines["results"].endswith(str(run.path))

@@ -53,12 +53,11 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> dict[str, Any
         "model": "mlp",
         "local-epochs": 1,
         "device": "cpu",
-        # PPFE's factors turn where singular values are close, so its comparison is without them.
-        "ppfe-reduction": "none",
-        "ppfe-stages": 2,
         "output-dir": str(folder),
         "run-name": f"{method}-{name}",
     }
+    if method == "ppfe":  # its factors turn where singular values are close, so its comparison is without them
+        own |= {"ppfe-reduction": "none", "ppfe-stages": 2}
     return {**defaults(), **own, **more}
 
 

@@ -1,0 +1,122 @@
+"""Three real sites, one with a damaged image, one killed and brought back: what a user sees, as docs/three-sites.md.
+
+``python -m benchmarks.three_sites`` starts a SuperLink and three SuperNodes with TLS and node authentication on this
+machine, submits a run, and writes down the screen of whoever submitted it.
+"""
+
+import argparse
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.machine import machine
+from data.image import load_digits
+from posy.deploy.local import Deployment
+
+NAMES = ("site-a", "site-b", "site-c")
+CLASSES = {"site-a": range(10), "site-b": range(7), "site-c": range(3, 10)}
+"""The digits that each site has."""
+IMAGES = 180
+SETTINGS = (
+    "dataset=sites",
+    "num-clients=3",
+    "min-clients=2",
+    "method=fedrep",
+    "model=mlp",
+    "num-server-rounds=24",
+    "evaluate-every=1",
+    "run-name=three-sites",
+    "output-dir=runs",
+)
+
+
+def make_sites(folder: Path) -> None:
+    """Write each site's images into class folders, and damage one of site-b."""
+    digits = load_digits()
+    start = 0
+    for name in NAMES:
+        having = np.flatnonzero(np.isin(digits.y, CLASSES[name]))
+        for index in having[having >= start][:IMAGES]:
+            place = folder / name / str(digits.y[index])
+            place.mkdir(parents=True, exist_ok=True)
+            pixels = np.minimum(digits.x[index, :, :, 0].astype(np.int64) * 255 // 16, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(place / f"{index:04d}.png")
+            start = index + 1
+    damaged = sorted((folder / "site-b" / "3").iterdir())[0]
+    damaged.write_bytes(damaged.read_bytes()[:40])
+
+
+def transcript(folder: Path) -> list[tuple[str, str]]:
+    """Carry it out; return each command with what it printed."""
+    make_sites(folder)
+    shown: list[tuple[str, str]] = []
+    deployment = Deployment(folder, list(NAMES))
+    try:
+        own = [f"data={folder / 'site-b'}", "skip-unreadable=true"]
+        shown.append((f"posy check-site {' '.join(own)}", deployment.posy("check-site", *own).stdout))
+        for name in NAMES:
+            node(deployment, name)
+        for name in NAMES:
+            deployment.until(lambda name=name: deployment.ready(name), name)  # type: ignore[misc]
+        trust = ["--superlink", deployment.control, "--root-certificates", str(deployment.ca)]
+        run = deployment.start("run", "run", *trust, *SETTINGS)
+        deployment.until(lambda: len(deployment.rounds("three-sites")) >= 4, "run", 180)
+        print("site-c is killed", file=sys.stderr)
+        deployment.kill("site-c")
+        deployment.until(lambda: len(deployment.rounds("three-sites")) >= 9, "run", 300)
+        print("site-c is started again", file=sys.stderr)
+        node(deployment, "site-c")
+        run.wait(600)
+        shown.append((f"posy run {' '.join([*trust, *SETTINGS])}", deployment.log("run")))
+        shown.append((f"posy status {' '.join(trust)}", deployment.posy("status", *trust).stdout))
+    finally:
+        deployment.stop()
+    return shown
+
+
+def node(deployment: Deployment, name: str) -> None:
+    """Start the node of a site; site-b goes on without what it cannot read."""
+    words = [f"data={deployment.folder / name}", f"state-dir={deployment.folder / 'state' / name}"]
+    deployment.node(name, *words, *(["skip-unreadable=true"] if name == "site-b" else []))
+
+
+def page(shown: list[tuple[str, str]], folder: Path) -> str:
+    """Return the transcript as Markdown, with the places of this machine as those of an example."""
+    where = machine()
+    parts = [
+        "# Three sites, one damaged image, one site killed and brought back\n",
+        "Written by `python -m benchmarks.three_sites`: a SuperLink and three SuperNodes, each a process of its own, "
+        f"with TLS and node authentication, on {where['cores']} cores of an {where['cpu']}, {where['date']}. "
+        "site-b has a damaged image and goes on without it. site-c is "
+        "killed with `kill -9` after round 4 and started again after round 9.\n",
+    ]
+    for command, output in shown:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", output).replace(str(folder), "/srv").rstrip()
+        parts.append(f"```console\n$ {command.replace(str(folder), '/srv')}\n{text}\n```\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("docs/three-sites.md"))
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder, started = Path(tempfile.mkdtemp(prefix="posy-sites-")), time.monotonic()
+    try:
+        text = page(transcript(folder), folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    options.output.write_text(text, encoding="utf-8")
+    print(f"{options.output}: {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
