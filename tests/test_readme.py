@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NODE_CONFIG = {"partition-id", "num-partitions", "state-dir"}
+NODE_CONFIG = {"partition-id", "num-partitions", "state-dir", "skip-unreadable"}
 PACKAGES = ("posy", "data", "models", "strategies", "client_app", "server_app", "experiments")
 
 
