@@ -5,6 +5,8 @@ and prints how far the stored models part, the server's and the clients' own: ||
 """
 
 import argparse
+import contextlib
+import io
 import tempfile
 from pathlib import Path
 
@@ -50,10 +52,11 @@ def main() -> None:
         for seed in SEEDS:
             with tempfile.TemporaryDirectory(prefix="posy-") as folder:
                 common = {"method": method, "seed": seed, "output_dir": folder, "num_server_rounds": options.rounds}
-                pair = [
-                    posy.run(**common, stack=stack, device="cpu", max_samples=600).directory.models
-                    for stack in ("loop", "vmap")
-                ]
+                with contextlib.redirect_stdout(io.StringIO()):  # progress and tables of the runs
+                    pair = [
+                        posy.run(**common, stack=stack, device="cpu", max_samples=600).directory.models
+                        for stack in ("loop", "vmap")
+                    ]
                 found.append(difference(*pair))
         print(f"{method:10} " + "  ".join(f"{value:.1e}" for value in found), flush=True)
 
