@@ -193,12 +193,12 @@ def _table(share: Share, size: int, width: int, smallest: int) -> tuple[Tensor, 
     for steps in share.epochs:
         order = _order(len(share.samples.y), size, steps, share.generator, smallest, share.odds)
         rows = -(-len(order) // size)
-        padded = torch.zeros(rows, size, dtype=torch.int64)
+        padded = torch.zeros(rows, width, dtype=torch.int64)  # narrower than a batch only where one holds all samples
         padded.view(-1)[: len(order)] = order
         held = torch.full((rows,), float(size))
         if len(order) % size:
             held[-1] = len(order) % size
-        indices.append(padded[:, :width])
+        indices.append(padded)
         sizes.append(held)
         last = held
     rows_held = torch.cat(sizes)
