@@ -303,6 +303,74 @@ def test_a_task_that_cannot_be_is_an_error(
         agreed(settings, descriptions)
 
 
+GREY, RGB = (1, 48, 40), (3, 48, 40)
+
+
+def columns(*names: str) -> Description:
+    zeros = np.zeros(len(names))
+    return replace(told("features", (len(names),), "a", "b"), mean=zeros, squares=zeros + 1, columns=names)
+
+
+@pytest.mark.parametrize(
+    ("descriptions", "message"),
+    [
+        (
+            [told("image", GREY, "a", "b", fixed=False), told("image", RGB, "a", "b", fixed=False)],
+            "different shapes, and none is that of most: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
+        ),
+        (
+            [told("image", GREY, "a", "b", fixed=False)] * 2 + [told("image", RGB, "a", "b", fixed=False)],
+            "those of site-2 would lose their colours: set input-shape .3x48x40 keeps them.",
+        ),
+        ([told("image", (1, 8, 8), "a"), told("features", (4,), "b")], "different kinds .* set sample-kind"),
+        (
+            [columns("age", "dose"), columns("age", "Dose")],
+            "columns of site-1 differ from those of site-0 .*set feature",
+        ),
+    ],
+)
+def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: list[Description], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        agreed(OPEN, descriptions)
+
+
+@pytest.mark.parametrize(
+    ("descriptions", "expected"),
+    [
+        (
+            [told("image", RGB, "a", "b", fixed=False)] * 2 + [told("image", GREY, "a", "b", fixed=False)],
+            ["site-2: images of shape 1x48x40 are brought to 3x48x40, that of the run"],
+        ),
+        (
+            [told("image", (1, 8, 8), "a", "b")] * 2
+            + [told("image", (1, 9, 9), "a", "b"), told("features", (4,), "a")],
+            [
+                "site-3: its samples are of the kind features, those of the run image; it cannot take part",
+                "site-2: its samples have the shape 1x9x9, those of the run 1x8x8; it cannot take part",
+            ],
+        ),
+        (
+            [told("image", GREY, "Cat", "dog"), told("image", GREY, "cat", "dog")],
+            [
+                "classes that nearly agree are taken for different ones: 'Cat' (site-0), 'cat' (site-1); if they are "
+                "one, rename it at a site"
+            ],
+        ),
+        (
+            [columns("age", "dose")] * 2 + [columns("dose", "age"), columns("age", "weight")],
+            [
+                "site-3: its columns are not those of the run (missing: dose; unknown: weight); it cannot take part",
+                "site-2: columns stand in another order, and are put into that of the run",
+            ],
+        ),
+        ([told("image", GREY, "a", "b")] * 2, []),
+    ],
+)
+def test_what_nearly_agrees_is_warned_of_by_site(descriptions: list[Description], expected: list[str]) -> None:
+    names = [f"site-{i}" for i in range(len(descriptions))]
+    assert agreed_with_warnings(OPEN, descriptions, names)[1] == expected
+
+
 def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     parts = [1e4 + rng.normal(i, 1 + i, (10 * i + 7, 3)).astype(np.float32) for i in range(3)]
