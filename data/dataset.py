@@ -18,6 +18,8 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 FLOAT32 = np.finfo(np.float32)
 BLOCK = 1 << 22
 """Numbers of which a copy may be made while columns are looked through."""
+ROUNDING = 4 * float(np.finfo(np.float64).eps)
+"""Standard deviation, as a part of the mean, up to which a feature is taken for constant."""
 LOST = 1e-3
 """Part of a feature's range that rounding may move a value by before it is warned of."""
 _WHOLE = re.compile(r"[+-]?[0-9]{1,4000}")
@@ -441,9 +443,9 @@ def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, 
 
 
 def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of each feature; 1 for what differs from a constant by rounding alone."""
+    """Return the standard deviation of each feature; 1 for what differs from a constant in the last bits alone."""
     std = np.sqrt(variance)
-    return np.where(std <= 1e-14 * np.abs(mean), 1.0, std)
+    return np.where(std <= ROUNDING * np.abs(mean), 1.0, std)
 
 
 @dataclass(frozen=True)
