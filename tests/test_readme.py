@@ -56,3 +56,22 @@ def test_every_file_and_setting_that_the_readme_names_exists() -> None:
     for key in re.findall(r"`([a-z]+(?:-[a-z]+)+)=", readme):
         assert key in defaults().keys() | NODE_CONFIG, key
     assert "@@" not in readme
+
+
+def test_how_far_stacked_models_part_is_what_was_measured() -> None:
+    from posy.methods import METHODS
+
+    rows = (ROOT / "benchmarks/results/stacking.txt").read_text(encoding="utf-8").splitlines()[1:]
+    worst = {row.split()[0]: max(map(float, row.split()[1:])) for row in rows}
+    assert worst.keys() == set(METHODS)
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    claimed = re.search(
+        r"models of nine methods are within (\S+) of .* PPFE within (\S+), and those of FedFew, FedAMP and cwFedAvg, "
+        r"whose weights amplify rounding, within (\S+), (\S+) and (\S+) \(",
+        readme,
+    )
+    assert claimed is not None
+    most, *others = map(float, claimed.groups())
+    assert others == [worst.pop(method) for method in ("ppfe", "fedfew", "fedamp", "cwfedavg")]
+    assert len(worst) == 9
+    assert max(worst.values()) <= most
