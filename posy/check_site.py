@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from posy.client_app.site import skips
@@ -27,6 +25,7 @@ from posy.data.sites import (
     read_site,
     task_of,
 )
+from posy.listing import laid_out
 from posy.paths import expanded
 from posy.settings import DataSettings
 
@@ -168,15 +167,16 @@ def show(report: Report, console: Console | None = None) -> None:
         facts.append(("classes it lacks", ", ".join(report.lacking[:SHOWN]) + _rest(report.lacking)))
     if report.left_open:
         facts.append(("agreed on in a run", ", ".join(report.left_open)))
-    _print(console, "site", ("", ""), facts, header=False)
+    console.print(laid_out(None, ("", ""), facts))
     rows = [(name, str(train), str(test)) for name, (train, test) in report.classes.items()]
-    _print(console, f"{len(rows)} classes", ("class", "training", "test"), rows)
+    console.print(laid_out(f"{len(rows)} classes", ("class", "training", "test"), rows))
     if report.features:
-        _print(
-            console,
-            "features worth a look",
-            ("feature", "from", "to", "why"),
-            [(f.name, f"{f.low:.6g}", f"{f.high:.6g}", f.why) for f in report.features],
+        console.print(
+            laid_out(
+                "features worth a look",
+                ("feature", "from", "to", "why"),
+                [(f.name, f"{f.low:.6g}", f"{f.high:.6g}", f.why) for f in report.features],
+            )
         )
     for title, lines in (("warnings", report.warnings), (_unreadable(report), report.unreadable)):
         if lines:
@@ -239,23 +239,9 @@ def _worth_a_look(content: Content, dataset: Dataset) -> tuple[Feature, ...]:
 
 def _unreadable(report: Report) -> str:
     count = len(report.unreadable)
-    return (
-        f"{count} {'file that cannot be read, and is' if count == 1 else 'files that cannot be read, and are'} left out"
-    )
+    what = "file that cannot be read, and is" if count == 1 else "files that cannot be read, and are"
+    return f"{count} {what} left out"
 
 
 def _rest(lines: Sequence[str]) -> str:
     return f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-
-
-def _print(
-    console: Console, title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, header: bool = True
-) -> None:
-    shown = Table(
-        title=title if header else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=header
-    )
-    for number, column in enumerate(columns):
-        shown.add_column(column, no_wrap=number == 0, overflow="fold")
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    console.print(shown)

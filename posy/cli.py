@@ -35,7 +35,6 @@ from posy.settings import (
     SITES_NEED_NODES,
     DataSettings,
     Rule,
-    RunError,
     RunSettings,
     Scalar,
     SettingsError,
@@ -66,9 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingsError, DataError, LaunchError) as error:
         print(f"posy: {error}", file=sys.stderr)
         return WRONG_USE
-    except RunError as error:
-        print(f"posy: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has left; the interpreter must not try to flush into it

@@ -255,12 +255,10 @@ def run_on_superlink(overrides: Mapping[str, Scalar], superlink: Connection, *, 
 
 def show_run(superlink: Connection, run_id: str, *, verbose: bool = False) -> int:
     """Show the log of a run from its beginning on until it ends; Ctrl-C leaves it alone. Return the exit status."""
-    shown, run = RunLog(verbose), dict[str, Any]()
+    shown = RunLog(verbose)
     with superlink.open() as flower:
         try:
-            while not str(run.get("status", "")).startswith("finished"):
-                _show_log(flower, run_id, shown)
-                run = _told(flower, run_id, OUTAGE_SECONDS)
+            run = _watched(flower, run_id, shown, OUTAGE_SECONDS)
         except KeyboardInterrupt:
             shown.end()
             print("\nposy: the run goes on", file=sys.stderr)
@@ -498,22 +496,28 @@ def _await(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
 
 
 def _follow(flower: Flower, run_id: str, verbose: bool, patience: float = 0.0) -> tuple[int, str, int]:
-    """Show the log of a run until it ends; Ctrl-C stops the run. Return exit status, results directory and last round.
-
-    A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
-    """
+    """Show a run's log until it ends; Ctrl-C stops the run. Return exit status, results directory and last round."""
     shown = RunLog(verbose)
-    run: dict[str, Any] = {}
     try:
-        while not str(run.get("status", "")).startswith("finished"):
-            _show_log(flower, run_id, shown)
-            run = _told(flower, run_id, patience)
+        run = _watched(flower, run_id, shown, patience)
     except KeyboardInterrupt:
         shown.end()
         print("\nposy: stopping the run", file=sys.stderr)
         flower.ask("stop", run_id)
         return INTERRUPTED, shown.results, _rounds(shown.lines)
     return _ended(run, shown), shown.results, _rounds(shown.lines)
+
+
+def _watched(flower: Flower, run_id: str, shown: RunLog, patience: float) -> dict[str, Any]:
+    """Show the log of a run until it ends, and return what the SuperLink then tells of the run.
+
+    A SuperLink that cannot be reached is waited for, for up to ``patience`` seconds.
+    """
+    run: dict[str, Any] = {}
+    while not str(run.get("status", "")).startswith("finished"):
+        _show_log(flower, run_id, shown)
+        run = _told(flower, run_id, patience)
+    return run
 
 
 def _ended(run: Mapping[str, Any], shown: RunLog) -> int:

@@ -214,9 +214,9 @@ class Recorder:
         self._write_summary("running")
         present = f"{clients - len(missing)} of {clients} clients" if missing else ""
         self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train), present)
-        if self.strategy.saving:
-            self.directory.save_arrays("server", self.strategy.server_state())
         state = self.strategy.server_state()
+        if self.strategy.saving:
+            self.directory.save_arrays("server", state)
         if self.checkpoints.due(server_round):
             self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
         self.tell_clients()
