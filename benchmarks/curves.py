@@ -36,8 +36,8 @@ import posy
 from benchmarks.machine import machine
 from posy import figures
 from posy.client_app.workspace import cores
-from posy.config import defaults, resolve
 from posy.data.datasets import load_dataset
+from posy.strategies.registry import defaults, resolve
 
 LR = 0.005
 BATCH = 10

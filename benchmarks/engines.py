@@ -27,7 +27,7 @@ import torch
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
 from posy.client_app.workspace import Workspace
-from posy.config import defaults, resolve
+from posy.strategies.registry import defaults, resolve
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "cnn-10": {"dataset": "cifar10", "model": "cnn", "batch-size": 10, "samples-per-client": 100},

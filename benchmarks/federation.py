@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local_federation import Deployment, children
 from benchmarks.machine import machine
 from benchmarks.measure import as_words
-from posy.deploy.local import Deployment, children
-from posy.launch import run_in_process
+from posy.commands.launch import run_in_process
 
 WARM_ROUNDS = 2
 """Rounds left out of the medians: they load code and data."""

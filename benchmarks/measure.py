@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from posy.client_app.registry import client_class
+from posy.client_app.state import State
 from posy.client_app.workspace import Workspace, cores
-from posy.config import defaults, resolve
-from posy.methods import client_class
-from posy.state import State
+from posy.strategies.registry import defaults, resolve
 
 IN_PROCESS = """
 import json, sys, time
 begun = time.perf_counter()
-import posy, posy.figures, posy.launch, server_app.app
+import posy, posy.figures, posy.commands.launch, server_app.app
 from posy.methods import client_class, strategy_class
 settings = json.loads(sys.argv[1])
 client_class(settings["method"]), strategy_class(settings["method"])
@@ -111,7 +111,7 @@ def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any
             "output-dir": folder, "run-name": "run", "engine": engine,
         }  # fmt: skip
         if engine == "ray":
-            command = [sys.executable, "-m", "posy.cli", "run", *as_words(settings)]
+            command = [sys.executable, "-m", "posy.commands.cli", "run", *as_words(settings)]
         else:
             command = [sys.executable, "-c", IN_PROCESS, json.dumps(settings)]
         start = time.perf_counter()

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
 from posy.client_app.workspace import Workspace
-from posy.config import defaults, resolve
+from posy.strategies.registry import defaults, resolve
 
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import machine
-from posy.strategies.base import weighted_mean
 from posy.strategies.cwfedavg import class_models, weight_distribution
 from posy.strategies.fedacs import attention_weights, cosine_similarity
 from posy.strategies.fedamp import message_weights
 from posy.strategies.fedfew import server_step, stch_weights, weighted_losses
+from posy.strategies.replies import weighted_mean
 
 CLASSES, EMBEDDING, MODELS = 10, 512, 3
 

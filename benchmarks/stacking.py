@@ -14,8 +14,8 @@ import numpy as np
 
 import posy
 from benchmarks.machine import machine
-from posy.methods import METHODS
-from posy.results import load_arrays
+from posy.storage import load_arrays
+from posy.strategies.registry import METHODS
 
 SEEDS = (0, 1, 2)
 

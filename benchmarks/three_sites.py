@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.local_federation import Deployment
 from benchmarks.machine import machine
 from data.image import load_digits
-from posy.deploy.local import Deployment
 
 NAMES = ("site-a", "site-b", "site-c")
 CLASSES = {"site-a": range(10), "site-b": range(7), "site-c": range(3, 10)}

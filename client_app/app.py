@@ -7,14 +7,13 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from posy.arrays import record_of
 from posy.client_app.base import PersonalClient, Steps
+from posy.client_app.registry import client_class
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
+from posy.client_app.state import ContextStore, DirectoryStore, Moment, State, StateStore, run_folder
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
-from posy.flower import absolute, isolate_simulation, of_simulation
-from posy.methods import client_class
-from posy.state import ContextStore, DirectoryStore, Moment, State, StateStore, run_folder
+from posy.flower import absolute, isolate_simulation, of_simulation, record_of
 
 isolate_simulation()
 app = ClientApp()

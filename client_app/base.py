@@ -1,7 +1,7 @@
 """The part of a client that all methods share.
 
-A method writes its round as a generator that yields :class:`~posy.training.Train` and
-:class:`~posy.training.Forward` requests and receives their results, so that it reads like the paper's
+A method writes its round as a generator that yields :class:`~posy.client_app.training.work.Train` and
+:class:`~posy.client_app.training.work.Forward` requests and receives their results, so that it reads like the paper's
 algorithm while the training loop, evaluation, state and reply stay in one place.
 """
 
@@ -19,15 +19,16 @@ from flwr.client import NumPyClient
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.batches import Samples
+from posy.client_app.privacy import noised
+from posy.client_app.state import State
+from posy.client_app.training.batches import Samples
+from posy.client_app.training.networks import Network
+from posy.client_app.training.work import Forward, Job, Train, Trained
 from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture
-from posy.parameters import FloatArray, Layout
-from posy.privacy import noised
+from posy.models.parameters import FloatArray, Layout
 from posy.randomness import model_seed, torch_generator
-from posy.state import State
 from posy.storage import write_arrays
-from posy.training import Forward, Job, Network, Train, Trained
 
 Config = Mapping[str, Any]
 Arrays = list[npt.NDArray[np.generic]]

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from posy.batches import Batch
 from posy.client_app.base import Config, Predictor, Steps, Update, array_of
 from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Context, Net, Train, cross_entropy
 from posy.strategies.cwfedavg import parts
-from posy.training import Context, Net, Train, cross_entropy
 
 SMALLEST = 1e-12
 """Sum of the norms from which on they make a distribution."""

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, Predictor, Steps, Update, array_of
 from posy.client_app.fedavg import FedAvgClient
-from posy.training import Pull, Train, Trained
+from posy.client_app.training.work import Pull, Train, Trained
 
 GLOBAL, PERSONAL = 0, 1  # streams of batches
 

@@ -11,8 +11,10 @@ import torch
 from flwr.common.logger import log
 
 from posy.client_app.base import PersonalClient, Steps
+from posy.client_app.training.networks import Network
+from posy.client_app.training.trainer import Trainer
+from posy.client_app.training.work import Forward, Train, TrainingInterruptedError, kind
 from posy.client_app.workspace import Workspace
-from posy.training import Forward, Network, Train, Trainer, TrainingInterruptedError, kind
 
 Open = Callable[[], tuple[PersonalClient, Steps[Any]]]
 """Makes a client and the generator of its round."""

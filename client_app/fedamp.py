@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Predictor, Steps, Update, array_of
-from posy.training import Pull, Train, Trained
+from posy.client_app.training.work import Pull, Train, Trained
 
 
 class FedAMPClient(PersonalClient):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Predictor, Steps, Update, array_of
-from posy.training import Train, Trained
+from posy.client_app.training.work import Train, Trained
 
 
 class FedAvgClient(PersonalClient):

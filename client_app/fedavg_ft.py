@@ -4,7 +4,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, Predictor, Steps, Update
 from posy.client_app.fedavg import FedAvgClient
-from posy.training import Train, Trained
+from posy.client_app.training.work import Train, Trained
 
 FINE_TUNING = 1  # its own stream of batches
 

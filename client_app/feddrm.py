@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from posy.batches import Batch
 from posy.client_app.base import Config, Steps, Update
 from posy.client_app.fedavg import SharedBodyClient
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Context, Net, Train, Trained, cross_entropy
 from posy.models.architecture import Architecture
 from posy.strategies.feddrm import two_branches
-from posy.training import Context, Net, Train, Trained, cross_entropy
 
 
 class FedDRMClient(SharedBodyClient):

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from posy.client_app.base import Arrays, Config, PersonalClient, Predictor, Steps, Update, array_of
-from posy.parameters import Part
-from posy.training import Train, Trained
+from posy.client_app.training.work import Train, Trained
+from posy.models.parameters import Part
 
 
 class FedFewClient(PersonalClient):

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from posy.client_app.fedavg import FedAvgClient
-from posy.training import Pull, Train
+from posy.client_app.training.work import Pull, Train
 
 
 class FedProxClient(FedAvgClient):

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, Steps, Update
 from posy.client_app.fedavg import SharedBodyClient
-from posy.training import Train, Trained
+from posy.client_app.training.work import Train, Trained
 
 HEAD, BODY = 0, 1  # streams of batches
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Predictor, Steps, Update
-from posy.training import Train, Trained
+from posy.client_app.training.work import Train, Trained
 
 
 class LocalClient(PersonalClient):

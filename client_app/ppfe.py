@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from posy.client_app.base import Arrays, Config, Member, PersonalClient, Predictor, Steps, Update, array_of
+from posy.client_app.state import State
+from posy.client_app.training.work import Train, Trained
 from posy.client_app.workspace import Workspace
-from posy.state import State
 from posy.strategies.ppfe import Stage, open_stage, plan_stages, reweight, sparsity_mask
-from posy.training import Train, Trained
 
 
 class PPFEClient(PersonalClient):

@@ -6,10 +6,10 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 
 from posy.client_app.workspace import Workspace, data_path, workspace_for
-from posy.config import from_json
 from posy.data.errors import DataError
 from posy.data.sites import describe_site, told_of
 from posy.settings import SITES
+from posy.strategies.registry import from_json
 
 _RECORD = "site-data"
 

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from posy.batches import Augment
-from posy.config import Settings, from_json
+from posy.client_app.training.batches import Augment
+from posy.client_app.training.networks import Network
+from posy.client_app.training.trainer import Trainer
 from posy.data.augment import crop, draw_boxes
 from posy.data.client import ClientData, client_data
 from posy.data.datasets import Dataset, load_dataset
@@ -22,8 +23,8 @@ from posy.data.sites import fingerprint, load_site, task_of
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
-from posy.settings import SITES, SettingsError
-from posy.training import Network, Trainer
+from posy.settings import SITES, Settings, SettingsError
+from posy.strategies.registry import from_json
 
 _DEVICES = "it must be auto, cpu, cuda or cuda:N"
 CACHED_PART = 0.25

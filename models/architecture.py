@@ -10,8 +10,8 @@ from torch import nn
 from posy.data.task import Task
 from posy.models import build_model, resolve
 from posy.models.chain import ChainModel
+from posy.models.parameters import FloatArray, Layout, layout_of
 from posy.models.two_branch import TwoBranch, shared_blocks
-from posy.parameters import FloatArray, Layout, layout_of
 
 CLIENT_BRANCH = "client-branch"
 

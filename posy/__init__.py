@@ -33,6 +33,6 @@ def run(**settings: "Scalar") -> "Recorder":
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
     """
-    from posy.launch import record_in_process  # noqa: PLC0415 - imports PyTorch
+    from posy.commands.launch import record_in_process  # noqa: PLC0415 - imports PyTorch
 
     return record_in_process({name.replace("_", "-"): value for name, value in settings.items()})

@@ -2,7 +2,7 @@
 
 import sys
 
-from posy.cli import main
+from posy.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from posy.results import Evaluation
+from posy.metrics import Evaluation
 
 Curve = Sequence[tuple[float, float | None]]
 """Points (x, y) of a line; those whose y is None or NaN are left out."""

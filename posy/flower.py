@@ -3,11 +3,19 @@
 import os
 import re
 import sys
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import flwr
+import flwr.app
+import flwr.supercore.inflatable.inflatable_utils as pulling
 import httpx
+import numpy as np
+import numpy.typing as npt
 from flwr.app import Error, Message
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import ErrorCode, SType
 from flwr.serverapp import Grid
 from flwr.supercore.retry import RetryInvoker, RetryState
 
@@ -103,3 +111,67 @@ def answer_to(message_id: str, reply: Message) -> Message:
     """Let a reply to a copy of a message be one to the message itself."""
     reply.metadata.__dict__["_reply_to_message_id"] = message_id
     return reply
+
+
+BACKOFF_SECONDS = 0.05
+"""First pause before Flower looks again for a part of a message that is still on its way; its own is 1 s."""
+
+
+def hasten_pulls(patience: float | None = None) -> None:
+    """Shorten the pause before a part of a message is asked for again; Flower works without it, only slower.
+
+    Parameters
+    ----------
+    patience : float, optional
+        After so many seconds a part that is still missing is given up; Flower's own limit is two hours.
+    """
+    changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
+    for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
+        defaults = function.__kwdefaults__ or {}
+        defaults |= {key: value for key, value in changes.items() if key in defaults}
+
+
+class Array(flwr.app.Array):
+    """A Flower array that is serialised only when a transport asks for its bytes, and then once.
+
+    Between a strategy and clients of one process nothing is copied: whoever reads the array must not
+    write to it. On the wire it is an ordinary ``Array``, for which it needs that name.
+
+    Parameters
+    ----------
+    ndarray : numpy.ndarray
+        The array; a scalar's array keeps its shape ``()``.
+    """
+
+    def __init__(self, ndarray: npt.NDArray[Any]) -> None:
+        self.__dict__.update(
+            dtype=str(ndarray.dtype), shape=tuple(ndarray.shape), stype=str(SType.NUMPY), _ndarray=ndarray
+        )
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """The bytes of the array as ``numpy.save`` writes them."""
+        if "_data" not in self.__dict__:
+            buffer = BytesIO()
+            np.save(buffer, np.asarray(self.__dict__["_ndarray"], order="C"), allow_pickle=False)
+            self.__dict__["_data"] = buffer.getvalue()
+        data: bytes = self.__dict__["_data"]
+        return data
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Return the array itself."""
+        ndarray: npt.NDArray[Any] = self.__dict__["_ndarray"]
+        return ndarray
+
+
+def record_of(arrays: Mapping[str, npt.NDArray[Any]]) -> flwr.app.ArrayRecord:
+    """Return a Flower record that holds arrays by reference."""
+    return record_of_arrays({name: Array(array) for name, array in arrays.items()})
+
+
+def record_of_arrays(arrays: Mapping[str, Array]) -> flwr.app.ArrayRecord:
+    """Return a Flower record of these very arrays; its own constructor would copy their bytes."""
+    record = flwr.app.ArrayRecord()
+    for name, array in arrays.items():
+        record[name] = array
+    return record

@@ -7,6 +7,7 @@ stand there); ``posy settings`` prints that table, and a test compares the two.
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -401,3 +402,23 @@ def check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> N
 def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
     """Return a settings dataclass as a flat mapping of kebab-case keys."""
     return {key_of(f.name, prefix): getattr(settings, f.name) for f in dataclasses.fields(settings)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a run."""
+
+    run: RunSettings
+    data: DataSettings
+    train: TrainSettings
+    method: Any
+
+    def as_config(self) -> dict[str, Scalar]:
+        """Return the settings as flat keys, the method's own under its name."""
+        groups = (as_config(self.run), as_config(self.data), as_config(self.train))
+        merged = {key: value for group in groups for key, value in group.items()}
+        return {**merged, **as_config(self.method, self.run.method)}
+
+    def to_json(self) -> str:
+        """Return the settings as one line of JSON, as they travel to the clients."""
+        return json.dumps(self.as_config())

@@ -191,3 +191,8 @@ def _checksum(array: npt.NDArray[Any]) -> int:
 
 def _checksum_of_json(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays of a ``.safetensors`` file."""
+    return safetensors.numpy.load_file(path)

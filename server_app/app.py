@@ -12,21 +12,21 @@ from flwr.app import ArrayRecord, Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
+from posy.client_app.privacy import check_privacy
+from posy.client_app.state import DirectoryStore, MemoryStore
 from posy.client_app.workspace import Workspace, workspace_for
-from posy.config import Settings, resolve
 from posy.data.partitions import as_used
 from posy.data.sites import check_site_settings
 from posy.flower import absolute, in_simulation
-from posy.methods import strategy_class
 from posy.paths import exists
-from posy.privacy import check_privacy
-from posy.resume import StoredRun, given_keys
 from posy.server_app.checkpoints import resumption
-from posy.server_app.federation import Federation, PollingGrid, WaveGrid
+from posy.server_app.grids import PollingGrid, WaveGrid
 from posy.server_app.in_process import InProcessGrid
+from posy.server_app.members import Federation
 from posy.server_app.recorder import Recorder
-from posy.settings import DATASETS, SITES, SITES_NEED_NODES, SettingsError
-from posy.state import DirectoryStore, MemoryStore
+from posy.server_app.resume import StoredRun, given_keys
+from posy.settings import DATASETS, SITES, SITES_NEED_NODES, Settings, SettingsError
+from posy.strategies.registry import resolve, strategy_class
 
 app = ServerApp()
 
@@ -35,7 +35,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     if not in_simulation():
-        from posy.deploy.internals import hasten_pulls  # noqa: PLC0415 - what only a run over a network needs
+        from posy.flower import hasten_pulls  # noqa: PLC0415 - what only a run over a network needs
 
         hasten_pulls()
     run(grid, context.run_config)

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from flwr.common.logger import log
 
 from posy.client_app.workspace import Workspace
-from posy.config import Settings
-from posy.results import RunDirectory
-from posy.resume import PROGRESS, StoredRun, checkpoint_rounds, read_summary
-from posy.settings import SettingsError
+from posy.server_app.results import RunDirectory
+from posy.server_app.resume import PROGRESS, StoredRun, checkpoint_rounds, read_summary
+from posy.settings import Settings, SettingsError
 from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, write_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
 

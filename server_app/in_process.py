@@ -15,8 +15,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from posy.client_app.app import Call
 from posy.client_app.app import app as client_app
 from posy.client_app.engine import Engine
+from posy.client_app.state import StateStore
 from posy.client_app.workspace import Workspace
-from posy.state import StateStore
 
 
 class InProcessGrid(Grid):

@@ -19,17 +19,17 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
-from posy.config import Settings
-from posy.metrics import Spread, spread
-from posy.progress import Progress, results_table
-from posy.results import Evaluation, History, RunDirectory, Status
+from posy.metrics import Evaluation, History, Spread, spread
 from posy.server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
-from posy.server_app.federation import Federation
+from posy.server_app.members import Federation
+from posy.server_app.progress import Progress, results_table
+from posy.server_app.results import RunDirectory, Status
 from posy.server_app.system import system_accuracy
-from posy.settings import DivergedError, NothingTrainedError, RunError
+from posy.settings import DivergedError, NothingTrainedError, RunError, Settings
 from posy.signals import undivided
 from posy.storage import plain
-from posy.strategies.base import PersonalisedStrategy, RoundRecord
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.replies import RoundRecord
 
 DRAW_SECONDS = 30.0
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")

@@ -1,21 +1,24 @@
 """System accuracy: how well the federation as a whole answers a query that names no client."""
 
 from logging import WARNING
+from pathlib import Path
 
 import numpy as np
 import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.batches import Samples
+from posy.client_app.training.batches import Samples
+from posy.client_app.training.work import Forward
 from posy.client_app.workspace import Workspace
-from posy.config import Settings
 from posy.metrics import majority_vote
 from posy.models.architecture import Architecture, reduced_like
-from posy.parameters import FloatArray
-from posy.results import RunDirectory, load_arrays
+from posy.models.parameters import FloatArray
+from posy.server_app.results import RunDirectory
+from posy.settings import Settings
+from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
-from posy.training import Forward
+from posy.strategies.feddrm import FedDRM
 
 
 def system_accuracy(
@@ -27,8 +30,8 @@ def system_accuracy(
     all clients vote (methods as in the FedDRM paper, Section 3.2).
     """
     wanted = settings.run.system_accuracy
-    routes = getattr(strategy, "route", None)
-    if wanted == "off" or (wanted == "auto" and routes is None):
+    routes = isinstance(strategy, FedDRM)
+    if wanted == "off" or (wanted == "auto" and not routes):
         return None
     paths = {c: directory.models / f"client-{c}.safetensors" for c in range(settings.data.num_clients)}
     reason = ""
@@ -46,11 +49,11 @@ def system_accuracy(
     missing = [client for client, path in paths.items() if client not in reported or not path.exists()]
     if missing:
         log(WARNING, "system accuracy: the last models of clients %s are missing", missing)
-        if routes is not None or len(missing) == len(paths):
+        if routes or len(missing) == len(paths):
             return None
     x, y, owner = pooled_test(workspace)
-    if routes is not None:
-        return float(routes(workspace, directory.models, x, y, owner))
+    if isinstance(strategy, FedDRM):
+        return routed_accuracy(strategy, workspace, directory.models, x, y, owner)
     votes = [
         predict_classes(workspace, strategy.architecture, load_arrays(path), x, y)
         for client, path in paths.items()
@@ -58,6 +61,37 @@ def system_accuracy(
     ]
     winners = majority_vote(np.stack(votes), workspace.task.num_classes)
     return float((winners == y.cpu().numpy()).mean())
+
+
+def routed_accuracy(strategy: FedDRM, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor) -> float:
+    """Return the accuracy where each pooled test sample is answered by the classifier of the client it is routed to.
+
+    Parameters
+    ----------
+    models : Path
+        Folder with the clients' stored models, whose class classifiers are used.
+    x, y, owner : Tensor, (n, ...), (n,), (n,)
+        Pooled test samples, labels, and the client that each is from.
+    """
+    layout = strategy.architecture.layout
+    whole = np.empty(strategy.size, np.float32)
+    strategy.shared.put(whole, strategy.model)
+    head = layout.part(["head"])
+    network = workspace.network(strategy.architecture)
+    chosen: Tensor | None = None
+    correct = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+    for client in sorted(strategy.members):
+        arrays = load_arrays(models / f"client-{client}.safetensors")
+        head.put(whole, head.take(layout.flatten(arrays)))
+        parameters = torch.from_numpy(whole).to(workspace.device)
+        classes, clients = workspace.trainer.forward(Forward(parameters), network, Samples(x, y))
+        if chosen is None:  # the same for every classifier: routing uses shared layers alone
+            chosen = strategy.choose(clients)
+        mine = chosen == client
+        correct[mine] = classes[mine].argmax(dim=-1) == y[mine]
+    assert chosen is not None
+    strategy.note_routing(owner.cpu().numpy(), chosen.cpu().numpy())
+    return float(correct.float().mean())
 
 
 def pooled_test(workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:

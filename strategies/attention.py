@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from posy import figures
-from posy.parameters import FloatArray
-from posy.strategies.base import Arrays, PersonalisedStrategy, Update
+from posy.models.parameters import FloatArray
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.replies import Arrays, Update
 
 PICTURED_ROUNDS = 4
 

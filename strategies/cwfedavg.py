@@ -14,17 +14,10 @@ import numpy.typing as npt
 
 from posy import figures
 from posy.models.architecture import Architecture
-from posy.parameters import FloatArray, Part
+from posy.models.parameters import FloatArray, Part
 from posy.settings import setting
-from posy.strategies.base import (
-    Arrays,
-    BadReplyError,
-    PersonalisedStrategy,
-    Update,
-    num_examples,
-    stacked,
-    weighted_mean,
-)
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.replies import Arrays, BadReplyError, Update, num_examples, stacked, weighted_mean
 
 Float64 = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from posy.parameters import FloatArray
+from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.attention import AttentionStrategy
 

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from posy import figures
-from posy.batches import Samples
-from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture
-from posy.results import load_arrays
 from posy.settings import SettingsError, setting
 from posy.strategies.base import SingleModelStrategy
-from posy.training import Forward
 
 
 @dataclass(frozen=True)
@@ -57,40 +53,15 @@ class FedDRM(SingleModelStrategy):
         self.routed: npt.NDArray[np.int64] | None = None
         self.routing_accuracy: float | None = None
 
-    def route(self, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor) -> float:
-        """Return the system accuracy: route each pooled test sample, answer with that client's classifier.
-
-        Parameters
-        ----------
-        workspace : Workspace
-            Networks and trainer of this process.
-        models : Path
-            Folder with the clients' stored models, whose class classifiers are used.
-        x, y, owner : Tensor, (n, ...), (n,), (n,)
-            Pooled test samples, labels, and the client that each is from.
-        """
-        layout = self.architecture.layout
-        whole = np.empty(self.size, np.float32)
-        self.shared.put(whole, self.model)
+    def choose(self, client_logits: Tensor) -> Tensor:
+        """Return the client ``(n,)`` that each query is sent to, from the outputs ``(n, M)`` of the client branch."""
         sizes = np.array([self.members[c].num_train for c in sorted(self.members)], np.float64)
-        head = layout.part(["head"])
-        network = workspace.network(self.architecture)
-        chosen: Tensor | None = None
-        correct = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-        for client in sorted(self.members):
-            arrays = load_arrays(models / f"client-{client}.safetensors")
-            head.put(whole, head.take(layout.flatten(arrays)))
-            classes, clients = workspace.trainer.forward(
-                Forward(torch.from_numpy(whole).to(workspace.device)), network, Samples(x, y)
-            )
-            if chosen is None:  # the same for every classifier: routing uses shared layers alone
-                chosen = route_queries(clients, sizes, self.method.routing)
-            mine = chosen == client
-            correct[mine] = classes[mine].argmax(dim=-1) == y[mine]
-        assert chosen is not None
-        self.routed = routing_matrix(owner.cpu().numpy(), chosen.cpu().numpy(), self.num_clients)
+        return route_queries(client_logits, sizes, self.method.routing)
+
+    def note_routing(self, owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> None:
+        """Keep which client each query came from and was sent to, both ``(n,)``."""
+        self.routed = routing_matrix(owner, chosen, self.num_clients)
         self.routing_accuracy = float(np.trace(self.routed) / self.routed.sum())
-        return float(correct.float().mean())
 
     def draw(self, folder: Path) -> None:
         """Draw the routing matrix: true client by chosen client."""

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from posy import figures
-from posy.parameters import FloatArray
+from posy.models.parameters import FloatArray
 from posy.settings import setting
-from posy.strategies.base import Arrays, PersonalisedStrategy, Update, num_examples
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.replies import Arrays, Update, num_examples
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-30

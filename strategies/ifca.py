@@ -7,17 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posy.parameters import FloatArray
+from posy.models.parameters import FloatArray
 from posy.settings import setting
-from posy.strategies.base import (
-    Arrays,
-    BadReplyError,
-    PersonalisedStrategy,
-    Update,
-    num_examples,
-    stacked,
-    weighted_mean,
-)
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.replies import Arrays, BadReplyError, Update, num_examples, stacked, weighted_mean
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posy.strategies.base import Arrays, PersonalisedStrategy, Update
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.replies import Arrays, Update
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,15 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 
 from posy.client_app.app import Call
 from posy.client_app.base import PersonalClient
+from posy.client_app.registry import client_class
+from posy.client_app.state import State
 from posy.client_app.workspace import Workspace
-from posy.config import defaults, pertinent, resolve
-from posy.methods import client_class, strategy_class
-from posy.server_app.federation import Federation, WaveGrid
+from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
-from posy.state import State
-from posy.strategies.base import Member, PersonalisedStrategy, RoundRecord, Update
+from posy.server_app.members import Federation
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.registry import defaults, pertinent, resolve, strategy_class
+from posy.strategies.replies import Member, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
 Config = dict[str, Any]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
-from posy.methods import strategy_class
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
-from posy.strategies.base import weighted_mean
 from posy.strategies.fedamp import message_weights, squared_distances
 from posy.strategies.ifca import cluster_means
+from posy.strategies.registry import strategy_class
+from posy.strategies.replies import weighted_mean
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}

@@ -9,8 +9,8 @@ import pytest
 from nodes import class_folders, table
 from rich.console import Console
 
-from posy.check_site import check_site, show
-from posy.cli import main
+from posy.commands.check_site import check_site, show
+from posy.commands.cli import main
 from posy.data.errors import DataError
 from posy.data.sites import load_site
 from posy.settings import DataSettings

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import pytest
 
 import posy
-from posy import cli, launch
-from posy.config import defaults
-from posy.deploy.certificates import make_certificates
-from posy.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
-from posy.resume import reached
+from posy.commands import cli, launch
+from posy.commands.deploy.certificates import make_certificates
+from posy.commands.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
+from posy.server_app.resume import reached
 from posy.settings import SettingsError
+from posy.strategies.registry import defaults
 
 COMMON = ["dataset=digits", "num-clients=3", "model=linear", "method=fedavg", "device=cpu"]
 TINY = [*COMMON, "num-server-rounds=2"]
@@ -488,7 +488,7 @@ def _environment(**more: str) -> dict[str, str]:
 def _start(*words: str, cwd: Path, temporary: Path | None = None) -> "subprocess.Popen[str]":
     environment = _environment(**({"TMPDIR": str(temporary)} if temporary else {}))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "posy.cli", *words],
+        [sys.executable, "-P", "-m", "posy.commands.cli", *words],
         cwd=cwd,
         env=environment,
         text=True,

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from posy.client_app import app as client_app
 from posy.client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, scores
+from posy.client_app.state import ContextStore, Moment, State
+from posy.client_app.training.work import Train, TrainingDivergedError
 from posy.client_app.workspace import Workspace, choose_device, workspace_for
-from posy.config import resolve
 from posy.data.errors import DataError
-from posy.methods import METHODS
-from posy.results import load_arrays
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
-from posy.state import ContextStore, Moment, State
-from posy.training import Train, TrainingDivergedError
+from posy.storage import load_arrays
+from posy.strategies.registry import METHODS, resolve
 
 MakeClient = Callable[..., Any]
 TRAIN = {"server-round": 1, "client": 0, "evaluate-local": True}

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks import curves
 from posy.client_app.workspace import Workspace
-from posy.config import resolve
 from posy.randomness import model_seed
+from posy.strategies.registry import resolve
 
 ROUNDS, CLASSES, LR = 4, 3, 0.2
 

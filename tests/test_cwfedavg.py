@@ -8,10 +8,10 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from posy.batches import Batch
 from posy.client_app.cwfedavg import regularised
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import classification
 from posy.strategies.cwfedavg import class_models, class_weights, parts, weight_distribution
-from posy.training import classification
 
 # A linear model of two features and three classes: weights (3, 2), then biases (3,).
 # Row norms 5, 10, 5 and 3, 0, 1: p̃ = (1/4, 1/2, 1/4) and (3/4, 0, 1/4).

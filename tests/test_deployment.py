@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posy.deploy.certificates import Files, make_certificates
-from posy.deploy.commands import node_config
-from posy.deploy.local import Deployment
-from posy.launch import LaunchError
-from posy.results import load_arrays
+from benchmarks.local_federation import Deployment
+from posy.commands.deploy.certificates import Files, make_certificates
+from posy.commands.deploy.commands import node_config
+from posy.commands.launch import LaunchError
 from posy.settings import SettingsError
+from posy.storage import load_arrays
 
 NODES = 5
 # Small, and the same in both, whatever the defaults are.

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posy.deploy.local import Deployment, children
-from posy.results import load_arrays
+from benchmarks.local_federation import Deployment, children
+from posy.storage import load_arrays
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
 NODES = 4

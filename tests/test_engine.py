@@ -14,13 +14,13 @@ import torch
 from posy.client_app.app import Call
 from posy.client_app.engine import Engine
 from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.state import DirectoryStore, MemoryStore
+from posy.client_app.training.trainer import Trainer
+from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
-from posy.config import resolve
-from posy.methods import METHODS
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import TrainSettings
-from posy.state import DirectoryStore, MemoryStore
-from posy.training import Train, Trainer
+from posy.strategies.registry import METHODS, resolve
 
 SAME = 1e-5  # relative, in norm
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

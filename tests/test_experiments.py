@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from posy import cli
-from posy.config import EXPERIMENTS, defaults, resolve
+from posy.commands import cli
+from posy.commands.launch import APP
+from posy.commands.table import PLACE, read_plan
 from posy.data.task import Task
-from posy.launch import APP
-from posy.methods import METHODS
 from posy.models.architecture import architecture_for
 from posy.strategies.ppfe import plan_stages
-from posy.table import PLACE, read_plan
+from posy.strategies.registry import EXPERIMENTS, METHODS, defaults, resolve
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"))
 TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))

@@ -8,16 +8,15 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from posy.batches import Batch
 from posy.client_app.feddrm import class_and_client
+from posy.client_app.training.batches import Batch
 from posy.client_app.workspace import Workspace
-from posy.config import resolve
-from posy.methods import strategy_class
-from posy.results import RunDirectory
+from posy.server_app.results import RunDirectory
 from posy.server_app.system import pooled_test, system_accuracy
 from posy.settings import SettingsError
-from posy.strategies.base import Member
 from posy.strategies.feddrm import route_queries, routing_matrix
+from posy.strategies.registry import resolve, strategy_class
+from posy.strategies.replies import Member
 
 CONFIG = {"server-round": 1, "lr": 0.1}
 

@@ -23,14 +23,15 @@ from hypothesis import strategies as st
 from nodes import NodeGrid
 
 from posy.client_app.app import Call
-from posy.config import Settings, resolve
-from posy.server_app import federation
+from posy.server_app import members as federation
 from posy.server_app.app import run
-from posy.server_app.federation import Federation, PollingGrid, WaveGrid
+from posy.server_app.grids import PollingGrid, WaveGrid
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import SettingsError
+from posy.server_app.members import Federation
+from posy.settings import Settings, SettingsError
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.ppfe import PPFE
+from posy.strategies.registry import resolve
 
 MakeConfig = Callable[..., dict[str, Any]]
 

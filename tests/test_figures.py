@@ -12,8 +12,7 @@ from matplotlib.image import imread
 
 from posy import figures
 from posy.figures import Panel
-from posy.metrics import spread
-from posy.results import Evaluation, History
+from posy.metrics import Evaluation, History, spread
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from posy.cli import main
+from posy.commands.cli import main
 from posy.data.client import client_data
 from posy.data.dataset import as_labels, nearly_equal, written_label
 from posy.data.datasets import load_dataset

@@ -9,10 +9,10 @@ import pytest
 from conftest import FailingGrid, Key
 from recorded import check_numbers, read
 
-from posy.methods import METHODS
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.recorder import Recorder
+from posy.strategies.registry import METHODS
 
 Config = dict[str, Any]
 Data = tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]]

@@ -18,10 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import check_numbers
 
-from posy import cli
-from posy.config import resolve
+from posy.commands import cli
 from posy.data.errors import DataError
-from posy.methods import METHODS, settings_class
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import (
@@ -35,6 +33,7 @@ from posy.settings import (
     fields_of,
     key_of,
 )
+from posy.strategies.registry import METHODS, resolve, settings_class
 
 GROUPS = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]
 DECLARED = {key: field for cls, prefix in GROUPS for key, field in fields_of(cls, prefix).items()}

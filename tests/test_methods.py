@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from posy.config import defaults, resolve
-from posy.methods import METHODS, client_class, settings_class, strategy_class
+from posy.client_app.registry import client_class
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, fields_of
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.registry import METHODS, defaults, resolve, settings_class, strategy_class
 
 SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from posy.parameters import Entry, Layout, Part, layout_of
+from posy.models.parameters import Entry, Layout, Part, layout_of
 
 
 class Small(nn.Module):

@@ -11,11 +11,10 @@ from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDi
 from flwr.clientapp.mod import LocalDpMod
 from flwr.server.workflow import SecAggPlusWorkflow
 
-from posy.config import defaults, resolve
-from posy.methods import METHODS
-from posy.privacy import NO_NOISE, NOT_A_SUM, check_privacy, noise_deviation, noised
+from posy.client_app.privacy import NO_NOISE, NOT_A_SUM, check_privacy, noise_deviation, noised
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, TrainSettings
+from posy.strategies.registry import METHODS, defaults, resolve
 
 MakeClient = Callable[..., Any]
 QUIET = 1e-30  # a sensitivity for which the noise vanishes in float32

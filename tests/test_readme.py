@@ -33,7 +33,7 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
     words = [*command[1].split(), "num-server-rounds=2", "num-clients=3", "run-name=readme", "output-dir=runs"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "posy.cli", "run", *words],
+        [sys.executable, "-P", "-m", "posy.commands.cli", "run", *words],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,8 +45,7 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
 
 
 def test_every_file_and_setting_that_the_readme_names_exists() -> None:
-    from posy.config import defaults
-    from posy.methods import METHODS
+    from posy.strategies.registry import METHODS, defaults
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in re.findall(r"(?:benchmarks|experiments|docs)/[\w./-]+\.\w+", readme):
@@ -59,7 +58,7 @@ def test_every_file_and_setting_that_the_readme_names_exists() -> None:
 
 
 def test_how_far_stacked_models_part_is_what_was_measured() -> None:
-    from posy.methods import METHODS
+    from posy.strategies.registry import METHODS
 
     rows = (ROOT / "benchmarks/results/stacking.txt").read_text(encoding="utf-8").splitlines()[1:]
     worst = {row.split()[0]: max(map(float, row.split()[1:])) for row in rows}

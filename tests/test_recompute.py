@@ -18,9 +18,9 @@ import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 from safetensors import safe_open
 
-from posy.methods import METHODS
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
+from posy.strategies.registry import METHODS
 
 Arrays = dict[str, np.ndarray]
 Members = list[tuple[Arrays, float]]

@@ -19,10 +19,11 @@ import pytest
 import safetensors
 import yaml
 
-from posy.metrics import Spread, spread
-from posy.progress import Progress, duration, results_table, size, task_table
-from posy.results import CLIENT_COLUMNS, History, RunDirectory, Status, load_arrays
+from posy.metrics import History, Spread, spread
+from posy.server_app.progress import Progress, duration, results_table, size, task_table
+from posy.server_app.results import CLIENT_COLUMNS, RunDirectory, Status
 from posy.settings import SettingsError
+from posy.storage import load_arrays
 
 
 def of(*values: float) -> Spread:
@@ -214,7 +215,7 @@ class TestRunDirectory:
 import os, signal, sys
 from pathlib import Path
 from posy.metrics import spread
-from posy.results import History, RunDirectory
+from posy.server_app.results import History, RunDirectory
 run, history = RunDirectory(Path(sys.argv[1]), "x"), History()
 run.write_config({"seed": 1})
 for r in (1, 2, 3):
@@ -261,7 +262,7 @@ class TestProgress:
 
     def test_a_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = iter([0.0, 0.0, 10.0, 14.0])
-        monkeypatch.setattr("posy.progress.time.monotonic", lambda: next(clock))
+        monkeypatch.setattr("posy.server_app.progress.time.monotonic", lambda: next(clock))
         log = io.StringIO()
         with Progress(10, stream=log) as shown:
             shown.update(1, 0.61234, 0.74, 0.8125)

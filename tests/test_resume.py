@@ -20,19 +20,18 @@ from flwr.app import Context
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.workspace import workspace_for
-from posy.config import defaults
-from posy.methods import METHODS, strategy_class
-from posy.results import RunDirectory, load_arrays
-from posy.resume import StoredRun
 from posy.server_app import checkpoints as checkpoints_module
 from posy.server_app.app import run
 from posy.server_app.checkpoints import Checkpoints
-from posy.server_app.federation import WaveGrid
+from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.recorder import Recorder
+from posy.server_app.results import RunDirectory
+from posy.server_app.resume import StoredRun
 from posy.settings import NothingTrainedError, RunError, SettingsError
-from posy.storage import write_json
+from posy.storage import load_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.registry import METHODS, defaults, strategy_class
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -707,7 +706,7 @@ def folder() -> Iterator[Path]:
 def posy(*words: str, cwd: Path) -> "subprocess.Popen[str]":
     """Start `posy run`; what it starts can be told by its temporary directory."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(cwd)}
-    command = [sys.executable, "-P", "-m", "posy.cli", "run", "output-dir=.", *words]
+    command = [sys.executable, "-P", "-m", "posy.commands.cli", "run", "output-dir=.", *words]
     return subprocess.Popen(
         command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -17,16 +17,17 @@ import posy
 from posy.client_app.app import Call
 from posy.client_app.fedavg import FedAvgClient
 from posy.client_app.workspace import Workspace
-from posy.config import defaults, resolve
+from posy.commands.table import Cell
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
-from posy.results import CLIENT_COLUMNS, load_arrays
 from posy.server_app import recorder as recorder_module
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.recorder import Recorder
+from posy.server_app.results import CLIENT_COLUMNS
 from posy.settings import NothingTrainedError, RunError, SettingsError
-from posy.table import Cell
+from posy.storage import load_arrays
+from posy.strategies.registry import defaults, resolve
 
 Config = dict[str, Any]
 MakeConfig = Callable[..., Config]

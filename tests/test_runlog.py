@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posy.runlog import RunLog
+from posy.commands.runlog import RunLog
 
 INFO, WARNING, ERROR = ("\x1b[92mINFO \x1b[0m:      ", "\x1b[93mWARNING \x1b[0m:   ", "\x1b[91mERROR \x1b[0m:     ")
 ACTOR = "\x1b[36m(ClientAppActor pid=6904)\x1b[0m "
@@ -92,7 +92,10 @@ def test_what_a_line_of_the_end_tells_is_no_traceback_before(capsys: pytest.Capt
     wrong = trace("posy.settings.SettingsError: lr = -1: it must be > 0")
     told = shown([*NOISE, ERROR + "ServerApp raised an exception", wrong, "round 1/2"], capsys, failed=True)
     assert told == "round 1/2\n"
-    for error in ("posy.settings.NothingTrainedError: none", "posy.training.TrainingDivergedError: nan"):
+    for error in (
+        "posy.settings.NothingTrainedError: none",
+        "posy.training.TrainingDivergedError: nan",
+    ):
         told = shown([RESULTS, ERROR + trace(error), "round 1/2"], capsys)
         assert told == "Results of this run: /runs/one\nround 1/2\n"
 

@@ -12,11 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posy import config as config_module
-from posy.config import defaults, experiment_path, from_json, resolve
 from posy.data.datasets import SOURCES
 from posy.data.errors import DataError
-from posy.methods import METHODS, client_class, settings_class, strategy_class
 from posy.models import build_model
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
@@ -35,6 +32,17 @@ from posy.settings import (
     key_of,
     read,
     setting,
+)
+from posy.strategies import registry as config_module
+from posy.strategies.registry import (
+    METHODS,
+    client_class,
+    defaults,
+    experiment_path,
+    from_json,
+    resolve,
+    settings_class,
+    strategy_class,
 )
 
 ROOT = Path(__file__).resolve().parent.parent

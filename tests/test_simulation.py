@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posy.config import defaults
-from posy.methods import METHODS
-from posy.results import load_arrays
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
+from posy.storage import load_arrays
+from posy.strategies.registry import METHODS, defaults
 
 SAME = 1e-5  # relative, in norm
 CLIENTS = 4

@@ -13,7 +13,6 @@ import pytest
 from nodes import NodeGrid, class_folders, pfllib, table
 
 from posy.client_app.site import skips
-from posy.config import defaults
 from posy.data.dataset import Dataset
 from posy.data.errors import DataError
 from posy.data.image import load_digits
@@ -30,13 +29,12 @@ from posy.data.sites import (
     task_of,
     told_of,
 )
-from posy.data.sites import (
-    agreed as agreed_with_warnings,
-)
-from posy.results import load_arrays
+from posy.data.sites import agreed as agreed_with_warnings
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import DataSettings, SettingsError
+from posy.storage import load_arrays
+from posy.strategies.registry import defaults
 
 Config = dict[str, Any]
 IMAGES = DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b,c")

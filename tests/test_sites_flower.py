@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from nodes import pfllib, table
 
+from benchmarks.local_federation import Deployment
 from posy.data.image import load_digits
-from posy.deploy.local import Deployment
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from posy.client_app.app import own_places
+from posy.client_app.state import ContextStore, DirectoryStore, MemoryStore, Moment, State, StateError
 from posy.settings import SettingsError
-from posy.state import ContextStore, DirectoryStore, MemoryStore, Moment, State, StateError
 from posy.storage import DamagedFileError, read_arrays, read_json, write_arrays, write_json
 
 TRAIN, EVALUATE = 0, 1
@@ -228,7 +228,7 @@ def test_a_state_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("posy.state.write_arrays", full)
+        patch.setattr("posy.client_app.state.write_arrays", full)
         for client in range(1, 4):
             keep(store, client, Moment(1, TRAIN), 10 + client)
         assert store.nbytes == 16_000
@@ -242,7 +242,7 @@ def test_a_state_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypa
 
 def test_spilled_files_are_on_the_disk_from_the_checkpoint_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    for module in ("posy.state", "posy.storage"):
+    for module in ("posy.client_app.state", "posy.storage"):
         monkeypatch.setattr(f"{module}.sync", lambda path: synced.append(path.name))
     store = MemoryStore(DirectoryStore(tmp_path), limit=1)
     for client in range(2):

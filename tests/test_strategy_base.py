@@ -14,11 +14,12 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
-from posy.arrays import Array as ByReference
+from posy.flower import Array as ByReference
 from posy.flower import raised
-from posy.methods import METHODS
 from posy.server_app.in_process import InProcessGrid
-from posy.strategies.base import BadReplyError, PersonalisedStrategy, Update, num_examples, stacked, weighted_mean
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.registry import METHODS
+from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
 
 MakeStrategy = Callable[..., Any]
 Change = Callable[[RecordDict], None]

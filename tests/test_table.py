@@ -16,10 +16,20 @@ from typing import Any
 import pytest
 import yaml
 
-from posy.config import resolve
-from posy.launch import APP
+from posy.commands.launch import APP
+from posy.commands.table import (
+    Cell,
+    Plan,
+    aggregate,
+    comma_separated,
+    make_room,
+    markdown,
+    read_plan,
+    run_cells,
+    run_table,
+)
 from posy.settings import SettingsError
-from posy.table import Cell, Plan, aggregate, comma_separated, make_room, markdown, read_plan, run_cells, run_table
+from posy.strategies.registry import resolve
 
 COMMON = {
     "dataset": "digits",
@@ -187,7 +197,7 @@ def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
     file = _table(tmp_path, settings={**COMMON, "num-server-rounds": 100_000}, seeds=[0, 1])
     environment = {**os.environ, "PYTHONPATH": str(APP)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "posy.cli", "table", str(file), "-j", "1"],
+        [sys.executable, "-m", "posy.commands.cli", "table", str(file), "-j", "1"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -200,7 +210,7 @@ def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
         assert time.monotonic() < end
         time.sleep(0.05)
     second = subprocess.run(
-        [sys.executable, "-m", "posy.cli", "table", str(file)],
+        [sys.executable, "-m", "posy.commands.cli", "table", str(file)],
         env=environment,
         text=True,
         capture_output=True,

@@ -10,26 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posy.batches import Augment, Batch, Samples, batches, plan_epochs
 from posy.client_app.cwfedavg import regularised
 from posy.client_app.feddrm import class_and_client
-from posy.data.task import Task
-from posy.models.architecture import Architecture
-from posy.parameters import Layout, layout_of
-from posy.settings import MODELS, TrainSettings
-from posy.training import (
+from posy.client_app.training.batches import Augment, Batch, Samples, batches, plan_epochs
+from posy.client_app.training.networks import Network, trainable_names
+from posy.client_app.training.trainer import Trainer
+from posy.client_app.training.work import (
     Forward,
     Job,
-    Network,
     Objective,
     Pull,
     Train,
     Trained,
-    Trainer,
     TrainingDivergedError,
     classification,
-    trainable_names,
 )
+from posy.data.task import Task
+from posy.models.architecture import Architecture
+from posy.models.parameters import Layout, layout_of
+from posy.settings import MODELS, TrainSettings
 
 CPU = torch.device("cpu")
 CLASSES = 3

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from posy.cli import typed
-from posy.deploy.commands import node_config
+from posy.commands.cli import typed
+from posy.commands.deploy.commands import node_config
+from posy.commands.table import read_plan
 from posy.settings import SettingsError
-from posy.table import read_plan
 from posy.yaml12 import dump, parse, read_yaml
 
 SCALARS: dict[str, Any] = {

@@ -40,7 +40,7 @@ def lying(push: Callable[..., Any]) -> Callable[..., Any]:
     return pushed
 
 
-if "posy.deploy.worker" in sys.orig_argv:
+if "posy.commands.deploy.worker" in sys.orig_argv:
     from flwr.supernode.runtime import run_clientapp
 
     run_clientapp.push_message = lying(run_clientapp.push_message)

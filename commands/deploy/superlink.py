@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from posy.launch import LaunchError
+from posy.commands.launch import LaunchError
 
 LOOK_SECONDS = 0.2
 HEALTHY_SECONDS = 30.0

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from flwr.common.logger import log
 
-from posy.config import Settings
-from posy.settings import SettingsError, TrainSettings
+from posy.settings import Settings, SettingsError, TrainSettings
 
 Arrays = list[npt.NDArray[np.generic]]
 

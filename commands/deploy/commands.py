@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posy.launch import (
+from posy.commands.launch import (
     INTERRUPTED,
     Connection,
     flower_environment,
@@ -22,7 +22,7 @@ from posy.launch import (
     write_connection,
 )
 from posy.listing import print_table
-from posy.progress import duration
+from posy.server_app.progress import duration
 from posy.settings import SettingsError
 from posy.yaml12 import parse
 
@@ -169,7 +169,7 @@ def connection(options: argparse.Namespace) -> Connection:
 
 def certificates(options: argparse.Namespace) -> int:
     """`posy certificates`: make certificates and keys."""
-    from posy.deploy.certificates import make_certificates  # noqa: PLC0415 - what the other commands do not need
+    from posy.commands.deploy.certificates import make_certificates  # noqa: PLC0415 - what the other commands do not need
 
     if not 1 <= options.days <= MAX_DAYS:
         raise SettingsError(f"--days {options.days}: it must be 1 to {MAX_DAYS}")
@@ -180,7 +180,7 @@ def certificates(options: argparse.Namespace) -> int:
 
 def superlink(options: argparse.Namespace) -> int:
     """`posy superlink`: run the SuperLink and the process that runs ServerApps."""
-    from posy.deploy.superlink import keep  # noqa: PLC0415
+    from posy.commands.deploy.superlink import keep  # noqa: PLC0415
 
     fleet = options.fleet or (LOCAL_FLEET if options.insecure else FLEET)
     host, port = _split("--control", options.control)
@@ -195,7 +195,7 @@ def superlink(options: argparse.Namespace) -> int:
             _check_loopback(option, address)
         trust = asked = ["--insecure"]
     else:
-        from posy.deploy.certificates import Files, check_authority, check_server  # noqa: PLC0415
+        from posy.commands.deploy.certificates import Files, check_authority, check_server  # noqa: PLC0415
 
         files = Files(options.certificates)
         ca, server, key = (_there(path, "--certificates") for path in (files.ca, files.server, files.server_key))
@@ -233,8 +233,8 @@ def superlink(options: argparse.Namespace) -> int:
 
 def register(options: argparse.Namespace) -> int:
     """`posy register`: make keys known to the SuperLink."""
-    from posy.deploy.certificates import public_pem  # noqa: PLC0415
-    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+    from posy.commands.deploy.certificates import public_pem  # noqa: PLC0415
+    from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
 
     keys = {path: public_pem(path) for path in (_there(path, "the command line") for path in options.keys)}
     superlink = connection(options)
@@ -257,7 +257,7 @@ def register(options: argparse.Namespace) -> int:
 
 def status(options: argparse.Namespace) -> int:
     """`posy status`: list runs and nodes."""
-    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+    from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
 
     with control(connection(options)) as asked:
         runs, nodes = asked.runs(), asked.nodes()
@@ -271,7 +271,7 @@ def status(options: argparse.Namespace) -> int:
 
 def log(options: argparse.Namespace) -> int:
     """`posy log`: show the log of a run."""
-    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+    from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
 
     superlink = connection(options)
     with control(superlink) as asked:
@@ -284,7 +284,7 @@ def log(options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """`posy stop`: stop a run."""
-    from posy.deploy.control import control  # noqa: PLC0415 - imports Flower
+    from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
 
     superlink = connection(options)
     with control(superlink) as asked:
@@ -310,7 +310,7 @@ def supernode(options: argparse.Namespace) -> int:
         _check_loopback("--superlink", options.superlink)
         words.append("--insecure")
     else:
-        from posy.deploy.certificates import check_authority, check_node_key  # noqa: PLC0415
+        from posy.commands.deploy.certificates import check_authority, check_node_key  # noqa: PLC0415
 
         ca = _there(options.root_certificates, "--root-certificates")
         check_authority(ca)
@@ -327,7 +327,7 @@ def supernode(options: argparse.Namespace) -> int:
     if options.stock:
         command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
     else:
-        command = [sys.executable, "-P", "-m", "posy.deploy.node", *words]
+        command = [sys.executable, "-P", "-m", "posy.commands.deploy.node", *words]
     _tell(command, environment)
     os.execve(command[0], command, environment)
 

@@ -3,12 +3,11 @@
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from posy.methods import METHODS, check_method, settings_class
 from posy.paths import expanded, is_file
 from posy.settings import (
     DATASETS,
@@ -17,9 +16,9 @@ from posy.settings import (
     DataSettings,
     RunSettings,
     Scalar,
+    Settings,
     SettingsError,
     TrainSettings,
-    as_config,
     check_keys,
     default_of,
     fields_of,
@@ -32,26 +31,6 @@ from posy.yaml12 import read_yaml
 NOT_REPEATED = ("experiment", "resume", "resume-keys")
 """Settings of a run that its repetition does not take over: what they brought stands in the others."""
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All settings of a run."""
-
-    run: RunSettings
-    data: DataSettings
-    train: TrainSettings
-    method: Any
-
-    def as_config(self) -> dict[str, Scalar]:
-        """Return the settings as flat keys, the method's own under its name."""
-        groups = (as_config(self.run), as_config(self.data), as_config(self.train))
-        merged = {key: value for group in groups for key, value in group.items()}
-        return {**merged, **as_config(self.method, self.run.method)}
-
-    def to_json(self) -> str:
-        """Return the settings as one line of JSON, as they travel to the clients."""
-        return json.dumps(self.as_config())
 
 
 def defaults() -> dict[str, Scalar]:
@@ -186,3 +165,53 @@ def read_experiment(path: Path) -> dict[str, Any]:
 def _groups() -> list[tuple[type, str]]:
     own = [(settings_class(method), method) for method in METHODS]
     return [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *own]
+
+
+METHODS = {
+    "fedfew": "FedFew",
+    "cwfedavg": "CwFedAvg",
+    "fedacs": "FedACS",
+    "feddrm": "FedDRM",
+    "ppfe": "PPFE",
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedavg-ft": "FedAvgFT",
+    "fedprox": "FedProx",
+    "fedrep": "FedRep",
+    "ditto": "Ditto",
+    "fedamp": "FedAMP",
+    "ifca": "IFCA",
+}
+
+
+def check_method(method: str, where: str = "") -> None:
+    """Raise :class:`SettingsError` for a method that there is not, naming the one that is meant or all.
+
+    Parameters
+    ----------
+    method : str
+        Its name.
+    where : str
+        Where it was set.
+    """
+    if method in METHODS:
+        return
+    near = nearest(method, METHODS)
+    hint = f"did you mean {near}? (`posy methods` lists all)" if near else f"it must be one of {', '.join(METHODS)}"
+    raise SettingsError(f"method = {shown(method)}" + (f" in {where}" if where else "") + f": {hint}")
+
+
+def strategy_class(method: str) -> Any:
+    """Return the Flower strategy of a method."""
+    return _attribute("posy.strategies", method, "")
+
+
+def settings_class(method: str) -> Any:
+    """Return the frozen dataclass with a method's own settings."""
+    return _attribute("posy.strategies", method, "Settings")
+
+
+def _attribute(package: str, method: str, suffix: str) -> Any:
+    check_method(method)
+    module = import_module(f"{package}.{method.replace('-', '_')}")
+    return getattr(module, METHODS[method] + suffix)

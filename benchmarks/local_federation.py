@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posy.launch import APP, LaunchError, free_port
+from posy.commands.launch import APP, LaunchError, free_port
 
 START_SECONDS = 90.0
 
@@ -61,7 +61,7 @@ class Deployment:
         self._before[name] = len(self.log(name))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "posy.cli", *words],
+                [sys.executable, "-P", "-m", "posy.commands.cli", *words],
                 cwd=self.folder,
                 env=environment,
                 stdout=log,
@@ -80,7 +80,7 @@ class Deployment:
             If it fails.
         """
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "posy.cli", *words],
+            [sys.executable, "-P", "-m", "posy.commands.cli", *words],
             cwd=self.folder,
             env=self.environment(),
             capture_output=True,
@@ -162,7 +162,7 @@ class Deployment:
     def worker(self, node: str) -> int:
         """Return the process number of a node's worker."""
         found = children(self.processes[node].pid)
-        [worker] = [number for number, command in found.items() if "posy.deploy.worker" in command]
+        [worker] = [number for number, command in found.items() if "posy.commands.deploy.worker" in command]
         return worker
 
     def stop(self) -> None:

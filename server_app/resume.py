@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posy.config import Settings, check_own, defaults, read_all
-from posy.methods import strategy_class
-from posy.settings import SettingsError, check_keys
+from posy.settings import Settings, SettingsError, check_keys
 from posy.storage import is_folder_name, plain, read_json
+from posy.strategies.registry import check_own, defaults, read_all, strategy_class
 from posy.yaml12 import read_yaml
 
 MAY_CHANGE = {

@@ -12,10 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from posy import config as configuration
-from posy.data.errors import DataError
-from posy.deploy import commands as deployment
-from posy.launch import (
+from posy.commands.deploy import commands as deployment
+from posy.commands.launch import (
     APP,
     INTERRUPTED,
     LaunchError,
@@ -25,10 +23,10 @@ from posy.launch import (
     run_simulation,
     toml,
 )
+from posy.data.errors import DataError
 from posy.listing import print_table
-from posy.methods import METHODS, check_method, settings_class
 from posy.paths import exists, expanded, is_file
-from posy.resume import StoredRun
+from posy.server_app.resume import StoredRun
 from posy.settings import (
     DATASETS,
     SITES,
@@ -45,6 +43,8 @@ from posy.settings import (
     nearest,
     read,
 )
+from posy.strategies import registry as configuration
+from posy.strategies.registry import METHODS, check_method, settings_class
 from posy.yaml12 import parse
 
 COMMON = (RunSettings, DataSettings, TrainSettings)
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 def table(options: argparse.Namespace) -> int:
     """`posy table`: run a grid of experiments and print the results."""
-    from posy import table as grid  # noqa: PLC0415 - imports the methods
+    from posy.commands import table as grid  # noqa: PLC0415 - imports the methods
 
     plan = grid.read_plan(Path(options.file), assignments(options.settings), options.output)
     return grid.run_table(plan, jobs=options.jobs, only_print=options.only_print)
@@ -148,7 +148,7 @@ def datasets(options: argparse.Namespace) -> int:
 
 def check_site(options: argparse.Namespace) -> int:
     """`posy check-site`: show what a node finds in a site's data."""
-    from posy import check_site as site  # noqa: PLC0415 - imports PyTorch
+    from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
 
     node = [word for word in options.words if word.partition("=")[0] in site.NODE_KEYS]
     config = merged(assignments([word for word in options.words if word not in node]))

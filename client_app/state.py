@@ -19,7 +19,7 @@ import numpy.typing as npt
 from flwr.app import ConfigRecord, Context, Message, MessageType
 from flwr.common.logger import log
 
-from posy.arrays import record_of
+from posy.flower import record_of
 from posy.settings import SettingsError
 from posy.storage import DamagedFileError, is_folder_name, read_arrays, sync, write_arrays
 

@@ -16,7 +16,7 @@ from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StopRunReq
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-from posy.launch import Connection, LaunchError, no_proxy
+from posy.commands.launch import Connection, LaunchError, no_proxy
 from posy.settings import RunSettings, SettingsError
 
 

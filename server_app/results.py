@@ -13,22 +13,17 @@ import platform
 import secrets
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy.typing as npt
-import safetensors.numpy
 from flwr.common.logger import log
 
-from posy.metrics import Spread
+from posy.metrics import Evaluation, History
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, replace, sync, write_arrays
 from posy.yaml12 import dump
-
-Point = Literal["served", "local"]
-"""An evaluation point: the model a client is served, or the one it has after its training."""
 
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
@@ -51,55 +46,6 @@ CLIENT_COLUMNS = (
 
 GROWING = ("rounds.jsonl", "clients.csv")
 """Files to which each round appends."""
-
-
-class Evaluation(NamedTuple):
-    """A measure over the clients in one round."""
-
-    round: int
-    over_clients: Spread
-    missing: int = 0
-    """Clients that should have been among them: they had no node, or their reply was dropped."""
-
-
-@dataclass
-class History:
-    """A measure over the rounds, at both evaluation points; rounds without a figure are left out.
-
-    Use one for accuracy and one for loss; ``best`` looks for the highest mean.
-    """
-
-    served: list[Evaluation] = field(default_factory=list)
-    local: list[Evaluation] = field(default_factory=list)
-
-    def add(
-        self, server_round: int, served: Spread | None = None, local: Spread | None = None, missing: int = 0
-    ) -> None:
-        """Record a round, and how many clients were missing; None where a point was not evaluated."""
-        if served is not None:
-            self.served.append(Evaluation(server_round, served, missing))
-        if local is not None:
-            self.local.append(Evaluation(server_round, local, missing))
-
-    def last(self, point: Point) -> Evaluation | None:
-        """Return the latest evaluation of a point, or None."""
-        points = self.at(point)
-        return points[-1] if points else None
-
-    def best(self, point: Point) -> Evaluation | None:
-        """Return the evaluation with the highest mean, of equals the earliest, or None.
-
-        Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are left out: the
-        best of many small cohorts would say more of the cohorts than of the models.
-        """
-        points = self.at(point)
-        most = max((e.over_clients["clients"] for e in points), default=0)
-        comparable = [e for e in points if 10 * e.over_clients["clients"] >= 9 * most]
-        return max(comparable, key=lambda e: e.over_clients["mean"], default=None)
-
-    def at(self, point: Point) -> list[Evaluation]:
-        """Return all evaluations of a point, in the order of the rounds."""
-        return self.served if point == "served" else self.local
 
 
 class RunDirectory:
@@ -344,11 +290,6 @@ class RunDirectory:
         path = self.models / f"{name}.safetensors"
         write_arrays(path, arrays, metadata)
         return path
-
-
-def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of a ``.safetensors`` file."""
-    return safetensors.numpy.load_file(path)
 
 
 def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """The process that carries out a node's tasks, with PyTorch, code and data loaded once.
 
-Started by :class:`posy.deploy.node.Executor` over a socket: it reads one token a line, and writes one JSON
+Started by :class:`posy.commands.deploy.node.Executor` over a socket: it reads one token a line, and writes one JSON
 object a line: ``ready``, then for each task ``message`` (what is answered should this process die, and for
 how many seconds an answer is of use), ``pushed`` and ``done``. It ends when the socket closes.
 """
@@ -22,8 +22,8 @@ from typing import Any, TextIO
 import httpx
 from flwr.common.logger import log
 
-from posy.deploy.internals import Apps, Task, envelope, error_reply, hasten_pulls
-from posy.flower import CLOCK_SECONDS
+from posy.commands.deploy.internals import Apps, Task, envelope, error_reply
+from posy.flower import CLOCK_SECONDS, hasten_pulls
 
 PULL_SECONDS = 10.0
 """The parts of a message are on this machine when its task is taken: what is missing for so long never comes."""

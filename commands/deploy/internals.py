@@ -32,11 +32,10 @@ from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from posy.launch import LaunchError
+from posy.commands.launch import LaunchError
+from posy.flower import hasten_pulls
 
 FLOWER = "1.39"
-BACKOFF_SECONDS = 0.05
-"""First pause before Flower looks again for a part of a message that is still on its way; its own is 1 s."""
 BEAT_SECONDS = 15
 """A node that is silent for twice as long counts as gone, and its key can come back; with Flower's own 30 s
 both take a minute."""
@@ -59,20 +58,6 @@ def require_version() -> None:
             f"warm SuperNodes use internals of Flower {FLOWER}, but {flwr.__version__} is installed: install "
             f"'flwr>={FLOWER},<1.40', or start the stock command, `flower-supernode`, which works with any version"
         )
-
-
-def hasten_pulls(patience: float | None = None) -> None:
-    """Shorten the pause before a part of a message is asked for again; Flower works without it, only slower.
-
-    Parameters
-    ----------
-    patience : float, optional
-        After so many seconds a part that is still missing is given up; Flower's own limit is two hours.
-    """
-    changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
-    for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
-        defaults = function.__kwdefaults__ or {}
-        defaults |= {key: value for key, value in changes.items() if key in defaults}
 
 
 class Waits(Protocol):

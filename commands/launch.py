@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from posy.resume import reached, read_summary
-from posy.runlog import RunLog
+from posy.commands.runlog import RunLog
+from posy.server_app.resume import reached, read_summary
 from posy.settings import RunError, RunSettings, Scalar
 from posy.storage import replace
 
@@ -86,8 +86,8 @@ def record_in_process(config: Mapping[str, Scalar], begun: Callable[[Path], obje
     """Do the same and return the record of the run; ``begun`` is told its directory as soon as it is there."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from posy.config import defaults  # noqa: PLC0415
     from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch
+    from posy.strategies.registry import defaults  # noqa: PLC0415
 
     logger = logging.getLogger("flwr")
     level = logger.level

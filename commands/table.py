@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posy.cli import check, merged, with_absolute_paths
-from posy.config import check_own, defaults, owner, pertinent, resolve
+from posy.commands.cli import check, merged, with_absolute_paths
+from posy.commands.launch import APP, ENVIRONMENT
 from posy.data.partitions import as_used
-from posy.launch import APP, ENVIRONMENT
-from posy.progress import duration, size
-from posy.resume import read_summary
+from posy.server_app.progress import duration, size
+from posy.server_app.resume import read_summary
 from posy.settings import RunSettings, Scalar, SettingsError
+from posy.strategies.registry import check_own, defaults, owner, pertinent, resolve
 from posy.yaml12 import dump, read_yaml
 
 PLACE = {
@@ -402,7 +402,7 @@ def _start(cell: Cell) -> "subprocess.Popen[bytes]":
     with cell.log.open("w", encoding="utf-8") as log:
         # -P: what lies in the working directory must not stand in for Posy's packages.
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "posy.cli", "run", str(file)],
+            [sys.executable, "-P", "-m", "posy.commands.cli", "run", str(file)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -170,7 +170,7 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     Parameters
     ----------
     summary : Mapping
-        What :meth:`posy.results.RunDirectory.write_summary` returned.
+        What :meth:`posy.server_app.results.RunDirectory.write_summary` returned.
     path : Path
         Directory of the run.
     """

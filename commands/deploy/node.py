@@ -1,4 +1,4 @@
-"""A warm SuperNode: ``python -m posy.deploy.node`` takes the arguments of ``flower-supernode``.
+"""A warm SuperNode: ``python -m posy.commands.deploy.node`` takes the arguments of ``flower-supernode``.
 
 This process is Flower's own node. A thread of it, the :class:`Executor`, takes the node's tasks and hands
 them to one worker process that keeps PyTorch, code and data loaded. A worker that dies is replaced, and its
@@ -31,8 +31,16 @@ import httpx
 from flwr.app import Message
 from flwr.common.logger import log
 
-from posy.deploy.internals import Task, Tasks, context_for, error_reply, from_envelope, require_version, run_node
-from posy.launch import LaunchError, free_port
+from posy.commands.deploy.internals import (
+    Task,
+    Tasks,
+    context_for,
+    error_reply,
+    from_envelope,
+    require_version,
+    run_node,
+)
+from posy.commands.launch import LaunchError, free_port
 
 POLL_SECONDS = 0.1
 """Pause before a node that was busy a moment ago asks for the next message."""
@@ -86,7 +94,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "posy.deploy.worker", address, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "posy.commands.deploy.worker", address, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "FLWR_HOME": str(home)},  # its own: nodes that share one install over each other

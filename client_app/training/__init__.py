@@ -1,0 +1,1 @@
+"""Local training: what a method asks for, and what carries it out."""

@@ -1,0 +1,154 @@
+"""What a method may ask for: trainings and outputs."""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posy.client_app.training.batches import Augment, Batch, Samples
+
+
+class TrainingDivergedError(ArithmeticError):
+    """Local training left the range of finite numbers."""
+
+
+class TrainingInterruptedError(Exception):
+    """Local training was told to stop."""
+
+
+class Net(Protocol):
+    """What an objective sees of a model: its output and its parameters by name."""
+
+    def __call__(self, x: Tensor) -> Any:
+        """Return the outputs for a batch of inputs."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+Context = Mapping[str, Tensor]
+
+
+Objective = Callable[[Net, Batch, Context], Tensor]
+
+
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the (weighted) mean cross-entropy of a batch."""
+    if batch.weight is None:
+        return F.cross_entropy(logits, batch.y)
+    return (F.cross_entropy(logits, batch.y, reduction="none") * batch.weight).mean()
+
+
+def classification(net: Net, batch: Batch, context: Context) -> Tensor:
+    """Return the plain objective: the cross-entropy of the labels."""
+    return cross_entropy(net(batch.x), batch)
+
+
+class Pull(NamedTuple):
+    """A proximal term ``strength / 2 * ||w - anchor||^2``; its gradient is added in closed form."""
+
+    anchor: Tensor
+    strength: float
+
+
+@dataclass
+class Train:
+    """Local SGD from a start, one model ``(d,)`` or K models ``(K, d)`` over the same batches.
+
+    Attributes
+    ----------
+    start : Tensor
+        Parameters to start from; never changed.
+    objective : callable
+        ``objective(net, batch, context)``, differentiated by the parameters of ``net``.
+    context : Mapping of str to Tensor
+        What the objective needs besides, constant during the round.
+    sample_weight : Tensor or None
+        ``(n,)`` weight of each training sample.
+    resample : bool
+        Draw samples in proportion to their weights, with replacement, instead of weighting their losses: the
+        same objective on average, without steps as large as the largest weight.
+    pull : Pull or None
+        Proximal term.
+    rates : Mapping of str to float
+        Factor on the learning rate by layer; 0 freezes a layer. Layers not named have 1.
+    mask : Tensor or None
+        ``(d,)`` 0/1 mask; masked parameters do not move.
+    epochs, steps : int or None
+        Instead of the settings' ``local-epochs`` and ``local-steps``.
+    network : Any
+        Which of the client's networks to train.
+    stream : int
+        Distinguishes several trainings of one round, which then see different batches.
+    """
+
+    start: Tensor
+    objective: Objective = classification
+    context: Context = field(default_factory=dict)
+    sample_weight: Tensor | None = None
+    resample: bool = False
+    pull: Pull | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
+    mask: Tensor | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    network: Any = None
+    stream: int = 0
+
+
+class Trained(NamedTuple):
+    """Result of :class:`Train`: parameters like ``start``, mean loss of the last epoch ``()`` or ``(K,)``."""
+
+    parameters: Tensor
+    loss: Tensor
+
+
+@dataclass
+class Forward:
+    """Outputs of one model ``(d,)`` or K models ``(K, d)`` on a split: ``(n, C)`` or ``(K, n, C)``."""
+
+    parameters: Tensor
+    split: Literal["train", "test"] = "test"
+    network: Any = None
+
+
+class Job(NamedTuple):
+    """One client's local training: the work, its samples, and where its randomness comes from.
+
+    Attributes
+    ----------
+    work : Train
+        What is trained.
+    samples : Samples
+        The client's training samples.
+    generator : torch.Generator
+        Draws the order of the samples; on the CPU, so that every device sees the same batches.
+    lr : float
+        Learning rate.
+    augment : Augment or None
+        Changes the inputs of a batch; has its own generator.
+    """
+
+    work: Train
+    samples: Samples
+    generator: torch.Generator
+    lr: float
+    augment: Augment | None = None
+
+
+def kind(job: Job, network: Any) -> Hashable:
+    """Return what must agree between jobs that are trained together."""
+    work = job.work
+    return (
+        network,
+        work.objective,
+        tuple(work.start.shape),
+        tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in work.context.items())),
+        None if work.pull is None else (work.pull.strength, work.pull.anchor.dim()),
+        tuple(sorted(work.rates.items())),
+        work.mask is None,
+        job.lr,
+        job.augment is None,
+    )

@@ -1,0 +1,193 @@
+"""How messages travel to the nodes and back."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from logging import WARNING
+from typing import Any
+
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+
+from posy.flower import Outages, answer_to
+
+PULL_SECONDS = 0.1
+
+
+MAX_PULL_SECONDS = 1.0
+
+
+PULL_PATIENCE = 0.02
+"""After t seconds of a phase replies are asked for every 0.02 t seconds, within the two limits above."""
+
+
+PUSHES = 5
+"""So often messages are sent whose content does not get through."""
+
+
+RETURN_SECONDS = 90.0
+"""So long after an outage a node that seems to be gone may take to be seen again; it tells twice a minute."""
+
+
+LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+
+
+class WaveGrid(Grid):
+    """A grid that never has two messages for the same node under way.
+
+    A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
+    is read and written once a message, so messages for one node must not overlap.
+
+    Attributes
+    ----------
+    outages : Outages
+        How often the SuperLink was out of reach.
+    gone : set of int
+        Nodes that were gone when they were to answer; whoever takes note of them clears it.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self.outages = Outages(grid)
+        self.gone: set[int] = set()
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send in as many waves as the busiest node has messages; return all replies.
+
+        The time is that of all waves together; what it does not suffice for is not sent.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        waves: dict[int, list[Message]] = defaultdict(list)
+        seen: dict[int, int] = defaultdict(int)
+        for message in messages:
+            node = message.metadata.dst_node_id
+            waves[seen[node]].append(message)
+            seen[node] += 1
+        replies: list[Message] = []
+        for wave in waves.values():
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            answers = list(self._deliver(wave, None if timeout is None else left))
+            asked = {message.metadata.message_id: message.metadata.dst_node_id for message in wave}
+            for reply in answers:
+                if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
+                    self.gone.add(asked.get(reply.metadata.reply_to_message_id, 0))
+            replies += answers
+        return replies
+
+    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
+        return self._grid.send_and_receive(wave, timeout=timeout)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the connected nodes."""
+        return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return the connected nodes, with the names that their keys were registered under."""
+        return self._grid.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push messages as they are."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pull replies."""
+        return self._grid.pull_messages(message_ids)
+
+    def set_run(self, run: Any) -> None:
+        """Set the run of the grid underneath."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """The run of the grid underneath."""
+        return self._grid.run
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Create a message with the grid underneath."""
+        return self._grid.create_message(*args, **kwargs)
+
+
+class PollingGrid(WaveGrid):
+    """The same for a grid of real nodes: it asks for replies up to ten times a second, Flower's own every 3 s.
+
+    The longer a phase has lasted, the longer it waits: phases of minutes need no ten requests a second.
+
+    A SuperLink hands out each message once, also where it dies before the other side has got it. So what is
+    unanswered after an outage, or answered as lost, is sent again as soon as its node is there. A node that has
+    got both answers both; one answer is taken.
+    """
+
+    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
+        started, outages = time.monotonic(), self.outages.count
+        asked = self._push(wave)
+        replies: dict[str, Message] = {}
+        again: dict[str, Message] = {}
+        patience = 0.0
+        while True:
+            for reply in list(self._grid.pull_messages(set(asked))):
+                told = reply.metadata.reply_to_message_id
+                number = asked.pop(told).metadata.message_id if told in asked else told
+                if number not in replies or replies[number].has_error():
+                    replies[number] = answer_to(number, reply)
+            answered = {number for number, reply in replies.items() if not reply.has_error()}
+            asked = {copy: message for copy, message in asked.items() if message.metadata.message_id not in answered}
+            now = time.monotonic()
+            if outages != self.outages.count:
+                outages, patience = self.outages.count, now + RETURN_SECONDS
+                again = {m.metadata.message_id: m for m in wave if _may_be_lost(replies.get(m.metadata.message_id))}
+            again = {number: message for number, message in again.items() if number not in answered and now < patience}
+            if again:
+                pushed = self._push_again(again.values(), now - started)
+                asked |= pushed
+                for message in pushed.values():
+                    del again[message.metadata.message_id]
+            if not (asked or again) or (timeout is not None and now - started >= timeout):
+                return replies.values()
+            time.sleep(min(MAX_PULL_SECONDS, max(PULL_SECONDS, PULL_PATIENCE * (now - started))))
+
+    def _push(self, wave: list[Message]) -> dict[str, Message]:
+        """Push messages and return them by id; a SuperLink that was started again half-way gets them anew."""
+        for _ in range(PUSHES - 1):
+            try:
+                return self._pushed(wave)
+            except ObjectPushError as error:
+                log(WARNING, "the SuperLink has lost messages on their way, they are sent again: %s", error)
+                for message in wave:  # as others: those before are known to it, without their content
+                    message.metadata.created_at = time.time()
+        return self._pushed(wave)
+
+    def _push_again(self, messages: Iterable[Message], waited: float) -> dict[str, Message]:
+        """Push copies of messages whose nodes are there; return the messages by the ids of their copies."""
+        present = set(self.get_node_ids())
+        there = [message for message in messages if message.metadata.dst_node_id in present]
+        if not there:
+            return {}
+        log(WARNING, "the SuperLink was out of reach: %s messages that it may have lost are sent again", len(there))
+        copies = [
+            Message(
+                message.content,
+                message.metadata.dst_node_id,
+                message.metadata.message_type,
+                ttl=message.metadata.ttl - waited,
+                group_id=message.metadata.group_id,
+            )
+            for message in there
+        ]
+        pushed = {id(copy): number for number, copy in self._push(copies).items()}
+        return {pushed[id(copy)]: message for copy, message in zip(copies, there, strict=True) if id(copy) in pushed}
+
+    def _pushed(self, wave: list[Message]) -> dict[str, Message]:
+        numbers = self._grid.push_messages(wave)
+        return {number: message for number, message in zip(numbers, wave, strict=False) if number}
+
+
+def _may_be_lost(reply: Message | None) -> bool:
+    """Tell whether a message has no reply, or only one that says that it or its node was not to be found."""
+    return reply is None or (reply.has_error() and reply.error.code in LOST)

@@ -1,0 +1,118 @@
+"""Imports run one way: each package stands on those below it, and nothing is imported upwards or in a circle."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from posy.strategies.registry import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
+STAIRCASE = ("posy", "data", "models", "strategies", "client_app", "server_app", "commands", "benchmarks")
+"""The packages from the ground up."""
+DOORS = ("posy/__init__.py", "posy/__main__.py")
+"""`posy.run` and `python -m posy`: the only doors upwards, opened when they are used."""
+NOT_IMPORTED = {"grpcio", "protobuf", "typer", "pandas"}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the files of the product and the benchmarks by the names under which they are imported."""
+    found = {}
+    for package in STAIRCASE:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            relative = file.relative_to(ROOT)
+            if any((ROOT / parent).is_symlink() for parent in relative.parents):
+                continue
+            parts = relative.with_suffix("").parts
+            name = ".".join(parts if package in ("posy", "benchmarks") else ("posy", *parts))
+            found[name.removesuffix(".__init__")] = file
+    return found
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield the names that a file imports, those inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{file}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Return which of our modules each of them imports; the registry imports the methods by their names."""
+    known = modules()
+    edges = {name: {n for n in imported(file) if n in known} - {name} for name, file in known.items()}
+    for name in ("posy.strategies.registry", "posy.client_app.registry"):
+        if name in edges:
+            package = name.rpartition(".")[0]
+            edges[name] |= {f"{package}.{method.replace('-', '_')}" for method in METHODS} & known.keys()
+    return edges
+
+
+def step(module: str) -> int:
+    """Return the height of the package that a module lies in."""
+    return STAIRCASE.index(modules()[module].relative_to(ROOT).parts[0])
+
+
+def test_nothing_is_imported_upwards() -> None:
+    doors = {name for name, file in modules().items() if str(file.relative_to(ROOT)) in DOORS}
+    upwards = [
+        f"{module} -> {other}"
+        for module, others in graph().items()
+        for other in sorted(others)
+        if module not in doors and step(other) > step(module)
+    ]
+    assert not upwards
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    doors = {name for name, file in modules().items() if str(file.relative_to(ROOT)) in DOORS}
+    left = {module: others - doors for module, others in graph().items() if module not in doors}
+    while free := [module for module, others in left.items() if not others & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, {module: sorted(others & left.keys()) for module, others in left.items()}
+
+
+def test_no_module_is_loaded_by_a_name_that_the_graph_does_not_know() -> None:
+    loading = {
+        name
+        for name, file in modules().items()
+        if "import_module" in file.read_text(encoding="utf-8") or "__import__" in file.read_text(encoding="utf-8")
+    }
+    # The worker loads the ClientApp of a run's own code, which Flower has installed.
+    assert loading <= {"posy.strategies.registry", "posy.client_app.registry", "posy.commands.deploy.worker"}
+
+
+def test_no_package_holds_more_than_a_fifth_of_the_code() -> None:
+    lines = dict.fromkeys(STAIRCASE, 0)
+    for name, file in modules().items():
+        lines[STAIRCASE[step(name)]] += len(file.read_text(encoding="utf-8").splitlines())
+    assert max(lines.values()) <= sum(lines.values()) / 5, lines
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    names = {name.partition(".")[0] for file in modules().values() for name in imported(file)}
+    distributions = packages_distributions()
+    used = {d.lower().replace("_", "-") for name in names for d in distributions.get(name, ())} - {"posy"}
+    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    declared = {line.split(">")[0].split("<")[0].split("=")[0].split("[")[0].strip().lower() for line in lines if line}
+    assert used - declared == set()
+    assert declared - used <= NOT_IMPORTED  # the user's choice of dependencies; see requirements.txt
+
+
+@pytest.mark.parametrize("package", [name for name in STAIRCASE if name not in ("posy", "benchmarks")])
+def test_each_package_is_in_the_wheel(package: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packaged = set(project["tool"]["setuptools"]["packages"])
+    ours = {name for name, file in modules().items() if file.name == "__init__.py"}
+    assert {name for name in ours if name.startswith(f"posy.{package}")} <= packaged
