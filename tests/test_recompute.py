@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from safetensors import safe_open
 
 from posy.server_app.app import run
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 Arrays = dict[str, np.ndarray]
 Members = list[tuple[Arrays, float]]

@@ -23,7 +23,8 @@ from recorded import assert_same_results, models_of, rounds_of, summary_of
 from posy.commands.launch import free_port, script
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
-from posy.strategies.registry import METHODS, defaults
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("simulation")]
 
