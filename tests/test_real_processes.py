@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 from nodes import pfllib, table
 
+import posy
 from benchmarks.local_federation import Deployment, children
 from posy.commands import cli
 from posy.commands.deploy.certificates import make_certificates
 from posy.data.image import load_digits
-from posy.server_app.app import run
-from posy.server_app.in_process import InProcessGrid
 from posy.storage import load_arrays
-from posy.strategies.registry import defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -44,7 +42,7 @@ class Federation(Deployment):
         digits = load_digits()
         self.x, self.y = digits.x.reshape(len(digits), -1).astype(np.float32), digits.y
         np.savez(folder / "data.npz", x_train=self.x[:600], y_train=self.y[:600])
-        self.common = [f"dataset={folder / 'data.npz'}", "model=mlp", "device=cpu", "stack=loop", "local-epochs=1"]
+        self.common = {"dataset": folder / "data.npz", "model": "mlp", "device": "cpu", "stack": "loop"}
         super().__init__(folder, [*(f"node-{i}" for i in range(NODES)), "other"])
         self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
 
@@ -132,18 +130,21 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 # -- all goes well ----------------------------------------------------------------------------------------
 
 
-def settings_of(federation: Federation, method: str, *more: str) -> list[str]:
-    words = [f"method={method}", f"num-clients={CLIENTS}", "num-server-rounds=2", "lr=0.05", "seed=7", *more]
+def settings_of(federation: Federation, method: str, **more: Any) -> dict[str, Any]:
+    own = {"method": method, "num-clients": CLIENTS, "num-server-rounds": 2, "lr": 0.05, "local-epochs": 1, "seed": 7}
     if method == "ppfe":
-        words += ["ppfe-stages=2", "ppfe-stage-rounds=1,1"]
-    given = {word.partition("=")[0]: word for word in (*federation.common, *words)}
-    return list(given.values())
+        own |= {"ppfe-stages": 2, "ppfe-stage-rounds": "1,1"}
+    return {**federation.common, **own, **{key.replace("_", "-"): value for key, value in more.items()}}
 
 
-def assert_same_models(federation: Federation, name: str, words: list[str], tmp_path: Path) -> dict[str, Any]:
-    """Compare what a run has left with the same run inside this process, bit for bit; return its summary."""
-    given = cli.assignments([*words, f"output-dir={tmp_path}", "run-name=here"])
-    reference = run(InProcessGrid(CLIENTS), {**defaults(), **given})
+def words(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def assert_same_models(federation: Federation, name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Compare what a run has left with the same run inside this process, bit for bit."""
+    given = {key.replace("-", "_"): str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    reference = posy.run(**given, output_dir=str(tmp_path))
     there = {path.name: path for path in reference.directory.models.iterdir()}
     files = {path.name: path for path in (federation.results(name) / "models").iterdir()}
     assert list(files) == ["server.safetensors"]  # personal models stay on their nodes
@@ -159,18 +160,18 @@ def assert_same_models(federation: Federation, name: str, words: list[str], tmp_
     summary = federation.summary(name)
     assert (summary["status"], summary["dropped"]) == ("completed", {})
     assert (summary["rounds"], summary["served"]) == (reference.summary["rounds"], reference.summary["served"])
-    return summary
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_grpc_gives_the_models_of_one_process(method: str, federation: Federation, tmp_path: Path) -> None:
-    words = settings_of(federation, method)
-    federation.run(method, *words)
-    assert_same_models(federation, method, words, tmp_path)
+    settings = settings_of(federation, method)
+    federation.run(method, *words(settings))
+    assert_same_models(federation, method, settings, tmp_path)
 
 
 def test_a_run_that_fails_says_so(federation: Federation) -> None:
-    federation.submit("wrong", *settings_of(federation, "fedavg", "partition=classes", "classes-per-client=11"))
+    settings = settings_of(federation, "fedavg", partition="classes", classes_per_client=11)
+    federation.submit("wrong", *words(settings))
     assert federation.ended("wrong") == 1
     log = federation.log("run-wrong")
     assert "finished:failed" in log
@@ -213,8 +214,11 @@ def test_sites_and_one_whose_data_is_bad(federation: Federation) -> None:
     table(federation.folder / "d.csv", federation.x[few], y[few])
     node = federation.node("other", "--stock", f"data={federation.folder / 'd.csv'}", "state-dir=state-other")
     federation.wait(lambda: "SuperNode ID" in federation.log("other"), "other")
-    words = ["dataset=sites", "num-clients=4", "min-clients=3", "join-timeout=300", "method=fedavg", "model=mlp"]
-    summary = federation.run("sites", *words, "device=cpu", "num-server-rounds=1", "local-epochs=20")
+    settings = settings_of(
+        federation, "fedavg", dataset="sites", num_clients=4, min_clients=3, join_timeout=300,
+        num_server_rounds=1, local_epochs=20,
+    )  # fmt: skip
+    summary = federation.run("sites", *words(settings))
     node.terminate()
     assert (summary["status"], summary["dropped"], summary["system-accuracy"]) == ("completed", {}, None)
     assert summary["sites"] == ["node-0", "node-1", "other", None]
@@ -239,9 +243,11 @@ def long(federation: Federation) -> Iterator[Federation]:
     """Begin a run with all nodes but the last; the second is slow, and a liar for seven rounds."""
     for word in ("slow", "lie"):
         (federation.folder / word).touch()
-    words = ["method=fedrep", "lr=0.1", "local-epochs=3", f"num-clients={NODES}", "num-server-rounds=10000"]
-    words += [f"min-clients={NODES - 1}", "join-timeout=300", "round-timeout=12"]
-    federation.submit("long", *[word for word in federation.common if word != "local-epochs=1"], *words)
+    settings = settings_of(
+        federation, "fedrep", lr=0.1, local_epochs=3, num_clients=NODES, min_clients=NODES - 1, join_timeout=300,
+        num_server_rounds=10_000, round_timeout=12,
+    )  # fmt: skip
+    federation.submit("long", *words(settings))
     yield federation
     (federation.folder / "slow").unlink()
 
@@ -348,9 +354,9 @@ def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str
 
 
 def test_a_killed_server_process_is_resumed(federation: Federation, tmp_path: Path) -> None:
-    words = settings_of(federation, "fedrep", "num-server-rounds=8", "checkpoint-every=2")
+    settings = settings_of(federation, "fedrep", num_server_rounds=8, checkpoint_every=2)
     (federation.folder / "slow").touch()
-    process = federation.submit("cut", *words)
+    process = federation.submit("cut", *words(settings))
     federation.wait_for_rounds("cut", 3)
     os.kill(federation.server(), signal.SIGKILL)
     (federation.folder / "slow").unlink()
@@ -361,7 +367,7 @@ def test_a_killed_server_process_is_resumed(federation: Federation, tmp_path: Pa
     # What the run that was stopped has left on the nodes does not hold up the next one.
     federation.submit("again", "resume=cut")
     assert federation.ended("again") == 0, federation.log("run-again")
-    assert assert_same_models(federation, "cut", words, tmp_path)["rounds"] == 8
+    assert_same_models(federation, "cut", settings, tmp_path)
 
 
 def test_worker_and_node_end_together(federation: Federation) -> None:
@@ -380,8 +386,8 @@ def test_a_superlink_that_is_ended_leaves_no_run_behind(federation: Federation) 
     """From here on the SuperLink is gone; one node has been told how long to wait for it."""
     federation.node("other", "--wait", "4", "partition-id=0", f"num-partitions={NODES}")
     federation.wait(lambda: federation.ready("other"), "other")
-    words = settings_of(federation, "fedavg", "num-clients=1", "num-server-rounds=3000")
-    process = federation.submit("ended", *words)
+    settings = settings_of(federation, "fedavg", num_clients=1, num_server_rounds=3000)
+    process = federation.submit("ended", *words(settings))
     federation.wait_for_rounds("ended", 2)
     server, superlink = federation.server(), federation.processes["superlink"]
     superlink.terminate()

@@ -20,11 +20,9 @@ import pytest
 import yaml
 from recorded import assert_same_results, models_of, rounds_of, summary_of
 
+import posy
 from posy.commands.launch import free_port, script
-from posy.server_app.app import run
-from posy.server_app.in_process import InProcessGrid
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("simulation")]
 
@@ -43,6 +41,7 @@ from flwr.simulation import run_simulation
 from posy.client_app.app import app as clients
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
+from posy.strategies.registry import defaults
 
 configs = json.loads(sys.stdin.read())
 server = ServerApp()
@@ -59,7 +58,7 @@ def finish_round(self, server_round, arrays):
 def main(grid, context):
     Recorder.finish_round = finish_round
     for config in configs:
-        run(grid, config)
+        run(grid, {**defaults(), **config})
 
 if __name__ == "__main__":
     run_simulation(server, clients, int(sys.argv[1]), backend_config={"client_resources": {"num_cpus": 1}})
@@ -82,7 +81,11 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> dict[str, Any
     }
     if method == "ppfe":
         own |= {"ppfe-stages": 2}
-    return {**defaults(), **own, **more}
+    return {**own, **more}
+
+
+def here(settings: dict[str, Any]) -> None:
+    posy.run(**{key.replace("-", "_"): value for key, value in settings.items()})
 
 
 CUT = {"num-server-rounds": 8, "checkpoint-every": 2}
@@ -123,7 +126,7 @@ def simulated(folder: Path) -> Path:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, tmp_path: Path) -> None:
-    run(InProcessGrid(CLIENTS), settings(tmp_path, method, method))
+    here(settings(tmp_path, method, method))
     assert len(models_of(simulated / method)) == CLIENTS + 1
     assert_same_results(simulated / method, tmp_path / method)
 
@@ -135,7 +138,7 @@ def superlink(folder: Path) -> Iterator[None]:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise RuntimeError('the wrong code')")
     port = free_port()
-    (folder / "flwr").mkdir()
+    (folder / "flwr").mkdir(exist_ok=True)
     (folder / "flwr/config.toml").write_text(
         f'[superlink]\ndefault = "local"\n[superlink.local]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
@@ -171,7 +174,7 @@ def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"Results of this run: {simulated / 'cut'}" in done.stdout
-    run(InProcessGrid(CLIENTS), settings(tmp_path, "fedrep", "cut", **CUT))
+    here(settings(tmp_path, "fedrep", "cut", **CUT))
     assert_same_results(simulated / "cut", tmp_path / "cut")
     written = yaml.safe_load((simulated / "cut/config.yaml").read_text())
     assert [entry["round"] for entry in written["resumed"]] == [4]
