@@ -11,7 +11,7 @@ from posy.client_app.registry import client_class
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, fields_of
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.registry import METHODS, defaults, resolve, settings_class, strategy_class
+from posy.strategies.registry import METHODS, defaults, read_settings, settings_class, strategy_class
 
 SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
 
@@ -119,10 +119,10 @@ def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, m
     if state:
         save_file({name: np.ascontiguousarray(array) for name, array in state.items()}, tmp_path / "state.safetensors")
         state = load_file(tmp_path / "state.safetensors")
-    fresh = strategy_class(method)(resolve(config), strategy.architecture)
+    fresh = strategy_class(method)(read_settings(config), strategy.architecture)
     fresh.load_server_state(state)
     changed = False
-    untouched = strategy_class(method)(resolve(config), strategy.architecture)
+    untouched = strategy_class(method)(read_settings(config), strategy.architecture)
     for client in range(4):
         served = strategy.serve(client)
         again = fresh.serve(client)
