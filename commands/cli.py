@@ -28,7 +28,8 @@ from posy.listing import print_table
 from posy.paths import is_file
 from posy.settings import SettingsError, meant, nearest
 from posy.strategies import registry as configuration
-from posy.strategies.registry import METHODS, check_method, parse_words, read_settings, with_experiment
+from posy.strategies.methods import METHODS, check_method
+from posy.strategies.registry import parse_words, read_settings, with_experiment
 
 WRONG_USE = 2
 EXAMPLES = "examples:"

@@ -23,7 +23,8 @@ from posy.server_app.members import Federation
 from posy.server_app.recorder import Recorder
 from posy.server_app.resume import StoredRun
 from posy.settings import SettingsError
-from posy.strategies.registry import defaults, read_settings, strategy_class
+from posy.strategies.methods import strategy_class
+from posy.strategies.registry import defaults, read_settings
 from posy.strategies.settings import Settings
 
 app = ServerApp()

@@ -10,7 +10,8 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import declared, strategy_class, with_experiment
+from posy.strategies.methods import strategy_class
+from posy.strategies.registry import declared, with_experiment
 from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
 

@@ -19,7 +19,8 @@ from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
 from posy.server_app.in_process import InProcessGrid
-from posy.strategies.registry import METHODS, read_settings
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import read_settings
 from posy.strategies.settings import TrainSettings
 
 SAME = 1e-5  # relative, in norm

@@ -23,7 +23,8 @@ from posy.data.errors import DataError
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import MOST, RunError, Setting, SettingsError, checked, key_of
-from posy.strategies.registry import METHODS, declared, owner, parse_words, read_settings, settings_class, with_experiment
+from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.registry import declared, owner, parse_words, read_settings, with_experiment
 
 WHERE = "the command line"
 

@@ -9,9 +9,10 @@ from safetensors.numpy import load_file, save_file
 
 from posy.client_app.registry import client_class
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import SettingsError, fields_of
+from posy.settings import SettingsError, settings_of
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.registry import METHODS, defaults, read_settings, settings_class, strategy_class
+from posy.strategies.methods import METHODS, settings_class, strategy_class
+from posy.strategies.registry import defaults, read_settings
 
 SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
 
@@ -44,7 +45,7 @@ def test_names_of_a_method(method):
     assert issubclass(strategy_class(method), PersonalisedStrategy)
     assert client_class(method).__name__ == METHODS[method] + "Client"
     assert strategy_class(method).__doc__ and client_class(method).__doc__
-    assert set(fields_of(settings_class(method), method)) <= set(defaults())
+    assert set(settings_of(settings_class(method), method)) <= set(defaults())
 
 
 @every_method

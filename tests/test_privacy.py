@@ -11,10 +11,11 @@ from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDi
 from flwr.clientapp.mod import LocalDpMod
 from flwr.server.workflow import SecAggPlusWorkflow
 
-from posy.client_app.privacy import NO_NOISE, NOT_A_SUM, check_privacy, noise_deviation, noised
+from posy.client_app.privacy import NO_NOISE, check_privacy, noise_deviation, noised
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
-from posy.strategies.registry import METHODS, read_settings
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import read_settings
 from posy.strategies.settings import TrainSettings
 
 MakeClient = Callable[..., Any]

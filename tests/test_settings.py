@@ -21,16 +21,14 @@ from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SYNONYMS, Scalar, SettingsError, as_config, build, checked, key_of, setting, settings_of
 from posy.strategies import registry as config_module
+from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.registry import (
-    METHODS,
     declared,
     defaults,
     experiment_path,
     from_json,
     groups,
     read_settings,
-    settings_class,
-    strategy_class,
 )
 from posy.strategies.settings import MODELS, RunSettings, TrainSettings
 

@@ -13,7 +13,7 @@ import pytest
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.storage import load_arrays
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 SAME = 1e-5  # relative, in norm
 CLIENTS = 4
