@@ -24,7 +24,7 @@ from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import MOST, RunError, Setting, SettingsError, checked, key_of
 from posy.strategies.methods import METHODS, settings_class
-from posy.strategies.registry import declared, owner, parse_words, read_settings, with_experiment
+from posy.strategies.registry import declared, parse_words, read_settings, with_experiment
 
 WHERE = "the command line"
 
@@ -96,12 +96,8 @@ def test_the_edges_of_a_range_are_inside_it(key: str) -> None:
     if rule.most == math.inf:
         edges.append(BIG)
     for value in edges:
-        config = read_settings({"method": key_method(key), key: value}).as_config()
-        assert config[key] == value and type(config[key]) is kind
-
-
-def key_method(key: str) -> str:
-    return owner(key) or "fedavg"
+        found = checked({key: value}, DECLARED, "a test")[key]
+        assert found == value and type(found) is kind
 
 
 def test_a_key_that_would_break_the_line_is_quoted() -> None:
