@@ -31,7 +31,6 @@ from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import load_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS, strategy_class
-from posy.strategies.registry import defaults
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,13 +59,13 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
         "output-dir": str(folder / "runs"),
         "run-name": name,
     }
-    return {**defaults(), **own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
+    return {**own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
 
 
 def again(config: Config, name: str, **more: Any) -> Config:
     """Return what a person gives to go on with a run: its name, and where it lies."""
     given = {k.replace("_", "-"): v for k, v in more.items()}
-    return {**defaults(), "output-dir": config["output-dir"], "resume": name, **given}
+    return {"output-dir": config["output-dir"], "resume": name, **given}
 
 
 def grid_of(config: Config) -> InProcessGrid:
@@ -343,7 +342,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["..", "a/b", "unknown"])
 def test_a_name_that_is_no_run(name: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="resume = "):
-        run(InProcessGrid(4), {**defaults(), "output-dir": str(tmp_path), "resume": name})
+        run(InProcessGrid(4), {"output-dir": str(tmp_path), "resume": name})
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,7 +567,7 @@ def test_a_damaged_file_costs_no_good_checkpoint(
     path = tmp_path / "cut"
     shutil.copytree(stopped / "cut", path)
     DAMAGED[damage](path / file, stopped / "other" / file)
-    run(InProcessGrid(2), {**defaults(), "output-dir": str(tmp_path), "resume": "cut"})
+    run(InProcessGrid(2), {"output-dir": str(tmp_path), "resume": "cut"})
     told = {record.getMessage() for record in warnings.records if record.levelname in ("WARNING", "ERROR")}
     expected = FILES[file]
     assert expected == "" or sum(expected in line for line in told) >= 1
@@ -594,7 +593,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
     shutil.copytree(stopped / "cut", tmp_path / "cut")
     file = tmp_path / "cut" / "config.yaml"
     text = file.read_text()
-    again = {**defaults(), "output-dir": str(tmp_path), "resume": "cut"}
+    again = {"output-dir": str(tmp_path), "resume": "cut"}
     for before, after, told in (
         ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
         ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
@@ -629,7 +628,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
 ) -> None:
     more = {**TINY, "save_models": False}
     run(InProcessGrid(2), settings(tmp_path, method, "whole", **more))
-    config = {**settings(small_disk, method, "cut", **more), "engine": "in-process"}
+    config = {**settings(small_disk, method, "cut", **more)}
     usual, filler = Recorder.finish_round, small_disk / "filler"
 
     def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
@@ -689,8 +688,8 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted(
     more = {"num_clients": 3, "num_server_rounds": 12, "checkpoint_every": 4}
     whole = run(InProcessGrid(3), settings(tmp_path, "fedrep", "whole", **more)).directory.path
     config, cut = settings(tmp_path, "fedrep", "cut", **more), tmp_path / "runs" / "cut"
-    words = [f"{k}={v}" for k, v in config.items() if v != defaults()[k] and k != "output-dir"]
-    assert posy(6, signal.SIGKILL, *words, "engine=in-process").returncode == -signal.SIGKILL
+    words = [f"{key}={value}" for key, value in config.items() if key != "output-dir"]
+    assert posy(6, signal.SIGKILL, *words).returncode == -signal.SIGKILL
     assert summary_of(cut)["status"] == "running"
     done = posy(9, signal.SIGINT, "resume=cut")
     assert done.returncode == 130, done.stderr

@@ -41,7 +41,6 @@ from flwr.simulation import run_simulation
 from posy.client_app.app import app as clients
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
-from posy.strategies.registry import defaults
 
 configs = json.loads(sys.stdin.read())
 server = ServerApp()
@@ -58,7 +57,7 @@ def finish_round(self, server_round, arrays):
 def main(grid, context):
     Recorder.finish_round = finish_round
     for config in configs:
-        run(grid, {**defaults(), **config})
+        run(grid, config)
 
 if __name__ == "__main__":
     run_simulation(server, clients, int(sys.argv[1]), backend_config={"client_resources": {"num_cpus": 1}})
