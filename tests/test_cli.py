@@ -1,16 +1,11 @@
 """The `posy` command: settings from the command line, exit statuses, and real runs."""
 
 import json
-import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,13 +15,8 @@ import posy
 from posy.commands import cli, launch
 from posy.commands.deploy.certificates import make_certificates
 from posy.commands.launch import APP, Flower, LaunchError, mark_stopped, resources, toml
-from posy.server_app.resume import reached
 from posy.settings import SettingsError
 from posy.strategies.registry import defaults
-
-COMMON = ["dataset=digits", "num-clients=3", "model=linear", "method=fedavg", "device=cpu"]
-TINY = [*COMMON, "num-server-rounds=2"]
-ENDLESS = [*COMMON, "num-server-rounds=100000", "output-dir=.", "run-name=one"]
 
 
 @pytest.mark.parametrize(
@@ -383,33 +373,9 @@ def test_simulation_gives_each_client_a_node_and_a_share_of_the_gpu(monkeypatch:
     assert resources(7, "auto")[gpus] == 0.0
 
 
-def test_in_process_run(tmp_path: Path) -> None:
-    done = _posy("run", *TINY, "engine=in-process", "output-dir=here", "run-name=one", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "round 2/2" in done.stdout
-    assert "INFO" not in done.stdout + done.stderr
-    assert json.loads((tmp_path / "here/one/summary.json").read_text())["status"] == "completed"
-
-
 def test_python_runs_refuse_another_methods_settings(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="fedfew-models in the run config is a setting of fedfew"):
         posy.run(method="fedavg", fedfew_models=5, output_dir=str(tmp_path))
-
-
-def test_interrupted_in_process_run_keeps_its_results(tmp_path: Path) -> None:
-    process = _start("run", *ENDLESS, "engine=in-process", cwd=tmp_path)
-    _wait_for(tmp_path / "one/rounds.jsonl", process)
-    process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Traceback" not in error
-    assert f"results          {tmp_path / 'one'}" in output
-    assert json.loads((tmp_path / "one/summary.json").read_text())["status"] == "stopped"
-    finished = len((tmp_path / "one/rounds.jsonl").read_text().splitlines())
-    assert error.splitlines()[-1] == (
-        f"posy: stopped after round {finished}; go on with: posy run resume=one output-dir={tmp_path}"
-    )
-    assert reached(tmp_path / "one") == (finished, 100_000)
 
 
 def test_mark_stopped_leaves_a_finished_run_alone(tmp_path: Path) -> None:
@@ -420,108 +386,8 @@ def test_mark_stopped_leaves_a_finished_run_alone(tmp_path: Path) -> None:
         assert json.loads(summary.read_text()) == {"status": after, "rounds": 3}
 
 
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """Return a temporary directory of one run, by which its processes are told from others'.
-
-    Its path is short, because Ray keeps Unix sockets there.
-    """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
-def test_run_through_flower(tmp_path: Path, temporary: Path) -> None:
-    # A stray client_app in the working directory must not run in place of the app's.
-    (tmp_path / "client_app").mkdir()
-    (tmp_path / "client_app/__init__.py").write_text("raise RuntimeError('the wrong code')")
-    done = _posy("run", *TINY, "output-dir=here", "run-name=one", "lr=0.05", cwd=tmp_path, temporary=temporary)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Results of this run: {tmp_path / 'here/one'}" in done.stdout
-    assert "round 2/2" in done.stdout
-    assert "INFO" not in done.stdout
-    summary = json.loads((tmp_path / "here/one/summary.json").read_text())
-    assert (summary["status"], summary["rounds"]) == ("completed", 2)
-    flower, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
-    try:
-        assert cli.main(["run", *TINY, "engine=in-process", f"output-dir={tmp_path / 'here'}", "run-name=two"]) == 0
-    finally:
-        flower.setLevel(level)
-    again = json.loads((tmp_path / "here/two/summary.json").read_text())
-    assert again["served"] == summary["served"]  # the engine carries messages, it does not change results
-    assert not _left_behind(temporary)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
-def test_failed_run_through_flower_says_so(tmp_path: Path, temporary: Path) -> None:
-    words = [*TINY, "partition=classes", "classes-per-client=11"]
-    done = _posy("run", *words, "output-dir=here", cwd=tmp_path, temporary=temporary)
-    assert done.returncode == 1
-    assert "finished:failed" in done.stderr
-    assert "classes-per-client = 11" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    assert not _left_behind(temporary)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
-def test_interrupted_run_through_flower_is_stopped(tmp_path: Path, temporary: Path) -> None:
-    process = _start("run", *ENDLESS, cwd=tmp_path, temporary=temporary)
-    _wait_for(tmp_path / "one/rounds.jsonl", process)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=180)
-    assert process.returncode == 130
-    after, _ = reached(tmp_path / "one")
-    assert f"posy: stopped after round {after}; go on with: posy run resume=one output-dir={tmp_path}" in error
-    assert after >= 1
-    assert "Traceback" not in error
-    assert json.loads((tmp_path / "one/summary.json").read_text())["status"] == "stopped"
-    assert not _left_behind(temporary)
-
-
 def _environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
-
-
-def _start(*words: str, cwd: Path, temporary: Path | None = None) -> "subprocess.Popen[str]":
-    environment = _environment(**({"TMPDIR": str(temporary)} if temporary else {}))
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "posy.commands.cli", *words],
-        cwd=cwd,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _posy(*words: str, cwd: Path, temporary: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    process = _start(*words, cwd=cwd, temporary=temporary)
-    output, error = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, error)
-
-
-def _wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
-    end = time.monotonic() + 120
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end, f"no {path}"
-        time.sleep(0.05)
-
-
-def _left_behind(temporary: Path) -> list[str]:
-    """Return the living processes that the command started, and what it left in the temporary directory."""
-    mark = f"TMPDIR={temporary}".encode()
-    found = [path.name for path in temporary.glob("posy-*")]
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in path.read_bytes():
-                found.append((path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    return [name for name in found if name]
 
 
 def test_a_long_run_outlives_outages_of_the_superlink(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import urllib.request
@@ -21,7 +22,7 @@ import yaml
 from recorded import assert_same_results, models_of, rounds_of, summary_of
 
 import posy
-from posy.commands.launch import free_port, script
+from posy.commands.launch import free_port
 from posy.strategies.methods import METHODS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("simulation")]
@@ -30,6 +31,7 @@ CLIENTS = 4
 MOST = 400.0
 """Seconds that nothing here takes, however busy the machine is."""
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 # All methods in one simulation, and at last a run whose server is killed. It bears the name of Flower's simulation,
 # by which each run keeps its clients' states apart, in its own directory.
@@ -104,8 +106,16 @@ def folder() -> Iterator[Path]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "FLWR_HOME": str(folder / "flwr")}
-    return {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", **own}
+    own = {
+        "PATH": os.pathsep.join((str(SCRIPTS), os.environ["PATH"])),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+        "FLWR_HOME": str(folder / "flwr"),
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return {**os.environ, **own}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +153,7 @@ def superlink(folder: Path) -> Iterator[None]:
     )
     with (folder / "superlink.log").open("wb") as log:
         process = subprocess.Popen(
-            [script("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)],
+            [str(SCRIPTS / "flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)],
             cwd=folder, env=environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     end = time.monotonic() + MOST
@@ -168,7 +178,7 @@ def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
     words = ["--run-config", f'resume="cut" output-dir="{simulated}"']
     words += ["--federation-config", f"num-supernodes={CLIENTS} client-resources-num-cpus=1"]
     done = subprocess.run(
-        [script("flwr"), "run", ".", "--stream", *words], cwd=ROOT, env=environment(folder),
+        [str(SCRIPTS / "flwr"), "run", ".", "--stream", *words], cwd=ROOT, env=environment(folder),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MOST, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
