@@ -86,6 +86,11 @@ class FailingGrid(InProcessGrid):
         return super()._receive(message)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker more than there are cores: the tests of real processes mostly wait."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)

@@ -244,7 +244,7 @@ def long(federation: Federation) -> Iterator[Federation]:
     for word in ("slow", "lie"):
         (federation.folder / word).touch()
     settings = settings_of(
-        federation, "fedrep", lr=0.1, local_epochs=3, num_clients=NODES, min_clients=NODES - 1, join_timeout=300,
+        federation, "fedrep", lr=0.1, local_epochs=3, num_clients=NODES, min_clients=NODES - 1, join_timeout=20,
         num_server_rounds=10_000, round_timeout=12,
     )  # fmt: skip
     federation.submit("long", *words(settings))

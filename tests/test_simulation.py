@@ -33,8 +33,8 @@ MOST = 400.0
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
-# All methods in one simulation, and at last a run whose server is killed. It bears the name of Flower's simulation,
-# by which each run keeps its clients' states apart, in its own directory.
+# All methods in one simulation with one worker, and at last a run whose server is killed. It bears the name of
+# Flower's simulation, by which each run keeps its clients' states apart, in its own directory.
 SIMULATION = """
 import json, os, signal, sys
 sys.argv[0] = "flwr-simulation"
@@ -62,7 +62,7 @@ def main(grid, context):
         run(grid, config)
 
 if __name__ == "__main__":
-    run_simulation(server, clients, int(sys.argv[1]), backend_config={"client_resources": {"num_cpus": 1}})
+    run_simulation(server, clients, int(sys.argv[1]), backend_config={"client_resources": {"num_cpus": os.cpu_count()}})
 """
 
 
@@ -152,8 +152,9 @@ def superlink(folder: Path) -> Iterator[None]:
         f'[superlink]\ndefault = "local"\n[superlink.local]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
     with (folder / "superlink.log").open("wb") as log:
+        where = ["--host", "127.0.0.1", "--port", str(port)]
         process = subprocess.Popen(
-            [str(SCRIPTS / "flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)],
+            [str(SCRIPTS / "flower-superlink"), "--insecure", "--simulation", *where],
             cwd=folder, env=environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     end = time.monotonic() + MOST
