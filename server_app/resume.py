@@ -9,7 +9,6 @@ from typing import Any
 
 from posy.settings import Settings, SettingsError, check_keys
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.methods import strategy_class
 from posy.strategies.registry import check_own, defaults, read_all
 from posy.yaml12 import read_yaml
 
@@ -147,7 +146,7 @@ class StoredRun:
             if key not in OWN and value != self.settings.get(key, known[key])
         }
         refused = changed.keys() - MAY_CHANGE
-        fixed = settings.train.lr_schedule != "constant" or strategy_class(settings.run.method).follows_number_of_rounds
+        fixed = settings.train.lr_schedule != "constant" or settings.method.follows_number_of_rounds
         if "num-server-rounds" in changed and fixed:
             refused.add("num-server-rounds")
         if refused:
