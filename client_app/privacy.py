@@ -14,8 +14,9 @@ import numpy as np
 from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 
-from posy.settings import Settings, SettingsError, TrainSettings
+from posy.settings import SettingsError
 from posy.strategies.replies import changes, norm_of
+from posy.strategies.settings import Settings, TrainSettings
 
 
 def check_privacy(settings: Settings) -> None:

@@ -16,8 +16,8 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.settings import setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
-from posy.strategies.settings import MethodSettings, Refused
 
 A = TypeVar("A")  # a NumPy array or a tensor
 Float64 = npt.NDArray[np.float64]

@@ -4,7 +4,7 @@
 """
 
 from posy.settings import setting
-from posy.strategies.settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
 class DittoSettings(MethodSettings, noise=ALLOWED):

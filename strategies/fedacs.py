@@ -10,7 +10,7 @@ import numpy.typing as npt
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.attention import AttentionStrategy
-from posy.strategies.settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused
 
 BLOCK = 16_384
 """Parameters that are taken at a time in double precision."""

@@ -6,7 +6,7 @@ import numpy.typing as npt
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.attention import AttentionStrategy
-from posy.strategies.settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused
 
 SMALLEST = 1e-30
 """The smallest sigma: below it only equal models attend to each other, as at 0, and a quotient might overflow."""

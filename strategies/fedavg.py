@@ -4,7 +4,7 @@ It has no strategy and no client of its own: :class:`~posy.strategies.base.Perso
 :class:`~posy.client_app.base.PersonalClient` are FedAvg wherever a method does not change them.
 """
 
-from posy.strategies.settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
 class FedAvgSettings(MethodSettings, noise=ALLOWED):

@@ -1,7 +1,7 @@
 """FedAvg with fine-tuning: in the rounds that are evaluated each client adapts the served model."""
 
 from posy.settings import setting
-from posy.strategies.settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
 class FedAvgFTSettings(MethodSettings, noise=ALLOWED):

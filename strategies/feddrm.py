@@ -16,7 +16,7 @@ from posy import figures
 from posy.models.architecture import Architecture
 from posy.settings import SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
 class FedDRMSettings(MethodSettings, noise=ALLOWED):

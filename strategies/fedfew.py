@@ -15,8 +15,8 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import Update, num_examples
-from posy.strategies.settings import ALLOWED, MethodSettings
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-30

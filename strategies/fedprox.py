@@ -1,7 +1,7 @@
 """FedProx (Li et al., 2020): FedAvg whose clients minimise F_i(w) + mu/2 ||w - w_t||^2 (Eq. 2)."""
 
 from posy.settings import setting
-from posy.strategies.settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
 class FedProxSettings(MethodSettings, noise=ALLOWED):

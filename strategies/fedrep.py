@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from posy.settings import setting
-from posy.strategies.settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture

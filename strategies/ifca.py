@@ -9,8 +9,8 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, mean_of
-from posy.strategies.settings import MethodSettings, Refused
 
 
 class IFCASettings(

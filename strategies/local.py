@@ -5,8 +5,8 @@ from typing import Any
 from flwr.common.typing import NDArrays
 
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import Update
-from posy.strategies.settings import MethodSettings, Refused
 
 
 class LocalSettings(MethodSettings, noise=Refused("its clients send no model")):

@@ -20,10 +20,11 @@ from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.layers import capped_rank
 from posy.models.parameters import FloatArray, Part
-from posy.settings import Settings, SettingsError, setting
+from posy.settings import SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
-from posy.strategies.settings import ALLOWED, MethodSettings
+from posy.strategies.settings import Settings
 
 PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
