@@ -131,9 +131,10 @@ class PersonalClient(NumPyClient):
 
     def assembled(self, received: list[Tensor]) -> Tensor:
         """Return the whole model ``(d,)``: the server's layers with the client's own."""
-        shared, kept = received[0], self.recall("personal")
+        shared = received[0]
         if not self.personal.size:
             return shared
+        kept = self.recall("personal")
         whole = torch.empty(*shared.shape[:-1], self.layout.size, device=self.device)
         self.personal.put(whole, self.personal.take(self.fresh(shared)) if kept is None else kept)
         return self.shared.put(whole, shared)

@@ -94,7 +94,6 @@ class PersonalisedStrategy(Strategy):
         self.class_counts: npt.NDArray[np.int64] | None = None
         """Training samples by client and class, for the pictures, where the server knows the partition."""
         self._saved = -math.inf
-        self._packed: list[tuple[Any, Array]] = []
         self._settings_json = settings.to_json()
         self._sent: list[Message] = []
         self._clock = time.perf_counter()
@@ -211,20 +210,17 @@ class PersonalisedStrategy(Strategy):
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
             messages = self.configure_train(server_round, arrays, train_config, grid)
-            new, metrics = self.aggregate_train(server_round, grid.send_and_receive(messages, timeout=timeout))
-            if new is not None:
-                result.arrays = arrays = new
-            if metrics is not None:
-                log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
-                result.train_metrics_clientapp[server_round] = metrics
+            _, metrics = self.aggregate_train(server_round, grid.send_and_receive(messages, timeout=timeout))
             messages = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
             scores = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
-            if scores is not None:
-                log(INFO, "\t└──> Aggregated MetricRecord: %s", scores)
-                result.evaluate_metrics_clientapp[server_round] = scores
             central = evaluate_fn(server_round, arrays) if evaluate_fn else None
-            if central is not None:
-                result.evaluate_metrics_serverapp[server_round] = central
+            for history, values in (
+                (result.train_metrics_clientapp, metrics),
+                (result.evaluate_metrics_clientapp, scores),
+                (result.evaluate_metrics_serverapp, central),
+            ):
+                if values is not None:
+                    history[server_round] = values
         return result
 
     def configure_train(
@@ -235,18 +231,10 @@ class PersonalisedStrategy(Strategy):
         clients = [c for c in self.cohort(server_round) if c in self.members]
         self.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.members))
-        messages = []
-        self._packed = []
-        for client in clients:
-            extra = {
-                "lr": self.learning_rate(server_round),
-                "evaluate-local": self.evaluates(server_round),
-                **self._where_to_save(),
-                **self.train_config(server_round, client),
-            }
-            messages.append(self._message(MessageType.TRAIN, server_round, client, config, extra))
-        self._sent = messages
-        return messages
+        evaluates = self.evaluates(server_round)
+        return self._messages(
+            MessageType.TRAIN, server_round, config, {client: {"evaluate-local": evaluates} for client in clients}
+        )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -275,18 +263,8 @@ class PersonalisedStrategy(Strategy):
         if not self.evaluates(server_round):
             return []
         trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
-        messages = []
-        self._packed = []
-        for client in sorted(self.members):
-            extra = {
-                "lr": self.learning_rate(server_round),
-                "evaluate-personal": client not in trained,
-                **self._where_to_save(),
-                **self.train_config(server_round, client),
-            }
-            messages.append(self._message(MessageType.EVALUATE, server_round, client, config, extra))
-        self._sent = messages
-        return messages
+        flags = {client: {"evaluate-personal": client not in trained} for client in sorted(self.members)}
+        return self._messages(MessageType.EVALUATE, server_round, config, flags)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Record each client's scores."""
@@ -335,40 +313,31 @@ class PersonalisedStrategy(Strategy):
         if self.saving:
             self._saved = self._clock
 
-    def _message(
-        self, kind: str, server_round: int, client: int, config: ConfigRecord, extra: Mapping[str, Any]
-    ) -> Message:
-        served = self.serve(client)
-        arrays = record_of_arrays({str(i): array for i, array in enumerate(self._pack(served))})
-        told = ConfigRecord(
-            {
-                **config,
-                "settings": self._settings_json,
-                "server-round": server_round,
-                "client": client,
-                **self.state_config,
-                **extra,
-            }
-        )
-        size = sum(array.nbytes for array in served)
-        self.record.bytes_down += size
-        row, member = self.record.row(client), self.members[client]
-        row["bytes_down"] += size
-        if member.name:
-            row["site"] = member.name
-        content = RecordDict({"arrays": arrays, "config": told})
-        node = member.node_id
+    def _messages(
+        self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, bool]]
+    ) -> list[Message]:
+        """Make a message for each client in ``flags``, with what a phase tells that client."""
         lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
-        return Message(content, dst_node_id=node, message_type=kind, ttl=lives, group_id=str(server_round))
-
-    def _pack(self, arrays: NDArrays) -> list[Array]:
-        """Wrap arrays for Flower; what the client before was sent too is not serialised again."""
-        known = {id(source): array for source, array in self._packed}
-        self._packed = [(a, known.get(id(a)) or Array(a)) for a in arrays]
-        return [array for _, array in self._packed]
-
-    def _where_to_save(self) -> dict[str, str]:
-        return {"save-models-to": str(self.models_folder)} if self.saving else {}
+        common: dict[str, Any] = {**config, "settings": self._settings_json, "server-round": server_round}
+        common |= {**self.state_config, "lr": self.learning_rate(server_round)}
+        if self.saving:
+            common["save-models-to"] = str(self.models_folder)
+        wrapped: dict[int, Array] = {}
+        self._sent = []
+        for client, own in flags.items():
+            served, info, row = self.serve(client), self.members[client], self.record.row(client)
+            # An array that the client before was sent too is not serialised again.
+            wrapped = {id(array): wrapped.get(id(array)) or Array(array) for array in served}
+            arrays = record_of_arrays({str(i): wrapped[id(array)] for i, array in enumerate(served)})
+            told = ConfigRecord({**common, "client": client, **own, **self.train_config(server_round, client)})
+            size = sum(array.nbytes for array in served)
+            self.record.bytes_down += size
+            row["bytes_down"] += size
+            if info.name:
+                row["site"] = info.name
+            content = RecordDict({"arrays": arrays, "config": told})
+            self._sent.append(Message(content, info.node_id, kind, ttl=lives, group_id=str(server_round)))
+        return self._sent
 
     def _collect(self, replies: Iterable[Message], read: Any) -> list[Any]:
         """Read the replies; drop and record those that are errors or must not be used."""
@@ -414,7 +383,11 @@ class PersonalisedStrategy(Strategy):
         update = read_update(content, self.expected_shapes(client))
         update.client = client
         self.check(update.arrays)
-        self._check_norm(update)
+        if limit := self.settings.run.max_update_norm:  # beyond it an update is not clipped, which would hide it
+            reference = self.method.reference(self.architecture, self.serve(client), update.arrays)
+            if not (norm := norm_of(changes(update.arrays, reference))) <= limit:
+                log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
+                raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
         scores = scores_of(update.metrics)
         self.acknowledged(client, update.metrics)
         # From here on the reply is good: one that is dropped leaves nothing in the client's row.
@@ -425,16 +398,6 @@ class PersonalisedStrategy(Strategy):
         tested = int(update.metrics["num-test"])
         row |= {"n_train": update.num_examples, "n_test": tested, "train_loss": update.loss, **scores}
         return update
-
-    def _check_norm(self, update: Update) -> None:
-        """Refuse an update beyond ``max-update-norm``; it is not clipped, which would hide what happened."""
-        limit = self.settings.run.max_update_norm
-        if not limit:
-            return
-        reference = self.method.reference(self.architecture, self.serve(update.client), update.arrays)
-        if not (norm := norm_of(changes(update.arrays, reference))) <= limit:
-            log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, update.client, norm)
-            raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
 
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
         metrics: Mapping[str, Any] = content.metric_records["metrics"]

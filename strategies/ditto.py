@@ -1,4 +1,4 @@
-"""Ditto (Li et al., 2021): FedAvg's global model, and a personal one pulled towards it.
+"""Ditto (Li et al., 2021): a global model, and a personal one pulled towards it.
 
 ``served`` reports the global model, ``local`` the personal one.
 """

@@ -1,4 +1,4 @@
-"""FedAvg with fine-tuning: in the rounds that are evaluated each client adapts the served model."""
+"""FedAvg with fine-tuning: FedAvg's model, adapted by every client before it is used."""
 
 from posy.settings import setting
 from posy.strategies.method_settings import ALLOWED, MethodSettings

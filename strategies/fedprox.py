@@ -1,4 +1,4 @@
-"""FedProx (Li et al., 2020): FedAvg whose clients minimise F_i(w) + mu/2 ||w - w_t||^2 (Eq. 2)."""
+"""FedProx (Li et al., 2020): FedAvg with a proximal term on the clients."""
 
 from posy.settings import setting
 from posy.strategies.method_settings import ALLOWED, MethodSettings

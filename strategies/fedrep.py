@@ -1,4 +1,4 @@
-"""FedRep (Collins et al., 2021): the body is averaged, the head stays with the client (Algorithm 1)."""
+"""FedRep (Collins et al., 2021): a shared body and personal heads (Algorithm 1)."""
 
 from typing import TYPE_CHECKING
 

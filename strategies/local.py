@@ -1,4 +1,7 @@
-"""Local only: every client trains alone; the server sends and receives no model, so only ``local`` is reported."""
+"""Local only: every client trains alone; the server sends and receives no model.
+
+There is no served model, so only ``local`` is reported.
+"""
 
 from typing import Any
 
