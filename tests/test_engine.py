@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from posy.client_app.app import Call
+from posy.client_app.base import PersonalClient
 from posy.client_app.engine import Engine
-from posy.client_app.fedavg import FedAvgClient
 from posy.client_app.state import DirectoryStore, MemoryStore
 from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Train
@@ -126,14 +126,14 @@ def unknown_weight(net, batch, context):
     ids=["objective", "rates", "request"],
 )
 def test_a_faulty_request_is_its_clients_alone(make_config, federate, monkeypatch, stack, fault):
-    plain = FedAvgClient.work
+    plain = PersonalClient.work
 
     def work(self, start):
         if self.client not in (1, 2):
             return plain(self, start)
         return replace(fault, start=start) if isinstance(fault, Train) else fault
 
-    monkeypatch.setattr(FedAvgClient, "work", work)
+    monkeypatch.setattr(PersonalClient, "work", work)
     finished = federate(make_config("fedavg", stack=stack, model="mlp"))
     for record in finished.records:
         assert [client for client, _ in record.dropped] == [1, 2]
