@@ -1,8 +1,7 @@
 """What a client process keeps resident: data set, partition, networks, the clients' tensors."""
 
 import os
-from collections import OrderedDict
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import RLock, local
 from typing import Any
@@ -24,6 +23,7 @@ from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SITES, Settings, SettingsError
+from posy.sharing import Once
 from posy.strategies.registry import from_json
 
 _DEVICES = "it must be auto, cpu, cuda or cuda:N"
@@ -82,11 +82,14 @@ class Workspace:
             torch.set_num_threads(settings.train.threads)
         self.trainer = Trainer(settings.train, self.device)
         self._local = local()
+        self.processes = cores()
+        """Processes of this machine that may hold clients of the run."""
         self._clients: dict[int, ClientData] = {}
-        self._initial: OrderedDict[tuple[Architecture, int], Tensor] = OrderedDict()
-        self._received: OrderedDict[int, tuple[Any, Tensor]] = OrderedDict()
         self._cached = 0
         self._lock = RLock()
+        move = partial(_moved, device=self.device)
+        self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: move(architecture.initial(seed)))
+        self._received = Once(move, REMEMBERED)
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -130,9 +133,10 @@ class Workspace:
             data = self._clients.get(client)
             if data is None:
                 data = client_data(self.dataset, self.partition, self.part_of(client), self.settings.data, self.device)
-                if self._cached + _size(data) <= self._room:
+                size = sum(tensor.nbytes for tensor in (data.x_train, data.y_train, data.x_test, data.y_test))
+                if self._cached + size <= self._room:
                     self._clients[client] = data
-                    self._cached += _size(data)
+                    self._cached += size
             return data
 
     def network(self, architecture: Architecture) -> Network:
@@ -145,28 +149,14 @@ class Workspace:
     def initial(self, architecture: Architecture, seed: int) -> Tensor:
         """Return freshly initialised parameters ``(d,)``, made once for all clients: they must not be written to."""
         with self._lock:
-            key = architecture, seed
-            if key not in self._initial:
-                self._initial[key] = torch.from_numpy(architecture.initial(seed)).to(self.device)
-                while len(self._initial) > REMEMBERED:
-                    self._initial.popitem(last=False)
-            self._initial.move_to_end(key)
-            return self._initial[key]
+            return self._initial(architecture, seed)
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return an array on the device; one that came last time too, as for clients of one model, is not moved again.
+        """Return an array on the device; one that came before, as for clients of one model, is not moved again.
 
         It shares the array's memory where it can, and must not be written to.
         """
-        with self._lock:
-            kept, tensor = self._received.get(id(array), (None, torch.empty(0)))
-            if kept is not array:
-                tensor = torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
-                self._received[id(array)] = array, tensor
-                while len(self._received) > REMEMBERED:
-                    self._received.popitem(last=False)
-            self._received.move_to_end(id(array))
-            return tensor
+        return self._received(array)
 
     @property
     def workers(self) -> int:
@@ -180,8 +170,7 @@ class Workspace:
         if self.device.type == "cuda":
             return int(CACHED_PART * torch.cuda.get_device_properties(self.device).total_memory)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
-        processes = 1 if self.settings.run.engine == "in-process" else cores()
-        return int(CACHED_PART * memory) // processes
+        return int(CACHED_PART * memory) // self.processes
 
     @cached_property
     def _benchmark(self) -> Dataset:
@@ -211,6 +200,5 @@ def data_path(site: str) -> Path:
     return expanded(site)
 
 
-def _size(client: ClientData) -> int:
-    tensors = (client.x_train, client.y_train, client.x_test, client.y_test)
-    return sum(t.numel() * t.element_size() for t in tensors)
+def _moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)

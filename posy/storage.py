@@ -11,23 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
+from safetensors import SafetensorError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 CHECKSUMS = "crc32"
-_DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
 
 
 class DamagedFileError(ValueError):
@@ -79,7 +66,7 @@ def write_arrays(
     def save(temporary: Path) -> None:
         try:
             safetensors.numpy.save_file(dense, temporary, content)
-        except safetensors.SafetensorError as error:  # as for a full disk, of which it tells in its own way
+        except SafetensorError as error:  # as for a full disk, of which it tells in its own way
             raise OSError(f"{path} cannot be written: {error}") from error
 
     replace(path, save, durable=durable)
@@ -102,20 +89,16 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
         If there is none.
     """
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(min(length, path.stat().st_size)))
-        metadata: dict[str, str] = header.pop("__metadata__")
-        size = path.stat().st_size - 8 - length
-        data = np.memmap(path, np.uint8, "c", offset=8 + length) if size else np.zeros(0, np.uint8)
-        arrays = {name: _view(data, entry) for name, entry in header.items()}
+        # As "pt": of its frameworks the only one that maps a file; "np" copies every array.
+        with safetensors.safe_open(path, "pt") as file:
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - no mapping
+            metadata: dict[str, str] = file.metadata()
         sums = json.loads(metadata.pop(CHECKSUMS))
-        wrong = sorted(
-            name for name in arrays.keys() | sums.keys() if sums.get(name) != _checksum(arrays.get(name, data[:0]))
-        )
+        found = {name: _checksum(array) for name, array in arrays.items()}
+        wrong = sorted(name for name in found.keys() | sums.keys() if sums.get(name) != found.get(name))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if wrong:
         raise DamagedFileError(f"{path} is damaged: the checksum of {', '.join(wrong)} is wrong")
@@ -173,15 +156,6 @@ def is_folder_name(name: str) -> bool:
         and not set(name) & set("/\\")
         and len(name.encode()) <= 200
     )
-
-
-def _view(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if not 0 <= start <= stop <= len(data) or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"an array {shape} at bytes {start} to {stop} of {len(data)}")
-    # A plain array: what is made of it must not be a memory map too.
-    return np.asarray(data[start:stop]).view(dtype).reshape(shape)
 
 
 def _checksum(array: npt.NDArray[Any]) -> int:

@@ -27,6 +27,7 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import Settings, SettingsError
+from posy.sharing import Once
 from posy.strategies.replies import (
     UNREADABLE,
     Arrays,
@@ -81,7 +82,8 @@ class PersonalisedStrategy(Strategy):
         self.saving = False
         """Whether the models of this round are stored: the last round's, and now and then before."""
         self._saved = -math.inf
-        self._packed: list[tuple[Any, Array]] = []
+        self._pack = Once(Array)
+        """Wraps arrays for Flower; one that several clients are sent is serialised once."""
         self.class_counts: npt.NDArray[np.int64] | None = None
         """Training samples by client and class, for the pictures, where the server knows the partition."""
         self._settings_json = settings.to_json()
@@ -225,7 +227,7 @@ class PersonalisedStrategy(Strategy):
         self.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.members))
         messages = []
-        self._packed = []
+        self._pack = Once(Array)
         for client in clients:
             extra = {
                 "lr": self.learning_rate(server_round),
@@ -265,7 +267,7 @@ class PersonalisedStrategy(Strategy):
             return []
         trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
         messages = []
-        self._packed = []
+        self._pack = Once(Array)
         for client in sorted(self.members):
             extra = {
                 "lr": self.learning_rate(server_round),
@@ -344,7 +346,7 @@ class PersonalisedStrategy(Strategy):
         self, kind: str, server_round: int, client: int, config: ConfigRecord, extra: Mapping[str, Any]
     ) -> Message:
         served = self.serve(client)
-        arrays = record_of_arrays({str(i): array for i, array in enumerate(self._pack(served))})
+        arrays = record_of_arrays({str(i): self._pack(array) for i, array in enumerate(served)})
         told = ConfigRecord(
             {
                 **config,
@@ -365,12 +367,6 @@ class PersonalisedStrategy(Strategy):
         node = member.node_id
         lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
         return Message(content, dst_node_id=node, message_type=kind, ttl=lives, group_id=str(server_round))
-
-    def _pack(self, arrays: Arrays) -> list[Array]:
-        """Wrap arrays for Flower; what the client before was sent too is not serialised again."""
-        known = {id(source): array for source, array in self._packed}
-        self._packed = [(a, known.get(id(a)) or Array(a)) for a in arrays]
-        return [array for _, array in self._packed]
 
     def _where_to_save(self) -> dict[str, str]:
         return {"save-models-to": str(self.models_folder)} if self.saving else {}
