@@ -1,7 +1,7 @@
 """Drives the rounds of many clients in one process: side by side as one stacked computation, or on threads."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from logging import WARNING
@@ -25,7 +25,6 @@ Finish = Callable[[int, Any], None]
 class Running:
     """A client in the middle of its round, and what it waits for."""
 
-    number: int
     client: PersonalClient
     steps: Steps[Any]
     request: Train | Forward
@@ -110,44 +109,39 @@ class Engine:
 
     def _side_by_side(self, order: Sequence[int], openers: Sequence[Open], finish: Finish) -> None:
         """Advance clients in step: one request of each at a time."""
-        running: list[Running] = []
+        running: dict[int, Running] = {}
+        answers: dict[int, Any] = dict.fromkeys(order)
+        while answers:
+            for number, answer in answers.items():
+                result: Any
+                try:
+                    if number not in running:
+                        client, steps = openers[number]()
+                        running[number] = Running(client, steps, next(steps))
+                    else:
+                        steps = running[number].steps
+                        request = steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
+                        running[number].request = request
+                    continue
+                except StopIteration as finished:
+                    result = finished.value
+                except Exception as error:  # whatever a client raises is its answer, as on a real node
+                    result = error
+                running.pop(number, None)
+                finish(number, result)
+            answers = self._answers(running)
 
-        def advance(number: int, client: PersonalClient, steps: Steps[Any], answer: Any) -> None:
-            """Give a client what it waits for, and note what it asks for next."""
-            try:
-                request = steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
-            except StopIteration as finished:
-                finish(number, finished.value)
-            except Exception as error:
-                finish(number, error)
-            else:
-                running.append(Running(number, client, steps, request))
-
-        for number in order:
-            try:
-                client, steps = openers[number]()
-            except Exception as error:
-                finish(number, error)
-            else:
-                advance(number, client, steps, None)
-        while running:
-            asking = running.copy()
-            running.clear()
-            for one, answer in zip(asking, self._answers(asking), strict=True):
-                advance(one.number, one.client, one.steps, answer)
-
-    def _answers(self, asking: Sequence[Running]) -> list[Any]:
+    def _answers(self, running: Mapping[int, Running]) -> dict[int, Any]:
         """Answer one request of each client; those of one kind together."""
         groups: dict[Hashable, list[int]] = {}
-        answers: list[Any] = [None] * len(asking)
-        for place, one in enumerate(asking):
+        answers: dict[int, Any] = {}
+        for number, one in running.items():
             try:
-                groups.setdefault(self._kind(one), []).append(place)
+                groups.setdefault(self._kind(one), []).append(number)
             except Exception as error:  # the client has asked for what is no request
-                answers[place] = error
-        for places in groups.values():
-            for place, answer in zip(places, self._together([asking[p] for p in places]), strict=True):
-                answers[place] = answer
+                answers[number] = error
+        for numbers in groups.values():
+            answers |= zip(numbers, self._together([running[number] for number in numbers]), strict=True)
         return answers
 
     def _kind(self, one: Running) -> Hashable:
@@ -155,7 +149,7 @@ class Engine:
         network, request = one.client.network(one.request), one.request
         stacks = self.workspace.trainer.stacks(network, 2)
         if isinstance(request, Train):
-            return network, request.kind if stacks else one.number, one.client.lr
+            return network, request.kind if stacks else id(one), one.client.lr
         # One model for all is one pass over all samples, whatever the network.
         return network, request.parameters.shape, None if stacks else id(request.parameters)
 

@@ -1,6 +1,7 @@
 """What a client process keeps resident: data set, partition, networks, the clients' tensors."""
 
 import os
+import re
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import RLock, local
@@ -26,11 +27,10 @@ from posy.settings import SITES, Settings, SettingsError
 from posy.sharing import Once
 from posy.strategies.registry import from_json
 
-_DEVICES = "it must be auto, cpu, cuda or cuda:N"
 CACHED_PART = 0.25
-"""Of the device's memory, what the clients' tensors of all processes may take."""
+"""Part of the device's memory that the clients' tensors of all processes may take."""
 REMEMBERED = 8
-"""Arrays kept on the device that several clients need: initial models, and what came with messages."""
+"""Number of arrays kept on the device because several clients need them: initial models, and as many from messages."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -43,15 +43,12 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingsError(f"device = {name!r}: {_DEVICES}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise SettingsError(f"device = {name!r}: {_DEVICES}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    known = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
+    if not known:
+        raise SettingsError(f"device = {name!r}: it must be auto, cpu, cuda or cuda:N")
+    if name != "cpu" and int(known[1] or 0) >= torch.cuda.device_count():
         raise SettingsError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device(name)
 
 
 def cores() -> int:
@@ -103,7 +100,7 @@ class Workspace:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of a site's data and its split; any change changes it."""
+        """Fingerprint of a site's data and its split; it changes with any of them."""
         return fingerprint(self.dataset, self.partition)
 
     @cached_property
@@ -121,13 +118,13 @@ class Workspace:
         return Augment(draw_boxes, crop, generator) if self.settings.data.augment == "crop" else None
 
     def part_of(self, client: int) -> int:
-        """Return a client's place in the partition: a site with its own data is all there is of it."""
+        """Return a client's place in the partition; that of a site with its own data is 0."""
         return 0 if self.of_sites else client
 
     def client_data(self, client: int) -> ClientData:
         """Return a client's tensors, made when it is first asked for and kept if there is room.
 
-        Those that are kept stay: clients come in turns, so that to make room for one is to lose the next.
+        What is kept stays: clients take turns, so the one dropped to make room would be the next to be needed.
         """
         with self._lock:
             data = self._clients.get(client)
