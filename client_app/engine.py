@@ -47,7 +47,6 @@ class Engine:
         self.workspace = workspace
         self._pool: ThreadPoolExecutor | None = None
         self._capacity: dict[Network, int] = {}
-        workspace.processes = 1  # no other one has clients of this run
 
     def run(self, openers: Sequence[Open], sizes: Sequence[int], finish: Finish, end: float = float("inf")) -> None:
         """Carry out some rounds.

@@ -19,13 +19,14 @@ from posy.data.client import ClientData, client_data
 from posy.data.datasets import Dataset, load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, partition
+from posy.data.settings import SITES
 from posy.data.sites import fingerprint, load_site, task_of
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
-from posy.settings import SITES, Settings, SettingsError
+from posy.settings import SettingsError
 from posy.sharing import Once
-from posy.strategies.registry import from_json
+from posy.strategies.settings import Settings
 
 CACHED_PART = 0.25
 """Part of the device's memory that the clients' tensors of all processes may take."""
@@ -79,10 +80,10 @@ class Workspace:
             torch.set_num_threads(settings.train.threads)
         self.trainer = Trainer(settings.train, self.device)
         self._local = local()
-        self.processes = cores()
-        """Processes of this machine that may hold clients of the run."""
         self._clients: dict[int, ClientData] = {}
         self._cached = 0
+        self.processes = cores()
+        """Processes that share this machine's memory: there may be a client's on each core."""
         self._lock = RLock()
         move = partial(_moved, device=self.device)
         self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: move(architecture.initial(seed)))
@@ -179,9 +180,9 @@ class Workspace:
 
 
 @lru_cache(maxsize=1)
-def workspace_for(settings_json: str, site: str, skip_unreadable: bool = False, /) -> Workspace:
+def workspace_for(settings: Settings, site: str, skip_unreadable: bool = False, /) -> Workspace:
     """Return this process's workspace for some settings; a change of settings replaces it."""
-    return Workspace(from_json(settings_json), site, skip_unreadable)
+    return Workspace(settings, site, skip_unreadable)
 
 
 def data_path(site: str) -> Path:

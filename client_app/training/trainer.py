@@ -18,8 +18,8 @@ from posy.client_app.training.batches import Samples, Schedule, Share, plan_pass
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, rows_of
 from posy.client_app.training.sgd import SGD
 from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
-from posy.settings import TrainSettings
 from posy.sharing import is_shared
+from posy.strategies.settings import TrainSettings
 
 EVALUATION_BATCH = 512
 STACK_BYTES = 2 << 30
