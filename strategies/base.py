@@ -27,6 +27,7 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
+from posy.sharing import Once
 from posy.strategies.replies import (
     UNREADABLE,
     BadReplyError,
@@ -322,13 +323,11 @@ class PersonalisedStrategy(Strategy):
         common |= {**self.state_config, "lr": self.learning_rate(server_round)}
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
-        wrapped: dict[int, Array] = {}
+        pack = Once(Array)  # an array that several clients are sent is serialised once
         self._sent = []
         for client, own in flags.items():
             served, info, row = self.serve(client), self.members[client], self.record.row(client)
-            # An array that the client before was sent too is not serialised again.
-            wrapped = {id(array): wrapped.get(id(array)) or Array(array) for array in served}
-            arrays = record_of_arrays({str(i): wrapped[id(array)] for i, array in enumerate(served)})
+            arrays = record_of_arrays({str(i): pack(array) for i, array in enumerate(served)})
             told = ConfigRecord({**common, "client": client, **own, **self.train_config(server_round, client)})
             size = sum(array.nbytes for array in served)
             self.record.bytes_down += size
