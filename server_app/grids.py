@@ -153,8 +153,8 @@ class PollingGrid(WaveGrid):
                 outages, patience = self.outages.count, now + RETURN_SECONDS
                 lost = {m.metadata.message_id: m for m in wave if _may_be_lost(replies.get(m.metadata.message_id))}
             answered = {number for number, reply in replies.items() if not reply.has_error()}
-            asked = {number: message for number, message in asked.items() if message.metadata.message_id not in answered}
-            lost = {number: message for number, message in lost.items() if number not in answered and now < patience}
+            asked = {copy: m for copy, m in asked.items() if m.metadata.message_id not in answered}
+            lost = {number: m for number, m in lost.items() if number not in answered and now < patience}
             for copy, message in self._push_again(lost.values(), now - started).items():
                 asked[copy] = lost.pop(message.metadata.message_id)
             if not (asked or lost) or (timeout is not None and now - started >= timeout):

@@ -505,8 +505,8 @@ class Federation:
                 (unnumbered[info.name] if info.client < 0 else claims[info.client]).append(info)
                 if self._of_sites and info.name and info.client >= 0:
                     numbers[info.name] = info.client
-        free = (client for client in count() if client not in taken)
         taken = claims.keys() | self._known.keys()
+        free = (client for client in count() if client not in taken)
         for infos, client in zip(unnumbered.values(), free, strict=False):
             claims[client] = [replace(info, client=client) for info in infos]
         for client, infos in sorted(claims.items()):
