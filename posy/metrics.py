@@ -1,8 +1,7 @@
 """Numbers over clients: how a measure spreads over them, and their majority vote."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -104,10 +103,6 @@ def _jain(a: npt.NDArray[np.float64]) -> float | None:
     return min(1.0, float(a.sum()) ** 2 / (len(a) * squares)) if squares else None
 
 
-Point = Literal["served", "local"]
-"""An evaluation point: the model a client is served, or the one it has after its training."""
-
-
 class Evaluation(NamedTuple):
     """A measure over the clients in one round."""
 
@@ -117,41 +112,12 @@ class Evaluation(NamedTuple):
     """Clients that should have been among them: they had no node, or their reply was dropped."""
 
 
-@dataclass
-class History:
-    """A measure over the rounds, at both evaluation points; rounds without a figure are left out.
+def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """Return the evaluation with the highest mean, of equals the earliest, or None where there are none.
 
-    Use one for accuracy and one for loss; ``best`` looks for the highest mean.
+    Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are left out: the
+    best of many small cohorts would say more of the cohorts than of the models.
     """
-
-    served: list[Evaluation] = field(default_factory=list)
-    local: list[Evaluation] = field(default_factory=list)
-
-    def add(
-        self, server_round: int, served: Spread | None = None, local: Spread | None = None, missing: int = 0
-    ) -> None:
-        """Record a round, and how many clients were missing; None where a point was not evaluated."""
-        if served is not None:
-            self.served.append(Evaluation(server_round, served, missing))
-        if local is not None:
-            self.local.append(Evaluation(server_round, local, missing))
-
-    def last(self, point: Point) -> Evaluation | None:
-        """Return the latest evaluation of a point, or None."""
-        points = self.at(point)
-        return points[-1] if points else None
-
-    def best(self, point: Point) -> Evaluation | None:
-        """Return the evaluation with the highest mean, of equals the earliest, or None.
-
-        Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are left out: the
-        best of many small cohorts would say more of the cohorts than of the models.
-        """
-        points = self.at(point)
-        most = max((e.over_clients["clients"] for e in points), default=0)
-        comparable = [e for e in points if 10 * e.over_clients["clients"] >= 9 * most]
-        return max(comparable, key=lambda e: e.over_clients["mean"], default=None)
-
-    def at(self, point: Point) -> list[Evaluation]:
-        """Return all evaluations of a point, in the order of the rounds."""
-        return self.served if point == "served" else self.local
+    most = max((e.over_clients["clients"] for e in evaluations), default=0)
+    comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]
+    return max(comparable, key=lambda e: e.over_clients["mean"], default=None)

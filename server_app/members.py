@@ -300,8 +300,8 @@ class Federation:
                 for client, text in stored[key].items():
                     if not isinstance(text, str):
                         raise TypeError(f"{key} holds {text!r}")
-                    info = self._known.get(int(client), ClientInfo(self._index(int(client)), 0, 0, 0))
-                    self._known[info.client] = replace(info, **{attribute: text})
+                    info = ClientInfo(self._index(int(client)), 0, 0, 0)
+                    setattr(self._known.setdefault(info.client, info), attribute, text)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise SettingsError(f"the checkpoint does not tell whose the clients are: {error!r}") from error
 

@@ -987,7 +987,7 @@ def test_a_run_goes_on_while_clients_come_and_go(make_config: MakeConfig, monkey
     assert [row["cohort"] for row in rows] == [3, 3, 3, 4, 4, 4]
     assert [row["dropped"] for row in rows] == [[]] * 6
     assert lost == [0]
-    assert set(done.last_rows) == {0, 1, 2, 3}
+    assert set(done.totals.clients) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

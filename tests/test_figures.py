@@ -12,23 +12,19 @@ from matplotlib.image import imread
 
 from posy import figures
 from posy.figures import Panel
-from posy.metrics import Evaluation, History, spread
+from posy.metrics import Evaluation, spread
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")
 
 
-def history(rounds: int, clients: int) -> History:
-    made = History()
-    for server_round in range(1, rounds + 1):
-        values = RNG.uniform(size=clients).tolist()
-        made.add(server_round, spread(values, [1] * clients), spread(values, [1] * clients))
-    return made
+def history(rounds: int, clients: int) -> list[Evaluation]:
+    found = (spread(RNG.uniform(size=clients).tolist(), [1] * clients) for _ in range(rounds))
+    return [Evaluation(number, over) for number, over in enumerate(found, start=1) if over is not None]
 
 
 def points(rounds: int, clients: int) -> dict[str, list[Evaluation]]:
-    made = history(rounds, clients)
-    return {"served model": made.served, "local model": made.local}
+    return dict.fromkeys(("served model", "local model"), history(rounds, clients))
 
 
 def values(count: int) -> list[float | None]:
@@ -42,7 +38,7 @@ def counts(clients: int, classes: int) -> npt.NDArray[np.int64]:
 DRAWN: dict[str, Callable[[Path], bool]] = {
     "accuracy, 1 round": lambda path: figures.accuracy_over_rounds(points(1, 2), path),
     "accuracy, 2000 rounds": lambda path: figures.accuracy_over_rounds(points(2000, 5), path),
-    "accuracy, one point only": lambda path: figures.accuracy_over_rounds({"a": history(3, 2).served, "b": []}, path),
+    "accuracy, one point only": lambda path: figures.accuracy_over_rounds({"a": history(3, 2), "b": []}, path),
     "loss": lambda path: figures.loss_over_rounds(points(10, 500), path),
     "2 clients": lambda path: figures.client_accuracies([0.5, 0.6], [0.7, 0.6], path),
     "500 clients, one unknown": lambda path: figures.client_accuracies(values(500), values(500), path),
