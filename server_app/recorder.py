@@ -18,7 +18,6 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
-from posy.metrics import Evaluation
 from posy.server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
@@ -311,9 +310,9 @@ class Recorder:
         """Draw the pictures; a run must not end because one could not be drawn."""
         folder = self.directory.figures
         try:
-            figures.accuracy_over_rounds(_lines(self.totals.accuracy), folder / "accuracy.png")
+            figures.over_rounds(self.totals.accuracy, folder / "accuracy.png")
             if final:
-                figures.loss_over_rounds(_lines(self.totals.loss), folder / "loss.png")
+                figures.over_rounds(self.totals.loss, folder / "loss.png", measure="loss")
                 served, local = (
                     [self.totals.clients.get(c, {}).get(column) for c in range(self.settings.data.num_clients)]
                     for column in ("served_accuracy", "local_accuracy")
@@ -335,7 +334,3 @@ def default_name(settings: Settings) -> str:
     """Return the name of a run that was given none."""
     run = settings.run
     return f"{run.method}-{Path(settings.data.dataset).name}-seed{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _lines(points: list[list[Evaluation]]) -> dict[str, list[Evaluation]]:
-    return dict(zip(("served model", "local model"), points, strict=True))
