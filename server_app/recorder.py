@@ -25,7 +25,7 @@ from posy.server_app.results import RunDirectory, Status, Totals
 from posy.server_app.system import system_accuracy
 from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
-from posy.storage import write_arrays
+from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.replies import RoundRecord
 from posy.strategies.settings import Settings
@@ -96,6 +96,8 @@ class Recorder:
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         """The strategy's state after the last finished round; None while one is being finished, or if it is large."""
         self._system_accuracy: float | None = None
+        self._versions: dict[int, str] = {}
+        """The versions of the clients' states after the last finished round."""
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._drawn = 0.0
@@ -191,6 +193,7 @@ class Recorder:
     def _finish_round(self, server_round: int, record: RoundRecord) -> None:
         self._server_state = None
         self.rounds = server_round
+        self._versions = dict(self.strategy.states.versions)
         over_clients = self.totals.add(record, evaluated=self.strategy.evaluates(server_round))
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
         self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
@@ -222,53 +225,62 @@ class Recorder:
             self._save(state)
         if self.checkpoints.due(server_round):
             self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
-        self.tell_clients()
+        self._note_versions()
         if self.checkpoints.every and sum(array.nbytes for array in state.values()) <= HELD_BYTES:
             # The next round may write into its arrays before it is interrupted.
             self._server_state = {name: array.copy() for name, array in state.items()}
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
 
-    def tell_clients(self, *, one_file_system: bool | None = None) -> None:
-        """Have the strategy's messages say where the clients' states are kept, and which of them count.
+    def tell_clients(self, *, one_file_system: bool) -> None:
+        """Have the strategy's messages say where the clients' states are kept, and which versions must stay.
 
         Parameters
         ----------
-        one_file_system : bool, optional
-            Whether the clients can write into the directory of the run; as before if not given.
+        one_file_system : bool
+            Whether the clients can write into the directory of the run.
         """
-        told = self.strategy.state_config
-        told["run"] = f"{self.directory.path.name}-{self.directory.id}"
-        # An interrupt in the next round is followed by a checkpoint of the last one.
-        last = {self.rounds} if self.checkpoints.every and self.rounds else set()
-        told["checkpoints"] = sorted({*self.checkpoints.rounds, *last})
-        told["resumed-from"] = [entry["round"] for entry in self._resumed]
+        states = self.strategy.states
+        states.attempt = len(self._resumed)
+        states.places["run"] = f"{self.directory.path.name}-{self.directory.id}"
         if one_file_system and (self.checkpoints.every or self._resumed):
-            told["state-directory"] = str(self.directory.state)
+            states.places["state-directory"] = str(self.directory.state)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Note the versions that checkpoints need: an interrupt in the next round is followed by one of this round."""
+        self.strategy.states.needed = [*self.checkpoints.versions.values()]
+        if self.checkpoints.every:
+            self.strategy.states.needed.append(self._versions)
 
     def _write_last_checkpoint(self) -> None:
         """Have a run that was interrupted, or has failed, go on from its last finished round when it is resumed."""
-        if self._server_state is None or self.rounds in self.checkpoints.rounds:
+        if self._server_state is None or self.rounds in self.checkpoints.versions:
             return
         self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
     def _so_far(self) -> dict[str, Any]:
         """Return all that is to be known of the finished rounds when the run is resumed, as JSON holds it."""
-        return {
-            **self.totals.as_json(),
-            "settings": self.settings.as_config(),
-            "resumed": self._resumed,
-            "data": self._data,
-            "sites": self.federation.as_json(),
-            "files": self.directory.grown,
-            "seconds": time.perf_counter() - self._started,
-        }
+        return plain(
+            {
+                **self.totals.as_json(),
+                "settings": self.settings.as_config(),
+                "resumed": self._resumed,
+                "data": self._data,
+                "versions": self._versions,
+                "sites": self.federation.as_json(),
+                "files": self.directory.grown,
+                "seconds": time.perf_counter() - self._started,
+            }
+        )
 
     def _take_up(self, checkpoint: Checkpoint) -> None:
         """Go on where a checkpoint was written; what came after it is taken back."""
         so_far = checkpoint.progress
         self.directory.cut_back(so_far["files"])
         self.rounds = checkpoint.server_round
+        self._versions = checkpoint.versions
+        self.strategy.states.versions = dict(self._versions)
         self._started -= so_far["seconds"]
         self.totals = Totals.from_json(so_far)
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}

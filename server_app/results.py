@@ -106,8 +106,8 @@ class Totals:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it in the types of JSON."""
-        return {key_of(f.name): plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        """Return all of it under the keys of a checkpoint."""
+        return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
         """Add a round.
