@@ -14,7 +14,7 @@ import torch
 from posy.client_app.app import Call
 from posy.client_app.base import PersonalClient
 from posy.client_app.engine import Engine
-from posy.client_app.state import DirectoryStore, MemoryStore
+from posy.client_app.state import MemoryStore
 from posy.client_app.training.sgd import SGD
 from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Train
@@ -147,7 +147,7 @@ def test_only_the_store_keeps_states_in_memory(make_config, federate, monkeypatc
     class Watched(InProcessGrid):
         def __init__(self, num_clients):
             super().__init__(num_clients)
-            self.states = MemoryStore(DirectoryStore(tmp_path), limit=1)
+            self.states = MemoryStore(tmp_path, limit=1)
 
     close = Call.close
 
