@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posy.client_app.registry import client_class
-from posy.data.datasets import SOURCES
 from posy.data.errors import DataError
-from posy.models import build_model
+from posy.data.published import DATASETS as SOURCES
+from posy.models.build import build_model
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import (
