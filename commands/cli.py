@@ -92,7 +92,7 @@ def methods(options: argparse.Namespace) -> int:
 
 def datasets(options: argparse.Namespace) -> int:
     """`posy datasets`: list the data sets."""
-    from posy.data.datasets import describe  # noqa: PLC0415
+    from posy.data.published import describe  # noqa: PLC0415
 
     print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
     return 0

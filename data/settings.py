@@ -2,24 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from posy.data.pfllib import is_pfllib
+from posy.data.published import DATASETS
 from posy.paths import absolute, exists
 from posy.settings import SettingsError, as_config, setting, settings_of
 
-DATASETS = (
-    "digits",
-    "mnist",
-    "fmnist",
-    "cifar10",
-    "cifar100",
-    "cifar20",
-    "emnist-letters",
-    "femnist",
-    "tiny-imagenet",
-    "agnews",
-    "sent140",
-    "kvasir",
-    "fedisic",
-)
 SITES = "sites"
 """The `dataset` of a run whose nodes hold their own data."""
 
@@ -137,7 +124,5 @@ def located(settings: DataSettings) -> DataSettings:
     path = next((place for place in places if exists(place)), None)
     if path is None:
         return settings
-    from posy.data.pfllib import is_pfllib  # noqa: PLC0415 - the command line need not wait for NumPy
-
     given = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
     return replace(settings, dataset=str(path), partition="given" if given else settings.partition)

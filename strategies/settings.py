@@ -5,20 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posy.data.settings import DataSettings
+from posy.models.catalogue import MODELS
 from posy.settings import Scalar, SettingsError, as_config, setting
-
-MODELS = (
-    "auto",
-    "linear",
-    "mlp",
-    "cnn",
-    "cnn-3fc",
-    "resnet18-gn",
-    "resnet18-bn",
-    "lenet-gn",
-    "fasttext",
-    "textcnn",
-)
 
 
 @dataclass(frozen=True)
@@ -28,7 +16,7 @@ class TrainSettings:
     model: str = setting(
         "auto",
         "network; `auto` picks one that suits the data",
-        choices=MODELS,
+        choices=("auto", *MODELS),
         synonyms=("arch", "architecture", "net", "network"),
     )
     local_epochs: int = setting(
