@@ -27,7 +27,7 @@ import torch
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
 from posy.client_app.workspace import Workspace
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import read_settings
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "cnn-10": {"dataset": "cifar10", "model": "cnn", "batch-size": 10, "samples-per-client": 100},
@@ -65,7 +65,7 @@ def overhead(config: dict[str, Any], engine: dict[str, Any], rounds: int) -> flo
 
 def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> float:
     """Return milliseconds a message that it takes to copy a model in and a result out, in as many threads as train."""
-    workspace = Workspace(resolve(defaults() | config))
+    workspace = Workspace(read_settings(config))
     model = torch.randn(workspace.architecture.layout.size, device=workspace.device)
     here = local()
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from posy.client_app.registry import client_class
 from posy.client_app.state import State
 from posy.client_app.workspace import Workspace, cores
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import read_settings
 
 IN_PROCESS = """
 import json, sys, time
@@ -37,7 +37,7 @@ print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.s
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
     """Train the method's network on some clients' batches with nothing but PyTorch."""
     torch.set_num_threads(1)
-    workspace = Workspace(resolve(defaults() | config))
+    workspace = Workspace(read_settings(config))
     size = workspace.settings.train.batch_size
     data = [workspace.client_data(client) for client in clients]
     client = client_class(workspace.settings.run.method)(clients[0], workspace, State())
@@ -76,7 +76,7 @@ def bare_speed(config: dict[str, Any]) -> float:
     On a CPU it runs in as many processes as there are cores, one thread each, on shares of about equal work;
     on a GPU in one process.
     """
-    workspace = Workspace(resolve(defaults() | config))
+    workspace = Workspace(read_settings(config))
     processes = cores() if workspace.device.type == "cpu" else 1
     parts = workspace.partition.train
     cohort = range(max(1, round(workspace.settings.run.fraction_train * len(parts))))

@@ -19,7 +19,7 @@ from PIL import Image
 from benchmarks.local_federation import Deployment
 from benchmarks.machine import machine
 from posy.data.datasets import load_dataset
-from posy.settings import DataSettings
+from posy.data.settings import DataSettings
 
 NAMES = ("site-a", "site-b", "site-c")
 CLASSES = {"site-a": range(10), "site-b": range(7), "site-c": range(3, 10)}

@@ -15,10 +15,10 @@ from posy.data.agreement import Description, is_complete, open_settings, task_of
 from posy.data.dataset import Content, Dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition
-from posy.data.sites import check_site_settings, check_suits, describe_site, load_site, read_site
+from posy.data.settings import DataSettings
+from posy.data.sites import check_suits, describe_site, load_site, read_site
 from posy.listing import laid_out
 from posy.paths import expanded
-from posy.settings import DataSettings
 
 NODE_KEYS = ("data", "name", "skip-unreadable", "state-dir", "models", "partition-id", "num-partitions")
 """Words of the command that are node config; the others are settings."""
@@ -112,7 +112,6 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     SettingsError
         If the settings do not give a task.
     """
-    check_site_settings(settings)
     if not node_config.get("data"):
         raise DataError("which data? It is given as data=/srv/site-a, as in the node config of `posy supernode`")
     path = expanded(str(node_config["data"]))

@@ -16,9 +16,10 @@ import numpy as np
 from posy.data.augment import check_augment
 from posy.data.errors import DataError
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
+from posy.data.settings import DataSettings
 from posy.data.task import Task
 from posy.data.values import deviation
-from posy.settings import DataSettings, SettingsError
+from posy.settings import SettingsError
 
 TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", "text": "text", "tokens": "text"}
 """Kind of the task for each kind of samples."""

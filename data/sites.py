@@ -24,33 +24,11 @@ from posy.data.dataset import Content, Dataset, make_dataset
 from posy.data.errors import DataError
 from posy.data.own import read_own
 from posy.data.partitions import Partition, finished, split
+from posy.data.settings import SITES, DataSettings
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.values import FLOAT32_MAX, moments
 from posy.paths import exists
 from posy.randomness import numpy_generator
-from posy.settings import SITES, DataSettings, SettingsError, key_of
-
-_BENCHMARK_ONLY = ("shift", "max_samples", "samples_per_client")
-_SITES_ONLY = (
-    "sample_kind",
-    "input_shape",
-    "classes",
-    "vocabulary",
-    "feature_mean",
-    "feature_std",
-    "feature_names",
-    "share_class_counts",
-)
-
-
-def check_site_settings(settings: DataSettings) -> None:
-    """Raise :class:`SettingsError` for settings of a benchmark's partition with sites, or of sites without them."""
-    for name in _BENCHMARK_ONLY if settings.dataset == SITES else _SITES_ONLY:
-        value, neutral = getattr(settings, name), getattr(DataSettings, name)
-        if value != neutral:
-            raise SettingsError(
-                f"{key_of(name)} = {value!r} does not go with dataset = {settings.dataset!r}; it must be {neutral!r}"
-            )
 
 
 def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False) -> Content:

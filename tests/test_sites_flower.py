@@ -8,7 +8,7 @@ from nodes import pfllib, table
 
 from benchmarks.local_federation import Deployment
 from posy.data.datasets import load_dataset
-from posy.settings import DataSettings
+from posy.data.settings import DataSettings
 
 
 @pytest.mark.slow
