@@ -37,7 +37,7 @@ from benchmarks.machine import machine
 from posy import figures
 from posy.client_app.workspace import cores
 from posy.data.datasets import load_dataset
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import read_settings
 
 LR = 0.005
 BATCH = 10
@@ -281,7 +281,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         config = {"dataset": options.dataset, "data-dir": options.data_dir, "max-samples": options.samples}
-        settings = resolve(defaults() | config)
+        settings = read_settings(config)
         dataset = load_dataset(settings.data, Path(options.data_dir), 0)
         write_split(folder, np.asarray(dataset.x), np.asarray(dataset.y), options.clients, options.alpha, 1)
         with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
 from posy.client_app.workspace import Workspace
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import read_settings
 
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=f"of {list(RUNS)}")
     options = parser.parse_args()
     config = settings(str(Path(options.data_dir).absolute()), options.samples)
-    workspace = Workspace(resolve(defaults() | config))
+    workspace = Workspace(read_settings(config))
     samples = sum(map(len, workspace.partition.train))
     before = bare_speed(config)
     results = {

@@ -15,7 +15,7 @@ import numpy as np
 import posy
 from benchmarks.machine import machine
 from posy.storage import load_arrays
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 SEEDS = (0, 1, 2)
 

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -18,29 +18,12 @@ from posy.commands.deploy import commands as deployment
 from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose, connection
 from posy.commands.launch import APP, INTERRUPTED, LaunchError, interruptible, run_in_process, toml
 from posy.data.errors import DataError
+from posy.data.settings import SITES
 from posy.listing import print_table
 from posy.paths import is_file
-from posy.settings import (
-    SITES,
-    DataSettings,
-    RunSettings,
-    Scalar,
-    SettingsError,
-    TrainSettings,
-    fields_of,
-    meant,
-    nearest,
-)
-from posy.strategies.registry import (
-    METHODS,
-    check_method,
-    defaults,
-    parse_words,
-    read_settings,
-    setting_of,
-    settings_class,
-    with_experiment,
-)
+from posy.settings import SettingsError, meant, nearest
+from posy.strategies.methods import METHODS, check_method
+from posy.strategies.registry import defaults, groups, parse_words, read_settings, setting_of, with_experiment
 
 WRONG_USE = 2
 """Exit status where a command or a setting is wrong."""
@@ -86,7 +69,9 @@ def _show_version(wanted: bool) -> None:
     """Show the versions of what runs, without importing it."""
     if wanted:
         file = APP / "pyproject.toml"
-        own = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"] if file.is_file() else version("posy")
+        own = (
+            tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"] if file.is_file() else version("posy")
+        )
         print(f"posy {own} (flwr {version('flwr')}, torch {version('torch')}, Python {sys.version.partition(' ')[0]})")
         raise typer.Exit
 
@@ -111,24 +96,19 @@ examples:
   posy run --superlink localhost:8000 dataset=sites num-clients=3  on the nodes of a federation"""
 )
 def run(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[EXPERIMENT] [key=value]...",
-            help="A file of settings (a name in experiments/ or a path), and settings over it.",
-        ),
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[EXPERIMENT] [key=value]...")] = None,
     superlink: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Submit the run to this SuperLink, and follow it.")
+        str | None, typer.Option(metavar="HOST:PORT", help="A SuperLink to submit the run to.")
     ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
     verbose: Verbose = False,
 ) -> int:
-    """Run an experiment, in this process or on the nodes of a federation.
+    """Run an experiment, here or on a federation.
 
-    In this process it shows a live progress bar. Without settings: FedFew on scikit-learn's digits. Flower's simulation
-    is started with `flwr run .` in a checkout.
+    EXPERIMENT is a file of settings: a path, or a name in experiments/. Settings beside it count more. Without any, it
+    is FedFew on scikit-learn's digits. All clients are in this process, unless --superlink names a federation, whose
+    log is then shown. (Flower's simulation is started with `flwr run .` in a checkout.)
     """
     words = settings or []
     if words and words[0] and ("=" not in words[0] or is_file(Path(words[0]))):
@@ -136,29 +116,30 @@ def run(
     given = parse_words(words, WHERE)
     if superlink is None:
         return run_in_process(given, WHERE)
-    from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
-
     given = with_experiment(given, WHERE)
     if not given.get("resume"):  # otherwise the run's other settings lie on the SuperLink's machine
         read_settings(given, WHERE)
-    return run_on_superlink(given, connection(superlink, root_certificates, insecure), verbose=verbose)
+    reached = connection(superlink, root_certificates, insecure)
+    from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
+
+    return run_on_superlink(given, reached, verbose=verbose)
 
 
 @app.command()
 def table(
-    file: Annotated[Path, typer.Argument(help="YAML file of the table, as in benchmarks/tables/.")],
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings over those of the file.")
-    ] = None,
-    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, help="Runs at a time.")] = os.cpu_count() or 1,
+    file: Annotated[Path, typer.Argument()],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Runs at a time.")] = os.cpu_count()
+    or 1,
     output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="DIR", help="Directory of the results. [default: the file's]")
+        str | None, typer.Option("-o", "--output", metavar="DIR", help="Where results go, in place of the file's.")
     ] = None,
     only_print: Annotated[bool, typer.Option("--only-print", help="Run nothing; tabulate what is finished.")] = False,
 ) -> int:
     """Run a grid of experiments and tabulate the results.
 
-    Runs every row x variant x seed of a table, each in a process of its own. What is finished is not run again.
+    FILE is a table in YAML, as in benchmarks/tables/; settings beside it count more. Every row x variant x seed is run
+    in a process of its own. What is finished is not run again.
     """
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
@@ -166,28 +147,14 @@ def table(
     return run_table(plan, jobs=jobs, only_print=only_print)
 
 
-@app.command("settings")
-def list_settings(
-    method: Annotated[str | None, typer.Argument(help="List the settings of this method and the common ones.")] = None,
-    as_toml: Annotated[bool, typer.Option("--toml", help="Print the table of defaults that pyproject.toml holds.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Compare the defaults with pyproject.toml.")] = False,
-) -> int:
-    """List all settings."""
-    if check:
-        return _compare(defaults())
-    if as_toml:
-        print(toml_block(defaults()))
-        return 0
+@app.command()
+def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
+    """List all settings, or those of a method and the common ones."""
     if method:
         check_method(method)
-    groups = [(cls.__name__.removesuffix("Settings").lower(), cls, "") for cls in (RunSettings, DataSettings, TrainSettings)]
-    groups += [(name, settings_class(name), name) for name in ([method] if method else METHODS)]
-    for title, cls, prefix in groups:
-        rows = []
-        for key, declared in fields_of(cls, prefix).items():
-            rule = declared.metadata["rule"]
-            rows.append((key, toml(declared.default), rule.describe(type(declared.default)), rule.help))
-        if rows:
+    for title, group in groups([method] if method else METHODS).items():
+        if group:
+            rows = [(key, toml(item.default), item.allowed(), item.help) for key, item in group.items()]
             print_table(title, ("key", "default", "allowed", "meaning"), rows)
     return 0
 
@@ -209,19 +176,12 @@ def datasets() -> int:
 
 
 @app.command()
-def check_site(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="key=value...",
-            help="Node config (data, name, skip-unreadable), and the settings of the run as far as they are known.",
-        ),
-    ],
-) -> int:
+def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value...")]) -> int:
     """Check a site's data before any run.
 
     Does on a site's data what its node would do in a run with dataset=sites, and shows what is found: kind, shape,
-    classes, split, warnings, files that cannot be read. Nothing is sent anywhere.
+    classes, split, warnings, files that cannot be read. Nothing is sent anywhere. The words are node config (data,
+    name, skip-unreadable), and the settings of the run as far as they are known.
     """
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
 
@@ -233,11 +193,6 @@ def check_site(
 
 
 app.add_typer(deployment.app)
-
-
-def toml_block(values: Mapping[str, Scalar]) -> str:
-    """Return settings as the table that pyproject.toml holds."""
-    return "\n".join(["[tool.flwr.app.config]", *(f"{key} = {toml(value)}" for key, value in values.items())])
 
 
 def _check_command(words: Sequence[str], group: click.Group) -> None:
@@ -271,22 +226,6 @@ def _wrong_use(error: click.UsageError, words: Sequence[str], group: click.Group
             return f"{word} on {WHERE}: settings are given as key=value: {key}={value}"
         message = f"{option} is no option"
     return f"{message[0].lower()}{message[1:]}; `{typed} --help` tells more"
-
-
-def _compare(values: Mapping[str, Scalar]) -> int:
-    """Print how pyproject.toml differs from settings; return 1 if it does."""
-    path = APP / "pyproject.toml"
-    if not path.is_file():
-        raise LaunchError(f"there is no {path}: --check works in a checkout")
-    written = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-    differences = [
-        f"{key}: {toml(written[key]) if key in written else 'missing'} in {path.name}, "
-        f"{toml(values[key]) if key in values else 'not a setting'}"
-        for key in dict.fromkeys([*values, *written])
-        if key not in values or key not in written or toml(values[key]) != toml(written[key])
-    ]
-    print("\n".join(differences) or f"{path.name} agrees with the settings")
-    return 1 if differences else 0
 
 
 def _about(method: str) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posy.server_app.resume import reached
-from posy.settings import RunError, RunSettings, Scalar
+from posy.settings import RunError, Scalar
+from posy.strategies.settings import RunSettings
 
 if TYPE_CHECKING:
     from posy.server_app.recorder import Recorder

@@ -1,4 +1,4 @@
-"""The log of a run on a SuperLink as people see it: what Posy prints, warnings and errors, without Flower's own news."""
+"""The log of a run on a SuperLink as people see it: what Posy prints, warnings and errors; not Flower's own news."""
 
 import re
 import sys

@@ -21,22 +21,10 @@ import pandas as pd
 from posy.commands.launch import APP
 from posy.server_app.progress import duration, size
 from posy.server_app.resume import read_summary
-from posy.settings import RunSettings, Scalar, SettingsError
-from posy.strategies.registry import check_own, defaults, owner, pertinent, read_settings, with_experiment
+from posy.settings import Scalar, Setting, SettingsError
+from posy.strategies.registry import check_own, declared, owner, pertinent, read_settings, with_experiment
+from posy.strategies.settings import RunSettings
 from posy.yaml12 import dump, read_yaml
-
-IRRELEVANT = {
-    "output-dir",
-    "run-name",
-    "experiment",
-    "data-dir",
-    "download",
-    "round-timeout",
-    "checkpoint-every",
-    "state-memory",
-    "resume",
-}
-"""Settings that say where and how a run is carried out, but not what it computes."""
 
 PARTS: dict[str, type] = {
     "title": str,
@@ -104,9 +92,9 @@ class Cell:
             ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
         except (OSError, ValueError, LookupError):  # not there, or damaged: it is run again
             return None
-        known = defaults()  # what a setting meant before it existed
-        wanted = read_settings(self.config, self.name).as_config()
-        differ = any(ran.get(key, known[key]) != wanted[key] for key in wanted.keys() - IRRELEVANT)
+        wanted, known = read_settings(self.config, self.name).as_config(), declared()
+        # A run that is older than a setting had its default.
+        differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if affects_results(known[key]))
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
         return None if differ or lacks or summary["status"] not in (status or ("completed",)) else summary
@@ -120,6 +108,11 @@ class Plan:
     output: Path
     keep_models: bool
     cells: tuple[Cell, ...]
+
+
+def affects_results(setting: Setting) -> bool:
+    """Tell whether what a run computes depends on a setting."""
+    return setting.affects_results and not setting.once
 
 
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
@@ -431,7 +424,7 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
     """Return in how many seeds a point was measured, where not in all that have finished."""
-    measured, best = row[f"{point}-measured"], row[f"{point.split('-')[0]}-best-measured"]
+    measured, best = row[f"{point}-measured"], row[f"{point.removesuffix('-last').removesuffix('-best')}-best-measured"]
     if measured == row["seeds"] or not (measured or best):  # the method has no such point
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")

@@ -1,37 +1,19 @@
-"""Going on with a run that lies in the output directory: its settings stand, and only some may change."""
+"""Resuming a run that lies in the output directory: its settings stand, and only some may change."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posy.settings import Settings, SettingsError, check_keys
+from posy.paths import absolute
+from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import check_own, defaults, read_all, strategy_class
+from posy.strategies.methods import strategy_class
+from posy.strategies.registry import declared, with_experiment
+from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
-
-MAY_CHANGE = {
-    "num-server-rounds",
-    "round-timeout",
-    "engine",
-    "device",
-    "threads",
-    "stack",
-    "min-clients",
-    "join-timeout",
-    "data-dir",
-    "output-dir",
-    "download",
-    "save-models",
-    "checkpoint-every",
-    "state-memory",
-}
-"""Settings that a resumed run may have other values of: where and how it is carried out, and how far it goes."""
-
-OWN = {"resume", "resume-keys"}
-
 
 CONFIG, PROGRESS = "config.yaml", "progress.json"
 _CHECKPOINT = re.compile(r"round-(\d+)")
@@ -62,6 +44,27 @@ class StoredRun:
     damage: str = ""
 
     @classmethod
+    def named_in(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
+        """Return the run that is to be resumed, None if a new one is to begin.
+
+        Parameters
+        ----------
+        given : Mapping
+            What a person has set, by key.
+        where : str
+            Where it was set, for the message of an error.
+
+        Raises
+        ------
+        SettingsError
+            As :meth:`find`, and if what is given is wrong.
+        """
+        values = with_experiment(given, where)
+        if not values.get("resume"):
+            return None
+        return cls.find(absolute(values.get("output-dir", RunSettings.output_dir)), values["resume"])
+
+    @classmethod
     def find(cls, output_dir: Path, name: str) -> "StoredRun":
         """Return the run of a name.
 
@@ -75,33 +78,23 @@ class StoredRun:
         path = output_dir / name
         if not is_folder_name(name):
             raise SettingsError(f"resume = {name!r}: it must be the name of a folder in output-dir = {output_dir}")
-        rounds = checkpoint_rounds(path)
-        if not rounds and not (path / CONFIG).is_file():
+        if not checkpoint_rounds(path) and not (path / CONFIG).is_file():
             raise SettingsError(f"resume = {name!r}: there is no run in {path}")
         written, damage = _written(path)
-        found: dict[str, Any] = {}
-        reasons = []
-        for number in reversed(rounds):
-            file = path / "checkpoints" / f"round-{number}" / PROGRESS
-            try:
-                progress = read_json(file)
-                known = progress["run"], dict(progress["settings"]), list(progress["resumed"])
-            except (OSError, ValueError, LookupError, TypeError) as error:  # DamagedFileError is a ValueError
-                reasons.append(str(error) if isinstance(error, ValueError | OSError) else f"{file} lacks {error}")
-                continue
-            # Where config.yaml is whole, it tells which of several runs this is.
-            if not found or (known[0] == written.get("id") != found["id"]):
-                found = dict(zip(("id", "settings", "resumed_before"), known, strict=True))
-        if reasons and not found:
-            raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
-        if not found:
+        reasons: list[str] = []
+        records = [record for _, record in _records(path, reasons)]
+        if not records:
             raise SettingsError(
-                f"resume = {name!r}: it has no checkpoint (the first follows round 1, or none does with "
+                f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})"
+                if reasons
+                else f"resume = {name!r}: it has no checkpoint (the first follows round 1, or none does with "
                 "checkpoint-every = 0). Start it anew"
             )
-        if not damage and written["id"] != found["id"]:
+        # Where config.yaml is whole, it tells which of several runs this is.
+        record = next((record for record in records if record["run"] == written.get("id")), records[0])
+        if not damage and written["id"] != record["run"]:
             damage = f"{path / CONFIG} is that of another run"
-        run = cls(path, **found, damage=damage)
+        run = cls(path, record["run"], record["settings"], record["resumed"], damage)
         if not damage:
             run.compare(written["settings"])
         return run
@@ -123,14 +116,6 @@ class StoredRun:
                 "which is written anew; what may change is given on the command line"
             )
 
-    def resumed(self, given: Mapping[str, Any], where: str) -> Settings:
-        """Return the run's settings with those that are given over them; :meth:`check` tells whether they may be."""
-        known = defaults()
-        stored = {key: value for key, value in self.settings.items() if key in known and key not in OWN}
-        settings = read_all({**known, **stored, **given, "resume": self.path.name}, where)
-        check_own(given, settings.run.method, where)
-        return settings
-
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return those of a resumed run's settings that differ from the stored ones.
 
@@ -139,22 +124,21 @@ class StoredRun:
         SettingsError
             If one of them must not change.
         """
-        known = defaults()
+        known = declared()
+        ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
         changed = {
-            key: value
-            for key, value in settings.as_config().items()
-            if key not in OWN and value != self.settings.get(key, known[key])
+            key: value for key, value in settings.as_config().items() if not known[key].once and value != ran[key]
         }
-        refused = changed.keys() - MAY_CHANGE
         fixed = settings.train.lr_schedule != "constant" or strategy_class(settings.run.method).follows_number_of_rounds
-        if "num-server-rounds" in changed and fixed:
-            refused.add("num-server-rounds")
+        refused = [
+            f"{key} = {value!r}, the run has {ran[key]!r}"
+            for key, value in sorted(changed.items())
+            if not known[key].resumable or (fixed and key == "num-server-rounds")
+        ]
         if refused:
-            ran = {key: self.settings.get(key, known[key]) for key in sorted(refused)}
-            own = "; ".join(f"{key} = {changed[key]!r}, the run has {value!r}" for key, value in ran.items())
             raise SettingsError(
-                f"resume = {self.path.name!r}: {own}. With other values it would be another run; these may change: "
-                f"{', '.join(sorted(MAY_CHANGE))}"
+                f"resume = {self.path.name!r}: {'; '.join(refused)}. With other values it would be another run; these "
+                f"may change: {', '.join(sorted(key for key, setting in known.items() if setting.resumable))}"
                 + (" (but num-server-rounds not where the method or lr-schedule goes by it)" if fixed else "")
             )
         return changed
@@ -168,13 +152,8 @@ def checkpoint_rounds(run: Path) -> list[int]:
 
 def reached(run: Path) -> tuple[int, int]:
     """Return the round of the newest checkpoint of a run, and how many there are to be; zeros without one."""
-    for number in reversed(checkpoint_rounds(run)):
-        try:
-            progress = read_json(run / "checkpoints" / f"round-{number}" / PROGRESS)
-            return number, int(progress["settings"]["num-server-rounds"])
-        except (OSError, ValueError, LookupError, TypeError):  # damaged: the one before it is used
-            continue
-    return 0, 0
+    newest = next(_records(run, []), None)
+    return (newest[0], newest[1]["settings"]["num-server-rounds"]) if newest else (0, 0)
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -197,13 +176,17 @@ def _written(path: Path) -> tuple[dict[str, Any], str]:
     return record, ""
 
 
-def given_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings that a person has set beside ``resume``.
-
-    Flower hands over all keys: those are taken for set that differ from their defaults or stand in ``resume-keys``.
-    """
-    known = defaults()
-    check_keys(config, known, where)
-    named = str(config.get("resume-keys", "")).split()
-    check_keys(dict.fromkeys(named), known, f"resume-keys of {where}")
-    return {key: value for key, value in config.items() if key not in OWN and (value != known[key] or key in named)}
+def _records(run: Path, reasons: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield round and record of each checkpoint, the newest first; note why others cannot be used."""
+    for number in reversed(checkpoint_rounds(run)):
+        file = run / "checkpoints" / f"round-{number}" / PROGRESS
+        try:
+            record = read_json(file)
+            yield (
+                number,
+                {"run": record["run"], "settings": dict(record["settings"]), "resumed": list(record["resumed"])},
+            )
+        except (OSError, ValueError) as error:  # DamagedFileError is a ValueError
+            reasons.append(str(error))
+        except (LookupError, TypeError) as error:
+            reasons.append(f"{file} lacks {error}")

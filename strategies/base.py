@@ -26,12 +26,12 @@ from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_of_arr
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.randomness import model_seed, numpy_generator
-from posy.settings import Settings, SettingsError
+from posy.settings import SettingsError
 from posy.strategies.replies import (
     UNREADABLE,
     Arrays,
     BadReplyError,
-    Member,
+    ClientInfo,
     RoundRecord,
     Update,
     _check_size,
@@ -42,6 +42,7 @@ from posy.strategies.replies import (
     stacked,
     weighted_mean,
 )
+from posy.strategies.settings import Settings
 from posy.words import are, one_line
 
 SAVE_SECONDS = 120.0
@@ -69,7 +70,7 @@ class PersonalisedStrategy(Strategy):
         self.method: Any = settings.method
         self.architecture = self.network_for(plain)
         self.num_clients = settings.data.num_clients
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, ClientInfo] = {}
         self.refresh: Callable[[], list[int]] | None = None
         """Brings :attr:`members` up to date before a round; returns the clients whose own state may be lost."""
         self.record = RoundRecord(0)

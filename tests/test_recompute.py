@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 Arrays = dict[str, np.ndarray]
 Members = list[tuple[Arrays, float]]
@@ -285,7 +285,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ran
             (folder / "parts.json").write_text(json.dumps({"train": task.train, "test": task.test}))
             own = {"num_server_rounds": 4, "system_accuracy": "on", "checkpoint_every": 1, **settings}
             common = {
-                "engine": "in-process",
                 "device": "cpu",
                 "dataset": str(data),
                 "partition": "file",

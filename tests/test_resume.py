@@ -10,18 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import yaml
-from flwr.app import Context
+from flwr.app import Context, RecordDict
+from flwr.supercore.run import Run
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.workspace import workspace_for
 from posy.server_app import checkpoints as checkpoints_module
-from posy.server_app.app import run
+from posy.server_app.app import app, run
 from posy.server_app.checkpoints import Checkpoints
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
@@ -31,7 +33,8 @@ from posy.server_app.resume import StoredRun
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import load_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.registry import METHODS, defaults, strategy_class
+from posy.strategies.methods import METHODS, strategy_class
+from posy.strategies.registry import defaults
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,13 +63,13 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
         "output-dir": str(folder / "runs"),
         "run-name": name,
     }
-    return {**defaults(), **own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
+    return {**own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
 
 
 def again(config: Config, name: str, **more: Any) -> Config:
     """Return what a person gives to go on with a run: its name, and where it lies."""
     given = {k.replace("_", "-"): v for k, v in more.items()}
-    return {**defaults(), "output-dir": config["output-dir"], "resume": name, **given}
+    return {"output-dir": config["output-dir"], "resume": name, **given}
 
 
 def grid_of(config: Config) -> InProcessGrid:
@@ -345,8 +348,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
         ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
         ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "goes by it")),
         ("fedavg", {"lr-schedule": "cosine"}, {"num-server-rounds": 9}, ("num-server-rounds = 9",)),
-        ("fedavg", {"lr": 0.1}, {"lr": 0.05, "resume-keys": "lr"}, ("lr = 0.05, the run has 0.1",)),
-        ("fedavg", {}, {"resume-keys": "lr rounds"}, ("rounds", "not a setting")),
+        ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, the run has 0.1",)),
     ],
 )
 def test_settings_that_must_not_change_are_refused_by_name(
@@ -360,6 +362,32 @@ def test_settings_that_must_not_change_are_refused_by_name(
     assert all(part in str(raised.value) for part in parts)
     assert "batch-size" not in str(raised.value)  # given as it is
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == left
+
+
+class Submitted(InProcessGrid):
+    """A grid that knows what the run was submitted with, as Flower's do."""
+
+    overrides: ClassVar[Config] = {}
+
+    @property
+    def run(self) -> Run:
+        return replace(Run.create_empty(0), override_config=self.overrides)
+
+
+def test_what_was_typed_is_known_although_it_is_the_default(tmp_path: Path) -> None:
+    """Flower hands over all keys; those typed are in its run, and an edited table differs from the declarations."""
+    config = {**settings(tmp_path, "fedavg", "mine"), "lr": 0.1}
+    run(grid_of(config), config)
+    table = {**defaults(), "output-dir": config["output-dir"], "num-server-rounds": 8}  # edited in pyproject.toml
+    grid = Submitted(4)
+    for typed, told in (({"lr": 0.05}, "lr = 0.05, the run has 0.1"), ({"num-clients": 10}, "num-clients = 10")):
+        grid.overrides = {"resume": "mine", **typed}
+        with pytest.raises(SettingsError) as raised:
+            app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
+        assert told in str(raised.value) and str(raised.value).count("the run has") == 1
+    grid.overrides = {"resume": "mine"}
+    app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
+    assert len(rounds_of(tmp_path / "runs" / "mine")) == 8
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
@@ -380,7 +408,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["..", "a/b", "unknown"])
 def test_a_name_that_is_no_run(name: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="resume = "):
-        run(InProcessGrid(4), {**defaults(), "output-dir": str(tmp_path), "resume": name})
+        run(InProcessGrid(4), {"output-dir": str(tmp_path), "resume": name})
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,7 +636,7 @@ def test_a_damaged_file_costs_no_good_checkpoint(
     path = tmp_path / "cut"
     shutil.copytree(stopped / "cut", path)
     DAMAGED[damage](path / file, stopped / "other" / file)
-    run(InProcessGrid(2), {**defaults(), "output-dir": str(tmp_path), "resume": "cut"})
+    run(InProcessGrid(2), {"output-dir": str(tmp_path), "resume": "cut"})
     told = {record.getMessage() for record in warnings.records if record.levelname in ("WARNING", "ERROR")}
     expected = FILES[file]
     assert expected == "" or sum(expected in line for line in told) >= 1
@@ -634,7 +662,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
     shutil.copytree(stopped / "cut", tmp_path / "cut")
     file = tmp_path / "cut" / "config.yaml"
     text = file.read_text()
-    again = {**defaults(), "output-dir": str(tmp_path), "resume": "cut"}
+    again = {"output-dir": str(tmp_path), "resume": "cut"}
     for before, after, told in (
         ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
         ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
@@ -670,7 +698,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
     more = {**TINY, "save_models": False}
     run(InProcessGrid(2), settings(tmp_path, method, "whole", **more))
-    config = {**settings(small_disk, method, "cut", **more), "engine": "in-process"}
+    config = {**settings(small_disk, method, "cut", **more)}
     usual, filler = Recorder.finish_round, small_disk / "filler"
 
     def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
@@ -747,7 +775,7 @@ def simulation_of(folder: Path) -> int:
 @pytest.mark.slow
 def test_kill_9_in_one_process(folder: Path) -> None:
     whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", **REAL)).directory.path
-    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), "engine=in-process", cwd=folder)
+    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), cwd=folder)
     wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
     process.kill()
     process.communicate()

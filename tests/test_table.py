@@ -85,7 +85,7 @@ def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> No
 
 def test_plan_lays_everything_over_an_experiment_file(tmp_path: Path) -> None:
     cell = read_plan(_table(tmp_path, settings={"experiment": "ppfe-cifar10-s2", "lr": 0.05})).cells[0]
-    settings = read_settings(cell.config, "the test")
+    settings = read_settings(cell.config)
     assert (settings.run.method, settings.train.lr) == ("fedavg", 0.05)  # 0.05 is the default: set all the same
     assert settings.data.samples_per_client == 150
 
@@ -100,7 +100,7 @@ def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
         (False, False), (True, False), (False, True),
     ]  # fmt: skip
     for cell in cells:
-        read_settings(cell.config, "the test")
+        read_settings(cell.config)
     with pytest.raises(SettingsError, match="ppfe-stages on the command line is a setting of ppfe, which no row of"):
         read_plan(table, {"ppfe-stages": 2})
 
@@ -327,7 +327,7 @@ def _results(
             (cell.path / "config.yaml").write_text(
                 yaml.safe_dump(
                     {
-                        "settings": read_settings(config, "the test").as_config(),
+                        "settings": read_settings(config).as_config(),
                         "versions": {"torch": "2.11", "flwr": "1.39", "python": "3.11"},
                         "machine": {"cpu": "a CPU", "cpus": 2, "gpu": None},
                     }

@@ -33,40 +33,33 @@ LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 MAX_DAYS = 36_500
 
-SuperLink = Annotated[str, typer.Option("--superlink", metavar="HOST:PORT", help="Where the SuperLink takes orders.")]
+SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes orders.")]
 RootCertificates = Annotated[
     Path | None,
-    typer.Option(
-        "--root-certificates",
-        metavar="PATH",
-        help=f"Certificate of the SuperLink's authority. [default: {CERTIFICATES / 'ca.pem'}]",
-    ),
+    typer.Option(metavar="PATH", help="Certificate of the SuperLink's authority (default: certificates/ca.pem)."),
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS; only on this machine, for experiments.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the whole log of Flower.")]
-RunWord = Annotated[str, typer.Argument(metavar="RUN", help="Its run id or run-name: `posy status` lists both.")]
+RunWord = Annotated[str, typer.Argument(metavar="RUN")]
 
 app = typer.Typer()
 
 
 @app.command()
 def certificates(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to.")],
-    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="Names of nodes.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...")] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name or IP address under which nodes reach the SuperLink, besides localhost; may be repeated.",
-        ),
+        typer.Option(metavar="NAME", help="A name or IP address of the SuperLink besides localhost; may be repeated."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, help="Validity in days.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="How long they are valid.")] = 365,
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
-    Makes what a directory lacks: an authority (ca.pem, ca.key), the SuperLink's certificate (server.pem, server.key),
-    and for each node a private key (NAME.key, for that node alone) and a public one (NAME.pub, for `posy register`).
-    Files that are there stay as they are.
+    Makes what DIR lacks: an authority (ca.pem, ca.key), the SuperLink's certificate (server.pem, server.key), and for
+    each NODE a private key (NODE.key, for that node alone) and a public one (NODE.pub, for `posy register`). Files that
+    are there stay as they are.
     """
     from posy.commands.deploy.certificates import make_certificates  # noqa: PLC0415 - what few commands need
 
@@ -79,32 +72,20 @@ def certificates(
 def superlink(
     folder: Annotated[
         Path | None,
-        typer.Option(
-            "--certificates", metavar="DIR", help=f"Made by `posy certificates`. [default: {CERTIFICATES}]"
-        ),
+        typer.Option("--certificates", metavar="DIR", help="Made by `posy certificates` (default: certificates)."),
     ] = None,
     insecure: Insecure = False,
     state: Annotated[Path, typer.Option(metavar="DIR", help="Its database and files.")] = Path("superlink"),
     volatile: Annotated[
-        bool,
-        typer.Option(
-            "--volatile", help="Keep the state in memory: rounds are faster, but runs end with the SuperLink."
-        ),
+        bool, typer.Option("--volatile", help="Keep the state in memory: faster, but runs end with the SuperLink.")
     ] = False,
     fleet: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help=f"Where nodes connect to. [default: {FLEET}, with --insecure {LOCAL_FLEET}]",
-        ),
+        str | None, typer.Option(metavar="HOST:PORT", help=f"Where nodes connect to (default: {FLEET}).")
     ] = None,
     control: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where runs are submitted.")] = CONTROL,
     control_open_to_network: Annotated[
         bool,
-        typer.Option(
-            "--control-open-to-network",
-            help="Let --control be an address that other machines reach: they can then run code on every node.",
-        ),
+        typer.Option("--control-open-to-network", help="Let other machines reach --control, and so run code on nodes."),
     ] = False,
 ) -> int:
     """Start the server of a federation.
@@ -166,10 +147,8 @@ def superlink(
 
 @app.command()
 def supernode(
-    config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Node config.")] = None,
-    superlink: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes nodes.")
-    ] = LOCAL_FLEET,
+    config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes nodes.")] = LOCAL_FLEET,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of this node.")] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
@@ -178,7 +157,7 @@ def supernode(
         typer.Option(min=0.1, metavar="SECONDS", help="End when the SuperLink has been out of reach for this long."),
     ] = None,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Start Flower's own command, which starts Python anew for every message.")
+        bool, typer.Option("--stock", help="Start Flower's own SuperNode: slower for every message.")
     ] = False,
 ) -> int:
     """Start a node of a federation.
@@ -207,12 +186,15 @@ def supernode(
 
 @app.command()
 def register(
-    keys: Annotated[list[Path], typer.Argument(metavar="NAME.pub...", help="Public keys.")],
+    keys: Annotated[list[Path], typer.Argument(metavar="NAME.pub...")],
     superlink: SuperLink = CONTROL,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Let nodes take part: register their public keys, each under the name of its file."""
+    """Let nodes take part.
+
+    Registers their public keys with the SuperLink, each under the name of its file.
+    """
     from posy.commands.deploy.certificates import public_pem  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
 
@@ -234,7 +216,9 @@ def register(
 
 
 @app.command()
-def status(superlink: SuperLink = CONTROL, root_certificates: RootCertificates = None, insecure: Insecure = False) -> int:
+def status(
+    superlink: SuperLink = CONTROL, root_certificates: RootCertificates = None, insecure: Insecure = False
+) -> int:
     """List the runs of a federation, the newest first, and its nodes by name."""
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
@@ -256,9 +240,10 @@ def log(
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Show the log of a run of a federation, from its beginning until the run ends.
+    """Show the log of a run of a federation.
 
-    Ctrl-C leaves the run alone.
+    From its beginning until the run ends; Ctrl-C leaves the run alone. RUN is its run id or run-name, which
+    `posy status` lists.
     """
     from posy.commands.deploy.control import show_run  # noqa: PLC0415
 
@@ -274,7 +259,8 @@ def stop(
 ) -> int:
     """Stop a run of a federation.
 
-    What it has done is kept, and it can be resumed from its last checkpoint.
+    What it has done is kept, and it can be resumed from its last checkpoint. RUN is its run id or run-name, which
+    `posy status` lists.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 

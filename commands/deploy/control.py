@@ -33,7 +33,8 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
 from posy.commands.launch import APP, INTERRUPTED, Connection, LaunchError, resume_command, without_proxy
 from posy.commands.runlog import RunLog
-from posy.settings import RunSettings, Scalar, SettingsError
+from posy.settings import Scalar, SettingsError
+from posy.strategies.settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
 """Seconds that a SuperLink may stay out of reach while a run on it is followed: the run itself may outlive that."""
@@ -325,8 +326,8 @@ def _check_app(given: Mapping[str, Scalar]) -> None:
     admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
     for key in given.keys() - admitted.keys():
         raise LaunchError(
-            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `posy settings --toml` "
-            "prints that table as it must be"
+            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
+            "docs/generate.py` brings that table up to date"
         )
 
 
