@@ -83,7 +83,7 @@ def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: str) -> dic
     }  # fmt: skip
     deployment.run("speed", *as_words(config), timeout=1800.0)
     with contextlib.redirect_stdout(io.StringIO()):
-        run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"})
+        run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"}, "this benchmark")
     path = deployment.folder / "plain/rounds.jsonl"
     plain = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     over_grpc = [sum(row["seconds"].values()) for row in deployment.rounds("speed")[WARM_ROUNDS:]]
