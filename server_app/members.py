@@ -21,7 +21,7 @@ from posy.data.settings import SITES
 from posy.data.sites import Description, agreed, is_complete, task_of
 from posy.flower import failure, raised
 from posy.server_app.grids import LOST, WaveGrid, pause
-from posy.server_app.progress import announce, task_table
+from posy.server_app.progress import task_table
 from posy.settings import SettingsError
 from posy.storage import plain
 from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo, check_count
@@ -186,8 +186,7 @@ class Federation:
         list of int
             Clients that have come back or have moved to another node: what they kept there may be lost.
         """
-        before, known = dict(self.clients), set(self._known)
-        restarted = set(self.grid.gone)  # nodes that are there again have been restarted
+        before, known = {c: self._nodes[info.node_id] for c, info in self.clients.items()}, set(self._known)
         needed = min(max(self.settings.run.min_clients, 1), self._num_clients)
         started, warned = time.monotonic(), False
         asked: list[Node] = []
@@ -207,12 +206,13 @@ class Federation:
                     log(WARNING, "%s; the round waits until %s are", there, needed)
                     warned = True
             time.sleep(pause(waited))
-        stayed = {c: i.node_id for c, i in before.items() if c not in missed and i.node_id not in restarted}
         new = [client for client in self.clients if client not in known]
-        back = [c for c, info in self.clients.items() if c in known and stayed.get(c) != info.node_id]
+        # A node that was away has a new record, also where it is back under its old id.
+        moved = (c for c, info in self.clients.items() if before.get(c) is not self._nodes[info.node_id])
+        back = [client for client in moved if client in known]
         for clients, state in ((new, "new"), (back, "back")):
             if clients:
-                announce(f"{are(clients, self.owners, self._num_clients)} {state}; {there}")
+                print(f"{are(clients, self.owners, self._num_clients)} {state}; {there}", flush=True)
         return back
 
     def task(self, model: str) -> str:

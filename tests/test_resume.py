@@ -10,18 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import yaml
-from flwr.app import Context
+from flwr.app import Context, RecordDict
+from flwr.supercore.run import Run
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.workspace import workspace_for
 from posy.server_app import checkpoints as checkpoints_module
-from posy.server_app.app import run
+from posy.server_app.app import app, run
 from posy.server_app.checkpoints import Checkpoints
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
@@ -348,8 +350,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
         ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
         ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "goes by it")),
         ("fedavg", {"lr-schedule": "cosine"}, {"num-server-rounds": 9}, ("num-server-rounds = 9",)),
-        ("fedavg", {"lr": 0.1}, {"lr": 0.05, "resume-keys": "lr"}, ("lr = 0.05, the run has 0.1",)),
-        ("fedavg", {}, {"resume-keys": "lr rounds"}, ("rounds", "not a setting")),
+        ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, the run has 0.1",)),
     ],
 )
 def test_settings_that_must_not_change_are_refused_by_name(
@@ -363,6 +364,32 @@ def test_settings_that_must_not_change_are_refused_by_name(
     assert all(part in str(raised.value) for part in parts)
     assert "batch-size" not in str(raised.value)  # given as it is
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == left
+
+
+class Submitted(InProcessGrid):
+    """A grid that knows what the run was submitted with, as Flower's do."""
+
+    overrides: ClassVar[Config] = {}
+
+    @property
+    def run(self) -> Run:
+        return replace(Run.create_empty(0), override_config=self.overrides)
+
+
+def test_what_was_typed_is_known_although_it_is_the_default(tmp_path: Path) -> None:
+    """Flower hands over all keys; those typed are in its run, and an edited table differs from the declarations."""
+    config = {**settings(tmp_path, "fedavg", "mine"), "lr": 0.1}
+    run(grid_of(config), config)
+    table = {**defaults(), "output-dir": config["output-dir"], "num-server-rounds": 8}  # edited in pyproject.toml
+    grid = Submitted(4)
+    for typed, told in (({"lr": 0.05}, "lr = 0.05, the run has 0.1"), ({"num-clients": 10}, "num-clients = 10")):
+        grid.overrides = {"resume": "mine", **typed}
+        with pytest.raises(SettingsError) as raised:
+            app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
+        assert told in str(raised.value) and str(raised.value).count("the run has") == 1
+    grid.overrides = {"resume": "mine"}
+    app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
+    assert len(rounds_of(tmp_path / "runs" / "mine")) == 8
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
@@ -649,7 +676,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
             run(InProcessGrid(2), again)
         assert told in str(raised.value) and "Put it back or delete the file" in str(raised.value)
     file.write_text(text)
-    StoredRun.find(tmp_path, "cut")
+    assert StoredRun.find(again, "a test") is not None
 
 
 # -- a disk that is full ----------------------------------------------------------------------------------
