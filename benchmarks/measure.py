@@ -23,7 +23,8 @@ IN_PROCESS = """
 import json, sys, time
 begun = time.perf_counter()
 import posy, posy.figures, posy.commands.launch, server_app.app
-from posy.methods import client_class, strategy_class
+from posy.client_app.registry import client_class
+from posy.strategies.methods import strategy_class
 settings = json.loads(sys.argv[1])
 client_class(settings["method"]), strategy_class(settings["method"])
 imported = time.perf_counter()

@@ -16,7 +16,7 @@ import typer
 import posy
 from benchmarks.machine import machine
 from posy.storage import load_arrays
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 SEEDS = (0, 1, 2)
 

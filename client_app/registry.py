@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from posy.strategies.registry import METHODS, check_method
+from posy.strategies.methods import METHODS, check_method
 
 
 def client_class(method: str) -> Any:

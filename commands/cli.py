@@ -44,7 +44,7 @@ from posy.settings import (
     read,
 )
 from posy.strategies import registry as configuration
-from posy.strategies.registry import METHODS, check_method, settings_class
+from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.yaml12 import parse
 
 COMMON = (RunSettings, DataSettings, TrainSettings)

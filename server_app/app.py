@@ -26,7 +26,8 @@ from posy.server_app.members import Federation
 from posy.server_app.recorder import Recorder
 from posy.server_app.resume import StoredRun, given_keys
 from posy.settings import DATASETS, SITES, SITES_NEED_NODES, Settings, SettingsError
-from posy.strategies.registry import resolve, strategy_class
+from posy.strategies.methods import strategy_class
+from posy.strategies.registry import resolve
 
 app = ServerApp()
 

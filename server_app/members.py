@@ -20,7 +20,7 @@ from posy.flower import failure, raised
 from posy.server_app.grids import WaveGrid
 from posy.server_app.progress import announce, task_table
 from posy.settings import SITES, Settings, SettingsError
-from posy.strategies.replies import UNREADABLE, BadReplyError, Member, check_count
+from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo, check_count
 from posy.words import are, one_line, title
 
 ASK_SECONDS = 60.0
@@ -46,7 +46,7 @@ Take = Callable[[int, Mapping[str, Any]], None]
 class _Claim:
     """What a node has answered: its clients, with their samples; that of a site may have no number yet (-1)."""
 
-    members: tuple[Member, ...]
+    members: tuple[ClientInfo, ...]
     name: str = ""
     description: Description | None = None
 
@@ -55,7 +55,7 @@ class _Claim:
 class _Assignment:
     """Who claims each client, in the order of names, those without one last; and nodes that no number is left for."""
 
-    claimants: dict[int, list[Member]] = field(default_factory=lambda: defaultdict(list))
+    claimants: dict[int, list[ClientInfo]] = field(default_factory=lambda: defaultdict(list))
     surplus: list[int] = field(default_factory=list)
 
 
@@ -76,7 +76,7 @@ class Federation:
 
     Attributes
     ----------
-    members : dict of int to Member
+    members : dict of int to ClientInfo
         The clients that can be reached now, by index; :meth:`refresh` changes it in place.
     owners : dict of int to str
         The name that each client belongs to; a client of nodes without names has none.
@@ -89,13 +89,13 @@ class Federation:
     def __init__(self, grid: WaveGrid, settings: Settings) -> None:
         self.grid = grid
         self.settings = settings
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, ClientInfo] = {}
         self.owners: dict[int, str] = {}
         self.fingerprints: dict[int, str] = {}
         self.left_out: Counter[tuple[str, str]] = Counter()
         self._of_sites = settings.data.dataset == SITES
         self._started = time.monotonic()
-        self._hosts: dict[int, Member] = {}  # of clients that are away, too
+        self._hosts: dict[int, ClientInfo] = {}  # of clients that are away, too
         self._claims: dict[int, _Claim] = {}
         self._asked: set[int] = set()
         self._refused: dict[int, set[str]] = {}
@@ -140,7 +140,7 @@ class Federation:
         self._claims.clear()
         return self.settings
 
-    def join(self) -> dict[int, Member]:
+    def join(self) -> dict[int, ClientInfo]:
         """Ask every node which clients it hosts, until all M are found or the time is up.
 
         Returns
@@ -432,7 +432,7 @@ class Federation:
     def _take(self, node: int, answer: Mapping[str, Any]) -> None:
         """Note what a node claims to host; :meth:`_settle` decides."""
         name = self._name(node, answer)
-        members: tuple[Member, ...]
+        members: tuple[ClientInfo, ...]
         if self._of_sites:
             member = self._site(node, name, answer)
             counts = tuple(int(count) for count in answer.get("class-counts", ()))
@@ -475,19 +475,19 @@ class Federation:
                 log(WARNING, "%s: %s", who, text)
         return int(skipped)
 
-    def _site(self, node: int, name: str, answer: Mapping[str, Any]) -> Member:
+    def _site(self, node: int, name: str, answer: Mapping[str, Any]) -> ClientInfo:
         """Return the member that the node of a site says it is, with the number -1 if it has no partition-id."""
         if "client" in answer:
             return self._member(answer["client"], node, name)
         if not name:
             raise BadReplyError("its node config gives neither name nor partition-id")
-        return Member(-1, node, 0, 0, name)
+        return ClientInfo(-1, node, 0, 0, name)
 
-    def _member(self, client: Any, node: int, name: str, num_train: int = 0, num_test: int = 0) -> Member:
+    def _member(self, client: Any, node: int, name: str, num_train: int = 0, num_test: int = 0) -> ClientInfo:
         clients = self.settings.data.num_clients
         if not isinstance(client, int) or not 0 <= client < clients:
             raise BadReplyError(f"partition-id {client}: the run has the clients 0 to {clients - 1}")
-        return Member(client, node, num_train, num_test, name)
+        return ClientInfo(client, node, num_train, num_test, name)
 
     def _name(self, node: int, answer: Mapping[str, Any]) -> str:
         """Return the name of a node: the one its key was registered under, else the one it tells."""
@@ -523,7 +523,7 @@ class Federation:
             Before the run begins, if nodes of different names claim one client.
         """
         found = _Assignment()
-        unnumbered: dict[str, list[Member]] = defaultdict(list)
+        unnumbered: dict[str, list[ClientInfo]] = defaultdict(list)
         numbers = {name: client for client, name in self.owners.items()} if self._of_sites else {}
         for node, claim in sorted(self._claims.items(), key=_by_name):
             own = numbers.get(claim.name, -1)
@@ -558,7 +558,7 @@ class Federation:
                 f"{', '.join(names[:-1])} and {names[-1]}: give each its own partition-id"
             )
 
-    def _objection(self, member: Member, own: int) -> str:
+    def _objection(self, member: ClientInfo, own: int) -> str:
         """Return why a member must not have the client that it claims, or nothing; ``own``: that of its site, or -1."""
         owner = self.owners.get(member.client, member.name)
         if owner != member.name:

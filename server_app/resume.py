@@ -9,7 +9,8 @@ from typing import Any
 
 from posy.settings import Settings, SettingsError, check_keys
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import check_own, defaults, read_all, strategy_class
+from posy.strategies.methods import strategy_class
+from posy.strategies.registry import check_own, defaults, read_all
 from posy.yaml12 import read_yaml
 
 MAY_CHANGE = {

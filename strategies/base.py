@@ -31,7 +31,7 @@ from posy.strategies.replies import (
     UNREADABLE,
     Arrays,
     BadReplyError,
-    Member,
+    ClientInfo,
     RoundRecord,
     Update,
     _check_size,
@@ -69,7 +69,7 @@ class PersonalisedStrategy(Strategy):
         self.method: Any = settings.method
         self.architecture = self.network_for(plain)
         self.num_clients = settings.data.num_clients
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, ClientInfo] = {}
         self.refresh: Callable[[], list[int]] | None = None
         """Brings :attr:`members` up to date before a round; returns the clients whose own state may be lost."""
         self.record = RoundRecord(0)

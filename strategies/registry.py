@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from posy.settings import (
     read,
     shown,
 )
+from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.yaml12 import read_yaml
 
 NOT_REPEATED = ("experiment", "resume", "resume-keys")
@@ -165,53 +165,3 @@ def read_experiment(path: Path) -> dict[str, Any]:
 def _groups() -> list[tuple[type, str]]:
     own = [(settings_class(method), method) for method in METHODS]
     return [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *own]
-
-
-METHODS = {
-    "fedfew": "FedFew",
-    "cwfedavg": "CwFedAvg",
-    "fedacs": "FedACS",
-    "feddrm": "FedDRM",
-    "ppfe": "PPFE",
-    "local": "Local",
-    "fedavg": "FedAvg",
-    "fedavg-ft": "FedAvgFT",
-    "fedprox": "FedProx",
-    "fedrep": "FedRep",
-    "ditto": "Ditto",
-    "fedamp": "FedAMP",
-    "ifca": "IFCA",
-}
-
-
-def check_method(method: str, where: str = "") -> None:
-    """Raise :class:`SettingsError` for a method that there is not, naming the one that is meant or all.
-
-    Parameters
-    ----------
-    method : str
-        Its name.
-    where : str
-        Where it was set.
-    """
-    if method in METHODS:
-        return
-    near = nearest(method, METHODS)
-    hint = f"did you mean {near}? (`posy methods` lists all)" if near else f"it must be one of {', '.join(METHODS)}"
-    raise SettingsError(f"method = {shown(method)}" + (f" in {where}" if where else "") + f": {hint}")
-
-
-def strategy_class(method: str) -> Any:
-    """Return the Flower strategy of a method."""
-    return _attribute("posy.strategies", method, "")
-
-
-def settings_class(method: str) -> Any:
-    """Return the frozen dataclass with a method's own settings."""
-    return _attribute("posy.strategies", method, "Settings")
-
-
-def _attribute(package: str, method: str, suffix: str) -> Any:
-    check_method(method)
-    module = import_module(f"{package}.{method.replace('-', '_')}")
-    return getattr(module, METHODS[method] + suffix)

@@ -67,7 +67,7 @@ class Update:
 
 
 @dataclass
-class Member:
+class ClientInfo:
     """What the server knows of one client: its node, how many samples it has, and what its site has told."""
 
     client: int

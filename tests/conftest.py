@@ -30,8 +30,9 @@ from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.registry import defaults, pertinent, resolve, strategy_class
-from posy.strategies.replies import Member, RoundRecord, Update
+from posy.strategies.methods import strategy_class
+from posy.strategies.registry import defaults, pertinent, resolve
+from posy.strategies.replies import ClientInfo, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
 Config = dict[str, Any]
@@ -203,7 +204,7 @@ def make_strategy(make_config: Callable[..., Config]) -> Callable[..., Any]:
         workspace = Workspace(resolved)
         strategy = strategy_class(method)(resolved, workspace.architecture)
         parts = zip(workspace.partition.train, workspace.partition.test, strict=True)
-        strategy.members = {c: Member(c, c + 1, len(train), len(test)) for c, (train, test) in enumerate(parts)}
+        strategy.members = {c: ClientInfo(c, c + 1, len(train), len(test)) for c, (train, test) in enumerate(parts)}
         return strategy
 
     return make

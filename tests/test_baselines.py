@@ -11,7 +11,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.strategies.fedamp import message_weights, squared_distances
 from posy.strategies.ifca import cluster_means
-from posy.strategies.registry import strategy_class
+from posy.strategies.methods import strategy_class
 from posy.strategies.replies import weighted_mean
 
 LR = 0.1

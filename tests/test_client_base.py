@@ -22,7 +22,8 @@ from posy.data.errors import DataError
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.storage import load_arrays
-from posy.strategies.registry import METHODS, resolve
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import resolve
 
 MakeClient = Callable[..., Any]
 TRAIN = {"server-round": 1, "client": 0, "evaluate-local": True}

@@ -20,7 +20,8 @@ from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import TrainSettings
-from posy.strategies.registry import METHODS, resolve
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import resolve
 
 SAME = 1e-5  # relative, in norm
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

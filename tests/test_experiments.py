@@ -10,8 +10,9 @@ from posy.commands.launch import APP
 from posy.commands.table import PLACE, read_plan
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
+from posy.strategies.methods import METHODS
 from posy.strategies.ppfe import plan_stages
-from posy.strategies.registry import EXPERIMENTS, METHODS, defaults, resolve
+from posy.strategies.registry import EXPERIMENTS, defaults, resolve
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"))
 TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))

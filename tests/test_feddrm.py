@@ -15,8 +15,9 @@ from posy.server_app.results import RunDirectory
 from posy.server_app.system import pooled_test, system_accuracy
 from posy.settings import SettingsError
 from posy.strategies.feddrm import route_queries, routing_matrix
-from posy.strategies.registry import resolve, strategy_class
-from posy.strategies.replies import Member
+from posy.strategies.methods import strategy_class
+from posy.strategies.registry import resolve
+from posy.strategies.replies import ClientInfo
 
 CONFIG = {"server-round": 1, "lr": 0.1}
 
@@ -209,7 +210,7 @@ def known(make_config, tmp_path):
         settings = resolve(make_config("feddrm", data=(X, Y, TRAIN, TEST), model="linear", **extra))
         workspace = Workspace(settings)
         strategy = strategy_class("feddrm")(settings, workspace.architecture)
-        strategy.members = {c: Member(c, c + 1, len(TRAIN[c]), len(TEST[c])) for c in (0, 1)}
+        strategy.members = {c: ClientInfo(c, c + 1, len(TRAIN[c]), len(TEST[c])) for c in (0, 1)}
         strategy.record.clients = {c: {"n_train": len(TRAIN[c])} for c in (0, 1)}
         layout = strategy.architecture.layout
         named = {name: np.zeros(e.shape, np.float32) for e in layout.entries for name in [e.name]}

@@ -12,7 +12,7 @@ from recorded import check_numbers, read
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.recorder import Recorder
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 Config = dict[str, Any]
 Data = tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]]

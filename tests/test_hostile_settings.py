@@ -33,7 +33,8 @@ from posy.settings import (
     fields_of,
     key_of,
 )
-from posy.strategies.registry import METHODS, resolve, settings_class
+from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.registry import resolve
 
 GROUPS = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]
 DECLARED = {key: field for cls, prefix in GROUPS for key, field in fields_of(cls, prefix).items()}

@@ -11,7 +11,8 @@ from posy.client_app.registry import client_class
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, fields_of
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.registry import METHODS, defaults, resolve, settings_class, strategy_class
+from posy.strategies.methods import METHODS, settings_class, strategy_class
+from posy.strategies.registry import defaults, resolve
 
 SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
 

@@ -14,7 +14,8 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from posy.client_app.privacy import NO_NOISE, NOT_A_SUM, check_privacy, noise_deviation, noised
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, TrainSettings
-from posy.strategies.registry import METHODS, defaults, resolve
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import defaults, resolve
 
 MakeClient = Callable[..., Any]
 QUIET = 1e-30  # a sensitivity for which the noise vanishes in float32

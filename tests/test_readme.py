@@ -28,7 +28,7 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
         shutil.copytree(ROOT / package, tmp_path / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file, block in zip(files, blocks, strict=True):
         (tmp_path / file).write_text(block, encoding="utf-8")
-    registry = tmp_path / "posy/methods.py"
+    registry = tmp_path / "strategies/methods.py"
     registry.write_text(registry.read_text().replace("METHODS = {\n", f"METHODS = {{\n    {line[1]}\n", 1))
     words = [*command[1].split(), "num-server-rounds=2", "num-clients=3", "run-name=readme", "output-dir=runs"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -45,7 +45,8 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
 
 
 def test_every_file_and_setting_that_the_readme_names_exists() -> None:
-    from posy.strategies.registry import METHODS, defaults
+    from posy.strategies.methods import METHODS
+    from posy.strategies.registry import defaults
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in re.findall(r"(?:benchmarks|experiments|docs)/[\w./-]+\.\w+", readme):
@@ -58,7 +59,7 @@ def test_every_file_and_setting_that_the_readme_names_exists() -> None:
 
 
 def test_how_far_stacked_models_part_is_what_was_measured() -> None:
-    from posy.strategies.registry import METHODS
+    from posy.strategies.methods import METHODS
 
     rows = (ROOT / "benchmarks/results/stacking.txt").read_text(encoding="utf-8").splitlines()[1:]
     worst = {row.split()[0]: max(map(float, row.split()[1:])) for row in rows}

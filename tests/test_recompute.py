@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 Arrays = dict[str, np.ndarray]
 Members = list[tuple[Arrays, float]]

@@ -31,7 +31,8 @@ from posy.server_app.resume import StoredRun
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import load_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.registry import METHODS, defaults, strategy_class
+from posy.strategies.methods import METHODS, strategy_class
+from posy.strategies.registry import defaults
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent

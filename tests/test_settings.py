@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posy.client_app.registry import client_class
 from posy.data.datasets import SOURCES
 from posy.data.errors import DataError
 from posy.models import build_model
@@ -34,15 +35,12 @@ from posy.settings import (
     setting,
 )
 from posy.strategies import registry as config_module
+from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.registry import (
-    METHODS,
-    client_class,
     defaults,
     experiment_path,
     from_json,
     resolve,
-    settings_class,
-    strategy_class,
 )
 
 ROOT = Path(__file__).resolve().parent.parent

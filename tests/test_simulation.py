@@ -13,7 +13,8 @@ import pytest
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.storage import load_arrays
-from posy.strategies.registry import METHODS, defaults
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import defaults
 
 SAME = 1e-5  # relative, in norm
 CLIENTS = 4

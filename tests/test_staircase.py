@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 STAIRCASE = ("posy", "data", "models", "strategies", "client_app", "server_app", "commands", "benchmarks")
@@ -50,7 +50,7 @@ def graph() -> dict[str, set[str]]:
     """Return which of our modules each of them imports; the registry imports the methods by their names."""
     known = modules()
     edges = {name: {n for n in imported(file) if n in known} - {name} for name, file in known.items()}
-    for name in ("posy.strategies.registry", "posy.client_app.registry"):
+    for name in ("posy.strategies.methods", "posy.client_app.registry"):
         if name in edges:
             package = name.rpartition(".")[0]
             edges[name] |= {f"{package}.{method.replace('-', '_')}" for method in METHODS} & known.keys()
@@ -89,7 +89,7 @@ def test_no_module_is_loaded_by_a_name_that_the_graph_does_not_know() -> None:
         if "import_module" in file.read_text(encoding="utf-8") or "__import__" in file.read_text(encoding="utf-8")
     }
     # The worker loads the ClientApp of a run's own code, which Flower has installed.
-    assert loading <= {"posy.strategies.registry", "posy.client_app.registry", "posy.commands.deploy.worker"}
+    assert loading <= {"posy.strategies.methods", "posy.client_app.registry", "posy.commands.deploy.worker"}
 
 
 def test_no_package_holds_more_than_a_fifth_of_the_code() -> None:

@@ -18,7 +18,7 @@ from posy.flower import Array as ByReference
 from posy.flower import raised
 from posy.server_app.in_process import InProcessGrid
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.registry import METHODS
+from posy.strategies.methods import METHODS
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
 
 MakeStrategy = Callable[..., Any]
