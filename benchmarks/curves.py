@@ -34,7 +34,7 @@ from benchmarks.machine import machine
 from posy import figures
 from posy.client_app.workspace import cores
 from posy.data.datasets import load_dataset
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import read_settings
 
 LR = 0.005
 BATCH = 10
@@ -277,7 +277,7 @@ def main(
     series: dict[str, list[tuple[int, float]]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        settings = resolve(defaults() | {"dataset": dataset, "data-dir": str(data_dir), "max-samples": samples})
+        settings = read_settings({"dataset": dataset, "data-dir": str(data_dir), "max-samples": samples})
         data = load_dataset(settings.data, data_dir, 0)
         write_split(folder, np.asarray(data.x), np.asarray(data.y), clients, alpha, 1)
         with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:

@@ -72,8 +72,8 @@ def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> di
     """Return seconds of a round over gRPC, of its training, of the bytes alone, and what is left."""
     config: dict[str, Any] = {
         "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 2000,
-        "model": "cnn", "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds, "lr": 0.01,
-        "save-models": False, "device": "cpu",
+        "model": "cnn", "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds,
+        "lr": 0.01, "save-models": False, "device": "cpu",
     }  # fmt: skip
     deployment.run("speed", *as_words(config), timeout=1800.0)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -13,7 +13,8 @@ from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, Moment, State, StateStore, run_folder
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
-from posy.flower import absolute, isolate_simulation, of_simulation, record_of
+from posy.flower import isolate_simulation, of_simulation, record_of
+from posy.paths import absolute
 
 isolate_simulation()
 app = ClientApp()

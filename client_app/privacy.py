@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from flwr.common.logger import log
 
-from posy.settings import Settings, SettingsError, TrainSettings
+from posy.settings import SettingsError
+from posy.strategies.settings import Settings, TrainSettings
 
 Arrays = list[npt.NDArray[np.generic]]
 
@@ -28,16 +29,6 @@ NO_NOISE = {
 }
 """Methods whose mathematics do not allow local differential privacy, and why."""
 
-NOT_A_SUM = {
-    "fedfew": "it weighs each client's updates by that client's losses",
-    "cwfedavg": "it weighs each client's model by the class distribution read off that model",
-    "fedacs": "it compares the clients' models with each other",
-    "fedamp": "it compares the clients' models with each other",
-    "ifca": "it averages over the clients of each cluster",
-    "local": "its clients send no model",
-}
-"""Methods whose server needs each client's reply, not only a sum over the clients, and why."""
-
 
 def check_privacy(settings: Settings) -> None:
     """Check that the method, and Flower, can do what the settings ask for.
@@ -48,8 +39,6 @@ def check_privacy(settings: Settings) -> None:
         If they cannot, with the reason.
     """
     method, train = settings.run.method, settings.train
-    if settings.run.secure_aggregation:
-        raise SettingsError(f"secure-aggregation = true with method = {method!r}: {_no_secure_aggregation(method)}")
     if not train.dp_clip:
         return
     if method in NO_NOISE:
@@ -111,12 +100,3 @@ def noise_deviation(settings: TrainSettings) -> float:
     """
     sensitivity = settings.dp_sensitivity or 2 * settings.dp_clip
     return sensitivity * math.sqrt(2 * math.log(1.25 / settings.dp_delta)) / settings.dp_epsilon
-
-
-def _no_secure_aggregation(method: str) -> str:
-    if method in NOT_A_SUM:
-        return f"{NOT_A_SUM[method]}, so a server that sees sums only cannot run it; it must be false"
-    return (
-        "its server needs sums only, but Flower's SecAgg+ is driven by SecAggPlusWorkflow, which takes a strategy of "
-        "the old API (configure_fit) and refuses those that work with messages, as all of Posy's do; it must be false"
-    )

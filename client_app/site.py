@@ -7,8 +7,8 @@ from flwr.app import ConfigRecord, Context
 
 from posy.client_app.workspace import Workspace, data_path, workspace_for
 from posy.data.errors import DataError
+from posy.data.settings import SITES
 from posy.data.sites import describe_site, told_of
-from posy.settings import SITES
 from posy.strategies.registry import from_json
 
 _RECORD = "site-data"
@@ -16,9 +16,10 @@ _RECORD = "site-data"
 
 def workspace_of(settings_json: str, context: Context) -> Workspace:
     """Return this process's workspace for some settings and the data of this node."""
-    if from_json(settings_json).data.dataset != SITES:
-        return workspace_for(settings_json, "")
-    return workspace_for(settings_json, str(context.node_config.get("data", "")), skips(context.node_config))
+    settings = from_json(settings_json)
+    if settings.data.dataset != SITES:
+        return workspace_for(settings, "")
+    return workspace_for(settings, str(context.node_config.get("data", "")), skips(context.node_config))
 
 
 def skips(node_config: Mapping[str, Any]) -> bool:

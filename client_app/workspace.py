@@ -19,12 +19,13 @@ from posy.data.client import ClientData, client_data
 from posy.data.datasets import Dataset, load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, partition
+from posy.data.settings import SITES
 from posy.data.sites import fingerprint, load_site, task_of
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
-from posy.settings import SITES, Settings, SettingsError
-from posy.strategies.registry import from_json
+from posy.settings import SettingsError
+from posy.strategies.settings import Settings
 
 _DEVICES = "it must be auto, cpu, cuda or cuda:N"
 CACHED_PART = 0.25
@@ -86,6 +87,8 @@ class Workspace:
         self._initial: OrderedDict[tuple[Architecture, int], Tensor] = OrderedDict()
         self._received: OrderedDict[int, tuple[Any, Tensor]] = OrderedDict()
         self._cached = 0
+        self.processes = cores()
+        """Processes that share this machine's memory: there may be a client's on each core."""
         self._lock = RLock()
 
     @cached_property
@@ -180,8 +183,7 @@ class Workspace:
         if self.device.type == "cuda":
             return int(CACHED_PART * torch.cuda.get_device_properties(self.device).total_memory)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
-        processes = 1 if self.settings.run.engine == "in-process" else cores()
-        return int(CACHED_PART * memory) // processes
+        return int(CACHED_PART * memory) // self.processes
 
     @cached_property
     def _benchmark(self) -> Dataset:
@@ -193,9 +195,9 @@ class Workspace:
 
 
 @lru_cache(maxsize=1)
-def workspace_for(settings_json: str, site: str, skip_unreadable: bool = False, /) -> Workspace:
+def workspace_for(settings: Settings, site: str, skip_unreadable: bool = False, /) -> Workspace:
     """Return this process's workspace for some settings; a change of settings replaces it."""
-    return Workspace(from_json(settings_json), site, skip_unreadable)
+    return Workspace(settings, site, skip_unreadable)
 
 
 def data_path(site: str) -> Path:

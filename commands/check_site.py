@@ -14,9 +14,9 @@ from posy.client_app.site import skips
 from posy.data.dataset import Content, Dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition
+from posy.data.settings import DataSettings
 from posy.data.sites import (
     Description,
-    check_site_settings,
     check_suits,
     description_of,
     fitted,
@@ -27,7 +27,6 @@ from posy.data.sites import (
 )
 from posy.listing import laid_out
 from posy.paths import expanded
-from posy.settings import DataSettings
 
 NODE_KEYS = ("data", "name", "skip-unreadable", "state-dir", "models", "partition-id", "num-partitions")
 """Words of the command that are node config; the others are settings."""
@@ -121,7 +120,6 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     SettingsError
         If the settings do not give a task.
     """
-    check_site_settings(settings)
     if not node_config.get("data"):
         raise DataError("which data? It is given as data=/srv/site-a, as in the node config of `posy supernode`")
     path = expanded(str(node_config["data"]))

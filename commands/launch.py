@@ -28,8 +28,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from posy.commands.runlog import RunLog
 from posy.server_app.resume import reached, read_summary
-from posy.settings import RunError, RunSettings, Scalar
+from posy.settings import RunError, Scalar
 from posy.storage import replace
+from posy.strategies.settings import RunSettings
 
 if TYPE_CHECKING:
     from posy.server_app.recorder import Recorder
@@ -87,13 +88,12 @@ def record_in_process(config: Mapping[str, Scalar], begun: Callable[[Path], obje
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch
-    from posy.strategies.registry import defaults  # noqa: PLC0415
 
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        return run(None, {**defaults(), **config, "engine": "in-process"}, begun)
+        return run(None, config, begun=begun)
     finally:
         logger.setLevel(level)
 
@@ -312,9 +312,7 @@ def _check_app(overrides: Mapping[str, Scalar]) -> None:
     """
     path = APP / "pyproject.toml"
     if not path.is_file():
-        raise LaunchError(
-            f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`), or set engine = in-process"
-        )
+        raise LaunchError(f"the Flower app is not in {APP}: run from a checkout (`pip install -e .`)")
     admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
     for key in overrides.keys() - admitted.keys():
         raise LaunchError(

@@ -14,17 +14,16 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posy.commands.cli import check, merged, with_absolute_paths
 from posy.commands.launch import APP, ENVIRONMENT
-from posy.data.partitions import as_used
 from posy.server_app.progress import duration, size
 from posy.server_app.resume import read_summary
-from posy.settings import RunSettings, Scalar, SettingsError
-from posy.strategies.registry import check_own, defaults, owner, pertinent, resolve
+from posy.settings import Scalar, SettingsError
+from posy.strategies.registry import check_own, defaults, owner, pertinent, read_settings, with_experiment
+from posy.strategies.settings import RunSettings
 from posy.yaml12 import dump, read_yaml
 
 PLACE = {
@@ -33,15 +32,14 @@ PLACE = {
     "experiment",
     "data-dir",
     "download",
-    "engine",
     "round-timeout",
     "checkpoint-every",
     "state-memory",
     "resume",
-    "resume-keys",
 }
 """Settings that say where and how a run is carried out, but not what it computes."""
 
+PATHS = ("data-dir", "output-dir", "partition-file", "dataset", "partition")
 POINTS = tuple(itertools.product(("served", "local"), ("last", "best")))
 LEGEND = (
     "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - 1); "
@@ -98,8 +96,7 @@ class Cell:
         except (OSError, ValueError, LookupError):  # not there, or damaged: it is run again
             return None
         known = defaults()  # what a setting has meant before it existed
-        settings = resolve({**known, **self.config})
-        wanted = replace(settings, data=as_used(settings.data)).as_config()
+        wanted = read_settings(self.config).as_config()
         differ = any(ran.get(key, known[key]) != value for key, value in wanted.items() if key not in PLACE)
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
@@ -202,7 +199,6 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
         place = {
             "seed": seed,
-            "engine": "in-process",
             "output-dir": str(folder / variant / row),
             "run-name": f"seed-{seed}",
         }
@@ -210,13 +206,13 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
         if clash := given.keys() & place.keys():
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
         # A cell that is interrupted is run anew, so that no checkpoint of it is needed.
-        config = {"checkpoint-every": 0} | merged(given) | place
-        check(config, where)
+        config = {"checkpoint-every": 0} | with_experiment(given, where) | place
         method = str(config.get("method", RunSettings.method))
         check_own(own, method, where)
         config = pertinent(config, method)  # what several rows share may hold settings of each of their methods
         unused = {key for key in unused if owner(key) not in (None, method)}
-        cells.append(Cell(variant, row, seed, with_absolute_paths(config)))
+        resolved = read_settings(config, where).as_config()
+        cells.append(Cell(variant, row, seed, config | {key: resolved[key] for key in PATHS}))
     for key in sorted(unused):
         raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
     return Plan(content.get("title", file.stem), folder, content.get("keep-models", False), tuple(cells))

@@ -18,7 +18,8 @@ from flwr_datasets.partitioner import (
 )
 
 from posy.data.dataset import Dataset
-from posy.settings import DataSettings, SettingsError
+from posy.data.settings import DataSettings
+from posy.settings import SettingsError
 
 Parts = list[np.ndarray]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from posy.data.dataset import Dataset
 from posy.data.partitions import Partition
+from posy.data.settings import DataSettings
 from posy.data.shifts import apply_shift, check_shift, shift_of
-from posy.settings import DataSettings
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,10 @@ from posy.data.dataset import Dataset
 from posy.data.errors import DataError
 from posy.data.leaf import load_femnist
 from posy.data.own import load_own
+from posy.data.settings import DataSettings
 from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
-from posy.settings import DataSettings, SettingsError
+from posy.settings import SettingsError
 
 __all__ = ["SOURCES", "DataError", "Dataset", "Source", "describe", "load_dataset"]
 

@@ -1,9 +1,8 @@
 """Which client holds which samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import INFO, WARNING
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,11 @@ from posy.data.augment import check_augment
 from posy.data.dataset import Dataset, Indices
 from posy.data.errors import DataError
 from posy.data.files import read_json
-from posy.data.pfllib import is_pfllib
+from posy.data.settings import DataSettings
 from posy.data.shifts import check_shift
 from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
-from posy.settings import DataSettings, SettingsError
+from posy.settings import SettingsError
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,20 +84,6 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
         tuple(np.sort(train).astype(np.int64) for train, _ in pairs),
         tuple(np.sort(test).astype(np.int64) for _, test in pairs),
     )
-
-
-def as_used(settings: DataSettings) -> DataSettings:
-    """Return the settings with the partition that is used, where a PFLlib directory brings its own.
-
-    Parameters
-    ----------
-    settings : DataSettings
-        With the absolute path of the data, if it has one.
-    """
-    path = Path(settings.dataset)
-    if settings.partition in (DataSettings.partition, "natural") and path.is_absolute() and is_pfllib(path):
-        return replace(settings, partition="given")
-    return settings
 
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:

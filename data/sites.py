@@ -34,28 +34,18 @@ from posy.data.dataset import (
 from posy.data.errors import DataError
 from posy.data.own import read_own
 from posy.data.partitions import Partition, split
+from posy.data.settings import SITES, DataSettings
 from posy.data.task import Task
 from posy.data.text import MAX_LENGTH, PADDING, UNKNOWN, words_of
 from posy.paths import exists
 from posy.randomness import numpy_generator
-from posy.settings import SITES, DataSettings, SettingsError, key_of
+from posy.settings import SettingsError
 
 _TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", "text": "text", "tokens": "text"}
 _AXES = {"image": 3, "image-float": 3, "features": 1, "text": 1, "tokens": 1}
 _MAX_SIZE = 1 << 28  # numbers in one sample
 _MODES = {1: "L", 3: "RGB"}
 _MAX_NAME = 300
-_BENCHMARK_ONLY = ("shift", "max_samples", "samples_per_client")
-_SITES_ONLY = (
-    "sample_kind",
-    "input_shape",
-    "classes",
-    "vocabulary",
-    "feature_mean",
-    "feature_std",
-    "feature_names",
-    "share_class_counts",
-)
 
 
 @dataclass(frozen=True)
@@ -396,16 +386,6 @@ def fingerprint(dataset: Dataset, part: Partition) -> str:
         for row in range(0, len(array), 1024):
             digest.update(np.ascontiguousarray(array[row : row + 1024]).data)
     return digest.hexdigest()
-
-
-def check_site_settings(settings: DataSettings) -> None:
-    """Raise :class:`SettingsError` for settings of a benchmark's partition with sites, or of sites without them."""
-    for name in _BENCHMARK_ONLY if settings.dataset == SITES else _SITES_ONLY:
-        value, neutral = getattr(settings, name), getattr(DataSettings, name)
-        if value != neutral:
-            raise SettingsError(
-                f"{key_of(name)} = {value!r} does not go with dataset = {settings.dataset!r}; it must be {neutral!r}"
-            )
 
 
 def hashed(texts: Sequence[str], length: int, vocabulary: int) -> np.ndarray:

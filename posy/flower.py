@@ -19,10 +19,9 @@ from flwr.common.constant import ErrorCode, SType
 from flwr.serverapp import Grid
 from flwr.supercore.retry import RetryInvoker, RetryState
 
-from posy.paths import expanded, resolved
+from posy.paths import START_DIRECTORY
 from posy.words import one_line
 
-START_DIRECTORY = "POSY_START_DIRECTORY"
 CLOCK_SECONDS = 60.0
 """By how much the clocks of two machines may differ: a message lives for round-timeout and so much more."""
 
@@ -61,11 +60,6 @@ def in_simulation() -> bool:
 def of_simulation() -> bool:
     """Tell whether this process runs clients of a simulation, as Ray's workers do: its files are the server's."""
     return in_simulation() or Path(sys.argv[0]).name == "default_worker.py"
-
-
-def absolute(path: str) -> Path:
-    """Return a path from the settings, relative ones taken from where the process was started."""
-    return resolved(Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(path))
 
 
 def raised(reason: str) -> str:

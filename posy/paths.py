@@ -1,8 +1,12 @@
 """Paths as people write them: one that cannot be is one that is not there, and never a traceback."""
 
+import os
 from pathlib import Path
 
 from posy.settings import SettingsError, shown
+
+START_DIRECTORY = "POSY_START_DIRECTORY"
+"""Environment variable with the directory that a run was started in, where its process has left that."""
 
 
 def expanded(text: str) -> Path:
@@ -25,6 +29,11 @@ def resolved(path: Path) -> Path:
         return path.resolve()
     except (OSError, RuntimeError, ValueError):
         return path.absolute()
+
+
+def absolute(text: str) -> Path:
+    """Return a path from the settings; a relative one starts where the run was started."""
+    return resolved(Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(text))
 
 
 def exists(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from logging import INFO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,19 +14,18 @@ from flwr.serverapp import Grid, ServerApp
 from posy.client_app.privacy import check_privacy
 from posy.client_app.state import DirectoryStore, MemoryStore
 from posy.client_app.workspace import Workspace, workspace_for
-from posy.data.partitions import as_used
-from posy.data.sites import check_site_settings
-from posy.flower import absolute, in_simulation
-from posy.paths import exists
+from posy.data.settings import SITES
+from posy.flower import in_simulation
 from posy.server_app.checkpoints import resumption
 from posy.server_app.grids import PollingGrid, WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
 from posy.server_app.recorder import Recorder
-from posy.server_app.resume import StoredRun, given_keys
-from posy.settings import DATASETS, SITES, SITES_NEED_NODES, Settings, SettingsError
+from posy.server_app.resume import StoredRun
+from posy.settings import SettingsError
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import resolve
+from posy.strategies.registry import defaults, read_settings
+from posy.strategies.settings import Settings
 
 app = ServerApp()
 
@@ -39,18 +37,44 @@ def main(grid: Grid, context: Context) -> None:
         from posy.flower import hasten_pulls  # noqa: PLC0415 - what only a run over a network needs
 
         hasten_pulls()
-    run(grid, context.run_config)
+    run(grid, given_in(context.run_config, grid.run.override_config))
 
 
-def run(grid: Grid | None, config: Mapping[str, Any], begun: Callable[[Path], object] = lambda path: None) -> Recorder:
+def given_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a person has set of a run config, in which Flower hands over all keys.
+
+    Parameters
+    ----------
+    config : Mapping
+        The run config: the table in ``pyproject.toml``, with ``overrides`` over it.
+    overrides : Mapping
+        What ``flwr run`` was given.
+
+    Returns
+    -------
+    dict
+        The overrides, and what somebody has edited in the table.
+    """
+    known = defaults()
+    return {k: value for k, value in config.items() if k in overrides or k not in known or value != known[k]}
+
+
+def run(
+    grid: Grid | None,
+    given: Mapping[str, Any],
+    where: str = "the run config",
+    begun: Callable[[Path], object] = lambda path: None,
+) -> Recorder:
     """Run an experiment on a grid, whatever delivers its messages.
 
     Parameters
     ----------
     grid : Grid or None
-        Flower's grid; not needed where ``engine`` is ``in-process``, which makes its own.
-    config : Mapping
-        Flat settings as in ``[tool.flwr.app.config]``.
+        Flower's grid; None: all clients are in this process.
+    given : Mapping
+        The settings that a person has set, by key.
+    where : str
+        Where they were set, for the message of an error.
     begun : callable
         Called with the directory of the run when it is there.
 
@@ -67,28 +91,25 @@ def run(grid: Grid | None, config: Mapping[str, Any], begun: Callable[[Path], ob
         After the last, if no client's training or no evaluation was accepted, or the training has diverged; before,
         if the directory of the run cannot be written.
     """
-    where = "the run config"
-    changed: dict[str, Any] = {}
-    stored = None
-    if not config.get("resume"):
-        settings = with_absolute_paths(resolve(config, where))
-        settings = replace(settings, data=as_used(settings.data))
-    else:
-        stored = StoredRun.find(absolute(str(config["output-dir"])), str(config["resume"]))
-        settings = with_absolute_paths(stored.resumed(given_keys(config, where), where))
-        changed = stored.check(settings)
-    check_together(settings)
-    if settings.run.engine == "in-process":
-        grid = InProcessGrid(settings.data.num_clients)
+    stored = StoredRun.named_in(given, where)
+    settings = read_settings(given, where, stored.settings if stored else None)
+    changed = stored.check(settings) if stored else {}
+    check_privacy(settings)
+    if settings.data.dataset == SITES and (grid is None or in_simulation()):
+        raise SettingsError(
+            f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
+            "site, and say where the SuperLink is with --superlink"
+        )
+    in_this_process = grid is None
     if grid is None:
-        raise SettingsError(f"engine = {settings.run.engine!r} runs on a grid of Flower's: start it with `flwr run`")
+        grid = InProcessGrid(settings.data.num_clients)
     waves = WaveGrid(grid) if isinstance(grid, InProcessGrid) else PollingGrid(grid)
     federation = Federation(waves, settings)
-    check_site_settings(settings.data)
     if settings.data.dataset == SITES:
-        check_engine(settings)
         settings = federation.agree()
-    workspace = workspace_for(settings.to_json(), "")  # that of the clients, where they are in this process
+    workspace = workspace_for(settings, "")  # that of the clients, where they are in this process
+    if in_this_process:
+        workspace.processes = 1
     check_federation(settings, workspace)
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
@@ -134,35 +155,6 @@ def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryS
         return
     with TemporaryDirectory(dir=recorder.directory.path, prefix="state-") as folder:
         yield MemoryStore(DirectoryStore(Path(folder), durable=False), limit)
-
-
-def with_absolute_paths(settings: Settings) -> Settings:
-    """Resolve relative directories once, on the server, so that all processes mean the same place."""
-    data = settings.data
-    name = data.dataset
-    if name and name not in (*DATASETS, SITES):
-        places = (absolute(data.data_dir) / name, absolute(name))
-        name = str(next((place for place in places if exists(place)), name))
-    file = str(absolute(data.partition_file)) if data.partition_file else ""
-    data = replace(data, dataset=name, data_dir=str(absolute(data.data_dir)), partition_file=file)
-    return replace(settings, data=data, run=replace(settings.run, output_dir=str(absolute(settings.run.output_dir))))
-
-
-def check_together(settings: Settings) -> None:
-    """Raise :class:`SettingsError` for settings that do not go with each other."""
-    check_privacy(settings)
-    if settings.run.system_accuracy == "on" and not settings.run.save_models:
-        raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
-    if settings.run.min_clients > settings.data.num_clients:
-        raise SettingsError(
-            f"min-clients = {settings.run.min_clients}: it must be 0 to num-clients = {settings.data.num_clients}"
-        )
-
-
-def check_engine(settings: Settings) -> None:
-    """Raise :class:`SettingsError` for an engine that has no sites with data of their own."""
-    if settings.run.engine == "in-process" or in_simulation():
-        raise SettingsError(f"dataset = {SITES!r}: {SITES_NEED_NODES}")
 
 
 def check_federation(settings: Settings, workspace: Workspace) -> None:

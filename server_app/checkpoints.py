@@ -17,9 +17,10 @@ from flwr.common.logger import log
 from posy.client_app.workspace import Workspace
 from posy.server_app.results import RunDirectory
 from posy.server_app.resume import PROGRESS, StoredRun, checkpoint_rounds, read_summary
-from posy.settings import Settings, SettingsError
+from posy.settings import SettingsError
 from posy.storage import DamagedFileError, plain, read_arrays, read_json, sync, write_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.settings import Settings
 
 KEPT = 2
 WRITING_SHARE = 0.02

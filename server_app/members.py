@@ -15,12 +15,14 @@ from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
 from posy.data.errors import DataError
+from posy.data.settings import SITES
 from posy.data.sites import Description, agreed, is_complete, task_of
 from posy.flower import failure, raised
 from posy.server_app.grids import WaveGrid
 from posy.server_app.progress import announce, task_table
-from posy.settings import SITES, Settings, SettingsError
+from posy.settings import SettingsError
 from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo, check_count
+from posy.strategies.settings import Settings
 from posy.words import are, one_line, title
 
 ASK_SECONDS = 60.0

@@ -25,11 +25,12 @@ from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.results import RunDirectory, Status
 from posy.server_app.system import system_accuracy
-from posy.settings import DivergedError, NothingTrainedError, RunError, Settings
+from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.replies import RoundRecord
+from posy.strategies.settings import Settings
 
 DRAW_SECONDS = 30.0
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")

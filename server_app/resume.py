@@ -1,4 +1,4 @@
-"""Going on with a run that lies in the output directory: its settings stand, and only some may change."""
+"""Resuming a run that lies in the output directory: its settings stand, and only some may change."""
 
 import json
 import re
@@ -7,32 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posy.settings import Settings, SettingsError, check_keys
+from posy.paths import absolute
+from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import check_own, defaults, read_all
+from posy.strategies.registry import declared, with_experiment
+from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
-
-MAY_CHANGE = {
-    "num-server-rounds",
-    "round-timeout",
-    "engine",
-    "device",
-    "threads",
-    "stack",
-    "min-clients",
-    "join-timeout",
-    "data-dir",
-    "output-dir",
-    "download",
-    "save-models",
-    "checkpoint-every",
-    "state-memory",
-}
-"""Settings that a resumed run may have other values of: where and how it is carried out, and how far it goes."""
-
-OWN = {"resume", "resume-keys"}
-
 
 CONFIG, PROGRESS = "config.yaml", "progress.json"
 _CHECKPOINT = re.compile(r"round-(\d+)")
@@ -61,6 +42,27 @@ class StoredRun:
     settings: Mapping[str, Any]
     resumed_before: list[dict[str, Any]]
     damage: str = ""
+
+    @classmethod
+    def named_in(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
+        """Return the run that is to be resumed, None if a new one is to begin.
+
+        Parameters
+        ----------
+        given : Mapping
+            What a person has set, by key.
+        where : str
+            Where it was set, for the message of an error.
+
+        Raises
+        ------
+        SettingsError
+            As :meth:`find`, and if what is given is wrong.
+        """
+        values = with_experiment(given, where)
+        if not values.get("resume"):
+            return None
+        return cls.find(absolute(values.get("output-dir", RunSettings.output_dir)), values["resume"])
 
     @classmethod
     def find(cls, output_dir: Path, name: str) -> "StoredRun":
@@ -124,14 +126,6 @@ class StoredRun:
                 "which is written anew; what may change is given on the command line"
             )
 
-    def resumed(self, given: Mapping[str, Any], where: str) -> Settings:
-        """Return the run's settings with those that are given over them; :meth:`check` tells whether they may be."""
-        known = defaults()
-        stored = {key: value for key, value in self.settings.items() if key in known and key not in OWN}
-        settings = read_all({**known, **stored, **given, "resume": self.path.name}, where)
-        check_own(given, settings.run.method, where)
-        return settings
-
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return those of a resumed run's settings that differ from the stored ones.
 
@@ -140,22 +134,21 @@ class StoredRun:
         SettingsError
             If one of them must not change.
         """
-        known = defaults()
+        known = declared()
+        ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
         changed = {
-            key: value
-            for key, value in settings.as_config().items()
-            if key not in OWN and value != self.settings.get(key, known[key])
+            key: value for key, value in settings.as_config().items() if not known[key].once and value != ran[key]
         }
-        refused = changed.keys() - MAY_CHANGE
         fixed = settings.train.lr_schedule != "constant" or strategy_class(settings.run.method).follows_number_of_rounds
-        if "num-server-rounds" in changed and fixed:
-            refused.add("num-server-rounds")
+        refused = [
+            f"{key} = {value!r}, the run has {ran[key]!r}"
+            for key, value in sorted(changed.items())
+            if not known[key].resumable or (fixed and key == "num-server-rounds")
+        ]
         if refused:
-            ran = {key: self.settings.get(key, known[key]) for key in sorted(refused)}
-            own = "; ".join(f"{key} = {changed[key]!r}, the run has {value!r}" for key, value in ran.items())
             raise SettingsError(
-                f"resume = {self.path.name!r}: {own}. With other values it would be another run; these may change: "
-                f"{', '.join(sorted(MAY_CHANGE))}"
+                f"resume = {self.path.name!r}: {'; '.join(refused)}. With other values it would be another run; these "
+                f"may change: {', '.join(sorted(key for key, setting in known.items() if setting.resumable))}"
                 + (" (but num-server-rounds not where the method or lr-schedule goes by it)" if fixed else "")
             )
         return changed
@@ -196,15 +189,3 @@ def _written(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(record.get("settings"), dict) or not isinstance(record.get("id"), str):
         return {}, f"{path / CONFIG} holds no settings or no id"
     return record, ""
-
-
-def given_keys(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings that a person has set beside ``resume``.
-
-    Flower hands over all keys: those are taken for set that differ from their defaults or stand in ``resume-keys``.
-    """
-    known = defaults()
-    check_keys(config, known, where)
-    named = str(config.get("resume-keys", "")).split()
-    check_keys(dict.fromkeys(named), known, f"resume-keys of {where}")
-    return {key: value for key, value in config.items() if key not in OWN and (value != known[key] or key in named)}

@@ -15,10 +15,10 @@ from posy.metrics import majority_vote
 from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray
 from posy.server_app.results import RunDirectory
-from posy.settings import Settings
 from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.feddrm import FedDRM
+from posy.strategies.settings import Settings
 
 
 def system_accuracy(

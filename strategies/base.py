@@ -26,7 +26,7 @@ from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_of_arr
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.randomness import model_seed, numpy_generator
-from posy.settings import Settings, SettingsError
+from posy.settings import SettingsError
 from posy.strategies.replies import (
     UNREADABLE,
     Arrays,
@@ -42,6 +42,7 @@ from posy.strategies.replies import (
     stacked,
     weighted_mean,
 )
+from posy.strategies.settings import Settings
 from posy.words import are, one_line
 
 SAVE_SECONDS = 120.0

@@ -23,9 +23,10 @@ from posy.models.architecture import Architecture
 from posy.models.layers import capped_rank, low_rank_factors
 from posy.models.parameters import FloatArray, Part
 from posy.randomness import torch_generator
-from posy.settings import Settings, SettingsError, setting
+from posy.settings import SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.replies import Arrays, BadReplyError, Update, num_examples, stacked, weighted_mean
+from posy.strategies.settings import Settings
 
 PAPER_ROUNDS = (30, 50, 40, 40)
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1

@@ -1,71 +1,155 @@
-"""From the run config to the settings of a run, and back."""
+"""From what a person has set to the settings of a run, in one pass over all sources."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from posy.paths import expanded, is_file
-from posy.settings import (
-    DATASETS,
-    MODELS,
-    SITES,
-    DataSettings,
-    RunSettings,
-    Scalar,
-    Settings,
-    SettingsError,
-    TrainSettings,
-    check_keys,
-    default_of,
-    fields_of,
-    nearest,
-    read,
-    shown,
-)
+from posy.data.settings import DATASETS, SITES, DataSettings, located
+from posy.paths import absolute, is_file
+from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
 from posy.strategies.methods import METHODS, check_method, settings_class
-from posy.yaml12 import read_yaml
+from posy.strategies.settings import MODELS, RunSettings, Settings, TrainSettings
+from posy.yaml12 import parse, read_yaml
 
-NOT_REPEATED = ("experiment", "resume", "resume-keys")
-"""Settings of a run that its repetition does not take over: what they brought stands in the others."""
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
 
 
-def defaults() -> dict[str, Scalar]:
-    """Return every key with its default, those of all methods included."""
-    config: dict[str, Scalar] = {}
-    for cls, prefix in _groups():
-        config |= {key: default_of(declared) for key, declared in fields_of(cls, prefix).items()}
-    return config
+def read_settings(
+    given: Mapping[str, Any], where: str = "the run config", stored: Mapping[str, Any] | None = None
+) -> Settings:
+    """Return the settings of a run: defaults, over them an experiment file or a stored run, over these what is given.
 
+    Parameters
+    ----------
+    given : Mapping
+        What a person has set for this very run, by key; no defaults.
+    where : str
+        Where it was set, for the message of an error.
+    stored : Mapping, optional
+        The settings of the run that is resumed; what this version does not know of them is left out.
 
-def resolve(config: Mapping[str, Any], where: str = "the run config") -> Settings:
-    """Read and check all settings of a run.
-
-    Values of an ``experiment`` file stand under those of ``config`` that differ from their defaults:
-    Flower hands over all keys and does not say which of them a person has set.
+    Returns
+    -------
+    Settings
+        Checked, with absolute paths.
 
     Raises
     ------
     SettingsError
-        For an unknown key or method, a wrong type, a value out of range, or another method's setting.
+        For an unknown key or method, a wrong type, a value out of range, another method's setting, or settings that
+        do not go together.
     """
-    known = defaults()
-    check_keys(config, known, where)
-    own = {key: value for key, value in config.items() if value != known[key]}
-    merged: dict[str, Any] = dict(config)
-    experiment = config.get("experiment", "")
-    if experiment and isinstance(experiment, str):
-        path = experiment_path(experiment)
-        from_file = read_experiment(path)
-        check_keys(from_file, known, str(path))
-        read_all({**known, **from_file}, str(path))
-        merged = {**known, **from_file, **own}
-    settings = read_all(merged, where)
-    check_own(own, settings.run.method, where)
-    return settings
+    values = with_experiment(given, where)
+    if stored is not None:
+        known = declared()
+        kept = {key: value for key, value in stored.items() if key in known and not known[key].once}
+        values = checked(kept, known, "the stored run") | values
+    if "experiment" in given:
+        values["experiment"] = given["experiment"]
+    for key, setting in declared([]).items():
+        if setting.place and ((path := values.get(key, setting.default)) or setting.default):
+            values[key] = str(absolute(str(path)))
+    settings = _built(values)
+    check_own(given, settings.run.method, where)
+    return replace(settings, data=located(settings.data))
+
+
+def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what is given, checked, over the values of the experiment file that it names.
+
+    An experiment may be run with another method than the file's: the settings of other methods are left out of it.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such file, or something in it or in ``given`` is wrong.
+    """
+    values = _checked(given, where)
+    name = str(values.pop("experiment", ""))
+    if not name:
+        return values
+    path = experiment_path(name)
+    from_file = _checked(read_experiment(path), str(path))
+    if "experiment" in from_file:
+        raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
+    return pertinent(from_file, _method({**from_file, **values})) | values
+
+
+def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
+    """Read ``key=value`` words; the type of a value is that of its setting.
+
+    Raises
+    ------
+    SettingsError
+        If a word is not of that form, or a key is unknown or given twice.
+    """
+    texts: dict[str, str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            setting = setting_of(word)
+            hint = f"; did you mean {setting}={word}?" if setting else ""
+            raise SettingsError(f"{word!r} on {where}: settings are given as key=value{hint}")
+        if key in texts:
+            raise SettingsError(f"{key} is given twice on {where}")
+        texts[key] = text
+    known = _known(texts)
+    check_keys(texts, known, where)
+    return {key: _typed(text, known[key].kind) for key, text in texts.items()}
+
+
+def _typed(text: str, kind: type) -> Scalar:
+    """Return a YAML scalar in the type of its setting; the text itself where it is not of that type.
+
+    So ``on`` is a text where a text is wanted, and ``010`` is ten, as in files of settings.
+    """
+    if kind is str and text[:1] not in ("'", '"'):
+        return text
+    try:
+        value: Any = parse(text)
+        value = float(value) if kind is float and type(value) is int else value
+    except (ValueError, OverflowError):
+        return text
+    return cast("Scalar", value) if type(value) is kind else text
+
+
+@lru_cache(maxsize=8)
+def from_json(text: str) -> Settings:
+    """Return settings that :meth:`Settings.to_json` has written; the other methods are not imported for them."""
+    config = json.loads(text)
+    return _built(checked(config, declared([_method(config)]), "the server's message"))
+
+
+def groups(methods: Iterable[str]) -> dict[str, dict[str, Setting]]:
+    """Return the declared settings by group: ``run``, ``data`` and ``train``, then those of some methods."""
+    common = {"run": settings_of(RunSettings), "data": settings_of(DataSettings), "train": settings_of(TrainSettings)}
+    return common | {method: settings_of(settings_class(method), method) for method in methods}
+
+
+def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
+    """Return the declared settings by key: those that all methods share, and those of some methods (None: of all)."""
+    found = groups(METHODS if methods is None else methods)
+    return {key: setting for group in found.values() for key, setting in group.items()}
+
+
+def defaults() -> dict[str, Scalar]:
+    """Return every key with its default, those of all methods included."""
+    return {key: setting.default for key, setting in declared().items()}
+
+
+def owner(key: str) -> str | None:
+    """Return the method that a setting belongs to, if it does to one."""
+    candidates = (method for method in METHODS if key.startswith(f"{method}-"))
+    return next((method for method in candidates if key in settings_of(settings_class(method), method)), None)
+
+
+def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return settings without those of other methods."""
+    return {key: value for key, value in config.items() if owner(key) in (None, method)}
 
 
 def check_own(given: Iterable[str], method: str, where: str) -> None:
@@ -80,44 +164,9 @@ def check_own(given: Iterable[str], method: str, where: str) -> None:
     where : str
         Where they were set.
     """
-    owners = _owners()
     for key in given:
-        if owners.get(key, method) != method:
-            raise SettingsError(f"{key} in {where} is a setting of {owners[key]}; the run's method is {method}")
-
-
-def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Return settings without those of other methods."""
-    owners = _owners()
-    return {key: value for key, value in config.items() if owners.get(key, method) == method}
-
-
-def owner(key: str) -> str | None:
-    """Return the method that a setting belongs to, if it does to one."""
-    return _owners().get(key)
-
-
-@lru_cache(maxsize=1)
-def _owners() -> dict[str, str]:
-    return {key: method for method in METHODS for key in fields_of(settings_class(method), method)}
-
-
-def read_all(config: Mapping[str, Any], where: str) -> Settings:
-    """Read every group of settings, the other methods' too, so that no wrong value goes unseen."""
-    run = read(RunSettings, config, where=where)
-    chosen: Any = None
-    for method in METHODS:
-        settings = read(settings_class(method), config, method, where)
-        if method == run.method:
-            chosen = settings
-    check_method(run.method, where)
-    return Settings(run, read(DataSettings, config, where=where), read(TrainSettings, config, where=where), chosen)
-
-
-@lru_cache(maxsize=8)
-def from_json(text: str) -> Settings:
-    """Read settings that :meth:`Settings.to_json` has written."""
-    return read_all(json.loads(text), "the server's message")
+        if owner(key) not in (None, method):
+            raise SettingsError(f"{key} in {where} is a setting of {owner(key)}; the run's method is {method}")
 
 
 def experiment_path(name: str) -> Path:
@@ -128,7 +177,7 @@ def experiment_path(name: str) -> Path:
     SettingsError
         If there is no such file.
     """
-    candidates = (expanded(name), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
+    candidates = (absolute(name), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
     for path in candidates:
         if is_file(path):
             return path
@@ -158,10 +207,28 @@ def read_experiment(path: Path) -> dict[str, Any]:
     if {"settings", "versions"} <= content.keys():
         if not isinstance(content["settings"], dict):
             raise SettingsError(f"settings in {path}: it must hold `key: value` lines")
-        return {key: value for key, value in content["settings"].items() if key not in NOT_REPEATED}
+        known = settings_of(RunSettings)
+        return {key: value for key, value in content["settings"].items() if key not in known or not known[key].once}
     return content
 
 
-def _groups() -> list[tuple[type, str]]:
-    own = [(settings_class(method), method) for method in METHODS]
-    return [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *own]
+def _method(config: Mapping[str, Any]) -> str:
+    return str(config.get("method", RunSettings.method))
+
+
+def _known(keys: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return the declared settings, without importing the methods as long as all keys are shared by them."""
+    common = declared([])
+    return common if keys.keys() <= common.keys() else declared()
+
+
+def _checked(config: Mapping[str, Any], where: str) -> dict[str, Scalar]:
+    values = checked(config, _known(config), where)
+    check_method(_method(values), where)
+    return values
+
+
+def _built(values: Mapping[str, Scalar]) -> Settings:
+    method = _method(values)
+    own = build(settings_class(method), values, method)
+    return Settings(build(RunSettings, values), build(DataSettings, values), build(TrainSettings, values), own)

@@ -31,7 +31,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import defaults, pertinent, resolve
+from posy.strategies.registry import pertinent, read_settings
 from posy.strategies.replies import ClientInfo, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
@@ -143,7 +143,7 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
             "run-name": f"run-{number}",
         }
         given = {key.replace("_", "-"): value for key, value in settings.items()}
-        return defaults() | own | pertinent(given, method)  # a test of all methods may bring settings of several
+        return own | pertinent(given, method)  # a test of all methods may bring settings of several
 
     return make
 
@@ -158,7 +158,7 @@ def federate() -> Callable[..., Finished]:
         prepare: Callable[[PersonalisedStrategy], None] = lambda strategy: None,
         models_folder: Path | None = None,
     ) -> Finished:
-        settings = resolve(config)
+        settings = read_settings(config)
         strategy = strategy_class(settings.run.method)(settings, Workspace(settings).architecture)
         clients = grid(settings.data.num_clients)
         waves = WaveGrid(clients)
@@ -200,7 +200,7 @@ def make_strategy(make_config: Callable[..., Config]) -> Callable[..., Any]:
     """Return a strategy with its members, before the first round."""
 
     def make(method: str, **settings: Any) -> Any:
-        resolved = resolve(make_config(method, **settings))
+        resolved = read_settings(make_config(method, **settings))
         workspace = Workspace(resolved)
         strategy = strategy_class(method)(resolved, workspace.architecture)
         parts = zip(workspace.partition.train, workspace.partition.test, strict=True)
@@ -215,7 +215,7 @@ def make_client(make_config: Callable[..., Config]) -> Callable[..., Any]:
     """Return a client with an empty state."""
 
     def make(method: str, client: int = 0, **settings: Any) -> PersonalClient:
-        workspace = Workspace(resolve(make_config(method, **settings)))
+        workspace = Workspace(read_settings(make_config(method, **settings)))
         made: PersonalClient = client_class(method)(client, workspace, State())
         return made
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from posy.commands.check_site import check_site, show
 from posy.commands.cli import main
 from posy.data.errors import DataError
+from posy.data.settings import DataSettings
 from posy.data.sites import load_site
-from posy.settings import DataSettings
 
 OPEN = DataSettings(dataset="sites")
 

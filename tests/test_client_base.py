@@ -23,7 +23,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import resolve
+from posy.strategies.registry import read_settings
 
 MakeClient = Callable[..., Any]
 TRAIN = {"server-round": 1, "client": 0, "evaluate-local": True}
@@ -368,7 +368,7 @@ def test_keep_and_recall(make_client: MakeClient) -> None:
 
 
 def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[..., Any]) -> None:
-    grid, settings = InProcessGrid(1), resolve(make_config("local", num_clients=4))
+    grid, settings = InProcessGrid(1), read_settings(make_config("local", num_clients=4))
 
     def ask(server_round: int, lr: float) -> Message:
         config: Config = {"settings": settings.to_json(), "client": 0, "server-round": server_round, "lr": lr}
@@ -401,7 +401,7 @@ def test_arrays_of_a_message_keep_their_order(make_config: Callable[..., Any], m
     """Twelve arrays: their keys, as texts, would sort as 0, 1, 10, 11, 2."""
     InProcessGrid(1)
     arrays = ArrayRecord({str(i): Array(np.array(i)) for i in range(12)})
-    config = ConfigRecord({"settings": resolve(make_config("fedavg")).to_json(), "client": 0, "server-round": 1})
+    config = ConfigRecord({"settings": read_settings(make_config("fedavg")).to_json(), "client": 0, "server-round": 1})
     message = Message(RecordDict({"arrays": arrays, "config": config}), 1, MessageType.TRAIN)
     told: list[tuple[list[int], dict[str, Any]]] = []
     monkeypatch.setattr(PersonalClient, "fit_steps", lambda _, *args: told.append(([int(a) for a in args[0]], args[1])))
@@ -411,7 +411,7 @@ def test_arrays_of_a_message_keep_their_order(make_config: Callable[..., Any], m
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 10, 12])
 def test_every_client_has_one_node(nodes: int) -> None:
-    workspace = SimpleNamespace(settings=resolve({"num-clients": 10}))
+    workspace = SimpleNamespace(settings=read_settings({"num-clients": 10}))
     hosted = [
         client_app.hosted_clients(context(**{"partition-id": n, "num-partitions": nodes}), workspace)  # type: ignore[arg-type]
         for n in range(nodes)
@@ -425,7 +425,7 @@ def test_every_client_has_one_node(nodes: int) -> None:
     [{}, {"partition-id": 0}, {"partition-id": -1, "num-partitions": 2}, {"partition-id": "a", "num-partitions": 2}],
 )
 def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any]) -> None:
-    workspace = SimpleNamespace(settings=resolve({"num-clients": 10}))
+    workspace = SimpleNamespace(settings=read_settings({"num-clients": 10}))
     node = Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
     with pytest.raises(DataError, match="its node config must have partition-id from 0 on and num-partitions"):
         client_app.hosted_clients(node, workspace)  # type: ignore[arg-type]
@@ -435,7 +435,7 @@ def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any])
 
 
 def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[..., Any]) -> None:
-    one, other = (resolve(make_config("fedavg", seed=seed)).to_json() for seed in (1, 2))
+    one, other = (read_settings(make_config("fedavg", seed=seed)).to_json() for seed in (1, 2))
     workspace = workspace_for(one, "")
     assert workspace_for(one, "") is workspace
     assert workspace_for(other, "") is not workspace
@@ -443,7 +443,7 @@ def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[.
 
 
 def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any]) -> None:
-    workspace = Workspace(resolve(make_config("fedavg")))
+    workspace = Workspace(read_settings(make_config("fedavg")))
     first = workspace.client_data(0)
     assert workspace.client_data(0) is first
     workspace._room = 0
@@ -455,7 +455,7 @@ def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any
 
 
 def test_initial_models_are_made_once_for_all_clients(make_config: Callable[..., Any]) -> None:
-    workspace = Workspace(resolve(make_config("fedavg")))
+    workspace = Workspace(read_settings(make_config("fedavg")))
     one = workspace.initial(workspace.architecture, 3)
     assert workspace.initial(workspace.architecture, 3) is one
     assert one.numpy().tolist() == workspace.architecture.initial(3).tolist()

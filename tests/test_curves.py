@@ -15,7 +15,7 @@ import torch
 from benchmarks import curves
 from posy.client_app.workspace import Workspace
 from posy.randomness import model_seed
-from posy.strategies.registry import resolve
+from posy.strategies.registry import read_settings
 
 ROUNDS, CLASSES, LR = 4, 3, 0.2
 
@@ -41,7 +41,7 @@ def both(split: Path, make_config: Callable[..., Any], federate: Callable[..., A
             method, dataset=str(split), partition="given", partition_file="", num_clients=3, model="cnn",
             num_server_rounds=ROUNDS, batch_size=200, lr=LR, **curves.METHODS[method],
         )  # fmt: skip
-        architecture = Workspace(resolve(config)).architecture
+        architecture = Workspace(read_settings(config)).architecture
         seeds = [model_seed(config["seed"], k) for k in range(curves.MODELS)]
         starts = [torch.from_numpy(architecture.initial(seed)) for seed in seeds]
         clients = curves.read_split(split)
@@ -54,7 +54,7 @@ def both(split: Path, make_config: Callable[..., Any], federate: Callable[..., A
 
 
 def test_the_split_is_read_alike(split: Path, make_config: Callable[..., Any]) -> None:
-    workspace = Workspace(resolve(make_config("fedavg", dataset=str(split), partition="given", num_clients=3)))
+    workspace = Workspace(read_settings(make_config("fedavg", dataset=str(split), partition="given", num_clients=3)))
     for number, client in enumerate(curves.read_split(split)):
         ours = workspace.client_data(number)
         assert len(client.y_test) == pytest.approx(len(client.y_train) / 3, abs=1)

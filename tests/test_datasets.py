@@ -17,8 +17,9 @@ from posy.data.datasets import SOURCES, describe, load_dataset
 from posy.data.errors import DataError
 from posy.data.image import CIFAR20, CIFAR100_NAMES, KVASIR, TO_SUPERCLASS
 from posy.data.partitions import Partition, partition
+from posy.data.settings import DATASETS, DataSettings
 from posy.data.text import tokenise
-from posy.settings import DATASETS, DataSettings, SettingsError
+from posy.settings import SettingsError
 
 CPU = torch.device("cpu")
 

@@ -46,7 +46,7 @@ def test_grpc_gives_the_models_of_a_simulation(method: str, deployment: Deployme
     words += ["ppfe-stages=2", "ppfe-stage-rounds=1,1"] if method == "ppfe" else []
     summary = deployment.run(method, *DIGITS, *words)
     assert (summary["status"], summary["rounds"], summary["dropped"]) == ("completed", 2, {})
-    deployment.posy("run", *DIGITS, *words, "engine=in-process", "output-dir=runs", f"run-name={method}-simulated")
+    deployment.posy("run", *DIGITS, *words, "output-dir=runs", f"run-name={method}-simulated")
     here, there = deployment.results(method) / "models", deployment.results(f"{method}-simulated") / "models"
     own = {path.name: path for path in deployment.folder.glob(f"state-*/{method}-*/models/*")}
     files = {path.name: path for path in here.iterdir()}

@@ -19,9 +19,9 @@ from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import TrainSettings
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import resolve
+from posy.strategies.registry import read_settings
+from posy.strategies.settings import TrainSettings
 
 SAME = 1e-5  # relative, in norm
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
@@ -263,7 +263,7 @@ def test_an_interrupt_does_not_outlive_its_run(make_config, federate, monkeypatc
 
 
 def test_what_all_receive_is_one_tensor(make_config):
-    workspace = Workspace(resolve(make_config("fedavg")))
+    workspace = Workspace(read_settings(make_config("fedavg")))
     first, second = np.ones(3, np.float32), np.ones(3, np.float32)
     assert workspace.tensor(first) is workspace.tensor(first)
     assert workspace.tensor(second) is not workspace.tensor(first)

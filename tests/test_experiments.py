@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from posy.commands import cli
 from posy.commands.launch import APP
 from posy.commands.table import PLACE, read_plan
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.strategies.methods import METHODS
 from posy.strategies.ppfe import plan_stages
-from posy.strategies.registry import EXPERIMENTS, defaults, resolve
+from posy.strategies.registry import EXPERIMENTS, read_settings, with_experiment
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"))
 TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))
@@ -139,12 +138,12 @@ def test_every_file_is_compared_with_its_paper() -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_experiment_holds_the_papers_numbers(name: str) -> None:
     method, dataset = name.split("-")[:2]
-    through_flower = resolve({**defaults(), "experiment": name}).as_config()
-    through_posy = resolve(cli.merged({"experiment": name})).as_config()
-    assert {**through_flower, "experiment": ""} == through_posy
-    assert through_posy["method"] == method
-    assert str(through_posy["dataset"]).startswith(dataset)
-    assert {key: through_posy[key] for key in NUMBERS[name]} == NUMBERS[name]
+    named = read_settings({"experiment": name}).as_config()
+    submitted = read_settings(with_experiment({"experiment": name}, "a test")).as_config()
+    assert {**named, "experiment": ""} == submitted
+    assert named["method"] == method
+    assert str(named["dataset"]).startswith(dataset)
+    assert {key: named[key] for key in NUMBERS[name]} == NUMBERS[name]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -153,7 +152,7 @@ def test_comment_names_paper_table_and_choices(path: Path) -> None:
     assert comment.startswith(METHODS[path.stem.split("-")[0]].replace("CwFedAvg", "cwFedAvg"))
     assert "Table" in comment or "Fig." in comment
     assert "Not given there, chosen here:" in comment
-    assert next(iter(cli.merged({"experiment": str(path)}))) == "method"
+    assert next(iter(with_experiment({"experiment": str(path)}, "a test"))) == "method"
 
 
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.startswith("ppfe")])
@@ -163,9 +162,9 @@ def test_stages_fit_the_network(name: str) -> None:
     task = Task("image", shape, tuple(map(str, range(classes))))
     if "sent140" in name:
         task = Task("text", (64,), ("negative", "positive"), vocabulary=50)
-    settings = resolve(cli.merged({"experiment": name}))
+    settings = read_settings({"experiment": name})
     stages = plan_stages(settings, architecture_for(settings.train.model, task))
-    rounds = str(cli.merged({"experiment": name})["ppfe-stage-rounds"])
+    rounds = str(settings.method.stage_rounds)
     assert ",".join(str(stage.rounds) for stage in stages) == rounds
     assert [len(stage.personal) for stage in stages] == list(range(len(stages)))
     assert sum(stage.rounds for stage in stages) == settings.run.num_server_rounds
@@ -176,7 +175,7 @@ def test_tables_load(path: Path) -> None:
     plan = read_plan(path)
     assert {cell.seed for cell in plan.cells} == {0, 1, 2}
     assert plan.output.name == path.stem
-    resolved = {cell.row: resolve(cell.config) for cell in plan.cells}
+    resolved = {cell.row: read_settings(cell.config) for cell in plan.cells}
     methods = {settings.run.method for settings in resolved.values()}
     assert len(methods) == len(resolved) or methods == {path.stem.removesuffix("-ablations")}
     asked = [{key: v for key, v in settings.as_config().items() if key not in PLACE} for settings in resolved.values()]
@@ -186,7 +185,7 @@ def test_tables_load(path: Path) -> None:
 
 def test_the_common_table_has_every_method() -> None:
     plan = read_plan(APP / "benchmarks/tables/cifar10-12000.yaml")
-    settings = [resolve(cell.config) for cell in plan.cells]
+    settings = [read_settings(cell.config) for cell in plan.cells]
     assert {s.run.method for s in settings} == set(METHODS)
     assert len(settings) == 3 * len(METHODS)
     assert len({s.train for s in settings}) == 1

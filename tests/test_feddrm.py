@@ -16,7 +16,7 @@ from posy.server_app.system import pooled_test, system_accuracy
 from posy.settings import SettingsError
 from posy.strategies.feddrm import route_queries, routing_matrix
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import resolve
+from posy.strategies.registry import read_settings
 from posy.strategies.replies import ClientInfo
 
 CONFIG = {"server-round": 1, "lr": 0.1}
@@ -207,7 +207,7 @@ def known(make_config, tmp_path):
     """Return what builds a linear FedDRM with given routing weights and both clients' right classifiers on disk."""
 
     def build(slope: float, bias: float, stored=(0, 1), **extra):
-        settings = resolve(make_config("feddrm", data=(X, Y, TRAIN, TEST), model="linear", **extra))
+        settings = read_settings(make_config("feddrm", data=(X, Y, TRAIN, TEST), model="linear", **extra))
         workspace = Workspace(settings)
         strategy = strategy_class("feddrm")(settings, workspace.architecture)
         strategy.members = {c: ClientInfo(c, c + 1, len(TRAIN[c]), len(TEST[c])) for c in (0, 1)}

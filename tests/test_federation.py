@@ -28,10 +28,11 @@ from posy.server_app.app import run
 from posy.server_app.grids import PollingGrid, WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
-from posy.settings import Settings, SettingsError
+from posy.settings import SettingsError
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.ppfe import PPFE
-from posy.strategies.registry import resolve
+from posy.strategies.registry import read_settings
+from posy.strategies.settings import Settings
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -60,7 +61,7 @@ def queries(settings_json: str, *nodes: int) -> list[Message]:
 
 @pytest.fixture
 def settings(make_config: MakeConfig) -> Settings:
-    return resolve(make_config("fedavg"))
+    return read_settings(make_config("fedavg"))
 
 
 @pytest.fixture
@@ -352,7 +353,7 @@ def site(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 @pytest.fixture
 def of_sites(make_config: MakeConfig) -> Settings:
     own = {"dataset": "sites", "sample_kind": "features", "input_shape": "2", "classes": "0,1"}
-    return resolve(
+    return read_settings(
         make_config("ppfe", **own, feature_mean="0", feature_std="1", num_clients=4, ppfe_stages=1, join_timeout=0.2)
     )
 
@@ -483,7 +484,7 @@ def test_two_names_that_claim_one_client_stop_the_run_before_it_begins(
     of_sites: Settings,
     site: Callable[[str], dict[str, Any]],
 ) -> None:
-    settings = needing(of_sites if own else resolve(make_config("fedavg")), least)
+    settings = needing(of_sites if own else read_settings(make_config("fedavg")), least)
     configs = {name: (site(name) if own else parts(1)[0]) | {"partition-id": 0} for name in ("site-a", "site-b")}
     grid = Registered(**configs) if registered else Script(*(c | {"name": name} for name, c in configs.items()))
     with pytest.raises(SettingsError) as caught:
@@ -798,7 +799,7 @@ def test_what_a_site_says_of_its_data_is_told_once_with_its_name(
     own = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
     grid = Telling({"warnings": said, "skipped": 2}, **own)
     config = make_config("fedavg", dataset="sites", num_clients=2, partition="iid", partition_file="", model="linear")
-    found = Federation(WaveGrid(grid), resolve(config))
+    found = Federation(WaveGrid(grid), read_settings(config))
     found.agree()
     found.join()
     told = warned(warnings)

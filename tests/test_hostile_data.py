@@ -29,8 +29,9 @@ from posy.data.leaf import load_femnist
 from posy.data.npz import NpzFile
 from posy.data.own import load_own
 from posy.data.partitions import Partition, partition
+from posy.data.settings import DataSettings
 from posy.data.sites import load_site
-from posy.settings import DataSettings, SettingsError
+from posy.settings import SettingsError
 
 CPU = torch.device("cpu")
 OPEN = DataSettings(dataset="sites")
@@ -485,7 +486,7 @@ def test_a_data_dir_that_is_no_path_is_one_line(name, tmp_path):
 def test_the_command_line_takes_no_folder_for_a_name_that_is_none(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(images(tmp_path))  # the working directory could be read as a data set
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    words = ["engine=in-process", "data-dir=.", f"output-dir={tmp_path}/runs", "device=cpu"]
+    words = ["data-dir=.", f"output-dir={tmp_path}/runs", "device=cpu"]
     assert main(["run", f"dataset={name.format(str(tmp_path)[1:] + '/')}", *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("posy:")]
     assert "is neither a name nor a path" in line or "there is no user nobody-of-that-name" in line

@@ -22,30 +22,21 @@ from posy.commands import cli
 from posy.data.errors import DataError
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
-from posy.settings import (
-    MOST,
-    DataSettings,
-    Rule,
-    RunError,
-    RunSettings,
-    SettingsError,
-    TrainSettings,
-    fields_of,
-    key_of,
-)
+from posy.settings import MOST, RunError, Setting, SettingsError, checked, key_of
 from posy.strategies.methods import METHODS, settings_class
-from posy.strategies.registry import resolve
+from posy.strategies.registry import declared, parse_words, read_settings, with_experiment
 
-GROUPS = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]
-DECLARED = {key: field for cls, prefix in GROUPS for key, field in fields_of(cls, prefix).items()}
+WHERE = "the command line"
+
+DECLARED = declared()
 every_key = pytest.mark.parametrize("key", DECLARED)
 LONGEST_LINE = 1500
 BIG = float(np.finfo(np.float32).max)
 HUGE = (10**39, 10**400, -(10**400), 10**5000)
 
 
-def rule_of(key: str) -> tuple[type, Rule]:
-    return type(DECLARED[key].default), DECLARED[key].metadata["rule"]
+def rule_of(key: str) -> tuple[type, Setting]:
+    return DECLARED[key].kind, DECLARED[key]
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -59,12 +50,12 @@ def refusal(call: Callable[[], Any]) -> str:
 # -- from Python and from files --------------------------------------------------------------------------
 
 
-def outside(rule: Rule, kind: type) -> list[Any]:
+def outside(rule: Setting, kind: type) -> list[Any]:
     """Return numbers right outside the range of a setting."""
     step = (lambda x, way: int(x) + way) if kind is int else (lambda x, way: math.nextafter(x, way * math.inf))
     found = [step(rule.minimum, -1)] if rule.minimum > -math.inf else []
     found += [kind(rule.above), -1 if kind is int else -5e-324] if rule.above > -math.inf else []
-    return found + ([step(rule.maximum, 1)] if rule.maximum < math.inf else [])
+    return found + ([step(rule.most, 1)] if rule.most < math.inf else [])
 
 
 def wrong_values(key: str) -> list[Any]:
@@ -89,11 +80,9 @@ def wrong_values(key: str) -> list[Any]:
 def test_what_a_setting_cannot_be_is_refused_in_one_line(key: str) -> None:
     kind, rule = rule_of(key)
     for value in wrong_values(key):
-        message = refusal(lambda value=value: resolve({key: value}, "the file mine.yaml"))
+        message = refusal(lambda value=value: read_settings({key: value}, "the file mine.yaml"))
         assert message.startswith(f"{key} = ")
-        if key == "experiment" and value == "\x00":  # whether there is such a file is asked first
-            continue
-        assert "in the file mine.yaml: it must be " + rule.describe(kind) in message
+        assert "in the file mine.yaml: it must be " + rule.allowed() in message
         if not isinstance(value, int) or abs(value) < 10**16:
             assert repr(float(value) if kind is float and type(value) is int else value)[:80] in message
 
@@ -101,22 +90,18 @@ def test_what_a_setting_cannot_be_is_refused_in_one_line(key: str) -> None:
 @pytest.mark.parametrize("key", [key for key in DECLARED if rule_of(key)[0] in (int, float)])
 def test_the_edges_of_a_range_are_inside_it(key: str) -> None:
     kind, rule = rule_of(key)
-    edges = [kind(edge) for edge in (rule.minimum, rule.maximum) if math.isfinite(edge)]
+    edges = [kind(edge) for edge in (rule.minimum, rule.most) if math.isfinite(edge)]
     if rule.above > -math.inf:
         edges.append(math.nextafter(rule.above, math.inf) if kind is float else int(rule.above) + 1)
-    if rule.maximum == math.inf:
+    if rule.most == math.inf:
         edges.append(BIG)
     for value in edges:
-        config = resolve({"method": key_method(key), key: value}).as_config()
-        assert config[key] == value and type(config[key]) is kind
-
-
-def key_method(key: str) -> str:
-    return next((m for m in METHODS for name in fields_of(settings_class(m), m) if name == key), "fedavg")
+        found = checked({key: value}, DECLARED, "a test")[key]
+        assert found == value and type(found) is kind
 
 
 def test_a_key_that_would_break_the_line_is_quoted() -> None:
-    assert "'\\nlr'" in refusal(lambda: resolve({"\nlr": 1}))
+    assert "'\\nlr'" in refusal(lambda: read_settings({"\nlr": 1}))
 
 
 # -- the command line ------------------------------------------------------------------------------------
@@ -170,9 +155,8 @@ WORDS = [
 
 
 def from_words(key: str, text: str) -> Any:
-    words = cli.assignments([f"{key}={text}"])
-    cli.check(words, cli.WHERE)
-    return words[key]
+    words = parse_words([f"{key}={text}"], WHERE)
+    return (checked(words, DECLARED, WHERE) if key == "experiment" else with_experiment(words, WHERE))[key]
 
 
 NUMBERS = {
@@ -204,7 +188,7 @@ def meant(key: str, text: str) -> Any:
         return None
     if kind is str:
         return value if "\x00" not in value and (not rule.choices or value in rule.choices) else None
-    inside = abs(value) <= BIG and rule.minimum <= value <= rule.maximum and value > rule.above
+    inside = abs(value) <= BIG and rule.minimum <= value <= rule.most and value > rule.above
     return value if inside else None
 
 
@@ -214,7 +198,7 @@ def check_word(key: str, text: str) -> None:
         expected = None
     if expected is None:
         message = refusal(lambda: from_words(key, text))
-        assert message.startswith(f"{key} = ") and cli.WHERE in message
+        assert message.startswith(f"{key} = ") and WHERE in message
         assert "it must be" in message
     else:
         value = from_words(key, text)
@@ -241,7 +225,7 @@ def test_any_word_means_what_it_says_or_is_refused_in_one_line(key: str, text: s
 def test_any_word_at_all_ends_in_settings_or_in_one_line(word: str) -> None:
     key, equals, _ = word.partition("=")
     if not equals or key not in DECLARED:
-        refusal(lambda: cli.assignments([word]))
+        refusal(lambda: parse_words([word], WHERE))
 
 
 # -- paths -----------------------------------------------------------------------------------------------
@@ -256,7 +240,7 @@ def test_a_path_that_cannot_be_is_one_line(
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     np.savez(tmp_path / "own.npz", x_train=np.zeros((8, 2)), y_train=np.arange(8) % 2)
-    words = {"dataset": "own.npz", "num-clients": 2, "partition": "iid", "method": "fedavg", "engine": "in-process"}
+    words = {"dataset": "own.npz", "num-clients": 2, "partition": "iid", "method": "fedavg"}
     words |= {"partition": "file"} if key == "partition-file" else {}
     words |= {"run-name": "/"}  # whatever gets so far stops there
     status = cli.main(["run", *(f"{k}={v}" for k, v in {**words, key: text}.items())])
@@ -290,7 +274,6 @@ def tried(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     def attempt(method: str, settings: dict[str, Any]) -> Path | str:
         common = {
             "method": method,
-            "engine": "in-process",
             "device": "cpu",
             "dataset": str(data),
             "partition": "iid",

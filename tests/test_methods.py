@@ -9,10 +9,10 @@ from safetensors.numpy import load_file, save_file
 
 from posy.client_app.registry import client_class
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import SettingsError, fields_of
+from posy.settings import SettingsError, settings_of
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS, settings_class, strategy_class
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import defaults, read_settings
 
 SCORES = ("served_accuracy", "local_accuracy", "served_loss", "local_loss", "train_loss")
 
@@ -45,7 +45,7 @@ def test_names_of_a_method(method):
     assert issubclass(strategy_class(method), PersonalisedStrategy)
     assert client_class(method).__name__ == METHODS[method] + "Client"
     assert strategy_class(method).__doc__ and client_class(method).__doc__
-    assert set(fields_of(settings_class(method), method)) <= set(defaults())
+    assert set(settings_of(settings_class(method), method)) <= set(defaults())
 
 
 @every_method
@@ -120,10 +120,10 @@ def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, m
     if state:
         save_file({name: np.ascontiguousarray(array) for name, array in state.items()}, tmp_path / "state.safetensors")
         state = load_file(tmp_path / "state.safetensors")
-    fresh = strategy_class(method)(resolve(config), strategy.architecture)
+    fresh = strategy_class(method)(read_settings(config), strategy.architecture)
     fresh.load_server_state(state)
     changed = False
-    untouched = strategy_class(method)(resolve(config), strategy.architecture)
+    untouched = strategy_class(method)(read_settings(config), strategy.architecture)
     for client in range(4):
         served = strategy.serve(client)
         again = fresh.serve(client)

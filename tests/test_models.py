@@ -20,7 +20,8 @@ from posy.models.layers import (
 from posy.models.resnet import ResidualBlock
 from posy.models.seeding import seeded
 from posy.models.two_branch import SHARING, TwoBranch, shared_blocks
-from posy.settings import MODELS, SettingsError
+from posy.settings import SettingsError
+from posy.strategies.settings import MODELS
 
 TEN = tuple("0123456789")
 CIFAR = Task("image", (3, 32, 32), TEN)

@@ -16,7 +16,8 @@ from posy.data.dataset import feature_dataset, image_dataset
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import partition
-from posy.settings import DataSettings, SettingsError
+from posy.data.settings import DataSettings
+from posy.settings import SettingsError
 
 
 def made(per_class, num_classes, groups=None):

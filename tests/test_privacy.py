@@ -11,11 +11,12 @@ from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDi
 from flwr.clientapp.mod import LocalDpMod
 from flwr.server.workflow import SecAggPlusWorkflow
 
-from posy.client_app.privacy import NO_NOISE, NOT_A_SUM, check_privacy, noise_deviation, noised
+from posy.client_app.privacy import NO_NOISE, check_privacy, noise_deviation, noised
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import SettingsError, TrainSettings
+from posy.settings import SettingsError
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import read_settings
+from posy.strategies.settings import TrainSettings
 
 MakeClient = Callable[..., Any]
 QUIET = 1e-30  # a sensitivity for which the noise vanishes in float32
@@ -105,7 +106,7 @@ def test_a_method_that_can_bear_noise_sends_it(method: str, make_client: MakeCli
 
 @pytest.mark.parametrize("method", METHODS)
 def test_who_may_have_noise(method: str) -> None:
-    settings = resolve(defaults() | {"method": method, "dp-clip": 1.0})
+    settings = read_settings({"method": method, "dp-clip": 1.0})
     if method in NOISED:
         check_privacy(settings)
     else:
@@ -115,19 +116,11 @@ def test_who_may_have_noise(method: str) -> None:
 
 def test_running_variances_bear_no_noise() -> None:
     with pytest.raises(SettingsError, match="resnet18-bn"):
-        check_privacy(resolve(defaults() | {"method": "fedavg", "dp-clip": 1.0, "model": "resnet18-bn"}))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_secure_aggregation_is_refused_with_the_reason(method: str) -> None:
-    reason = NOT_A_SUM.get(method, "refuses those that work with messages")
-    with pytest.raises(SettingsError, match="secure-aggregation = true") as caught:
-        check_privacy(resolve(defaults() | {"method": method, "secure-aggregation": True}))
-    assert reason in str(caught.value)
+        check_privacy(read_settings({"method": "fedavg", "dp-clip": 1.0, "model": "resnet18-bn"}))
 
 
 def test_flowers_secagg_takes_no_strategy_that_works_with_messages() -> None:
-    """The reason that the refusal gives; once this fails, Flower can do it."""
+    """Why there is no secure aggregation; once this fails, Flower can do it."""
     context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises(TypeError, match="Expect a LegacyContext"):
         SecAggPlusWorkflow(3, 2)(InProcessGrid(3), context)

@@ -285,7 +285,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ran
             (folder / "parts.json").write_text(json.dumps({"train": task.train, "test": task.test}))
             own = {"num_server_rounds": 4, "system_accuracy": "on", "checkpoint_every": 1, **settings}
             common = {
-                "engine": "in-process",
                 "device": "cpu",
                 "dataset": str(data),
                 "partition": "file",

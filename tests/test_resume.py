@@ -61,13 +61,13 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
         "output-dir": str(folder / "runs"),
         "run-name": name,
     }
-    return {**defaults(), **own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
+    return {**own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
 
 
 def again(config: Config, name: str, **more: Any) -> Config:
     """Return what a person gives to go on with a run: its name, and where it lies."""
     given = {k.replace("_", "-"): v for k, v in more.items()}
-    return {**defaults(), "output-dir": config["output-dir"], "resume": name, **given}
+    return {"output-dir": config["output-dir"], "resume": name, **given}
 
 
 def grid_of(config: Config) -> InProcessGrid:
@@ -381,7 +381,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["..", "a/b", "unknown"])
 def test_a_name_that_is_no_run(name: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="resume = "):
-        run(InProcessGrid(4), {**defaults(), "output-dir": str(tmp_path), "resume": name})
+        run(InProcessGrid(4), {"output-dir": str(tmp_path), "resume": name})
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,7 +609,7 @@ def test_a_damaged_file_costs_no_good_checkpoint(
     path = tmp_path / "cut"
     shutil.copytree(stopped / "cut", path)
     DAMAGED[damage](path / file, stopped / "other" / file)
-    run(InProcessGrid(2), {**defaults(), "output-dir": str(tmp_path), "resume": "cut"})
+    run(InProcessGrid(2), {"output-dir": str(tmp_path), "resume": "cut"})
     told = {record.getMessage() for record in warnings.records if record.levelname in ("WARNING", "ERROR")}
     expected = FILES[file]
     assert expected == "" or sum(expected in line for line in told) >= 1
@@ -635,7 +635,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
     shutil.copytree(stopped / "cut", tmp_path / "cut")
     file = tmp_path / "cut" / "config.yaml"
     text = file.read_text()
-    again = {**defaults(), "output-dir": str(tmp_path), "resume": "cut"}
+    again = {"output-dir": str(tmp_path), "resume": "cut"}
     for before, after, told in (
         ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
         ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
@@ -671,7 +671,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
     more = {**TINY, "save_models": False}
     run(InProcessGrid(2), settings(tmp_path, method, "whole", **more))
-    config = {**settings(small_disk, method, "cut", **more), "engine": "in-process"}
+    config = {**settings(small_disk, method, "cut", **more)}
     usual, filler = Recorder.finish_round, small_disk / "filler"
 
     def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
@@ -748,7 +748,7 @@ def simulation_of(folder: Path) -> int:
 @pytest.mark.slow
 def test_kill_9_in_one_process(folder: Path) -> None:
     whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", **REAL)).directory.path
-    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), "engine=in-process", cwd=folder)
+    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), cwd=folder)
     wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
     process.kill()
     process.communicate()

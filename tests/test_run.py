@@ -27,7 +27,7 @@ from posy.server_app.recorder import Recorder
 from posy.server_app.results import CLIENT_COLUMNS
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import load_arrays
-from posy.strategies.registry import defaults, resolve
+from posy.strategies.registry import defaults, read_settings
 
 Config = dict[str, Any]
 MakeConfig = Callable[..., Config]
@@ -127,9 +127,9 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
     assert all(content.startswith(PNG) and len(content) > 1000 for content in drawn.values())
 
     written = yaml.safe_load((path / "config.yaml").read_text())
-    assert written["settings"] == resolve(config).as_config()
+    assert written["settings"] == read_settings(config).as_config()
     assert set(defaults()) >= set(written["settings"])
-    assert written["resolved"] == {"model": resolve(config).train.model.replace("auto", "mlp"), "device": "cpu"}
+    assert written["resolved"] == {"model": read_settings(config).train.model.replace("auto", "mlp"), "device": "cpu"}
 
     summary = summary_of(path)
     assert set(summary) >= SUMMARY_KEYS
@@ -197,7 +197,7 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
 def test_accuracies_in_the_record_are_those_of_the_stored_models(make_config: MakeConfig) -> None:
     config = make_config("fedavg")
     recorder = started(config)
-    path, workspace = recorder.directory.path, Workspace(resolve(config))
+    path, workspace = recorder.directory.path, Workspace(read_settings(config))
     server = load_arrays(path / "models" / "server.safetensors")["model"]
     rows = clients_of(path)
     served, local = (column(rows, 3, f"{point}_accuracy") for point in ("served", "local"))
@@ -251,9 +251,9 @@ def test_a_run_again_from_its_own_record(make_config: MakeConfig, tmp_path: Path
     config = make_config("fedfew", num_server_rounds=2, experiment=str(experiment))
     del config["batch-size"]
     first = started(config).directory.path
-    again = started({**defaults(), "experiment": str(first / "config.yaml")}).directory.path
+    again = started({"experiment": str(first / "config.yaml")}).directory.path
     assert again != first
-    assert resolve({"experiment": str(again / "config.yaml")}).train.batch_size == 3
+    assert read_settings({"experiment": str(again / "config.yaml")}).train.batch_size == 3
     one, other = (load_arrays(path / "models" / "server.safetensors") for path in (first, again))
     assert np.array_equal(one["models"], other["models"])
 
@@ -281,7 +281,7 @@ def test_in_one_process_the_data_is_loaded_once(make_config: MakeConfig, monkeyp
         return load_dataset(*args)
 
     monkeypatch.setattr("posy.client_app.workspace.load_dataset", counted)
-    started(make_config("fedavg", engine="in-process", num_server_rounds=2))
+    started(make_config("fedavg", num_server_rounds=2))
     assert len(loaded) == 1
 
 
@@ -463,7 +463,7 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
     assert all("diverged" in reason for reason in summary["dropped"])
     assert summary["local"] == {"last": None, "best": None}
     assert all(r["train_loss"] is None for r in rounds)
-    workspace = Workspace(resolve(config))
+    workspace = Workspace(read_settings(config))
     server = load_arrays(path / "models" / "server.safetensors")["model"]
     assert np.array_equal(server, workspace.architecture.initial(42))
     assert len({r["served_accuracy"]["mean"] for r in rounds}) == 1
@@ -526,7 +526,7 @@ def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
 ) -> None:
     config = make_config(method, system_accuracy="on", lr=0.3)
     path = started(config, Failing(4, *({0, 1} - set(voters)), since=2)).directory.path
-    workspace = Workspace(resolve(config))
+    workspace = Workspace(read_settings(config))
     x, y = pooled(workspace)
     assert len(y) == 19
     votes = []
@@ -546,7 +546,7 @@ def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConf
     """If all coefficients are 0 the members count alike; they must not all answer class 0."""
     from posy.server_app.system import predict_classes, stored_probabilities
 
-    workspace = Workspace(resolve(make_config("ppfe", model="linear")))
+    workspace = Workspace(read_settings(make_config("ppfe", model="linear")))
     architecture = workspace.architecture
     x, y = pooled(workspace)
     flats = [architecture.initial(seed) for seed in (1, 2)]
@@ -571,7 +571,7 @@ def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConf
 def test_feddrms_system_accuracy_by_hand(make_config: MakeConfig) -> None:
     config = make_config("feddrm", model="mlp", lr=0.3)
     recorder = started(config)
-    path, workspace = recorder.directory.path, Workspace(resolve(config))
+    path, workspace = recorder.directory.path, Workspace(read_settings(config))
     x, y = pooled(workspace)
     architecture = recorder.strategy.architecture
     sizes = torch.tensor([21.0, 12.0, 8.0, 1.0])
@@ -688,10 +688,8 @@ def test_clients_of_one_class_and_of_one_sample_take_part(make_config: MakeConfi
 
 
 def test_the_engine_in_the_process_needs_no_nodes(make_config: MakeConfig) -> None:
-    path = run(None, make_config("fedavg", engine="in-process", num_server_rounds=1)).directory.path
+    path = run(None, make_config("fedavg", num_server_rounds=1)).directory.path
     assert summary_of(path)["status"] == "completed"
-    with pytest.raises(SettingsError, match="engine = 'ray' runs on a grid of Flower's"):
-        run(None, make_config("fedavg", engine="ray"))
 
 
 def test_the_run_config_of_the_caller_stays(make_config: MakeConfig) -> None:

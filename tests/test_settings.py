@@ -15,37 +15,25 @@ from hypothesis import strategies as st
 from posy.client_app.registry import client_class
 from posy.data.datasets import SOURCES
 from posy.data.errors import DataError
+from posy.data.settings import DATASETS, DataSettings
 from posy.models import build_model
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import (
-    DATASETS,
-    MODELS,
-    SYNONYMS,
-    DataSettings,
-    Rule,
-    RunSettings,
-    Scalar,
-    SettingsError,
-    TrainSettings,
-    as_config,
-    fields_of,
-    key_of,
-    read,
-    setting,
-)
+from posy.settings import SYNONYMS, Scalar, SettingsError, as_config, build, checked, key_of, setting, settings_of
 from posy.strategies import registry as config_module
 from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.registry import (
+    declared,
     defaults,
     experiment_path,
     from_json,
-    resolve,
+    groups,
+    read_settings,
 )
+from posy.strategies.settings import MODELS, RunSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-CLASSES = [(RunSettings, ""), (DataSettings, ""), (TrainSettings, ""), *((settings_class(m), m) for m in METHODS)]
-DECLARED: dict[str, Any] = {key: field for cls, prefix in CLASSES for key, field in fields_of(cls, prefix).items()}
+DECLARED = declared()
 
 
 # -- the declarations ------------------------------------------------------------------------------------
@@ -59,24 +47,22 @@ def test_pyproject_repeats_the_defaults_in_value_and_type() -> None:
 
 
 def test_no_key_is_declared_twice() -> None:
-    assert len(DECLARED) == sum(len(dataclasses.fields(cls)) for cls, _ in CLASSES)
+    assert len(DECLARED) == sum(map(len, groups(METHODS).values()))
 
 
 @pytest.mark.parametrize("key", DECLARED)
 def test_every_default_lies_in_its_own_range(key: str) -> None:
-    rule: Rule = DECLARED[key].metadata["rule"]
-    assert rule.admits(DECLARED[key].default)
-    assert rule.help
-    assert rule.describe(type(DECLARED[key].default))
+    assert DECLARED[key].admits(DECLARED[key].default)
+    assert DECLARED[key].help
+    assert DECLARED[key].allowed()
 
 
 def test_defaults_resolve_to_the_dataclasses_defaults() -> None:
-    for given_config in ({}, defaults()):
-        settings = resolve(given_config)
-        assert settings.run == RunSettings()
-        assert settings.data == DataSettings()
-        assert settings.train == TrainSettings()
-        assert settings.method == settings_class("fedfew")()
+    settings = read_settings({})
+    assert settings.run == RunSettings(output_dir=str(Path("runs").absolute()))
+    assert settings.data == DataSettings(data_dir=str(Path("datasets").absolute()))
+    assert settings.train == TrainSettings()
+    assert settings.method == settings_class("fedfew")()
 
 
 def test_settings_are_frozen() -> None:
@@ -88,7 +74,7 @@ def test_settings_are_frozen() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_found_by_name(method: str) -> None:
-    settings = resolve({"method": method})
+    settings = read_settings({"method": method})
     assert type(settings.method) is settings_class(method)
     assert strategy_class(method).__name__ == METHODS[method]
     assert client_class(method).__name__ == METHODS[method] + "Client"
@@ -97,7 +83,7 @@ def test_every_method_is_found_by_name(method: str) -> None:
 def test_every_named_data_set_has_a_loader_and_every_model_a_builder() -> None:
     assert set(SOURCES) == set(DATASETS)
     assert callable(build_model)
-    assert DECLARED["model"].metadata["rule"].choices == MODELS
+    assert DECLARED["model"].choices == MODELS
 
 
 # -- one value -------------------------------------------------------------------------------------------
@@ -161,16 +147,16 @@ WRONG = [
 @pytest.mark.parametrize(("key", "value", "allowed"), WRONG, ids=lambda v: repr(v)[:20])
 def test_a_wrong_value_names_key_value_place_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
     with pytest.raises(SettingsError) as raised:
-        resolve({key: value}, "the command line")
+        read_settings({key: value}, "the command line")
     message = str(raised.value)
-    for part in (key, repr(value)[:100], "the command line", allowed, DECLARED[key].metadata["rule"].help):
+    for part in (key, repr(value)[:100], "the command line", allowed, DECLARED[key].help):
         assert part in message
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
     with pytest.raises(SettingsError, match="fedfew-models = 0"):
-        resolve({"method": method, "fedfew-models": 0})
+        read_settings({"method": method, "fedfew-models": 0})
 
 
 @pytest.mark.parametrize("where", ["the run config", "the command line"])
@@ -178,12 +164,10 @@ def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
 def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Scalar, where: str) -> None:
     owner = "fedfew" if key.startswith("fedfew") else "fedavg-ft"
     told = f"{key} in {where} is a setting of {owner}; the run's method is {method}"
-    for config in ({"method": method, key: value}, {**defaults(), "method": method, key: value}):
-        with pytest.raises(SettingsError) as raised:
-            resolve(config, where)
-        assert str(raised.value) == told
-    resolve({**defaults(), "method": method})  # Flower hands over the defaults of all methods
-    assert resolve({"method": owner, key: value}).run.method == owner
+    with pytest.raises(SettingsError) as raised:
+        read_settings({"method": method, key: value}, where)
+    assert str(raised.value) == told
+    assert read_settings({"method": owner, key: value}).run.method == owner
 
 
 @pytest.mark.parametrize(
@@ -203,7 +187,7 @@ def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Sc
     ],
 )
 def test_values_on_the_edge_and_whole_numbers_for_numbers(key: str, value: Scalar, expected: Scalar) -> None:
-    read_back = resolve({key: value}).as_config()[key]
+    read_back = read_settings({key: value}).as_config()[key]
     assert read_back == expected
     assert type(read_back) is type(expected)
 
@@ -231,18 +215,19 @@ def test_any_value_is_either_right_or_a_settings_error(value: Any, key: str) -> 
         "word": value in ("a", "b") if isinstance(value, str) else False,
     }[key]
     if right:
-        own = read(Sample, {f"mine-{key}": value, "other": 1}, "mine")
+        values = checked({f"mine-{key}": value}, settings_of(Sample, "mine"), "a test")
+        own = build(Sample, {**values, "other": 1}, "mine")
         assert as_config(own, "mine")[f"mine-{key}"] == value
         assert all(type(v) is kind for v, kind in zip(as_config(own).values(), KINDS, strict=True))
     else:
         with pytest.raises(SettingsError, match=f"^mine-{key} = "):
-            read(Sample, {f"mine-{key}": value, "other": 1}, "mine")
+            checked({f"mine-{key}": value}, settings_of(Sample, "mine"), "a test")
 
 
 def test_keys_are_kebab_case_with_the_methods_name_before() -> None:
     assert key_of("weigh_losses", "fedfew") == "fedfew-weigh-losses"
     assert key_of("lr") == "lr"
-    assert list(fields_of(Sample, "x")) == ["x-whole-number", "x-share", "x-flag", "x-word"]
+    assert list(settings_of(Sample, "x")) == ["x-whole-number", "x-share", "x-flag", "x-word"]
 
 
 # -- names -----------------------------------------------------------------------------------------------
@@ -271,10 +256,10 @@ def test_keys_are_kebab_case_with_the_methods_name_before() -> None:
 )
 def test_an_unknown_key_is_an_error_with_a_suggestion(key: str, near: str) -> None:
     with pytest.raises(SettingsError) as raised:
-        resolve({key: 1}, "the command line")
+        read_settings({key: 1}, "the command line")
     assert str(raised.value) == f"{key} in the command line is not a setting; did you mean {near}?"
     with pytest.raises(SettingsError, match="xyzzy in the command line is not a setting; `posy settings` lists all"):
-        resolve({"xyzzy": 1}, "the command line")
+        read_settings({"xyzzy": 1}, "the command line")
 
 
 def test_every_synonym_names_a_setting_and_is_none() -> None:
@@ -287,13 +272,13 @@ def test_every_synonym_names_a_setting_and_is_none() -> None:
     [
         ("partition", "dirchlet", "dirichlet"),
         ("model", "resnet18", "resnet18-gn"),
-        ("engine", "inprocess", "in-process"),
+        ("stack", "vmapp", "vmap"),
         ("lr-schedule", "Cosine", "cosine"),
     ],
 )
 def test_a_wrong_choice_is_an_error_with_a_suggestion(key: str, value: str, near: str) -> None:
     with pytest.raises(SettingsError) as raised:
-        resolve({key: value})
+        read_settings({key: value})
     assert str(raised.value).endswith(f"; did you mean {near}?")
 
 
@@ -304,7 +289,7 @@ def test_a_wrong_choice_is_an_error_with_a_suggestion(key: str, value: str, near
 def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, near: str) -> None:
     told = f"did you mean {near}? (`posy methods` lists all)" if near else f"it must be one of {', '.join(METHODS)}"
     with pytest.raises(SettingsError) as raised:
-        resolve({"method": name})
+        read_settings({"method": name})
     assert str(raised.value) == f"method = {name!r} in the run config: {told}"
     with pytest.raises(SettingsError) as raised:
         strategy_class(name)
@@ -316,11 +301,10 @@ def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, n
 
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_travel_as_json(method: str) -> None:
-    settings = resolve({"method": method, "lr": 1e-7, "num-clients": 3, "run-name": 'a "name" – ü'})
+    settings = read_settings({"method": method, "lr": 1e-7, "num-clients": 3, "run-name": 'a "name" – ü'})
     assert from_json(settings.to_json()) == settings
     assert json.loads(settings.to_json()) == settings.as_config()
-    own = {key for key in settings.as_config() if key in fields_of(settings_class(method), method)}
-    assert own == set(fields_of(settings_class(method), method))
+    assert settings.as_config().keys() == declared([method]).keys()
 
 
 def test_messages_from_elsewhere_are_checked_too() -> None:
@@ -347,7 +331,7 @@ def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
 
 def test_an_experiment_stands_between_the_defaults_and_what_is_set(experiments: Path) -> None:
     write(experiments, "method: ditto\nlr: 0.3\nnum-clients: 7\nditto-strength: 2\n")
-    settings = resolve({**defaults(), "experiment": "mine", "num-clients": 4, "seed": 1})
+    settings = read_settings({"experiment": "mine", "num-clients": 4, "seed": 1})
     assert settings.run.method == "ditto"
     assert settings.train.lr == 0.3
     assert settings.method.strength == 2.0
@@ -359,16 +343,16 @@ def test_an_experiment_stands_between_the_defaults_and_what_is_set(experiments: 
 
 def test_an_experiment_may_be_run_with_another_method(experiments: Path) -> None:
     write(experiments, "method: ditto\nlr: 0.3\nditto-strength: 2\n")
-    settings = resolve({**defaults(), "experiment": "mine", "method": "fedavg"})
+    settings = read_settings({"experiment": "mine", "method": "fedavg"})
     assert (settings.run.method, settings.train.lr) == ("fedavg", 0.3)
     with pytest.raises(SettingsError, match="ditto-strength in the run config is a setting of ditto"):
-        resolve({**defaults(), "experiment": "mine", "method": "fedavg", "ditto-strength": 3.0})
+        read_settings({"experiment": "mine", "method": "fedavg", "ditto-strength": 3.0})
 
 
 def test_an_experiment_without_the_other_keys(experiments: Path) -> None:
     write(experiments, "lr: 0.3\n")
-    assert resolve({"experiment": "mine"}).train.lr == 0.3
-    assert resolve({"experiment": "mine", "lr": 0.4}).train.lr == 0.4
+    assert read_settings({"experiment": "mine"}).train.lr == 0.3
+    assert read_settings({"experiment": "mine", "lr": 0.4}).train.lr == 0.4
 
 
 @pytest.mark.parametrize("name", ["mine", "mine.yaml", "path"])
@@ -380,10 +364,10 @@ def test_an_experiment_is_a_name_or_a_path(experiments: Path, name: str) -> None
 def test_a_missing_experiment_lists_those_there_are(experiments: Path) -> None:
     write(experiments, "lr: 0.3\n", "cifar.yaml")
     with pytest.raises(SettingsError) as raised:
-        resolve({"experiment": "cifarr"})
+        read_settings({"experiment": "cifarr"})
     assert str(raised.value) == "experiment = 'cifarr': there is no such file; did you mean cifar?"
     with pytest.raises(SettingsError, match="there is no such file; experiments/ holds only cifar"):
-        resolve({"experiment": "xyzzy"})
+        read_settings({"experiment": "xyzzy"})
 
 
 @pytest.mark.parametrize(
@@ -409,7 +393,7 @@ def test_a_missing_experiment_lists_those_there_are(experiments: Path) -> None:
 def test_what_is_wrong_in_an_experiment_names_the_file(experiments: Path, text: str, message: str) -> None:
     path = write(experiments, text)
     with pytest.raises(SettingsError) as raised:
-        resolve({"experiment": "mine"})
+        read_settings({"experiment": "mine"})
     assert message in str(raised.value)
     assert str(path) in str(raised.value)
 
@@ -417,18 +401,18 @@ def test_what_is_wrong_in_an_experiment_names_the_file(experiments: Path, text: 
 def test_a_wrong_value_beside_an_experiment_names_the_run_config(experiments: Path) -> None:
     write(experiments, "lr: 0.3\n")
     with pytest.raises(SettingsError, match="batch-size = 0 in the run config"):
-        resolve({"experiment": "mine", "batch-size": 0})
+        read_settings({"experiment": "mine", "batch-size": 0})
 
 
 def test_a_file_that_is_no_text_is_an_error(experiments: Path) -> None:
     (experiments / "mine.yaml").write_bytes(b"lr: \xff\xfe\n")
     with pytest.raises(SettingsError, match="not valid YAML"):
-        resolve({"experiment": "mine"})
+        read_settings({"experiment": "mine"})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.yaml")), ids=lambda p: p.stem)
 def test_the_experiments_of_the_project_are_valid(path: Path) -> None:
-    assert resolve({"experiment": str(path)}).run.experiment == str(path)
+    assert read_settings({"experiment": str(path)}).run.experiment == str(path)
 
 
 # -- what only the data can tell, before the first round -------------------------------------------------

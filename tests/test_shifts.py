@@ -9,8 +9,9 @@ import torch
 from posy.data.client import client_data
 from posy.data.dataset import image_dataset
 from posy.data.partitions import Partition
+from posy.data.settings import DataSettings
 from posy.data.shifts import SHIFTS, Shift, apply_shift, check_shift, shift_of
-from posy.settings import DataSettings, SettingsError
+from posy.settings import SettingsError
 
 CPU = torch.device("cpu")
 

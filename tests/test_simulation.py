@@ -14,7 +14,6 @@ from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import defaults
 
 SAME = 1e-5  # relative, in norm
 CLIENTS = 4
@@ -58,7 +57,7 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> dict[str, Any
     }
     if method == "ppfe":  # its factors turn where singular values are close, so its comparison is without them
         own |= {"ppfe-reduction": "none", "ppfe-stages": 2}
-    return {**defaults(), **own, **more}
+    return {**own, **more}
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from posy.data.dataset import Dataset
 from posy.data.errors import DataError
 from posy.data.image import load_digits
 from posy.data.partitions import Partition
+from posy.data.settings import DataSettings
 from posy.data.sites import (
     Description,
     class_names,
@@ -32,9 +33,8 @@ from posy.data.sites import (
 from posy.data.sites import agreed as agreed_with_warnings
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
-from posy.settings import DataSettings, SettingsError
+from posy.settings import SettingsError
 from posy.storage import load_arrays
-from posy.strategies.registry import defaults
 
 Config = dict[str, Any]
 IMAGES = DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b,c")
@@ -444,7 +444,7 @@ def sites(tmp_path: Path) -> list[Config]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return defaults() | {
+    return {
         "dataset": "sites",
         "num-clients": 3,
         "num-server-rounds": 2,
@@ -685,9 +685,13 @@ def test_no_more_is_told_than_can_be_shown() -> None:
         ({"shift": "low"}, "shift = 'low' does not go with dataset = 'sites'"),
         ({"max-samples": 9}, "max-samples = 9"),
         ({"samples-per-client": 9}, "samples-per-client = 9"),
-        ({"engine": "in-process"}, "a simulation has no nodes that hold data"),
     ],
 )
 def test_settings_that_need_benchmark_data_are_refused(change: Config, message: str, config: Config) -> None:
     with pytest.raises(SettingsError, match=message):
         run(NodeGrid(), config | change)
+
+
+def test_one_process_has_no_sites(config: Config) -> None:
+    with pytest.raises(SettingsError, match="a simulation has no nodes that hold data"):
+        run(None, config)

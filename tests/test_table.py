@@ -29,7 +29,7 @@ from posy.commands.table import (
     run_table,
 )
 from posy.settings import SettingsError
-from posy.strategies.registry import resolve
+from posy.strategies.registry import read_settings
 
 COMMON = {
     "dataset": "digits",
@@ -87,7 +87,7 @@ def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> No
 
 def test_plan_lays_everything_over_an_experiment_file(tmp_path: Path) -> None:
     cell = read_plan(_table(tmp_path, settings={"experiment": "ppfe-cifar10-s2", "lr": 0.05})).cells[0]
-    settings = resolve(cell.config)
+    settings = read_settings(cell.config)
     assert (settings.run.method, settings.train.lr) == ("fedavg", 0.05)  # 0.05 is the default: set all the same
     assert settings.data.samples_per_client == 150
 
@@ -102,7 +102,7 @@ def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
         (False, False), (True, False), (False, True),
     ]  # fmt: skip
     for cell in cells:
-        resolve(cell.config)
+        read_settings(cell.config)
     with pytest.raises(SettingsError, match="ppfe-stages on the command line is a setting of ppfe, which no row of"):
         read_plan(table, {"ppfe-stages": 2})
 
@@ -175,7 +175,7 @@ def test_finished_results_with_other_settings_are_set_aside(tmp_path: Path) -> N
     plan, _ = _results(tmp_path, {("", "A", 0): summary}, lr=0.1)
     cell = plan.cells[0]
     changed = Cell("", "A", 0, {**cell.config, "lr": 0.2})
-    moved = Cell("", "A", 0, {**cell.config, "data-dir": "/elsewhere", "engine": "in-process"})
+    moved = Cell("", "A", 0, {**cell.config, "data-dir": "/elsewhere"})
     assert cell.summary() == moved.summary() == summary
     assert changed.summary() is None
     make_room(cell.path)
@@ -331,7 +331,7 @@ def _results(
             (cell.path / "config.yaml").write_text(
                 yaml.safe_dump(
                     {
-                        "settings": resolve(config).as_config(),
+                        "settings": read_settings(config).as_config(),
                         "versions": {"torch": "2.11", "flwr": "1.39", "python": "3.11"},
                         "machine": {"cpu": "a CPU", "cpus": 2, "gpu": None},
                     }

@@ -28,7 +28,7 @@ from posy.client_app.training.work import (
 from posy.data.task import Task
 from posy.models.architecture import Architecture
 from posy.models.parameters import Layout, layout_of
-from posy.settings import MODELS, TrainSettings
+from posy.strategies.settings import MODELS, TrainSettings
 
 CPU = torch.device("cpu")
 CLASSES = 3

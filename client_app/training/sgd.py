@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posy.client_app.training.networks import Models
 from posy.client_app.training.work import Job
-from posy.settings import TrainSettings
+from posy.strategies.settings import TrainSettings
 
 
 class SGD:

@@ -18,7 +18,7 @@ from posy.client_app.training.batches import Samples, Schedule, Share, batches, 
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, _rows
 from posy.client_app.training.sgd import SGD
 from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
-from posy.settings import TrainSettings
+from posy.strategies.settings import TrainSettings
 
 EVALUATION_BATCH = 512
 STACK_BYTES = 2 << 30

@@ -17,7 +17,8 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
 from posy.commands.launch import Connection, LaunchError, no_proxy
-from posy.settings import RunSettings, SettingsError
+from posy.settings import SettingsError
+from posy.strategies.settings import RunSettings
 
 
 @dataclass(frozen=True)

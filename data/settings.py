@@ -1,0 +1,140 @@
+"""The settings of the data: which samples, and how they are spread over the clients."""
+
+from dataclasses import dataclass, replace
+
+from posy.paths import absolute, exists
+from posy.settings import SettingsError, as_config, setting, settings_of
+
+DATASETS = (
+    "digits",
+    "mnist",
+    "fmnist",
+    "cifar10",
+    "cifar100",
+    "cifar20",
+    "emnist-letters",
+    "femnist",
+    "tiny-imagenet",
+    "agnews",
+    "sent140",
+    "kvasir",
+    "fedisic",
+)
+SITES = "sites"
+"""The `dataset` of a run whose nodes hold their own data."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which data, and how it is spread over the clients.
+
+    Raises
+    ------
+    SettingsError
+        For settings of sites without sites, or settings that sites have no use for.
+    """
+
+    dataset: str = setting(
+        "digits",
+        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, an image folder, a PFLlib directory), or "
+        f"`{SITES}`: each node reads its own, named in its node config",
+    )
+    data_dir: str = setting("datasets", "directory that holds the data sets", place=True, resumable=True)
+    download: bool = setting(True, "let torchvision download what is missing, where it can", resumable=True)
+    partition: str = setting(
+        "dirichlet",
+        "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
+        choices=("dirichlet", "iid", "classes", "shards", "natural", "file", "given"),
+    )
+    num_clients: int = setting(10, "number of clients M", minimum=1, maximum=1_000_000)
+    dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0)
+    classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
+    samples_per_client: int = setting(
+        0,
+        "`classes` and `iid`: training samples of each client, with test samples on top; 0: all",
+        minimum=0,
+        sites="never",
+    )
+    shards_per_client: int = setting(2, "label-homogeneous shards per client of the partition `shards`", minimum=1)
+    partition_file: str = setting(
+        "", "JSON file of the partition `file`: a list of sample indices for each client", place=True
+    )
+    max_samples: int = setting(
+        0, "size of a random subset of the data set that is used in its place; 0: all", minimum=0, sites="never"
+    )
+    train_samples: int = setting(0, "cap on the training samples of each client (FedACS: 50); 0: none", minimum=0)
+    test_fraction: float = setting(0.25, "fraction of each client's samples kept for its test", above=0, maximum=0.9)
+    shift: str = setting(
+        "none",
+        "FedDRM's covariate shift of client i's images",
+        choices=("none", "low", "mid", "high", "grid"),
+        sites="never",
+    )
+    augment: str = setting("none", "training augmentation of images", choices=("none", "crop"))
+    sample_kind: str = setting(
+        "auto",
+        "sites: what a sample is; image: whole-number pixels, tokens: numbers of words; `auto`: what most sites hold",
+        choices=("auto", "image", "image-float", "features", "text", "tokens"),
+        sites="only",
+    )
+    input_shape: str = setting(
+        "",
+        "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: what most sites hold",
+        sites="only",
+    )
+    classes: str = setting(
+        "",
+        "sites: names of the classes with commas between, or a JSON list; empty: all that the sites know, sorted",
+        sites="only",
+    )
+    vocabulary: int = setting(
+        20_000, "sites: numbers that the words of a text are hashed to", minimum=3, maximum=10_000_000, sites="only"
+    )
+    feature_mean: str = setting(
+        "",
+        "sites: what is subtracted from features, one number for all or one for each; empty: pooled over the sites",
+        sites="only",
+    )
+    feature_std: str = setting(
+        "",
+        "sites: what features are divided by, one number for all or one for each; empty: pooled over the sites",
+        sites="only",
+    )
+    feature_names: str = setting(
+        "",
+        "sites: names of the features in their order, with commas between, or a JSON list; empty: what .csv files say",
+        sites="only",
+    )
+    share_class_counts: bool = setting(
+        False, "sites: tell the server how many samples of each class a site has", sites="only"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the settings that depend on whether the sites hold the data."""
+        excluded = "never" if self.dataset == SITES else "only"
+        values = as_config(self)
+        for key, declared in settings_of(type(self)).items():
+            if declared.sites == excluded and values[key] != declared.default:
+                raise SettingsError(
+                    f"{key} = {values[key]!r} does not go with dataset = {self.dataset!r}; "
+                    f"it must be {declared.default!r}"
+                )
+
+
+def located(settings: DataSettings) -> DataSettings:
+    """Return the settings with the path of the data set, if it is one, and with the partition that it brings along.
+
+    A relative path is looked for in ``data_dir`` first, then where the run was started; one that leads nowhere is
+    left as it is.
+    """
+    name = settings.dataset
+    if not name or name in (*DATASETS, SITES):
+        return settings
+    places = (absolute(settings.data_dir) / name, absolute(name))
+    path = next((place for place in places if exists(place)), None)
+    if path is None:
+        return settings
+    from posy.data.pfllib import is_pfllib  # noqa: PLC0415 - the command line need not wait for NumPy
+
+    given = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
+    return replace(settings, dataset=str(path), partition="given" if given else settings.partition)

@@ -1,0 +1,143 @@
+"""The settings of a run: its method and rounds, the data, the training, and the method's own."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from posy.data.settings import DataSettings
+from posy.settings import Scalar, SettingsError, as_config, setting
+
+MODELS = (
+    "auto",
+    "linear",
+    "mlp",
+    "cnn",
+    "cnn-3fc",
+    "resnet18-gn",
+    "resnet18-bn",
+    "lenet-gn",
+    "fasttext",
+    "textcnn",
+)
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The local training of one client."""
+
+    model: str = setting("auto", "network; `auto` picks one that suits the data", choices=MODELS)
+    local_epochs: int = setting(2, "passes over the client's training data a round", minimum=1)
+    local_steps: int = setting(0, "SGD steps a round instead of epochs; 0: use local-epochs", minimum=0)
+    batch_size: int = setting(10, "samples in a mini-batch", minimum=1)
+    lr: float = setting(0.05, "learning rate", above=0)
+    lr_schedule: str = setting("constant", "learning rate over the rounds", choices=("constant", "cosine"))
+    momentum: float = setting(0.0, "SGD momentum, fresh each round", minimum=0, maximum=0.9999)
+    weight_decay: float = setting(0.0, "L2 weight decay", minimum=0)
+    max_grad_norm: float = setting(
+        0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
+    )
+    device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True)
+    threads: int = setting(
+        1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0, maximum=1024, resumable=True
+    )
+    stack: str = setting(
+        "auto",
+        "train several models (FedFew's K; in one process also those of several clients) one after the other or as "
+        "one stacked computation (vmap); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
+        choices=("auto", "loop", "vmap"),
+        resumable=True,
+    )
+    precision: str = setting(
+        "float32",
+        "arithmetic of matrix products and convolutions: `tf32` on GPUs that have it, `bfloat16` under autocast; "
+        "parameters and messages stay float32",
+        choices=("float32", "tf32", "bfloat16"),
+    )
+    dp_clip: float = setting(
+        0.0, "local differential privacy: L2 norm that a client's update is clipped to; 0: off", minimum=0
+    )
+    dp_epsilon: float = setting(1.0, "epsilon of one reply's Gaussian noise", above=0)
+    dp_delta: float = setting(1e-5, "delta of one reply's Gaussian noise", above=0, maximum=0.5)
+    dp_sensitivity: float = setting(0.0, "L2 sensitivity that the noise is for; 0: twice dp-clip", minimum=0)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run: method, rounds, participation, evaluation, what it leaves."""
+
+    method: str = setting("fedfew", "which method to run")
+    experiment: str = setting(
+        "", "YAML file of settings (a name in experiments/ or a path); those given beside it count more", once=True
+    )
+    num_server_rounds: int = setting(15, "communication rounds", minimum=1, resumable=True)
+    fraction_train: float = setting(1.0, "fraction of the clients sampled in each round", above=0, maximum=1)
+    min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
+    max_update_norm: float = setting(
+        0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
+    )
+    round_timeout: float = setting(
+        3600.0, "seconds to wait for the replies of a round", above=0, maximum=1e8, resumable=True
+    )
+    evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
+    system_accuracy: str = setting(
+        "auto",
+        "accuracy on the pooled test sets: FedDRM's routing, else a majority vote; `auto`: FedDRM only",
+        choices=("auto", "on", "off"),
+    )
+    seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1)
+    output_dir: str = setting("runs", "directory that holds the runs", place=True, resumable=True)
+    run_name: str = setting("", "folder of this run; empty: method, data set, seed and time")
+    save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
+    min_clients: int = setting(
+        0, "clients that must be there for the first round; 0: all num-clients", minimum=0, resumable=True
+    )
+    join_timeout: float = setting(
+        300.0, "seconds to wait for the clients before the first round", above=0, maximum=1e8, resumable=True
+    )
+    checkpoint_every: int = setting(
+        10, "rounds between checkpoints (the last round is always one); 0: none", minimum=0, resumable=True
+    )
+    resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
+    state_memory: int = setting(
+        4096,
+        "MiB that the clients' states may take in an in-process run, the rest goes to disk; 0: all",
+        minimum=0,
+        resumable=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the settings that depend on each other."""
+        if self.system_accuracy == "on" and not self.save_models:
+            raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a run.
+
+    Raises
+    ------
+    SettingsError
+        If ``min-clients`` is larger than ``num-clients``.
+    """
+
+    run: RunSettings
+    data: DataSettings
+    train: TrainSettings
+    method: Any
+
+    def __post_init__(self) -> None:
+        """Check the settings that depend on those of another group."""
+        if self.run.min_clients > self.data.num_clients:
+            raise SettingsError(
+                f"min-clients = {self.run.min_clients}: it must be 0 to num-clients = {self.data.num_clients}"
+            )
+
+    def as_config(self) -> dict[str, Scalar]:
+        """Return the settings as flat keys, the method's own under its name."""
+        own = as_config(self.method, self.run.method)
+        return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **own}
+
+    def to_json(self) -> str:
+        """Return the settings as one line of JSON, as they travel to the clients."""
+        return json.dumps(self.as_config())
