@@ -46,8 +46,7 @@ def make_sites(folder: Path) -> None:
         for index in having[having >= start][:IMAGES]:
             place = folder / name / str(digits.y[index])
             place.mkdir(parents=True, exist_ok=True)
-            pixels = np.minimum(digits.x[index, :, :, 0].astype(np.int64) * 255 // 16, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(place / f"{index:04d}.png")
+            Image.fromarray(np.asarray(digits.x[index, :, :, 0])).save(place / f"{index:04d}.png")
             start = index + 1
     damaged = sorted((folder / "site-b" / "3").iterdir())[0]
     damaged.write_bytes(damaged.read_bytes()[:40])
