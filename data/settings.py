@@ -27,8 +27,12 @@ class DataSettings:
         f"`{SITES}`: each node reads its own, named in its node config",
         synonyms=("data",),
     )
-    data_dir: str = setting("datasets", "directory that holds the data sets", place=True, resumable=True)
-    download: bool = setting(True, "let torchvision download what is missing, where it can", resumable=True)
+    data_dir: str = setting(
+        "datasets", "directory that holds the data sets", place=True, resumable=True, affects_results=False
+    )
+    download: bool = setting(
+        True, "let torchvision download what is missing, where it can", resumable=True, affects_results=False
+    )
     partition: str = setting(
         "dirichlet",
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
