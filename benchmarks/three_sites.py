@@ -18,7 +18,8 @@ from PIL import Image
 
 from benchmarks.local_federation import Deployment
 from benchmarks.machine import machine
-from data.image import load_digits
+from posy.data.datasets import load_dataset
+from posy.data.settings import DataSettings
 
 NAMES = ("site-a", "site-b", "site-c")
 CLASSES = {"site-a": range(10), "site-b": range(7), "site-c": range(3, 10)}
@@ -39,7 +40,7 @@ SETTINGS = (
 
 def make_sites(folder: Path) -> None:
     """Write each site's images into class folders, and damage one of site-b."""
-    digits = load_digits()
+    digits = load_dataset(DataSettings(), Path(), 0)
     start = 0
     for name in NAMES:
         having = np.flatnonzero(np.isin(digits.y, CLASSES[name]))

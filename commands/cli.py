@@ -23,7 +23,7 @@ from posy.listing import print_table
 from posy.paths import is_file
 from posy.settings import SettingsError, meant, nearest
 from posy.strategies.methods import METHODS, check_method
-from posy.strategies.registry import defaults, groups, parse_words, read_settings, setting_of, with_experiment
+from posy.strategies.registry import declared, groups, parse_words, read_settings, setting_of, with_experiment
 
 WRONG_USE = 2
 """Exit status where a command or a setting is wrong."""
@@ -169,7 +169,7 @@ def methods() -> int:
 @app.command()
 def datasets() -> int:
     """List the data sets."""
-    from posy.data.datasets import describe  # noqa: PLC0415
+    from posy.data.published import describe  # noqa: PLC0415
 
     print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
     return 0
@@ -216,7 +216,7 @@ def _wrong_use(error: click.UsageError, words: Sequence[str], group: click.Group
     if isinstance(error, click.NoSuchOption) and error.option_name.startswith("--"):
         option = error.option_name
         takes_settings = any(parameter.name == "settings" for parameter in command.params)
-        key = meant(option[2:], defaults() if takes_settings else ()).partition(" or ")[0]
+        key = meant(option[2:], declared() if takes_settings else {}).partition(" or ")[0]
         near = nearest(option, [known for parameter in command.params for known in parameter.opts], 0.8)
         if near and key != option[2:]:
             return f"{option} is no option of `{typed}`; did you mean {near}?"

@@ -2,24 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from posy.data.pfllib import is_pfllib
+from posy.data.published import DATASETS
 from posy.paths import absolute, exists
 from posy.settings import SettingsError, as_config, setting, settings_of
 
-DATASETS = (
-    "digits",
-    "mnist",
-    "fmnist",
-    "cifar10",
-    "cifar100",
-    "cifar20",
-    "emnist-letters",
-    "femnist",
-    "tiny-imagenet",
-    "agnews",
-    "sent140",
-    "kvasir",
-    "fedisic",
-)
 SITES = "sites"
 """The `dataset` of a run whose nodes hold their own data."""
 
@@ -38,6 +25,7 @@ class DataSettings:
         "digits",
         "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, an image folder, a PFLlib directory), or "
         f"`{SITES}`: each node reads its own, named in its node config",
+        synonyms=("data",),
     )
     data_dir: str = setting(
         "datasets", "directory that holds the data sets", place=True, resumable=True, affects_results=False
@@ -50,8 +38,10 @@ class DataSettings:
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
         choices=("dirichlet", "iid", "classes", "shards", "natural", "file", "given"),
     )
-    num_clients: int = setting(10, "number of clients M", minimum=1, maximum=1_000_000)
-    dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0)
+    num_clients: int = setting(
+        10, "number of clients M", minimum=1, maximum=1_000_000, synonyms=("clients", "n-clients")
+    )
+    dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0, synonyms=("alpha",))
     classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
     samples_per_client: int = setting(
         0,
@@ -138,7 +128,5 @@ def located(settings: DataSettings) -> DataSettings:
     path = next((place for place in places if exists(place)), None)
     if path is None:
         return settings
-    from posy.data.pfllib import is_pfllib  # noqa: PLC0415 - the command line need not wait for NumPy
-
     given = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
     return replace(settings, dataset=str(path), partition="given" if given else settings.partition)

@@ -44,8 +44,10 @@ class StoredRun:
     damage: str = ""
 
     @classmethod
-    def named_in(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
+    def find(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
         """Return the run that is to be resumed, None if a new one is to begin.
+
+        Its ``config.yaml`` is for people: one that is lost or damaged is written anew.
 
         Parameters
         ----------
@@ -57,24 +59,13 @@ class StoredRun:
         Raises
         ------
         SettingsError
-            As :meth:`find`, and if what is given is wrong.
+            If what is given is wrong, there is no such run, it has no checkpoint that can be read, or its
+            ``config.yaml`` holds other settings.
         """
         values = with_experiment(given, where)
-        if not values.get("resume"):
+        name, output_dir = values.get("resume"), absolute(values.get("output-dir", RunSettings.output_dir))
+        if not name:
             return None
-        return cls.find(absolute(values.get("output-dir", RunSettings.output_dir)), values["resume"])
-
-    @classmethod
-    def find(cls, output_dir: Path, name: str) -> "StoredRun":
-        """Return the run of a name.
-
-        Its ``config.yaml`` is for people: one that is lost or damaged is written anew.
-
-        Raises
-        ------
-        SettingsError
-            If there is none, it has no checkpoint that can be read, or its ``config.yaml`` holds other settings.
-        """
         path = output_dir / name
         if not is_folder_name(name):
             raise SettingsError(f"resume = {name!r}: it must be the name of a folder in output-dir = {output_dir}")

@@ -11,13 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from posy import settings as declared
 from posy.data.augment import crop, draw_boxes
 from posy.data.client import client_data
-from posy.data.datasets import SOURCES, describe, load_dataset
+from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
-from posy.data.image import CIFAR20, CIFAR100_NAMES, KVASIR, TO_SUPERCLASS
 from posy.data.partitions import Partition, partition
-from posy.data.settings import DATASETS, DataSettings
+from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, KVASIR, TO_SUPERCLASS, describe
+from posy.data.settings import DataSettings
 from posy.data.text import tokenise
 from posy.settings import SettingsError
 
@@ -41,8 +42,8 @@ def save_image(path, value, size=(4, 4), mode="RGB"):
 # The table
 
 
-def test_the_table_of_sources_and_the_setting_name_the_same_data_sets():
-    assert tuple(SOURCES) == DATASETS
+def test_the_catalogue_and_the_setting_name_the_same_data_sets():
+    assert tuple(DATASETS) == declared.DATASETS
     assert [row[0] for row in describe()] == list(DATASETS)
     assert all(len(row) == 4 and all(row) for row in describe())
 

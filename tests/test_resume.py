@@ -674,7 +674,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
             run(InProcessGrid(2), again)
         assert told in str(raised.value) and "Put it back or delete the file" in str(raised.value)
     file.write_text(text)
-    StoredRun.find(tmp_path, "cut")
+    assert StoredRun.find(again, "a test") is not None
 
 
 # -- a disk that is full ----------------------------------------------------------------------------------
