@@ -12,7 +12,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from posy.client_app.privacy import check_privacy
-from posy.client_app.state import DirectoryStore, MemoryStore
+from posy.client_app.state import MemoryStore
 from posy.client_app.workspace import workspace_for
 from posy.data.settings import SITES
 from posy.flower import in_simulation
@@ -150,9 +150,9 @@ def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryS
     """Provide what keeps the clients' states in this process; what does not fit lies in the run's directory."""
     limit = settings.run.state_memory << 20
     if settings.run.checkpoint_every or settings.run.resume:
-        states = MemoryStore(DirectoryStore(recorder.directory.state), limit)
+        states = MemoryStore(recorder.directory.state, limit)
         recorder.checkpoints.flush = states.flush
         yield states
         return
     with TemporaryDirectory(dir=recorder.directory.path, prefix="state-") as folder:
-        yield MemoryStore(DirectoryStore(Path(folder), durable=False), limit)
+        yield MemoryStore(Path(folder), limit)
