@@ -104,12 +104,10 @@ class Control:
 
     def nodes(self) -> list[NodeInfo]:
         """Return the nodes that are registered, by name; one without a name has its number for it."""
-        found = [
-            node for node in self._client.ListNodes(ListNodesRequest()).nodes_info if node.status != "unregistered"
-        ]
+        found = self._client.ListNodes(ListNodesRequest()).nodes_info
         for node in found:
             node.name = node.name or str(node.node_id)
-        return sorted(found, key=lambda node: node.name)
+        return sorted((node for node in found if node.status != "unregistered"), key=lambda node: node.name)
 
     def runs(self) -> list[Run]:
         """Return all runs, the newest first."""
