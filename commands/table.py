@@ -271,7 +271,7 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
     was measured in. Where that is none, it is NaN. ``last`` is the last round: what was measured before it, and then no
     more, does not count.
     """
-    columns = {"seeds": ("seconds", "size")}
+    columns: dict[str, Any] = {"seeds": ("seconds", "size")}
     for point in POINTS:
         columns[f"{point}-measured"] = (point, "count")
         columns |= {point: (point, _mean), f"{point}-seeds-std": (point, _std)}

@@ -9,7 +9,8 @@ import numpy as np
 from posy.data.dataset import Dataset
 from posy.data.errors import DataError
 from posy.data.own import load_own
-from posy.data.published import DATASETS, Request, load_published
+from posy.data.published import DATASETS
+from posy.data.read_published import load_published
 from posy.data.settings import DataSettings
 from posy.paths import exists, expanded
 from posy.randomness import numpy_generator
@@ -44,7 +45,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     name = settings.dataset
     try:
         if name in DATASETS:
-            found = load_published(name, Request(data_dir, settings.download, settings.test_fraction))
+            found = load_published(name, data_dir, settings)
         else:
             found = load_own(_path_of(name, data_dir), name)
     except OSError as error:

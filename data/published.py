@@ -1,27 +1,7 @@
-"""The published data sets: one table to look up and to add to, and what reads their files."""
+"""The published data sets: one table to look up and to add to. It is read without importing NumPy."""
 
-import itertools
-import os
 import string
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from logging import getLogger
-from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
-from filelock import FileLock
-
-from posy.data.dataset import Content, Dataset
-from posy.data.errors import DataError
-from posy.data.files import read_json
-from posy.data.image import DEFAULT_SIDE, image_files, read_images
-from posy.data.labels import as_labels, known_labels, numbered
-from posy.data.own import as_dataset, read_npz
-from posy.data.tables import rows_of
-from posy.data.text import MAX_LENGTH
-from posy.data.values import as_float32, check_lengths
+from dataclasses import dataclass
 
 CIFAR20 = {
     "aquatic_mammals": "beaver dolphin otter seal whale",
@@ -47,9 +27,6 @@ CIFAR20 = {
 }
 """The superclasses of CIFAR-100, each with its classes."""
 CIFAR100_NAMES = tuple(sorted(" ".join(CIFAR20.values()).split()))
-TO_SUPERCLASS = np.array(
-    [next(place for place, names in enumerate(CIFAR20.values()) if name in names.split()) for name in CIFAR100_NAMES]
-)
 KVASIR = (
     "dyed-lifted-polyps",
     "dyed-resection-margins",
@@ -60,19 +37,7 @@ KVASIR = (
     "polyps",
     "ulcerative-colitis",
 )
-_DIGITS = tuple(string.digits)
-_CIFAR100 = ("CIFAR100", "cifar-100-python")
-_UNREADABLE = (RuntimeError, OSError, ValueError, TypeError, LookupError, AssertionError)  # raised by torchvision
-_MIN_TEST = 8  # PPFE, appendix A.2: users with fewer test samples are removed
-_SQUARE = (DEFAULT_SIDE, DEFAULT_SIDE)
-
-
-class Request(NamedTuple):
-    """What the settings say of reading a published data set."""
-
-    data_dir: Path
-    download: bool
-    test_fraction: float
+DIGITS = tuple(string.digits)
 
 
 @dataclass(frozen=True)
@@ -85,387 +50,114 @@ class Published:
         What it holds.
     where : str
         What to put where, below the data directory.
-    read : callable
-        From a :class:`Request` to what the published files hold.
     classes : tuple of str
         Names of its classes in the order of the labels. Where they are given, ``<name>.npz`` is read instead of the
         published files if it is there.
     shape : tuple of int or None
         ``(H, W, C)`` of its images; ``None``: any.
-    words : int
-        Length of its texts.
-    downloads : bool
-        Whether torchvision can fetch it.
+    words : int or None
+        Length of its texts; ``None``: as of people's own texts.
+    torchvision : tuple of str or None
+        Class in ``torchvision.datasets`` that reads and downloads it, and the folder where that keeps it.
+    reader : str
+        Function in :mod:`posy.data.read_published` that reads the published files.
     """
 
     about: str
     where: str
-    read: Callable[["Request"], Content]
     classes: tuple[str, ...] = ()
     shape: tuple[int, int, int] | None = None
-    words: int = MAX_LENGTH
-    downloads: bool = False
-
-
-def load_published(name: str, request: Request) -> Dataset:
-    """Load a data set of :data:`DATASETS`.
-
-    Raises
-    ------
-    DataError
-        If it is neither in the data directory nor to be had, or is damaged.
-    """
-    source = DATASETS[name]
-    content = (_from_npz(name, request.data_dir) if source.classes else None) or source.read(request)
-    return as_dataset(replace(content, class_names=content.class_names or source.classes), name, source.words)
+    words: int | None = None
+    torchvision: tuple[str, str] | None = None
+    reader: str = "read_torchvision"
 
 
 def describe() -> list[tuple[str, str, str, str]]:
     """Return a row for each data set: name, what it holds, what to put where, whether it downloads."""
-    return [(name, s.about, s.where, "yes" if s.downloads else "no") for name, s in DATASETS.items()]
-
-
-def _from_npz(name: str, data_dir: Path) -> Content | None:
-    """Read ``<data-dir>/<name>.npz`` if it is there."""
-    path = data_dir / f"{name}.npz"
-    if not os.path.lexists(path):  # also a link that leads nowhere is meant to be read
-        return None
-    content, shape = read_npz(path), DATASETS[name].shape
-    if not content.kind.startswith("image"):
-        raise DataError(f"{path}: samples of kind {content.kind}; those of {name} are images")
-    if shape is not None and content.x.shape[1:] != shape:
-        raise DataError(
-            f"{path}: images of shape {content.x.shape[1:]}; those of {name} are {shape} (height, width, channels)"
-        )
-    return content
-
-
-def _read_digits(request: Request) -> Content:
-    """Take scikit-learn's digits; grey values 0..16 become 0..255."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415 - needed by this set alone
-
-    bunch = load_digits()
-    x = np.rint(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
-    return Content(request.data_dir, "image", x, bunch.target.astype(np.int64), class_names=_DIGITS)
-
-
-def _read_torchvision(request: Request, names: Sequence[str], reader: str, folder: str, **options: str) -> Content:
-    """Read what a class of ``torchvision.datasets`` does; it checks CIFAR's files by MD5 before unpickling them.
-
-    ``names`` are those of the .npz files that would have served as well, for messages: what was asked for is first.
-    """
-    from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
-
-    def read(fetch: bool) -> Content:
-        xs, ys = [], []
-        for train in (True, False):
-            part = getattr(datasets, reader)(str(request.data_dir), train=train, download=fetch, **options)
-            xs.append(np.asarray(part.data))
-            ys.append(as_labels(np.asarray(part.targets), str(path)))
-            check_lengths(f"{path}: {'train' if train else 'test'}", images=len(xs[-1]), labels=len(ys[-1]))
-        x = np.concatenate(xs)
-        return Content(path, "image", x.reshape(*x.shape[:3], -1), np.concatenate(ys))
-
-    path = request.data_dir / folder
-    is_there = path.is_dir() and any(path.iterdir())
-    try:
-        return read(False)
-    except DataError:
-        raise
-    except _UNREADABLE as error:
-        problem: Exception = error
-    if request.download:
-        getLogger("flwr").info("Downloading %s to %s", names[-1], request.data_dir.absolute())
-        try:
-            request.data_dir.mkdir(parents=True, exist_ok=True)
-            with FileLock(request.data_dir / f".{names[-1]}.lock"):  # clients in other processes may want it as well
-                return read(True)
-        except _UNREADABLE as error:
-            problem = error
-    if is_there:
-        raise DataError(
-            f"{path.absolute()}: cannot be read ({problem}); needed are the published files in torchvision's layout"
-        ) from problem
-    raise _missing(
-        names[0],
-        [*(request.data_dir / f"{name}.npz" for name in names), path],
-        "put there either an .npz with x_train, y_train, x_test, y_test or the published files in torchvision's "
-        f"layout{'' if request.download else ', or set download = true'} ({problem})",
-    ) from problem
-
-
-def _read_cifar20(request: Request) -> Content:
-    """Read CIFAR-100 with the superclasses as labels."""
-    fine = _from_npz("cifar100", request.data_dir)
-    fine = fine or _read_torchvision(request, ("cifar20", "cifar100"), *_CIFAR100)
-    return replace(fine, labels=TO_SUPERCLASS[known_labels(fine.labels, len(TO_SUPERCLASS), str(fine.path))])
-
-
-def _read_emnist(request: Request) -> Content:
-    raw = _read_torchvision(request, ("emnist-letters",), "EMNIST", "EMNIST/raw", split="letters")
-    # The files hold the images transposed, and count the letters from 1.
-    return replace(raw, x=np.ascontiguousarray(raw.x.swapaxes(1, 2)), labels=raw.labels - 1)
-
-
-def _read_femnist(request: Request) -> Content:
-    """Read FEMNIST from LEAF's JSON files; the writer is the group."""
-    folders = [request.data_dir / place / split for place in ("femnist", "femnist/data") for split in ("train", "test")]
-    files = {folder: sorted(folder.glob("*.json")) for folder in folders}
-    if len({folder.name for folder, paths in files.items() if paths}) < 2:
-        absent = [folder / "*.json" for folder, paths in files.items() if not paths]
-        raise _missing(
-            "femnist",
-            [request.data_dir / "femnist.npz", *absent],
-            "put there the .json files that LEAF's preprocessing writes, of train and of test",
-        )
-    images, labels, writers = [], [], []
-    for path in itertools.chain(*files.values()):
-        for user, x, y in _leaf_users(path):
-            where = f"{path}: user {user}"
-            check_lengths(where, x=len(x), y=len(y))
-            try:
-                pixels, classes = np.array(x, np.float64), np.array(y)
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{where}: not 784 numbers and one label a sample ({error})") from error
-            if pixels.shape != (len(y), 784) or classes.shape != (len(y),):
-                raise DataError(
-                    f"{where}: x of shape {pixels.shape}, y of shape {classes.shape}; needed are 784 pixels and one "
-                    "label a sample"
-                )
-            pixels = as_float32(pixels, where)
-            if pixels.min() < 0 or pixels.max() > 1:
-                raise DataError(f"{where}: pixels from {pixels.min()} to {pixels.max()}; allowed are 0 to 1")
-            images.append(np.rint(pixels * 255).astype(np.uint8).reshape(-1, 28, 28, 1))
-            labels.append(known_labels(classes, 62, where))
-            writers += [user] * len(y)
-    check_lengths(str(request.data_dir / "femnist"), samples=len(writers))
-    groups = numbered(np.array(writers))
-    return Content(request.data_dir / "femnist", "image", np.concatenate(images), np.concatenate(labels), groups)
-
-
-def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
-    content = read_json(path)
-    try:
-        found = [(user, content["user_data"][user]["x"], content["user_data"][user]["y"]) for user in content["users"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{path}: not a LEAF file with "users" and "user_data" ({error!r})') from error
-    for user, x, y in found:
-        if not isinstance(x, list) or not isinstance(y, list):
-            kinds = ", ".join(f"{name} is of type {type(part).__name__}" for name, part in (("x", x), ("y", y)))
-            raise DataError(f"{path}: user {user}: {kinds}; needed are two lists")
-    return [entry for entry in found if entry[1] or entry[2]]
-
-
-def _read_tiny_imagenet(request: Request) -> Content:
-    """Read the published folders: ``train/<wnid>/images`` and ``val`` with ``val_annotations.txt``."""
-    roots = [request.data_dir / "tiny-imagenet-200", request.data_dir / "tiny-imagenet"]
-    root = next((root for root in roots if (root / "train").is_dir()), None)
-    if root is None:
-        looked_for = [request.data_dir / "tiny-imagenet.npz", *(root / "train" for root in roots)]
-        raise _missing("tiny-imagenet", looked_for, "unpack tiny-imagenet-200.zip there")
-    wnids = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
-    found = [(path, wnid) for wnid in wnids for path in image_files(root / "train" / wnid / "images")]
-    annotations = root / "val" / "val_annotations.txt"
-    if not annotations.is_file():
-        raise _missing("tiny-imagenet", [annotations], "the archive's validation images belong there")
-    for number, fields in rows_of(annotations, delimiter="\t"):
-        if len(fields) < 2 or fields[1] not in wnids:
-            raise DataError(
-                f"{annotations}: row {number}: {fields!r:.80}; needed are an image and one of the folders' wnids"
-            )
-        found.append((root / "val" / "images" / fields[0], fields[1]))
-    x = read_images([path for path, _ in found], (64, 64), "RGB")
-    y = np.searchsorted(wnids, [wnid for _, wnid in found])
-    return Content(root, "image", x, y, class_names=tuple(wnids))
-
-
-def _read_kvasir(request: Request) -> Content:
-    """Read Kvasir's class folders; images are cropped to a centred square and resized to 64x64."""
-    roots = [request.data_dir / "kvasir", request.data_dir / "kvasir-dataset-v2", request.data_dir / "kvasir-dataset"]
-    root = next((root for root in roots if root.is_dir()), None)
-    if root is None:
-        looked_for = [request.data_dir / "kvasir.npz", *roots]
-        raise _missing("kvasir", looked_for, "unpack the Kvasir data set there: one folder of images a class")
-    if absent := [root / name for name in KVASIR if not (root / name).is_dir()]:
-        raise _missing("kvasir", absent, "all 8 classes belong there")
-    found = [(path, label) for label, name in enumerate(KVASIR) for path in image_files(root / name)]
-    x = read_images([path for path, _ in found], _SQUARE)
-    return Content(root, "image", x, np.array([label for _, label in found]))
-
-
-def _read_fedisic(request: Request) -> Content:
-    """Read Fed-ISIC2019 as FLamby prepares it: the images and its ``train_test_split``.
-
-    The centre of each image is its group; images are cropped to a centred square and resized to 64x64.
-    """
-    root = request.data_dir / "fedisic"
-    tables = [root / "train_test_split", root / "train_test_split.csv", root / "train_test_folds.csv"]
-    folders = [root / "ISIC_2019_Training_Input_preprocessed", root / "ISIC_2019_Training_Input"]
-    table = next((path for path in tables if path.is_file()), None)
-    folder = next((path for path in folders if path.is_dir()), None)
-    if table is None or folder is None:
-        looked_for = [request.data_dir / "fedisic.npz", *tables, *folders]
-        raise _missing("fedisic", looked_for, "put FLamby's train_test_split and one of its image folders there")
-    rows = rows_of(table)
-    _, header = next(rows, (0, []))
-    files, labels, centres = [], [], []
-    for number, fields in rows:
-        row = dict(zip(header, fields, strict=False))
-        try:
-            labels.append(int(row["target"]))
-            centres.append(int(row["center"]))
-            files.append(folder / f"{row['image']}.jpg")
-        except (KeyError, ValueError) as error:
-            raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
-    check_lengths(str(table), rows=len(files))
-    y = known_labels(np.array(labels), 8, str(table))
-    return Content(table, "image", read_images(files, _SQUARE, "RGB"), y, np.array(centres, np.int64))
-
-
-def _read_agnews(request: Request) -> Content:
-    """Read AG News: rows of class 1-4, title, description."""
-    pair = [request.data_dir / "agnews" / "train.csv", request.data_dir / "agnews" / "test.csv"]
-    files = pair if any(path.is_file() for path in pair) else [request.data_dir / "agnews.csv"]
-    if absent := [path for path in files if not path.is_file()]:
-        looked_for = absent if files is pair else [*pair, *absent]
-        raise _missing("agnews", looked_for, "put there the rows: class 1-4, title, description")
-    labels, texts = [], []
-    for path in files:
-        for number, row in rows_of(path):
-            if number == 1 and row[0].strip().lower() in ("class index", "class", "label"):
-                continue  # some mirrors add a header
-            if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
-                raise DataError(f"{path}: row {number}: {row!r:.80}; needed are class 1 to 4, title, description")
-            labels.append(int(row[0]) - 1)
-            texts.append(f"{row[1]} {row[2]}")
-    check_lengths(str(files[0]), rows=len(labels))
-    names = ("World", "Sports", "Business", "Sci/Tech")
-    return Content(files[0], "text", texts, np.array(labels), class_names=names)
-
-
-def _read_sent140(request: Request) -> Content:
-    """Read Sentiment140: polarity 0 or 4, id, date, query, user, text.
-
-    The user is the group; users whose test split would have fewer than 8 samples are left out (PPFE,
-    appendix A.2).
-    """
-    published = "training.1600000.processed.noemoticon.csv"
-    places = [request.data_dir / "sent140" / published, request.data_dir / published, request.data_dir / "sent140.csv"]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        raise _missing("sent140", places, "unpack trainingandtestdata.zip there")
-    rows = []
-    for number, row in rows_of(path, "latin-1"):
-        if len(row) != 6 or row[0] not in ("0", "4"):
-            raise DataError(
-                f"{path}: row {number}: {row!r:.80}; needed are polarity 0 or 4, id, date, query, user, text"
-            )
-        rows.append((row[4], row[0] == "4", row[5]))
-    tweets = Counter(user for user, _, _ in rows)
-    rows = [row for row in rows if round(tweets[row[0]] * request.test_fraction) >= _MIN_TEST]
-    if not rows:
-        fraction = request.test_fraction
-        raise DataError(f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {fraction}; raise it")
-    users, labels, texts = zip(*rows, strict=True)
-    groups = numbered(np.array(users))
-    return Content(path, "text", texts, np.array(labels, np.int64), groups, class_names=("negative", "positive"))
-
-
-def _missing(name: str, looked_for: Iterable[Path], what: str) -> DataError:
-    """Return the error for data that was not found: the paths looked for, and what belongs there."""
-    paths = "\n".join(f"  {path.absolute()}" for path in looked_for)
-    return DataError(f"the data of {name} was not found; looked for\n{paths}\n{what}")
-
-
-def _torchvision(
-    name: str,
-    about: str,
-    shape: tuple[int, int, int],
-    classes: tuple[str, ...],
-    reader: tuple[str, str],
-) -> Published:
-    """Return the entry of a set that torchvision reads; ``reader`` is its class and the folder where it keeps it."""
-    return Published(
-        about,
-        f"{name}.npz, or {reader[1]}/",
-        lambda request: _read_torchvision(request, (name,), *reader),
-        classes,
-        shape,
-        downloads=True,
-    )
+    return [(name, s.about, s.where, "yes" if s.torchvision else "no") for name, s in DATASETS.items()]
 
 
 DATASETS = {
-    "digits": Published("1,797 grey 8x8 digits", "nothing: comes with scikit-learn", _read_digits),
-    "mnist": _torchvision("mnist", "70,000 grey 28x28 digits", (28, 28, 1), _DIGITS, ("MNIST", "MNIST/raw")),
-    "fmnist": _torchvision(
-        "fmnist",
-        "70,000 grey 28x28 images of clothes, 10 classes",
+    "digits": Published("1,797 grey 8x8 digits", "nothing: comes with scikit-learn", reader="read_digits"),
+    "mnist": Published(
+        "70,000 grey 28x28 digits",
+        "mnist.npz, or MNIST/raw/",
+        DIGITS,
         (28, 28, 1),
+        torchvision=("MNIST", "MNIST/raw"),
+    ),
+    "fmnist": Published(
+        "70,000 grey 28x28 images of clothes, 10 classes",
+        "fmnist.npz, or FashionMNIST/raw/",
         ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
-        ("FashionMNIST", "FashionMNIST/raw"),
+        (28, 28, 1),
+        torchvision=("FashionMNIST", "FashionMNIST/raw"),
     ),
-    "cifar10": _torchvision(
-        "cifar10",
+    "cifar10": Published(
         "60,000 RGB 32x32 images, 10 classes",
-        (32, 32, 3),
+        "cifar10.npz, or cifar-10-batches-py/",
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-        ("CIFAR10", "cifar-10-batches-py"),
+        (32, 32, 3),
+        torchvision=("CIFAR10", "cifar-10-batches-py"),
     ),
-    "cifar100": _torchvision(
-        "cifar100", "60,000 RGB 32x32 images, 100 classes", (32, 32, 3), CIFAR100_NAMES, _CIFAR100
+    "cifar100": Published(
+        "60,000 RGB 32x32 images, 100 classes",
+        "cifar100.npz, or cifar-100-python/",
+        CIFAR100_NAMES,
+        (32, 32, 3),
+        torchvision=("CIFAR100", "cifar-100-python"),
     ),
     "cifar20": Published(
         "CIFAR-100 with its 20 superclasses",
         "cifar20.npz, or what cifar100 needs",
-        _read_cifar20,
         tuple(CIFAR20),
         (32, 32, 3),
-        downloads=True,
+        torchvision=("CIFAR100", "cifar-100-python"),
+        reader="read_cifar20",
     ),
     "emnist-letters": Published(
         "145,600 grey 28x28 letters, 26 classes",
         "emnist-letters.npz, or EMNIST/raw/",
-        _read_emnist,
         tuple(string.ascii_lowercase),
         (28, 28, 1),
-        downloads=True,
+        torchvision=("EMNIST", "EMNIST/raw"),
+        reader="read_emnist",
     ),
     "femnist": Published(
         "grey 28x28 digits and letters, 62 classes; groups: writers",
         "LEAF's femnist/train/*.json and femnist/test/*.json, or femnist.npz",
-        _read_femnist,
         tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
+        reader="read_femnist",
     ),
     "tiny-imagenet": Published(
         "110,000 RGB 64x64 images, 200 classes",
         "tiny-imagenet-200/train/<wnid>/images/ and val/ with val_annotations.txt, or tiny-imagenet.npz",
-        _read_tiny_imagenet,
         tuple(map(str, range(200))),
         (64, 64, 3),
+        reader="read_tiny_imagenet",
     ),
     "agnews": Published(
         "127,600 news texts, 4 classes, 100 words each",
         "agnews/train.csv and agnews/test.csv, or agnews.csv (class 1-4, title, description)",
-        _read_agnews,
         words=100,
+        reader="read_agnews",
     ),
     "sent140": Published(
         "tweets, 2 classes, 64 words each; groups: users with 8 or more test samples",
         "sent140/training.1600000.processed.noemoticon.csv, or sent140.csv",
-        _read_sent140,
         words=64,
+        reader="read_sent140",
     ),
     "kvasir": Published(
         "RGB endoscopic images, 8 classes, resized to 64x64",
         "kvasir/<class>/*.jpg, or kvasir.npz",
-        _read_kvasir,
         KVASIR,
+        reader="read_kvasir",
     ),
     "fedisic": Published(
         "23,247 RGB skin lesions, 8 classes, resized to 64x64; groups: 6 centres",
         "FLamby's fedisic/train_test_split and fedisic/ISIC_2019_Training_Input_preprocessed/*.jpg, or fedisic.npz",
-        _read_fedisic,
         ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC"),
+        reader="read_fedisic",
     ),
 }

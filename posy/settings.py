@@ -61,10 +61,10 @@ class Setting:
         It is about one start of a run only; whatever resumes or repeats the run does not take it over.
     sites : str
         ``only``: it is for sites that hold their own data; ``never``: it is not for them.
-    affects_results : bool
-        What a run computes depends on it. False: it says where and how the run is carried out, and no more.
     synonyms : tuple of str
         What other tools call it, and people type for it.
+    affects_results : bool
+        What a run computes depends on it. False: it says where and how the run is carried out, and no more.
     """
 
     default: Any
@@ -77,8 +77,8 @@ class Setting:
     resumable: bool = False
     once: bool = False
     sites: str = ""
-    affects_results: bool = True
     synonyms: tuple[str, ...] = ()
+    affects_results: bool = True
 
     @property
     def kind(self) -> type:

@@ -155,17 +155,7 @@ def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 
 def check_own(given: Iterable[str], method: str, where: str) -> None:
-    """Raise :class:`SettingsError` for settings of another method than the run's: they would do nothing.
-
-    Parameters
-    ----------
-    given : iterable of str
-        Keys that a person has set for this very run; a file that is made for several may hold others.
-    method : str
-        The run's method.
-    where : str
-        Where they were set.
-    """
+    """Raise :class:`SettingsError` if keys given for this very run are another method's: they would do nothing."""
     for key in given:
         if owner(key) not in (None, method):
             raise SettingsError(f"{key} in {where} is a setting of {owner(key)}; the run's method is {method}")

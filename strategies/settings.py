@@ -84,8 +84,8 @@ class RunSettings:
         above=0,
         maximum=1e8,
         resumable=True,
-        affects_results=False,
         synonyms=("timeout",),
+        affects_results=False,
     )
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
     system_accuracy: str = setting(
@@ -103,7 +103,10 @@ class RunSettings:
         synonyms=("output",),
     )
     run_name: str = setting(
-        "", "folder of this run; empty: method, data set, seed and time", affects_results=False, synonyms=("name",)
+        "",
+        "folder of this run; empty: method, data set, seed and time",
+        affects_results=False,
+        synonyms=("name",),
     )
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
     min_clients: int = setting(

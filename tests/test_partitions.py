@@ -82,7 +82,8 @@ def test_the_seed_makes_the_partition(kind):
 
 def test_another_process_makes_the_same_partition():
     code = (
-        "from pathlib import Path; from posy.settings import DataSettings; from posy.data.datasets import load_dataset;"
+        "from pathlib import Path; from posy.data.settings import DataSettings;"
+        "from posy.data.datasets import load_dataset;"
         "from posy.data.partitions import partition; s = DataSettings();"
         "print([t.tolist() for t in partition(load_dataset(s, Path('.'), 0), s, 5).train])"
     )
