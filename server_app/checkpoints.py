@@ -189,7 +189,7 @@ def resumption(
     SettingsError
         If there is none, the run is complete, a process is at work in it, or the data are not those it began with.
     """
-    directory = RunDirectory.existing(stored.path, stored.id)
+    directory = RunDirectory(stored.path, stored.id)
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
     try:

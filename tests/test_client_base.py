@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from torch import Tensor
 
 from posy.client_app import app as client_app
-from posy.client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, scores
+from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps, scores
 from posy.client_app.state import ContextStore, MissingStateError, State, Versions
 from posy.client_app.training.work import Train, TrainingDivergedError
 from posy.client_app.workspace import Workspace, choose_device, workspace_for
@@ -24,6 +24,7 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
+from posy.strategies.replies import Update
 from posy.strategies.states import ClientStates
 
 MakeClient = Callable[..., Any]
@@ -260,9 +261,9 @@ def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) ->
 class NoLoss(PersonalClient):
     """A client whose method reports a loss that is none."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         yield Train(received[0])
-        return Update([], math.nan, None)
+        return Update([], math.nan), None
 
 
 def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> None:
@@ -440,7 +441,7 @@ def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any])
 
 
 def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[..., Any]) -> None:
-    one, other = (read_settings(make_config("fedavg", seed=seed)).to_json() for seed in (1, 2))
+    one, other = (read_settings(make_config("fedavg", seed=seed)) for seed in (1, 2))
     workspace = workspace_for(one, "")
     assert workspace_for(one, "") is workspace
     assert workspace_for(other, "") is not workspace
