@@ -16,9 +16,9 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
+from posy.data.agreement import Description, agreed, is_complete, task_of
 from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.data.sites import Description, agreed, is_complete, task_of
 from posy.flower import failure, raised
 from posy.server_app.grids import LOST, WaveGrid, pause
 from posy.server_app.progress import task_table

@@ -10,7 +10,6 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.methods import strategy_class
 from posy.strategies.registry import declared, with_experiment
 from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
@@ -120,7 +119,7 @@ class StoredRun:
         changed = {
             key: value for key, value in settings.as_config().items() if not known[key].once and value != ran[key]
         }
-        fixed = settings.train.lr_schedule != "constant" or strategy_class(settings.run.method).follows_number_of_rounds
+        fixed = settings.train.lr_schedule != "constant" or settings.method.follows_number_of_rounds
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"
             for key, value in sorted(changed.items())

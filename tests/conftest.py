@@ -228,7 +228,7 @@ def update() -> Callable[..., Update]:
     """Return a client's reply as a strategy gets it."""
 
     def make(client: int, arrays: Sequence[Any], num_examples: int = 1, loss: float = 1.0) -> Update:
-        return Update(client, [np.asarray(array, np.float32) for array in arrays], num_examples, loss)
+        return Update([np.asarray(a, np.float32) for a in arrays], loss, client=client, num_examples=num_examples)
 
     return make
 

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Message
 from torch import Tensor
 
 from posy.client_app import app as client_app
-from posy.client_app.base import Config, Member, PersonalClient, Predictor, Steps, Update, scores
+from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps, scores
 from posy.client_app.state import ContextStore, MissingStateError, State, Versions
 from posy.client_app.training.work import Train, TrainingDivergedError
 from posy.client_app.workspace import Workspace, choose_device, workspace_for
@@ -24,6 +24,7 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
+from posy.strategies.replies import Update
 from posy.strategies.states import ClientStates
 
 MakeClient = Callable[..., Any]
@@ -96,7 +97,8 @@ def test_negative_coefficients_choose_the_class_with_the_largest_sum(
 def test_confident_members_that_agree_on_no_class_have_a_finite_loss(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     own = [Member(m.parameters * 1e5, m.architecture, 1.0) for m in members(client, 1.0, 1.0)]
-    assert math.isfinite(drive(client, client.score(Predictor(own), "test")).loss)
+    predicted = drive(client, client.predict(Predictor(own), "test"))
+    assert math.isfinite(scores(predicted, client.data.y_test)[0])
 
 
 def test_of_two_outputs_the_classes_count(make_client: MakeClient) -> None:
@@ -108,10 +110,9 @@ def test_of_two_outputs_the_classes_count(make_client: MakeClient) -> None:
 
 def test_scores_by_hand() -> None:
     p = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.3, 0.5], [0.25, 0.5, 0.25]])
-    result = scores(p.log(), torch.tensor([0, 1, 0, 0]))
-    assert result.accuracy == 0.5
-    assert result.count == 4
-    assert result.loss == pytest.approx(-(math.log(0.5) + math.log(0.75) + math.log(0.2) + math.log(0.25)) / 4)
+    loss, accuracy = scores(p.log(), torch.tensor([0, 1, 0, 0]))
+    assert accuracy == 0.5
+    assert loss == pytest.approx(-(math.log(0.5) + math.log(0.75) + math.log(0.2) + math.log(0.25)) / 4)
 
 
 def test_a_model_that_outputs_no_numbers_has_no_accuracy(make_client: MakeClient) -> None:
@@ -260,9 +261,9 @@ def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) ->
 class NoLoss(PersonalClient):
     """A client whose method reports a loss that is none."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         yield Train(received[0])
-        return Update([], math.nan, None)
+        return Update([], math.nan), None
 
 
 def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> None:
@@ -440,7 +441,7 @@ def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any])
 
 
 def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[..., Any]) -> None:
-    one, other = (read_settings(make_config("fedavg", seed=seed)).to_json() for seed in (1, 2))
+    one, other = (read_settings(make_config("fedavg", seed=seed)) for seed in (1, 2))
     workspace = workspace_for(one, "")
     assert workspace_for(one, "") is workspace
     assert workspace_for(other, "") is not workspace

@@ -17,6 +17,7 @@ from flwr.common.constant import ErrorCode
 from posy.flower import Array as ByReference
 from posy.flower import raised
 from posy.server_app.in_process import InProcessGrid
+from posy.strategies import base as strategy_base
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
@@ -599,7 +600,7 @@ def test_weights_that_are_none_are_an_error(weights: list[float]) -> None:
 
 
 def test_replies_are_stacked_in_float32() -> None:
-    updates = [Update(c, [np.full(2, c, np.float64), np.array(c)], c + 1, 0.5) for c in range(3)]
+    updates = [Update([np.full(2, c, np.float64), np.array(c)], 0.5, num_examples=c + 1) for c in range(3)]
     assert stacked(updates).tolist() == [[0, 0], [1, 1], [2, 2]]
     assert stacked(updates).dtype == np.float32
     assert stacked(updates, 1).tolist() == [0, 1, 2]
@@ -609,7 +610,10 @@ def test_replies_are_stacked_in_float32() -> None:
 def test_fedavg_by_hand(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
     size = strategy.size
-    updates = [Update(c, [np.full(size, value, np.float32)], n, 0.0) for c, (value, n) in enumerate([(1, 1), (5, 3)])]
+    updates = [
+        Update([np.full(size, value, np.float32)], 0.0, client=c, num_examples=n)
+        for c, (value, n) in enumerate([(1, 1), (5, 3)])
+    ]
     strategy.aggregate(1, updates)
     assert np.array_equal(strategy.model, np.full(size, 4, np.float32))
 
@@ -701,7 +705,7 @@ def test_an_update_too_large_for_a_float_is_beyond_any_limit(make_strategy: Make
 
 def test_without_a_limit_no_norm_is_reckoned(make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = make_strategy("fedavg")
-    monkeypatch.setattr(strategy, "update_of", None)
+    monkeypatch.setattr(strategy_base, "norm_of", None)
     _, replies = send(strategy)
     take(strategy, replies)
     assert not strategy.record.dropped
