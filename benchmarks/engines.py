@@ -37,10 +37,11 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "resnet18-128": {"dataset": "cifar10", "model": "resnet18-gn", "batch-size": 128, "samples-per-client": 128},
 }
 ENGINES = {
-    "ray": {"engine": "ray", "stack": "loop"},
-    "in-process": {"engine": "in-process", "stack": "loop"},
-    "in-process, vectorised": {"engine": "in-process", "stack": "vmap"},
+    "ray": ("ray", "loop"),
+    "in-process": ("in-process", "loop"),
+    "in-process, vectorised": ("in-process", "vmap"),
 }
+"""What delivers the messages, and the setting ``stack``, by the name of the row."""
 TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
 SERVER_CLIENTS = (20, 100, 1000)
 
@@ -54,12 +55,12 @@ def settings(workload: str, clients: int, data_dir: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def overhead(config: dict[str, Any], engine: dict[str, Any], rounds: int) -> float:
+def overhead(config: dict[str, Any], engine: str, stack: str, rounds: int) -> float:
     """Return milliseconds that a message takes beyond one step on one sample."""
     config = config | {"local-steps": 1, "batch-size": 1}
-    rounds *= 1 if engine["engine"] == "ray" else 10  # of milliseconds
+    rounds *= 1 if engine == "ray" else 10  # of milliseconds
     step = 1 / bare_speed(config | {"samples-per-client": 20} if "samples-per-client" in config else config)
-    result = federated(config | {"stack": engine["stack"]}, engine["engine"], rounds)
+    result = federated(config | {"stack": stack}, engine, rounds)
     return 1000 * (result["seconds"] / result["messages"] - step)
 
 
@@ -95,18 +96,18 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: i
         "copies_ms_a_message": round(copying(config), 2),
     }
     print(workload, clients, table, file=sys.stderr, flush=True)
-    for name, engine in ENGINES.items():
-        runs = [federated(config | {"stack": engine["stack"]}, engine["engine"], rounds) for _ in range(repeats)]
+    for name, (engine, stack) in ENGINES.items():
+        runs = [federated(config | {"stack": stack}, engine, rounds) for _ in range(repeats)]
         speed = statistics.median(run["samples"] / run["seconds"] for run in runs)
         table[name] = {
             "samples_per_second": round(speed),
             "of_bare_loop": round(speed / limit, 3),
-            "overhead_ms_a_message": round(overhead(config, engine, rounds), 2),
+            "overhead_ms_a_message": round(overhead(config, engine, stack, rounds), 2),
             "round_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
             "evaluation_seconds": round(statistics.median(run["evaluation"] for run in runs), 3),
             "start_up_seconds": round(statistics.median(run["start_up"] for run in runs), 1),
             "imports_seconds": None if name == "ray" else round(statistics.median(run["imports"] for run in runs), 1),
-            "peak_mib": max(run["peak_mib"] for run in runs),
+            "peak_mib": None if name == "ray" else max(run["peak_mib"] for run in runs),
         }
         print(workload, clients, name, table[name], file=sys.stderr, flush=True)
     return table

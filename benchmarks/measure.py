@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from posy.client_app.registry import client_class
 from posy.client_app.state import State
 from posy.client_app.workspace import Workspace, cores
+from posy.commands.launch import APP, script, toml
 from posy.strategies.registry import read_settings
 
 IN_PROCESS = """
 import json, sys, time
 begun = time.perf_counter()
-import posy, posy.figures, posy.commands.launch, server_app.app
+import posy, posy.figures, posy.commands.launch, posy.server_app.app
 from posy.client_app.registry import client_class
 from posy.strategies.methods import strategy_class
 settings = json.loads(sys.argv[1])
@@ -104,15 +105,21 @@ def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any
         ``seconds`` of the training phase, median without the first round; ``spread`` between its fastest and
         slowest; ``messages`` of the phase; ``samples`` trained in it; ``evaluation`` seconds; ``start_up``
         seconds outside the rounds, start and end, with Ray from the command on and in one process after the
-        ``imports``, which then stand apart; ``peak_mib`` of the largest process.
+        ``imports``, which then stand apart; ``peak_mib`` of the process, None with Ray, whose processes belong to
+        the SuperLink that ``flwr run`` leaves running.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "save-models": False, **config, "num-server-rounds": rounds, "evaluate-every": rounds,
-            "output-dir": folder, "run-name": "run", "engine": engine,
+            "output-dir": folder, "run-name": "run",
         }  # fmt: skip
         if engine == "ray":
-            command = [sys.executable, "-m", "posy.commands.cli", "run", *as_words(settings)]
+            overrides = " ".join(f"{key}={toml(value)}" for key, value in settings.items())
+            gpus = 0.25 if torch.cuda.is_available() else 0
+            nodes = f"num-supernodes={settings['num-clients']} client-resources-num-cpus=1"
+            nodes += f" client-resources-num-gpus={gpus}"
+            command = [script("flwr"), "run", str(APP), "--stream", "--run-config", overrides]
+            command += ["--federation-config", nodes]
         else:
             command = [sys.executable, "-c", IN_PROCESS, json.dumps(settings)]
         start = time.perf_counter()
@@ -139,7 +146,7 @@ def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any
         "evaluation": rows[-1]["seconds"].get("evaluate"),
         "imports": imports,
         "start_up": wall - sum(sum(row["seconds"].values()) for row in rows),
-        "peak_mib": round(usage.ru_maxrss / 1024),
+        "peak_mib": None if engine == "ray" else round(usage.ru_maxrss / 1024),
     }
 
 

@@ -1,12 +1,13 @@
-"""The part of a client that all methods share.
+"""The client that all methods share: FedAvg's, with hooks for what a method does otherwise.
 
 A method writes its round as a generator that yields :class:`~posy.client_app.training.work.Train` and
 :class:`~posy.client_app.training.work.Forward` requests and receives their results, so that it reads like the paper's
-algorithm while the training loop, evaluation, state and reply stay in one place.
+algorithm while the training loop, evaluation, state and reply stay in one place. A hook that needs neither is a plain
+function.
 """
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from flwr.client import NumPyClient
 from flwr.common.logger import log
+from flwr.common.typing import NDArrays
 from torch import Tensor
 
 from posy.client_app.privacy import noised
@@ -29,9 +31,9 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Layout
 from posy.randomness import model_seed, torch_generator
 from posy.storage import write_arrays
+from posy.strategies.replies import Update
 
 Config = Mapping[str, Any]
-Arrays = list[npt.NDArray[np.generic]]
 R = TypeVar("R")
 Steps = Generator[Train | Forward, Any, R]
 
@@ -61,26 +63,8 @@ class Predictor:
     chosen: str = ""
 
 
-@dataclass
-class Update:
-    """What a client hands in after a round.
-
-    Attributes
-    ----------
-    arrays : list of numpy.ndarray
-        Arrays for the server.
-    loss : float
-        Mean training loss of the last local epoch.
-    local : Predictor or None
-        The local model, after training; None where the method makes it only in an evaluation.
-    metrics : dict
-        Further numbers for the server.
-    """
-
-    arrays: Arrays
-    loss: float
-    local: Predictor | None
-    metrics: dict[str, float] = field(default_factory=dict)
+Result = tuple[Update, Predictor | None]
+"""What a round leaves: the update for the server, and the local model; None where only an evaluation makes it."""
 
 
 @dataclass(frozen=True)
@@ -95,17 +79,18 @@ class Scores:
 class PersonalClient(NumPyClient):
     """A NumPyClient for one client of a method.
 
-    Subclasses write :meth:`local_round` and, where it is not the plain model, :meth:`served_model`.
-
     Parameters
     ----------
     client : int
-        Index of the client, 0..M-1: its partition.
+        Index of the client, 0..M-1.
     workspace : Workspace
         Data, networks and trainer of this process.
     state : State
         What this client has kept.
     """
+
+    personal_in_every_evaluation = False
+    """Whether the local model is scored in evaluations, not in the training round itself."""
 
     def __init__(self, client: int, workspace: Workspace, state: State) -> None:
         self.client = client
@@ -115,53 +100,86 @@ class PersonalClient(NumPyClient):
         self.method: Any = workspace.settings.method
         self.device = workspace.device
         self.data = workspace.client_data(client)
-        self.architecture = self.network_for(workspace.architecture)
+        self.architecture: Architecture = self.method.network(workspace.architecture, self.settings.data.num_clients)
+        own = self.method.personal(self.architecture)
+        self.shared, self.personal = self.layout.without(own), self.layout.part(own)
         self.round = 0
         self.lr = 0.0
         self.acknowledgement: dict[str, float] = {}
         """What the server is told with every reply, after training and evaluation alike."""
 
-    # -- what a method contributes -----------------------------------------------------------------
+    # -- what a method contributes: by default FedAvg, with the method's personal layers --------------
 
-    personal_in_every_evaluation = False
-    """Whether the local model is scored in evaluations, not in the training round itself."""
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+        """Train for one round on what the server sent (FedAvg, ClientUpdate)."""
+        served = yield from _result(self.served_model(received, config))
+        trained: Trained = yield self.work(served.members[0].parameters)
+        return self.share(trained)
 
-    def network_for(self, plain: Architecture) -> Architecture:
-        """Return the network that the method trains; by default the plain one."""
-        return plain
+    def work(self, start: Tensor) -> Train:
+        """Return the local training from a whole model ``(d,)``."""
+        return Train(start)
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
-        """Train for one round on what the server sent."""
-        raise NotImplementedError
-
-    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
+    def served_model(self, received: list[Tensor], config: Config) -> Predictor | Steps[Predictor]:
         """Return the model that the client holds after the server's message, before training."""
-        yield from ()
-        return self.plain(received[0])
+        return self.plain(self.assembled(received))
 
-    def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
-        """Return the local model of a client that has not trained in this round, if there is one."""
-        yield from ()
-        return None
+    def personal_model(self, received: list[Tensor], config: Config) -> Predictor | Steps[Predictor] | None:
+        """Return the local model of a client that has not trained in this round; by default the kept one, if any."""
+        kept = self.recall("model")
+        return None if kept is None else self.plain(kept)
 
-    def noised_from(self, received: Arrays) -> Arrays:
-        """Return what the first arrays of a reply are changes of, for clipping and noise; the others stay as they are.
+    def assembled(self, received: list[Tensor]) -> Tensor:
+        """Return the whole model ``(d,)``: the server's layers with the client's own."""
+        shared = received[0]
+        if not self.personal.size:
+            return shared
+        kept = self.recall("personal")
+        whole = torch.empty(*shared.shape[:-1], self.layout.size, device=self.device)
+        self.personal.put(whole, self.personal.take(self.fresh(shared)) if kept is None else kept)
+        return self.shared.put(whole, shared)
 
-        By default a reply is what was received, trained on.
-        """
-        return received
+    def fresh(self, shared: Tensor) -> Tensor:
+        """Return the whole model that the personal layers are first taken from: the common initialisation."""
+        return self.initial()
+
+    def share(self, trained: Trained) -> Result:
+        """Keep the personal layers of a trained model, hand in the others; the whole is the local model."""
+        self.keep_personal(trained.parameters)
+        update = Update([self.shared.take(trained.parameters)], trained.loss)
+        return update, self.plain(trained.parameters)
 
     # -- NumPyClient ---------------------------------------------------------------------------------
 
-    def fit(self, parameters: Arrays, config: dict[str, Any]) -> tuple[Arrays, int, dict[str, Any]]:
+    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
         """Train; and score the local model on the client's test split when the config asks for it."""
         return self.drive(self.fit_steps(parameters, config))
 
-    def evaluate(self, parameters: Arrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Score the served model, and the personal model if one is kept, on the client's test split."""
         return self.drive(self.evaluate_steps(parameters, config))
 
     # -- helpers for methods -------------------------------------------------------------------------
+
+    def kept_model(self, otherwise: Tensor) -> Tensor:
+        """Return the model that the client keeps for itself, or another one until it has trained its own."""
+        kept = self.recall("model")
+        return otherwise if kept is None else kept
+
+    def keep_model(self, parameters: Tensor) -> Predictor:
+        """Keep a model of the client's own ``(d,)`` and return it as a predictor."""
+        self.keep("model", parameters)
+        return self.plain(parameters)
+
+    def keep_personal(self, parameters: Tensor) -> None:
+        """Keep the personal layers of one model ``(d,)`` or several ``(K, d)``, where the method has such layers."""
+        if self.personal.size:
+            self.keep("personal", self.personal.take(parameters).clone())
+
+    def best_of(self, models: Tensor) -> Steps[Predictor]:
+        """Return the one of K models ``(K, d)`` with the lowest training loss."""
+        best = int((yield from self.train_losses(models)).argmin())
+        return self.plain(models[best], str(best))
 
     @property
     def layout(self) -> Layout:
@@ -234,33 +252,37 @@ class PersonalClient(NumPyClient):
 
     # -- one round -----------------------------------------------------------------------------------
 
-    def fit_steps(self, parameters: Arrays, config: Config) -> Steps[tuple[Arrays, int, dict[str, Any]]]:
+    def fit_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[NDArrays, int, dict[str, Any]]]:
         """Do what :meth:`fit` does, asking whoever drives the generator for training and outputs."""
         self._begin(config)
-        update = yield from self.local_round(self._received(parameters), config)
-        if not np.isfinite(update.loss):
-            raise ArithmeticError(f"client {self.client}: the training loss is {update.loss}")
-        metrics: dict[str, Any] = {**update.metrics, "train-loss": update.loss, "num-test": len(self.data.y_test)}
-        if update.local is not None:
+        update, local = yield from self.local_round(self._received(parameters), config)
+        loss = float(update.loss)
+        if not np.isfinite(loss):
+            raise ArithmeticError(f"client {self.client}: the training loss is {loss}")
+        metrics: dict[str, Any] = {**update.metrics, "train-loss": loss, "num-test": len(self.data.y_test)}
+        if local is not None:
             if config.get("evaluate-local"):
-                metrics |= yield from self._test_scores("local", update.local)
-            self._save(update.local, config)
-        sent = noised(update.arrays, self.noised_from(parameters), self.settings.train)
-        return sent, self.num_train, metrics | self.acknowledgement
+                metrics |= yield from self._test_scores("local", local)
+            self._save(local, config)
+        arrays = [array_of(array) for array in update.arrays]
+        if self.settings.train.dp_clip:
+            reference = self.method.reference(self.architecture, parameters, arrays)
+            arrays = noised(arrays, reference, self.settings.train)
+        return arrays, self.num_train, metrics | self.acknowledgement
 
-    def evaluate_steps(self, parameters: Arrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
+    def evaluate_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
         """Do what :meth:`evaluate` does, asking whoever drives the generator for training and outputs."""
         self._begin(config)
         metrics: dict[str, Any] = {"num-train": self.num_train}
         received = self._received(parameters)
         best = None
         if received:
-            best = served = yield from self.served_model(received, config)
+            best = served = yield from _result(self.served_model(received, config))
             metrics["chosen"] = served.chosen
             metrics |= yield from self._test_scores("served", served)
         if self.personal_in_every_evaluation or config.get("evaluate-personal"):
             try:
-                personal = yield from self.personal_model(received, config)
+                personal = yield from _result(self.personal_model(received, config))
             except ArithmeticError as error:  # what was measured of the served model stands
                 log(WARNING, "client %s has no local model in round %s: %s", self.client, self.round, error)
                 personal = None
@@ -278,7 +300,7 @@ class PersonalClient(NumPyClient):
         result = yield from self.score(predictor, "test")
         return {f"{point}-accuracy": result.accuracy, f"{point}-loss": result.loss}
 
-    def _received(self, parameters: Arrays) -> list[Tensor]:
+    def _received(self, parameters: NDArrays) -> list[Tensor]:
         return [self.workspace.tensor(np.asarray(array)) for array in parameters]
 
     def drive(self, steps: Steps[R]) -> R:
@@ -352,6 +374,11 @@ def scores(log_probabilities: Tensor, labels: Tensor) -> Scores:
     return Scores(float(loss), float(accuracy), len(labels))
 
 
-def array_of(tensor: Tensor) -> FloatArray:
-    """Return a tensor as a NumPy array on the host."""
-    return tensor.detach().cpu().numpy()
+def array_of(values: Any) -> npt.NDArray[Any]:
+    """Return a tensor, or whatever is like an array, as a NumPy array on the host."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _result(returned: R | Steps[R]) -> Steps[R]:
+    """Return the result of a hook, which may be a generator or a plain function."""
+    return (yield from returned) if isinstance(returned, Generator) else returned

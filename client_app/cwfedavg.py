@@ -3,36 +3,29 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, Predictor, Steps, Update, array_of
-from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train, cross_entropy
-from posy.strategies.cwfedavg import parts
 
 SMALLEST = 1e-12
-"""Sum of the norms from which on they make a distribution."""
+"""The smallest sum of norms that makes a distribution."""
 
 
-class CwFedAvgClient(FedAvgClient):
+class CwFedAvgClient(PersonalClient):
     """Minimise cross-entropy + λ ||p_i − p̃_i||₂ (Eq. 8)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train as FedAvg does; send the class distribution too in the `empirical` ablation."""
-        update = yield from super().local_round([self.assembled(received)], config)
+        update, local = yield from super().local_round(received, config)
         if self.method.distribution == "empirical":
-            update.arrays.append(array_of(self.class_distribution()))
-        return update
-
-    def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
-        """Return the averaged layers with the client's mix of the class-wise ones."""
-        yield from ()
-        return self.plain(self.assembled(received))
+            update.arrays.append(self.class_distribution())
+        return update, local
 
     def assembled(self, received: list[Tensor]) -> Tensor:
-        """Return the whole model ``(d,)``."""
-        whole = torch.empty(self.layout.size, device=self.device)
-        for part, values in zip(parts(self.architecture, self.method.layers), received, strict=True):
-            part.put(whole, values)
+        """Return the whole model ``(d,)``: the averaged layers with the client's mix of the class-wise ones."""
+        whole: Tensor = self.method.assembled(
+            self.architecture, received, torch.empty(self.layout.size, device=self.device)
+        )
         return whole
 
     def work(self, start: Tensor) -> Train:

@@ -2,29 +2,26 @@
 
 from torch import Tensor
 
-from posy.client_app.base import Config, Predictor, Steps, Update
-from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
 from posy.client_app.training.work import Train, Trained
 
 FINE_TUNING = 1  # its own stream of batches
 
 
-class FedAvgFTClient(FedAvgClient):
+class FedAvgFTClient(PersonalClient):
     """FedAvg's client; what it predicts with is the fine-tuned model, never sent."""
 
     personal_in_every_evaluation = True
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train as FedAvg does; the local model is made when the round is evaluated."""
-        update = yield from super().local_round(received, config)
-        update.local = None
-        return update
+        update, _ = yield from super().local_round(received, config)
+        return update, None
 
-    def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
+    def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
         """Fine-tune the served model."""
         self.lr = self.method.lr or self.lr
         steps = self.method.steps or None
-        trained: Trained = yield Train(
-            received[0], epochs=None if steps else self.method.epochs, steps=steps, stream=FINE_TUNING
-        )
+        epochs = None if steps else self.method.epochs
+        trained: Trained = yield Train(received[0], epochs=epochs, steps=steps, stream=FINE_TUNING)
         return self.plain(trained.parameters)

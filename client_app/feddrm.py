@@ -3,29 +3,21 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, Steps, Update
-from posy.client_app.fedavg import SharedBodyClient
+from posy.client_app.base import PersonalClient
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Net, Train, Trained, cross_entropy
-from posy.models.architecture import Architecture
-from posy.strategies.feddrm import two_branches
+from posy.client_app.training.work import Context, Net, Train, cross_entropy
 
 
-class FedDRMClient(SharedBodyClient):
+class FedDRMClient(PersonalClient):
     """Minimise λ CE(class) + (1 − λ) CE(client = i) (Algorithm 1, lines 6-11)."""
 
-    def network_for(self, plain: Architecture) -> Architecture:
-        """Add the client branch."""
-        return two_branches(plain, self.settings.data.num_clients, self.method.sharing)
-
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
-        """Train both branches; keep the class classifier, send all else."""
+    def work(self, start: Tensor) -> Train:
+        """Return the training of both branches."""
         context = {
             "client": torch.tensor(self.client, device=self.device),
             "lambda": torch.tensor(self.method.class_weight, device=self.device),
         }
-        trained: Trained = yield Train(self.assembled(received[0]), class_and_client, context)
-        return self.send_shared(trained)
+        return Train(start, class_and_client, context)
 
 
 def class_and_client(net: Net, batch: Batch, context: Context) -> Tensor:

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.base import PersonalClient
 from posy.client_app.training.work import Pull, Train
 
 
-class FedProxClient(FedAvgClient):
+class FedProxClient(PersonalClient):
     """Minimise F_i(w) + mu/2 ||w - w_t||^2 (FedProx, Eq. 2)."""
 
     def work(self, start: Tensor) -> Train:

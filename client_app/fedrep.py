@@ -2,20 +2,19 @@
 
 from torch import Tensor
 
-from posy.client_app.base import Config, Steps, Update
-from posy.client_app.fedavg import SharedBodyClient
+from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.training.work import Train, Trained
 
 HEAD, BODY = 0, 1  # streams of batches
 
 
-class FedRepClient(SharedBodyClient):
+class FedRepClient(PersonalClient):
     """Alternate head and body (FedRep, Algorithm 1, lines 6-13)."""
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the head, then the body; send the body."""
-        body = [layer for layer in self.layout.layers if layer != "head"]
-        start = self.assembled(received[0])
-        head: Trained = yield Train(start, rates=dict.fromkeys(body, 0.0), epochs=self.method.head_epochs, stream=HEAD)
+        body = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
+        start = self.assembled(received)
+        head: Trained = yield Train(start, rates=body, epochs=self.method.head_epochs, stream=HEAD)
         trained: Trained = yield Train(head.parameters, rates={"head": 0.0}, stream=BODY)
-        return self.send_shared(trained)
+        return self.share(trained)

@@ -1,14 +1,22 @@
 """PPFE's client: it trains the stage's model, and reweights its samples between stages."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Arrays, Config, Member, PersonalClient, Predictor, Steps, Update, array_of
+from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps
 from posy.client_app.state import State
 from posy.client_app.training.work import Train, Trained
 from posy.client_app.workspace import Workspace
-from posy.strategies.ppfe import Stage, open_stage, plan_stages, reweight, sparsity_mask
+from posy.models.layers import low_rank_factors
+from posy.randomness import torch_generator
+from posy.strategies.ppfe import Stage, plan_stages
+from posy.strategies.replies import Update
+
+FIRST_MASKED, LATER_MASKED = 0.3, 0.1
+"""Parts of the weights that the reduction `sparse` masks, in the first personal stage and later (Appendix A.3)."""
 
 
 class PPFEClient(PersonalClient):
@@ -22,10 +30,10 @@ class PPFEClient(PersonalClient):
         super().__init__(client, workspace, state)
         self.stages = plan_stages(self.settings, self.architecture)
 
-    def local_round(self, received: list[Tensor], config: Config) -> Steps[Update]:
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the shared and the personal layers of the stage; send the shared ones."""
         stage = yield from self.catch_up(received, config)
-        start = self.assembled(stage, received[0])
+        start = self.stage_model(stage, received[0])
         later = stage.number > 1
         trained: Trained = yield Train(
             start,
@@ -40,19 +48,13 @@ class PPFEClient(PersonalClient):
         local = None
         if config.get("evaluate-local"):
             local = yield from self.ensemble(stage, trained.parameters)
-        shared = array_of(stage.shared_part.take(trained.parameters))
-        return Update([shared], float(trained.loss), local)
+        return Update([stage.shared_part.take(trained.parameters)], trained.loss), local
 
     def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
         """Return the ensemble of the finished stages and, once it has been trained, the current one."""
         stage = yield from self.catch_up(received, config)
         fresh = not config["rounds-done"] and self.betas.size > 0
-        predictor = yield from self.ensemble(stage, None if fresh else self.assembled(stage, received[0]))
-        return predictor
-
-    def noised_from(self, received: Arrays) -> Arrays:
-        """Return the shared layers of the stage; those of finished stages are not sent back."""
-        return received[:1]
+        return (yield from self.ensemble(stage, None if fresh else self.stage_model(stage, received[0])))
 
     @property
     def betas(self) -> np.ndarray:
@@ -78,7 +80,7 @@ class PPFEClient(PersonalClient):
 
     def close_stage(self, stage: Stage, shared: Tensor) -> Steps[None]:
         """Take the finished stage into the ensemble and reweight the samples (line 21)."""
-        whole = self.assembled(stage, shared)
+        whole = self.stage_model(stage, shared)
         beta, weights = yield from self.reweighted(stage, whole)
         self.keep(f"shared-{stage.number}", shared)
         self.state["betas"] = np.append(self.betas, np.float32(beta))
@@ -134,10 +136,10 @@ class PPFEClient(PersonalClient):
         for stage, beta in zip(self.stages, self.betas, strict=False):
             shared = self.recall(f"shared-{stage.number}")
             assert shared is not None
-            members.append(Member(self.assembled(stage, shared), stage.architecture, float(beta)))
+            members.append(Member(self.stage_model(stage, shared), stage.architecture, float(beta)))
         return members
 
-    def assembled(self, stage: Stage, shared: Tensor) -> Tensor:
+    def stage_model(self, stage: Stage, shared: Tensor) -> Tensor:
         """Return a stage's whole model ``(d,)``: shared layers and the client's own."""
         whole = torch.empty(stage.architecture.layout.size, device=self.device)
         stage.shared_part.put(whole, shared)
@@ -156,3 +158,78 @@ class PPFEClient(PersonalClient):
         if self.method.reduction != "sparse" or stage.number == 1:
             return None
         return sparsity_mask(self.stages, stage.number, self.settings.run.seed).to(self.device)
+
+
+def open_stage(before: Stage, after: Stage, whole: Tensor) -> Tensor:
+    """Return the parameters ``(d',)`` with which a client begins a stage.
+
+    Newly personal layers are replaced by the two factors of their best low-rank approximation
+    (Section 4.1); all else is taken over.
+
+    Parameters
+    ----------
+    before, after : Stage
+        The finished stage and the one that begins.
+    whole : Tensor, (d,)
+        The client's model at the end of the finished stage.
+    """
+    old = before.architecture.layout.views(whole)
+    result = torch.empty(after.architecture.layout.size, device=whole.device)
+    new = after.architecture.layout.views(result)
+    for name, view in new.items():
+        if name in old and old[name].shape == view.shape:
+            view.copy_(old[name])
+        elif name.endswith("down.weight"):
+            stem = name.removesuffix("down.weight")
+            down, up = low_rank_factors(old[stem + "weight"], view.shape[0])
+            view.copy_(down)
+            new[stem + "up.weight"].copy_(up)
+            new[stem + "up.bias"].copy_(old[stem + "bias"])
+    return result
+
+
+def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
+    """Return the 0/1 mask ``(d,)`` of a stage for the reduction `sparse`.
+
+    Of the personal fully connected weights 30 % are masked in the first personal stage, and 10 % of each
+    layer that becomes personal later (Appendix A.3). The same seed gives every client the same mask.
+    """
+    layout = stages[number - 1].architecture.layout
+    mask = torch.ones(layout.size)
+    for stage in stages[1:number]:
+        fraction = FIRST_MASKED if stage.number == 2 else LATER_MASKED
+        fully_connected = set(stage.newly) & set(stage.architecture.fully_connected)
+        for entry in layout.entries:
+            if entry.layer in fully_connected and len(entry.shape) == 2:
+                count = math.prod(entry.shape)
+                generator = torch_generator(seed, "mask", entry.start)
+                order = torch.randperm(count, generator=generator)
+                mask[entry.start + order[: round(fraction * count)]] = 0.0
+    return mask
+
+
+def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
+    """Return (β, ω') after a stage (Algorithm 1, Reweight).
+
+    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` plus
+    ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. (The paper's Eq. 7 has
+    the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.)
+
+    Parameters
+    ----------
+    losses : Tensor, (n,)
+        ℓ_i in [0, 1] of the ensemble so far.
+    weights : Tensor, (n,)
+        ω_i, all positive.
+    num_classes : int
+        C.
+    beta_rule : str
+        ``samme`` or ``adaboost``.
+    """
+    error = float((weights * losses).sum() / weights.sum())
+    error = min(max(error, 1e-6), 1 - 1e-6)
+    beta = 0.5 * math.log((1 - error) / error)
+    if beta_rule == "samme":
+        beta = max(0.0, beta + 0.5 * math.log(max(num_classes - 1, 1)))
+    new = weights * torch.exp(beta * losses)
+    return beta, new * (len(new) / new.sum())

@@ -1,4 +1,4 @@
-"""What a client does to its reply for the sake of privacy, and which methods can bear it.
+"""Local differential privacy: what a client does to its reply.
 
 Local differential privacy works as Flower's ``LocalDpMod`` does: the change that a client's training made is
 clipped to an L2 norm, and Gaussian noise of the standard deviation sensitivity · √(2 ln(1.25/δ)) / ε is added.
@@ -9,29 +9,18 @@ global generator, which processes forked from a warm one would share.
 
 import math
 from logging import WARNING
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from flwr.common.logger import log
+from flwr.common.typing import NDArrays
 
 from posy.settings import SettingsError
+from posy.strategies.replies import changes, norm_of
 from posy.strategies.settings import Settings, TrainSettings
-
-Arrays = list[npt.NDArray[np.generic]]
-
-NO_NOISE = {
-    "cwfedavg": "class distributions are read off the norms of the output weights, which noise makes all alike",
-    "fedacs": "it decides who collaborates by the cosine similarity of single models, which noise brings to zero",
-    "fedamp": "it decides who collaborates by the distance of single models, which noise makes all alike",
-    "ifca": "each client names its cluster beside its model, and a name cannot be noised",
-    "local": "its clients send no model",
-}
-"""Methods whose mathematics do not allow local differential privacy, and why."""
 
 
 def check_privacy(settings: Settings) -> None:
-    """Check that the method, and Flower, can do what the settings ask for.
+    """Check that the method and the model can bear the noise that the settings ask for.
 
     Raises
     ------
@@ -41,9 +30,11 @@ def check_privacy(settings: Settings) -> None:
     method, train = settings.run.method, settings.train
     if not train.dp_clip:
         return
-    if method in NO_NOISE:
-        allowed = "it must be 0 for this method"
-        raise SettingsError(f"dp-clip = {train.dp_clip:g} with method = {method!r}: {NO_NOISE[method]}; {allowed}")
+    if settings.method.noise:
+        raise SettingsError(
+            f"dp-clip = {train.dp_clip:g} with method = {method!r}: {settings.method.noise.why}; "
+            "it must be 0 for this method"
+        )
     if train.model == "resnet18-bn":
         raise SettingsError(
             f"dp-clip = {train.dp_clip:g} with model = 'resnet18-bn': noise makes running variances negative; "
@@ -57,8 +48,8 @@ def check_privacy(settings: Settings) -> None:
         )
 
 
-def noised(arrays: Arrays, references: Arrays, settings: TrainSettings) -> Arrays:
-    """Clip and noise the change that a reply makes, if the settings ask for it.
+def noised(arrays: NDArrays, references: NDArrays, settings: TrainSettings) -> NDArrays:
+    """Clip the change that a reply makes, and add noise to it.
 
     Parameters
     ----------
@@ -68,28 +59,22 @@ def noised(arrays: Arrays, references: Arrays, settings: TrainSettings) -> Array
         What the first arrays of the reply are changes of, of the same shapes; further arrays of the reply
         are left as they are.
     settings : TrainSettings
-        ``dp_clip`` (0: nothing is done), ``dp_epsilon``, ``dp_delta``, ``dp_sensitivity``.
+        ``dp_clip`` (C > 0), ``dp_epsilon``, ``dp_delta``, ``dp_sensitivity``.
 
     Returns
     -------
     list of numpy.ndarray
         reference + min(1, C / ‖Δ‖) Δ + noise, float32, with ‖Δ‖ over all of the first arrays; then the rest.
     """
-    if not settings.dp_clip:
-        return arrays
-    generator = np.random.default_rng()  # not of the seed, which the server knows and could subtract the noise by
-    changed = list(zip(arrays, references, strict=False))
-    changes = [np.asarray(array, np.float64) - np.asarray(reference, np.float64) for array, reference in changed]
-    norm = math.sqrt(sum(float(np.square(change).sum()) for change in changes))
+    generator = np.random.default_rng()  # without the seed: the server knows it, and could subtract the noise
+    changed = changes(arrays, references)
+    norm, deviation = norm_of(changed), noise_deviation(settings)
     factor = min(1.0, settings.dp_clip / norm) if norm else 1.0
-    deviation = noise_deviation(settings)
-    result: list[Any] = [
-        (np.asarray(reference, np.float64) + factor * change + generator.normal(0.0, deviation, change.shape)).astype(
-            np.float32
-        )
-        for (_, reference), change in zip(changed, changes, strict=True)
+    noisy = [
+        reference + factor * change + generator.normal(0.0, deviation, change.shape)
+        for reference, change in zip(references, changed, strict=False)
     ]
-    return [*result, *arrays[len(result) :]]
+    return [*(array.astype(np.float32) for array in noisy), *arrays[len(noisy) :]]
 
 
 def noise_deviation(settings: TrainSettings) -> float:

@@ -1,13 +1,15 @@
 """The clients of the methods by name."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+from posy.client_app.base import PersonalClient
 from posy.strategies.methods import METHODS, check_method
 
 
 def client_class(method: str) -> Any:
-    """Return the NumPyClient of a method."""
+    """Return the NumPyClient of a method: its own, or the one that all share, which is FedAvg's."""
     check_method(method)
-    module = import_module(f"posy.client_app.{method.replace('-', '_')}")
-    return getattr(module, f"{METHODS[method]}Client")
+    name = f"posy.client_app.{method.replace('-', '_')}"
+    return getattr(import_module(name), f"{METHODS[method]}Client") if find_spec(name) else PersonalClient

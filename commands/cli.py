@@ -173,7 +173,7 @@ class CommandParser(Parser):
             option, equals, value = word.partition("=")
             if not option.startswith("--") or any(name.startswith(option) for name in self._option_string_actions):
                 continue
-            known = configuration.defaults() if takes_settings else {}
+            known = configuration.declared() if takes_settings else {}
             near = nearest(option, self._option_string_actions, 0.8)
             key = meant(option[2:], known).partition(" or ")[0]
             if near and key != option[2:]:

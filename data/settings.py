@@ -38,6 +38,7 @@ class DataSettings:
         "digits",
         "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, an image folder, a PFLlib directory), or "
         f"`{SITES}`: each node reads its own, named in its node config",
+        synonyms=("data",),
     )
     data_dir: str = setting("datasets", "directory that holds the data sets", place=True, resumable=True)
     download: bool = setting(True, "let torchvision download what is missing, where it can", resumable=True)
@@ -46,8 +47,10 @@ class DataSettings:
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
         choices=("dirichlet", "iid", "classes", "shards", "natural", "file", "given"),
     )
-    num_clients: int = setting(10, "number of clients M", minimum=1, maximum=1_000_000)
-    dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0)
+    num_clients: int = setting(
+        10, "number of clients M", minimum=1, maximum=1_000_000, synonyms=("clients", "n-clients")
+    )
+    dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0, synonyms=("alpha",))
     classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
     samples_per_client: int = setting(
         0,

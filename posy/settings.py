@@ -61,6 +61,8 @@ class Setting:
         It is about one start of a run only; whatever resumes or repeats the run does not take it over.
     sites : str
         ``only``: it is for sites that hold their own data; ``never``: it is not for them.
+    synonyms : tuple of str
+        What other tools call it, and people type for it.
     """
 
     default: Any
@@ -73,6 +75,7 @@ class Setting:
     resumable: bool = False
     once: bool = False
     sites: str = ""
+    synonyms: tuple[str, ...] = ()
 
     @property
     def kind(self) -> type:
@@ -150,9 +153,8 @@ def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
     return {key_of(f.name, prefix): f.metadata["setting"] for f in dataclasses.fields(cls)}
 
 
-def check_keys(config: Iterable[str], known: Iterable[str], where: str) -> None:
+def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) -> None:
     """Raise :class:`SettingsError` for keys that are not settings, naming what is meant."""
-    known = list(known)
     for key in config:
         if key not in known:
             name = meant(key, known)
@@ -201,55 +203,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text)} characters)"
 
 
-SYNONYMS = {
-    "algo": "method",
-    "algorithm": "method",
-    "alpha": "dirichlet-alpha",
-    "arch": "model",
-    "architecture": "model",
-    "batch": "batch-size",
-    "client-fraction": "fraction-train",
-    "clients": "num-clients",
-    "data": "dataset",
-    "epochs": "local-epochs",
-    "fraction": "fraction-train",
-    "fraction-fit": "fraction-train",
-    "gpu": "device",
-    "join-ratio": "fraction-train",
-    "l2": "weight-decay",
-    "learning-rate": "lr",
-    "min-available-clients": "min-clients",
-    "n-clients": "num-clients",
-    "n-rounds": "num-server-rounds",
-    "name": "run-name",
-    "net": "model",
-    "network": "model",
-    "num-epochs": "local-epochs",
-    "num-rounds": "num-server-rounds",
-    "output": "output-dir",
-    "participation": "fraction-train",
-    "random-seed": "seed",
-    "rounds": "num-server-rounds",
-    "strategy": "method",
-    "timeout": "round-timeout",
-    "wd": "weight-decay",
-}
-"""Words that people type for a setting, as other tools call it."""
-
-
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word that is meant, or an empty text; ``cutoff`` (0..1) says how alike they must be."""
     near = difflib.get_close_matches(word.lower().replace("_", "-"), list(known), 1, cutoff)
     return near[0] if near else ""
 
 
-def meant(key: str, known: Iterable[str]) -> str:
+def meant(key: str, known: Mapping[str, Setting]) -> str:
     """Return the setting that is meant by a key that is none, several with `or` between them, or an empty text."""
-    known = list(known)
     word = key.lower().replace("_", "-")
-    if word in known:
-        return word
-    if SYNONYMS.get(word) in known:
-        return SYNONYMS[word]
+    same = [name for name, setting in known.items() if word == name or word in setting.synonyms]
     parts = [name for name in known if name.endswith(f"-{word}")]  # as in mu, models
-    return " or ".join(parts[:3]) or nearest(word, known)
+    return " or ".join((same or parts)[:3]) or nearest(word, known)

@@ -12,8 +12,8 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from posy.client_app.privacy import check_privacy
-from posy.client_app.state import DirectoryStore, MemoryStore
-from posy.client_app.workspace import Workspace, workspace_for
+from posy.client_app.state import MemoryStore
+from posy.client_app.workspace import workspace_for
 from posy.data.settings import SITES
 from posy.flower import in_simulation
 from posy.server_app.checkpoints import resumption
@@ -91,7 +91,7 @@ def run(
         After the last, if no client's training or no evaluation was accepted, or the training has diverged; before,
         if the directory of the run cannot be written.
     """
-    stored = StoredRun.named_in(given, where)
+    stored = StoredRun.find(given, where)
     settings = read_settings(given, where, stored.settings if stored else None)
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
@@ -110,7 +110,8 @@ def run(
     workspace = workspace_for(settings, "")  # that of the clients, where they are in this process
     if in_this_process:
         workspace.processes = 1
-    check_federation(settings, workspace)
+    if not workspace.of_sites:  # these check their data themselves
+        _ = workspace.partition  # what is wrong with the data is told before any client is asked
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
         raise SettingsError(
@@ -149,32 +150,9 @@ def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryS
     """Provide what keeps the clients' states in this process; what does not fit lies in the run's directory."""
     limit = settings.run.state_memory << 20
     if settings.run.checkpoint_every or settings.run.resume:
-        states = MemoryStore(DirectoryStore(recorder.directory.state), limit)
+        states = MemoryStore(recorder.directory.state, limit)
         recorder.checkpoints.flush = states.flush
         yield states
         return
     with TemporaryDirectory(dir=recorder.directory.path, prefix="state-") as folder:
-        yield MemoryStore(DirectoryStore(Path(folder), durable=False), limit)
-
-
-def check_federation(settings: Settings, workspace: Workspace) -> None:
-    """Check what only the data can tell, before any client is asked.
-
-    Raises
-    ------
-    SettingsError
-        If a client would have nothing to train on.
-    """
-    if workspace.of_sites:  # they check their data themselves
-        return
-    partition = workspace.partition
-    if len(partition.train) != settings.data.num_clients:
-        raise SettingsError(
-            f"num-clients = {settings.data.num_clients}, but the partition has {len(partition.train)} clients"
-        )
-    for client, indices in enumerate(partition.train):
-        if not len(indices):
-            raise SettingsError(
-                f"client {client} has no training sample; fewer num-clients or a larger "
-                "dirichlet-alpha give every client some"
-            )
+        yield MemoryStore(Path(folder), limit)

@@ -83,17 +83,14 @@ class InProcessGrid(Grid):
                 calls[number] = received
             else:
                 replies[number] = received
-        places, asked = list(calls), list(calls.values())
+        numbers, asked = list(calls), list(calls.values())
 
         def finish(place: int, result: Any) -> None:
-            call = asked[place]
             try:
-                if isinstance(result, Exception):
-                    raise result
-                replies[places[place]] = call.close(result)
+                reply = asked[place].close(result)
             except Exception as error:
-                call.forget()
-                replies[places[place]] = _failure(call.message, error)
+                reply = _failure(asked[place].message, error)
+            replies[numbers[place]] = reply
 
         if asked:
             engine = self._engine_for(asked[0].workspace)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.methods import strategy_class
 from posy.strategies.registry import declared, with_experiment
 from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
@@ -44,8 +43,10 @@ class StoredRun:
     damage: str = ""
 
     @classmethod
-    def named_in(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
+    def find(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
         """Return the run that is to be resumed, None if a new one is to begin.
+
+        Its ``config.yaml`` is for people: one that is lost or damaged is written anew.
 
         Parameters
         ----------
@@ -57,54 +58,33 @@ class StoredRun:
         Raises
         ------
         SettingsError
-            As :meth:`find`, and if what is given is wrong.
+            If what is given is wrong, there is no such run, it has no checkpoint that can be read, or its
+            ``config.yaml`` holds other settings.
         """
         values = with_experiment(given, where)
-        if not values.get("resume"):
+        name, output_dir = values.get("resume"), absolute(values.get("output-dir", RunSettings.output_dir))
+        if not name:
             return None
-        return cls.find(absolute(values.get("output-dir", RunSettings.output_dir)), values["resume"])
-
-    @classmethod
-    def find(cls, output_dir: Path, name: str) -> "StoredRun":
-        """Return the run of a name.
-
-        Its ``config.yaml`` is for people: one that is lost or damaged is written anew.
-
-        Raises
-        ------
-        SettingsError
-            If there is none, it has no checkpoint that can be read, or its ``config.yaml`` holds other settings.
-        """
         path = output_dir / name
         if not is_folder_name(name):
             raise SettingsError(f"resume = {name!r}: it must be the name of a folder in output-dir = {output_dir}")
-        rounds = checkpoint_rounds(path)
-        if not rounds and not (path / CONFIG).is_file():
+        if not checkpoint_rounds(path) and not (path / CONFIG).is_file():
             raise SettingsError(f"resume = {name!r}: there is no run in {path}")
         written, damage = _written(path)
-        found: dict[str, Any] = {}
-        reasons = []
-        for number in reversed(rounds):
-            file = path / "checkpoints" / f"round-{number}" / PROGRESS
-            try:
-                progress = read_json(file)
-                known = progress["run"], dict(progress["settings"]), list(progress["resumed"])
-            except (OSError, ValueError, LookupError, TypeError) as error:  # DamagedFileError is a ValueError
-                reasons.append(str(error) if isinstance(error, ValueError | OSError) else f"{file} lacks {error}")
-                continue
-            # Where config.yaml is whole, it tells which of several runs this is.
-            if not found or (known[0] == written.get("id") != found["id"]):
-                found = dict(zip(("id", "settings", "resumed_before"), known, strict=True))
-        if reasons and not found:
-            raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
-        if not found:
+        reasons: list[str] = []
+        records = [record for _, record in _records(path, reasons)]
+        if not records:
             raise SettingsError(
-                f"resume = {name!r}: it has no checkpoint (the first follows round 1, or none does with "
+                f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})"
+                if reasons
+                else f"resume = {name!r}: it has no checkpoint (the first follows round 1, or none does with "
                 "checkpoint-every = 0). Start it anew"
             )
-        if not damage and written["id"] != found["id"]:
+        # Where config.yaml is whole, it tells which of several runs this is.
+        record = next((record for record in records if record["run"] == written.get("id")), records[0])
+        if not damage and written["id"] != record["run"]:
             damage = f"{path / CONFIG} is that of another run"
-        run = cls(path, **found, damage=damage)
+        run = cls(path, record["run"], record["settings"], record["resumed"], damage)
         if not damage:
             run.compare(written["settings"])
         return run
@@ -139,7 +119,7 @@ class StoredRun:
         changed = {
             key: value for key, value in settings.as_config().items() if not known[key].once and value != ran[key]
         }
-        fixed = settings.train.lr_schedule != "constant" or strategy_class(settings.run.method).follows_number_of_rounds
+        fixed = settings.train.lr_schedule != "constant" or settings.method.follows_number_of_rounds
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"
             for key, value in sorted(changed.items())
@@ -162,13 +142,8 @@ def checkpoint_rounds(run: Path) -> list[int]:
 
 def reached(run: Path) -> tuple[int, int]:
     """Return the round of the newest checkpoint of a run, and how many there are to be; zeros without one."""
-    for number in reversed(checkpoint_rounds(run)):
-        try:
-            progress = read_json(run / "checkpoints" / f"round-{number}" / PROGRESS)
-            return number, int(progress["settings"]["num-server-rounds"])
-        except (OSError, ValueError, LookupError, TypeError):  # damaged: the one before it is used
-            continue
-    return 0, 0
+    newest = next(_records(run, []), None)
+    return (newest[0], newest[1]["settings"]["num-server-rounds"]) if newest else (0, 0)
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -189,3 +164,19 @@ def _written(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(record.get("settings"), dict) or not isinstance(record.get("id"), str):
         return {}, f"{path / CONFIG} holds no settings or no id"
     return record, ""
+
+
+def _records(run: Path, reasons: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield round and record of each checkpoint, the newest first; note why others cannot be used."""
+    for number in reversed(checkpoint_rounds(run)):
+        file = run / "checkpoints" / f"round-{number}" / PROGRESS
+        try:
+            record = read_json(file)
+            yield (
+                number,
+                {"run": record["run"], "settings": dict(record["settings"]), "resumed": list(record["resumed"])},
+            )
+        except (OSError, ValueError) as error:  # DamagedFileError is a ValueError
+            reasons.append(str(error))
+        except (LookupError, TypeError) as error:
+            reasons.append(f"{file} lacks {error}")

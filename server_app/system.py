@@ -54,12 +54,14 @@ def system_accuracy(
     x, y, owner = pooled_test(workspace)
     if isinstance(strategy, FedDRM):
         return routed_accuracy(strategy, workspace, directory.models, x, y, owner)
-    votes = [
-        predict_classes(workspace, strategy.architecture, load_arrays(path), x, y)
-        for client, path in paths.items()
-        if client not in missing
-    ]
-    winners = majority_vote(np.stack(votes), workspace.task.num_classes)
+    winners = majority_vote(
+        (
+            predict_classes(workspace, strategy.architecture, load_arrays(path), x, y)
+            for client, path in paths.items()
+            if client not in missing
+        ),
+        workspace.task.num_classes,
+    )
     return float((winners == y.cpu().numpy()).mean())
 
 

@@ -7,20 +7,26 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from flwr.common.typing import NDArrays
 
 from posy import figures
 from posy.models.parameters import FloatArray
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.replies import Arrays, Update
+from posy.strategies.replies import Update
 
 PICTURED_ROUNDS = 4
+"""The number of rounds whose attention matrices are drawn."""
 
 
 class AttentionStrategy(PersonalisedStrategy):
     """Keep the latest model w_i of every client seen; send client i the mix u_i = Σ_j a_ij w_j.
 
-    A client without a model yet is sent the plain mean of those seen, or the initial model.
+    A client without a model yet is sent the plain mean of those seen, or the initial model. The state holds the
+    clients seen ``(m,)``, their models and what they are sent ``(m, d)``, and the attention ``(P, M, M)`` of the
+    pictured rounds ``(P,)``.
     """
+
+    state = ("seen", "models", "mixed", "pictures", "pictured")
 
     @abstractmethod
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
@@ -28,23 +34,18 @@ class AttentionStrategy(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Start without any client's model."""
-        self.seen: list[int] = []
+        self.seen: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.models: FloatArray = np.empty((0, self.size), np.float32)
         self.mixed: FloatArray = self.models
         self.unseen_start = self.initial()
         # BatchNorm's running statistics are no parameters: they would outweigh these in any comparison.
         self.parameters = self.architecture.layout.select(lambda entry: entry.trainable)
-        self.pictures: dict[int, npt.NDArray[np.float64]] = {}
+        self.pictures = np.empty((0, self.num_clients, self.num_clients))
+        self.pictured: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
-    def serve(self, client: int) -> Arrays:
+    def serve(self, client: int) -> NDArrays:
         """Send u_i."""
-        if client in self.seen:
-            return [self.mixed[self.seen.index(client)]]
-        return [self.unseen_start]
-
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the local model ``(d,)``."""
-        return [(self.size,)]
+        return [self.mixed[np.searchsorted(self.seen, client)] if client in self.seen else self.unseen_start]
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Take up the new models and mix anew."""
@@ -58,25 +59,14 @@ class AttentionStrategy(PersonalisedStrategy):
             "collaborators": float((others > 0).sum(axis=1).mean()),
         }
 
-    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the models of the clients seen, what they are sent, and the attention of some rounds."""
-        pictures = {f"attention-{number}": matrix for number, matrix in self.pictures.items()}
-        return {"clients": np.array(self.seen, np.int64), "models": self.models, "mixed": self.mixed, **pictures}
-
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Take up the clients' models."""
-        self.seen = arrays["clients"].tolist()
-        self.models = np.asarray(arrays["models"], np.float32)
-        self.mixed = np.asarray(arrays["mixed"], np.float32)
-        if self.seen:
-            self.unseen_start = self.models.mean(axis=0)
-        names = [name for name in arrays if name.startswith("attention-")]
-        rounds = sorted(int(name.removeprefix("attention-")) for name in names)
-        self.pictures = {number: np.asarray(arrays[f"attention-{number}"], np.float64) for number in rounds}
+        super().load_server_state(arrays)
+        self._prepare_unseen()
 
     def draw(self, folder: Path) -> None:
         """Draw the attention matrix over the rounds, clients in the order of their data's similarity."""
-        if not self.pictures:
+        if not len(self.pictured):
             return
         order = np.arange(self.num_clients)
         if self.class_counts is not None:
@@ -89,28 +79,30 @@ class AttentionStrategy(PersonalisedStrategy):
                 ylabel="client i",
                 label="attention",
             )
-            for number, matrix in self.pictures.items()
+            for number, matrix in zip(self.pictured, self.pictures, strict=True)
         ]
         figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, similar data side by side")
 
     def _take_up(self, updates: list[Update]) -> None:
-        new = [update.client for update in updates if update.client not in self.seen]
-        if new:
-            seen = sorted(self.seen + new)
+        clients = [update.client for update in updates]
+        seen = np.union1d(self.seen, clients)
+        if len(seen) > len(self.seen):
             models = np.empty((len(seen), self.size), np.float32)
-            if self.seen:
-                models[[seen.index(client) for client in self.seen]] = self.models
+            models[np.searchsorted(seen, self.seen)] = self.models
             self.seen, self.models = seen, models
-        for update in updates:
-            self.models[self.seen.index(update.client)] = update.arrays[0]
-        if len(self.seen) < self.num_clients:
+        for place, update in zip(np.searchsorted(self.seen, clients), updates, strict=True):
+            self.models[place] = update.arrays[0]
+        self._prepare_unseen()
+
+    def _prepare_unseen(self) -> None:
+        if 0 < len(self.seen) < self.num_clients:
             self.unseen_start = self.models.mean(axis=0)
 
     def _remember(self, server_round: int, weights: npt.NDArray[np.float64]) -> None:
         """Keep the matrices of the first, the last and some rounds between."""
         rounds = self.settings.run.num_server_rounds
-        wanted = {round(x) for x in np.linspace(1, rounds, PICTURED_ROUNDS)}
-        if server_round in wanted:
-            full = np.zeros((self.num_clients, self.num_clients))
-            full[np.ix_(self.seen, self.seen)] = weights
-            self.pictures[server_round] = full
+        if server_round in {round(x) for x in np.linspace(1, rounds, PICTURED_ROUNDS)}:
+            full = np.zeros((1, self.num_clients, self.num_clients))
+            full[0][np.ix_(self.seen, self.seen)] = weights
+            self.pictures = np.concatenate([self.pictures, full])
+            self.pictured = np.append(self.pictured, server_round)

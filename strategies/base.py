@@ -1,4 +1,4 @@
-"""The part of a Flower strategy that all methods share.
+"""The Flower strategy that all methods share: FedAvg, with hooks for what a method does otherwise.
 
 A method's strategy holds the server's state as arrays, says what a client is sent
 (:meth:`PersonalisedStrategy.serve`) and how replies change the state
@@ -8,48 +8,48 @@ and the record of a round are here, once.
 
 import math
 import time
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.logger import log
+from flwr.common.typing import NDArrays
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_of_arrays
 from posy.models.architecture import Architecture
-from posy.models.parameters import FloatArray, Part
+from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
 from posy.sharing import Once
 from posy.strategies.replies import (
     UNREADABLE,
-    Arrays,
     BadReplyError,
     ClientInfo,
     RoundRecord,
     Update,
-    _check_size,
-    _client_of,
-    _scores_of,
+    changes,
     check_count,
-    num_examples,
-    stacked,
-    weighted_mean,
+    client_of,
+    mean_of,
+    norm_of,
+    read_update,
+    scores_of,
 )
 from posy.strategies.settings import Settings
+from posy.strategies.states import ClientStates, LostStateError, version_after
 from posy.words import are, one_line
 
 SAVE_SECONDS = 120.0
-"""Models are stored at most so often, so that a run that is stopped leaves some that are not too old."""
+"""Seconds between two rounds that store the models, so that a run that is stopped leaves some that are not too old."""
 MAX_REASONS = 10
-"""So many reasons for which replies of a phase were dropped are told."""
+"""The number of reasons for dropped replies that the log of a phase names."""
 
 
 class PersonalisedStrategy(Strategy):
@@ -63,68 +63,68 @@ class PersonalisedStrategy(Strategy):
         The plain network of the run; see :meth:`network_for`.
     """
 
-    follows_number_of_rounds = False
-    """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
+    state: ClassVar[tuple[str, ...]] = ("model",)
+    """The attributes, arrays all of them, that hold the server's state: all that later rounds and the pictures need.
+
+    Their shapes stay as :meth:`initialise` makes them, but one without any row may grow rows.
+    """
 
     def __init__(self, settings: Settings, plain: Architecture) -> None:
         self.settings = settings
         self.method: Any = settings.method
-        self.architecture = self.network_for(plain)
         self.num_clients = settings.data.num_clients
+        self.architecture: Architecture = self.method.network(plain, self.num_clients)
+        self.shared = self.architecture.layout.without(self.method.personal(self.architecture))
+        """The part of the network's parameters that is no client's own."""
+        if not self.shared.size:
+            raise SettingsError(
+                f"model = {plain.model!r}: {settings.run.method} keeps its only layer on the clients, "
+                "so nothing is left to share; it must be a network with more layers"
+            )
         self.members: dict[int, ClientInfo] = {}
+        """The clients that can be reached, by index."""
         self.refresh: Callable[[], list[int]] | None = None
-        """Brings :attr:`members` up to date before a round; returns the clients whose own state may be lost."""
+        """Brings :attr:`members` up to date before a round."""
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
         self.resumed_after = 0
         """Rounds that were finished before this process took up the run."""
-        self.state_config: dict[str, Any] = {}
-        """What every message tells of the clients' states: where they are kept, and which of them counts."""
+        self.states = ClientStates()
         self.saving = False
         """Whether the models of this round are stored: the last round's, and now and then before."""
-        self._saved = -math.inf
-        self._pack = Once(Array)
-        """Wraps arrays for Flower; one that several clients are sent is serialised once."""
         self.class_counts: npt.NDArray[np.int64] | None = None
         """Training samples by client and class, for the pictures, where the server knows the partition."""
+        self._saved = -math.inf
         self._settings_json = settings.to_json()
         self._sent: list[Message] = []
         self._clock = time.perf_counter()
         self.initialise()
 
-    # -- what a method contributes -----------------------------------------------------------------
+    # -- what a method contributes: by default FedAvg over the shared layers --------------------------
 
-    def network_for(self, plain: Architecture) -> Architecture:
-        """Return the network that the method trains; by default the plain one."""
-        return plain
-
-    @abstractmethod
     def initialise(self) -> None:
         """Set up the server's state."""
+        self.model: FloatArray = np.ascontiguousarray(self.shared.take(self.initial()))
 
-    @abstractmethod
-    def serve(self, client: int) -> Arrays:
-        """Return the arrays that a client is sent."""
+    def serve(self, client: int) -> NDArrays:
+        """Return the arrays that a client is sent; an array that is sent is never written to again."""
+        return [self.model]
 
-    @abstractmethod
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the arrays that a client sends after training."""
+        """Return the shapes of the arrays that a client sends after training; by default those that it is sent."""
+        return [array.shape for array in self.serve(client)]
 
-    @abstractmethod
+    def check(self, arrays: NDArrays) -> None:
+        """Raise :class:`BadReplyError` for arrays of the right shapes that mean nothing to the method."""
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change the server's state; return the method's own quantities for the record.
 
         ``updates`` is never empty and comes in the order of the clients' indices, so that sums do not
         depend on which reply came first.
         """
-
-    @abstractmethod
-    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the server's state by name: all that the next rounds and the pictures need."""
-
-    @abstractmethod
-    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up a state that :meth:`server_state` returned."""
+        self.model = mean_of(updates)
+        return {}
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the clients that train in a round, drawn from (seed, round) alone."""
@@ -135,26 +135,34 @@ class PersonalisedStrategy(Strategy):
         return sorted(generator.choice(self.num_clients, size, replace=False).tolist())
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return what a method tells a client besides the arrays."""
+        """Return what a client is told besides the arrays."""
         return {}
-
-    def check(self, arrays: Arrays) -> None:
-        """Raise :class:`BadReplyError` for arrays of the right shapes that mean nothing to the method."""
-
-    def update_of(self, client: int, arrays: Arrays) -> FloatArray | None:
-        """Return the update Δ in a checked reply, whose norm ``max-update-norm`` limits; None where there is none.
-
-        By default its first array less the first that the client was sent.
-        """
-        if not arrays:
-            return None
-        return np.asarray(arrays[0], np.float32) - np.asarray(self.serve(client)[0], np.float32)
 
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
         """Take note of a good reply, after training or evaluation."""
 
     def lost(self, client: int) -> None:
-        """Take note of a reply that failed or did not come."""
+        """Take note that a client has lost its own state and begins anew."""
+
+    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the server's state by name."""
+        return {name: getattr(self, name) for name in self.state}
+
+    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Take up a state that :meth:`server_state` of another strategy with these settings returned.
+
+        Raises
+        ------
+        KeyError, ValueError
+            If an array is missing, or of another type or shape than this strategy's; then nothing is taken up.
+        """
+        for name in self.state:
+            array, fresh = arrays[name], getattr(self, name)
+            rows = int(fresh.shape[:1] == (0,))  # an array without rows may have grown some
+            if array.dtype != fresh.dtype or array.ndim != fresh.ndim or array.shape[rows:] != fresh.shape[rows:]:
+                raise ValueError(f"{name}: {array.dtype} {array.shape} instead of {fresh.dtype} {fresh.shape}")
+        for name in self.state:
+            setattr(self, name, np.require(arrays[name], requirements=("C", "W")))
 
     def draw(self, folder: Path) -> None:
         """Draw the method's own pictures into a folder."""
@@ -193,7 +201,7 @@ class PersonalisedStrategy(Strategy):
 
         The phases and arguments are those of Flower's own loop, which however always begins with round 1.
         """
-        log(INFO, "Starting %s strategy: rounds %s to %s", type(self).__name__, self.resumed_after + 1, num_rounds)
+        log(INFO, "Starting %s: rounds %s to %s", self.settings.run.method, self.resumed_after + 1, num_rounds)
         self.summary()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         result, arrays = Result(), initial_arrays
@@ -203,20 +211,17 @@ class PersonalisedStrategy(Strategy):
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
             messages = self.configure_train(server_round, arrays, train_config, grid)
-            new, metrics = self.aggregate_train(server_round, grid.send_and_receive(messages, timeout=timeout))
-            if new is not None:
-                result.arrays = arrays = new
-            if metrics is not None:
-                log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
-                result.train_metrics_clientapp[server_round] = metrics
+            _, metrics = self.aggregate_train(server_round, grid.send_and_receive(messages, timeout=timeout))
             messages = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
             scores = self.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
-            if scores is not None:
-                log(INFO, "\t└──> Aggregated MetricRecord: %s", scores)
-                result.evaluate_metrics_clientapp[server_round] = scores
             central = evaluate_fn(server_round, arrays) if evaluate_fn else None
-            if central is not None:
-                result.evaluate_metrics_serverapp[server_round] = central
+            for history, values in (
+                (result.train_metrics_clientapp, metrics),
+                (result.evaluate_metrics_clientapp, scores),
+                (result.evaluate_metrics_serverapp, central),
+            ):
+                if values is not None:
+                    history[server_round] = values
         return result
 
     def configure_train(
@@ -227,18 +232,10 @@ class PersonalisedStrategy(Strategy):
         clients = [c for c in self.cohort(server_round) if c in self.members]
         self.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.members))
-        messages = []
-        self._pack = Once(Array)
-        for client in clients:
-            extra = {
-                "lr": self.learning_rate(server_round),
-                "evaluate-local": self.evaluates(server_round),
-                **self._where_to_save(),
-                **self.train_config(server_round, client),
-            }
-            messages.append(self._message(MessageType.TRAIN, server_round, client, config, extra))
-        self._sent = messages
-        return messages
+        evaluates = self.evaluates(server_round)
+        return self._messages(
+            MessageType.TRAIN, server_round, config, {client: {"evaluate-local": evaluates} for client in clients}
+        )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -257,7 +254,7 @@ class PersonalisedStrategy(Strategy):
         updates.sort(key=lambda update: update.client)
         self.record.quantities = self.aggregate(server_round, updates)
         self._lap("aggregate")
-        return None, MetricRecord({"train-loss": float(np.mean([update.loss for update in updates]))})
+        return None, MetricRecord({"train-loss": float(np.mean([float(update.loss) for update in updates]))})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -267,18 +264,8 @@ class PersonalisedStrategy(Strategy):
         if not self.evaluates(server_round):
             return []
         trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
-        messages = []
-        self._pack = Once(Array)
-        for client in sorted(self.members):
-            extra = {
-                "lr": self.learning_rate(server_round),
-                "evaluate-personal": client not in trained,
-                **self._where_to_save(),
-                **self.train_config(server_round, client),
-            }
-            messages.append(self._message(MessageType.EVALUATE, server_round, client, config, extra))
-        self._sent = messages
-        return messages
+        flags = {client: {"evaluate-personal": client not in trained} for client in sorted(self.members)}
+        return self._messages(MessageType.EVALUATE, server_round, config, flags)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Record each client's scores."""
@@ -313,27 +300,11 @@ class PersonalisedStrategy(Strategy):
         """Return freshly initialised parameters ``(d,)`` of one of several models."""
         return self.architecture.initial(model_seed(self.settings.run.seed, number))
 
-    def shared_part(self, layers: Iterable[str]) -> Part:
-        """Return the part of the flat vector that some layers take.
-
-        Raises
-        ------
-        SettingsError
-            If there are none: the network has nothing but personal layers.
-        """
-        part = self.architecture.layout.part(layers)
-        if not part.size:
-            raise SettingsError(
-                f"model = {self.architecture.model!r}: {self.settings.run.method} keeps its only layer on the clients, "
-                "so nothing is left to share; it must be a network with more layers"
-            )
-        return part
-
     # -- messages --------------------------------------------------------------------------------------
 
     def _begin_round(self, server_round: int, grid: Grid) -> None:
-        for client in self.refresh() if self.refresh else ():
-            self.lost(client)
+        if self.refresh:
+            self.refresh()
         away = tuple(client for client in range(self.num_clients) if client not in self.members)
         self.record = RoundRecord(server_round, away=away)
         self._clock = time.perf_counter()
@@ -343,60 +314,60 @@ class PersonalisedStrategy(Strategy):
         if self.saving:
             self._saved = self._clock
 
-    def _message(
-        self, kind: str, server_round: int, client: int, config: ConfigRecord, extra: Mapping[str, Any]
-    ) -> Message:
-        served = self.serve(client)
-        arrays = record_of_arrays({str(i): self._pack(array) for i, array in enumerate(served)})
-        told = ConfigRecord(
-            {
-                **config,
-                "settings": self._settings_json,
-                "server-round": server_round,
-                "client": client,
-                **self.state_config,
-                **extra,
-            }
-        )
-        size = sum(array.nbytes for array in served)
-        self.record.bytes_down += size
-        row, member = self.record.row(client), self.members[client]
-        row["bytes_down"] += size
-        if member.name:
-            row["site"] = member.name
-        content = RecordDict({"arrays": arrays, "config": told})
-        node = member.node_id
+    def _messages(
+        self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, bool]]
+    ) -> list[Message]:
+        """Make a message for each client in ``flags``, with what a phase tells that client."""
         lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
-        return Message(content, dst_node_id=node, message_type=kind, ttl=lives, group_id=str(server_round))
-
-    def _where_to_save(self) -> dict[str, str]:
-        return {"save-models-to": str(self.models_folder)} if self.saving else {}
+        common: dict[str, Any] = {**config, "settings": self._settings_json, "server-round": server_round}
+        common["lr"] = self.learning_rate(server_round)
+        if self.saving:
+            common["save-models-to"] = str(self.models_folder)
+        pack = Once(Array)  # an array that several clients are sent is serialised once
+        self._sent = []
+        for client, own in flags.items():
+            served, info, row = self.serve(client), self.members[client], self.record.row(client)
+            arrays = record_of_arrays({str(i): pack(array) for i, array in enumerate(served)})
+            state = self.states.config(kind, server_round, client)
+            method = self.train_config(server_round, client)
+            told = ConfigRecord({**common, "client": client, **state, **own, **method})
+            size = sum(array.nbytes for array in served)
+            self.record.bytes_down += size
+            row["bytes_down"] += size
+            if info.name:
+                row["site"] = info.name
+            content = RecordDict({"arrays": arrays, "config": told})
+            self._sent.append(Message(content, info.node_id, kind, ttl=lives, group_id=str(server_round)))
+        return self._sent
 
     def _collect(self, replies: Iterable[Message], read: Any) -> list[Any]:
         """Read the replies; drop and record those that are errors or must not be used."""
         good, dropped = [], []
         # A lost node's error comes from the SuperLink: only the message it answers tells whose it is.
         # A message that was never sent, for lack of time, has no id.
-        unsent = [_client_of(m) for m in self._sent if not m.metadata.message_id]
-        waiting = {m.metadata.message_id: _client_of(m) for m in self._sent if m.metadata.message_id}
+        unsent = [client_of(m) for m in self._sent if not m.metadata.message_id]
+        waiting = {m.metadata.message_id: m for m in self._sent if m.metadata.message_id}
         for reply in replies:
-            client = waiting.pop(reply.metadata.reply_to_message_id, -1)
+            asked = waiting.pop(reply.metadata.reply_to_message_id, None)
+            client = -1 if asked is None else client_of(asked)
             try:
-                if client < 0:
+                if asked is None:
                     raise BadReplyError("a reply to no message of this phase, or a second one")
                 if reply.has_error():
                     raise BadReplyError(failure(reply.error))
+                version = version_after(asked, reply)
                 good.append(read(client, reply.content))
+                self.states.advance(client, version)
             except UNREADABLE as error:
+                if isinstance(error, LostStateError):
+                    self.states.versions.pop(client, None)
+                    self.lost(client)
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
                 dropped.append((client, one_line(reason, MAX_REASON)))
         late = f"no reply within round-timeout = {self.settings.run.round_timeout:g} s"
-        dropped += [(client, late) for client in (*waiting.values(), *unsent)]
+        dropped += [(client, late) for client in (*map(client_of, waiting.values()), *unsent)]
         self._tell_dropped(set(dropped) - set(self.record.dropped))  # not again what the training has told already
         self.record.dropped += dropped
-        for client, _ in dropped:
-            if client >= 0:
-                self.lost(client)
         return good
 
     def _tell_dropped(self, dropped: set[tuple[int, str]]) -> None:
@@ -413,50 +384,31 @@ class PersonalisedStrategy(Strategy):
             log(WARNING, "round %s: replies are dropped for %s other reasons", self.record.number, more)
 
     def _read_update(self, client: int, content: RecordDict) -> Update:
-        record = content.array_records["arrays"]
-        metrics: dict[str, Any] = dict(content.metric_records["metrics"])
-        shapes = self.expected_shapes(client)
-        _check_size(record, shapes)
-        arrays = [array.numpy() for array in record.values()]
-        count, loss = metrics.pop("num-examples"), metrics.pop("train-loss")
-        tested = metrics.pop("num-test")
-        check_count("num-examples", count, 1)
-        check_count("num-test", tested, 0)
-        if [a.shape for a in arrays] != shapes:
-            raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
-        if any(a.dtype.kind not in "iuf" for a in arrays):
-            raise BadReplyError(f"arrays of types {[str(a.dtype) for a in arrays]} instead of numbers")
-        # As float32, in which the server reckons: a float64 may be finite and yet too large for it.
-        with np.errstate(over="ignore"):
-            finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays)
-        if not math.isfinite(loss) or not finite:
-            raise BadReplyError("NaN or Inf in the reply")
-        self.check(arrays)
-        self._check_norm(client, arrays)
-        scores = _scores_of(metrics)
-        self.acknowledged(client, metrics)
+        update = read_update(content, self.expected_shapes(client))
+        update.client = client
+        self.check(update.arrays)
+        if limit := self.settings.run.max_update_norm:  # beyond it an update is not clipped, which would hide it
+            reference = self.method.reference(self.architecture, self.serve(client), update.arrays)
+            if not (norm := norm_of(changes(update.arrays, reference))) <= limit:
+                log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
+                raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
+        scores = scores_of(update.metrics)
+        self.acknowledged(client, update.metrics)
         # From here on the reply is good: one that is dropped leaves nothing in the client's row.
-        size = sum(array.nbytes for array in arrays)
+        size = sum(array.nbytes for array in update.arrays)
         self.record.bytes_up += size
         row = self.record.row(client)
         row["bytes_up"] += size
-        row |= {"n_train": int(count), "n_test": int(tested), "train_loss": loss, **scores}
-        return Update(client, arrays, int(count), float(loss), metrics)
-
-    def _check_norm(self, client: int, arrays: Arrays) -> None:
-        """Refuse an update beyond ``max-update-norm``; it is not clipped, which would hide what happened."""
-        limit = self.settings.run.max_update_norm
-        update = self.update_of(client, arrays) if limit else None
-        if update is not None and not (norm := float(np.linalg.norm(update.astype(np.float64)))) <= limit:
-            log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
-            raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
+        tested = int(update.metrics["num-test"])
+        row |= {"n_train": update.num_examples, "n_test": tested, "train_loss": update.loss, **scores}
+        return update
 
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
         metrics: Mapping[str, Any] = content.metric_records["metrics"]
         count, tested = metrics["num-train"], metrics["num-examples"]
         check_count("num-train", count, 1)
         check_count("num-examples", tested, 0)
-        scores = _scores_of(metrics)
+        scores = scores_of(metrics)
         chosen = content.config_records["config"].get("chosen", "")
         self.acknowledged(client, metrics)
         row = self.record.row(client)
@@ -471,41 +423,3 @@ class PersonalisedStrategy(Strategy):
         now = time.perf_counter()
         self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + now - self._clock
         self._clock = now
-
-
-class SingleModelStrategy(PersonalisedStrategy):
-    """Base of the strategies whose server keeps one vector that all clients are sent.
-
-    The vector holds the layers that :meth:`shared_layers` names; replies are averaged with weights
-    n_i / Σ n_j, as FedAvg does (McMahan et al., 2017).
-    """
-
-    def shared_layers(self) -> tuple[str, ...]:
-        """Return the layers that are shared; by default all."""
-        return self.architecture.layout.layers
-
-    def initialise(self) -> None:
-        """Start from the common initialisation."""
-        self.shared = self.shared_part(self.shared_layers())
-        self.model: FloatArray = np.ascontiguousarray(self.shared.take(self.initial()))
-
-    def serve(self, client: int) -> Arrays:
-        """Send the shared vector."""
-        return [self.model]
-
-    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the shared vector back."""
-        return [self.model.shape]
-
-    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the replies."""
-        self.model = weighted_mean(stacked(updates), num_examples(updates))
-        return {}
-
-    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the shared vector."""
-        return {"model": self.model}
-
-    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up a shared vector."""
-        self.model = np.asarray(arrays["model"], np.float32)

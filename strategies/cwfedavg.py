@@ -4,26 +4,29 @@
 their share of the class; every client is served the mix of class models that fits its own distribution.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from flwr.common.typing import NDArrays
 
 from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.settings import setting
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.replies import Arrays, BadReplyError, Update, num_examples, stacked, weighted_mean
+from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
 
+A = TypeVar("A")  # a NumPy array or a tensor
 Float64 = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class CwFedAvgSettings:
+class CwFedAvgSettings(
+    MethodSettings,
+    noise=Refused("class distributions are read off the norms of the output weights, which noise makes all alike"),
+):
     """Settings of cwFedAvg."""
 
     layers: str = setting("output", "layers averaged class-wise (Table 3)", choices=("output", "fc-output", "all"))
@@ -35,14 +38,35 @@ class CwFedAvgSettings:
     wdr: bool = setting(True, "regularise the clients' weight distribution (Eq. 8)")
     wdr_lambda: float = setting(10.0, "lambda of the regulariser: 10 for ten classes, 1000-2000 for 100-200", minimum=0)
 
+    def parts(self, network: Architecture) -> tuple[Part, Part]:
+        """Return the parts of the flat vector that are averaged over all clients, and class-wise (Table 3)."""
+        names = {"output": ("head",), "fc-output": network.fully_connected, "all": network.layer_names}[self.layers]
+        return network.layout.without(names), network.layout.part(names)
+
+    def assembled(self, network: Architecture, sent: Any, whole: A) -> A:
+        """Fill in the whole model ``(d,)``: the averaged layers, and the client's mix of the class-wise ones."""
+        for part, values in zip(self.parts(network), sent, strict=True):
+            part.put(whole, values)
+        return whole
+
+    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
+        """Return the whole model that the client was sent, in two parts."""
+        return [self.assembled(network, sent, np.empty(network.layout.size, np.float32))]
+
 
 class CwFedAvg(PersonalisedStrategy):
-    """Average some layers class-wise, the others as FedAvg does (Eqs. 4-7)."""
+    """Average some layers class-wise, the others as FedAvg does (Eqs. 4-7).
+
+    The state holds the averaged layers, the class models ``(C, d_cw)``, the clients' distributions and the norms of
+    their output rows ``(M, C)``.
+    """
+
+    state = ("model", "class_models", "distributions", "local_norms")
 
     def initialise(self) -> None:
         """Start every class model from the common initialisation; p̃_i = 1/C for clients not seen yet."""
         layout = self.architecture.layout
-        self.averaged, self.classwise = parts(self.architecture, self.method.layers)
+        self.averaged, self.classwise = self.method.parts(self.architecture)
         self.output = layout.entry(self.architecture.weight_name("head"))
         start = self.initial()
         self.num_classes = self.architecture.task.num_classes
@@ -51,26 +75,16 @@ class CwFedAvg(PersonalisedStrategy):
         self.distributions = np.full((self.num_clients, self.num_classes), 1 / self.num_classes)
         self.local_norms = np.full((self.num_clients, self.num_classes), np.nan)
 
-    def serve(self, client: int) -> Arrays:
+    def serve(self, client: int) -> NDArrays:
         """Send the averaged layers, alike for all, and w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise ones."""
         return [self.model, self.distributions[client].astype(np.float32) @ self.class_models]
-
-    def served_model(self, client: int) -> FloatArray:
-        """Return the whole model ``(d,)`` that a client is sent."""
-        averaged, classwise = self.serve(client)
-        whole = self.averaged.put(np.empty(self.size, np.float32), averaged)
-        return self.classwise.put(whole, classwise)
-
-    def update_of(self, client: int, arrays: Arrays) -> FloatArray:
-        """Return the local model less the one that the client was sent."""
-        return np.asarray(arrays[0], np.float32) - self.served_model(client)
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Expect the local model ``(d,)``, and the empirical distribution ``(C,)`` where that is used."""
         empirical = [(self.num_classes,)] if self.method.distribution == "empirical" else []
         return [(self.size,), *empirical]
 
-    def check(self, arrays: Arrays) -> None:
+    def check(self, arrays: NDArrays) -> None:
         """Refuse an empirical distribution that is none."""
         for array in arrays[1:]:
             distribution = np.asarray(array, np.float64)
@@ -93,22 +107,6 @@ class CwFedAvg(PersonalisedStrategy):
         self.distributions[clients] = distributions
         self.local_norms[clients] = norms
         return {"largest_class_share": float(distributions.max(axis=1).mean())}
-
-    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return averaged layers, class models ``(C, d_cw)``, distributions and norms of output rows ``(M, C)``."""
-        return {
-            "model": self.model,
-            "class_models": self.class_models,
-            "distributions": self.distributions,
-            "local_norms": self.local_norms,
-        }
-
-    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up the server's state."""
-        self.model = np.asarray(arrays["model"], np.float32)
-        self.class_models = np.asarray(arrays["class_models"], np.float32)
-        self.distributions = np.asarray(arrays["distributions"], np.float64)
-        self.local_norms = np.asarray(arrays["local_norms"], np.float64)
 
     def draw(self, folder: Path) -> None:
         """Draw the norms of the output rows of local and class models (Fig. 3) and p̃ against p (Fig. 8)."""
@@ -133,18 +131,6 @@ class CwFedAvg(PersonalisedStrategy):
         whole = np.zeros((self.num_classes, self.size), np.float32)
         self.classwise.put(whole, self.class_models)
         return whole[:, self.output.start : self.output.stop].reshape(self.num_classes, *self.output.shape)
-
-
-def parts(architecture: Architecture, layers: str) -> tuple[Part, Part]:
-    """Return the parts of the flat vector that are averaged over all clients, and class-wise.
-
-    Parameters
-    ----------
-    layers : str
-        Which layers are class-wise: ``output``, ``fc-output`` or ``all`` (Table 3).
-    """
-    chosen = {"output": ("head",), "fc-output": architecture.fully_connected, "all": architecture.layer_names}[layers]
-    return architecture.layout.without(chosen), architecture.layout.part(chosen)
 
 
 def weight_distribution(output_weights: FloatArray) -> Float64:

@@ -4,20 +4,22 @@
 sends each client the average of those that resemble its own.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.attention import AttentionStrategy
+from posy.strategies.method_settings import MethodSettings, Refused
 
 BLOCK = 16_384
+"""Parameters that are taken at a time in double precision."""
 
 
-@dataclass(frozen=True)
-class FedACSSettings:
+class FedACSSettings(
+    MethodSettings,
+    noise=Refused("it decides who collaborates by the cosine similarity of single models, which noise brings to zero"),
+):
     """Settings of FedACS."""
 
     p: float = setting(0.5, "quantile of the similarities below which clients do not collaborate", minimum=0, maximum=1)

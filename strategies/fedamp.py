@@ -1,20 +1,21 @@
 """FedAMP (Huang et al., 2021): attentive message passing between similar clients."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.attention import AttentionStrategy
+from posy.strategies.method_settings import MethodSettings, Refused
 
 SMALLEST = 1e-30
-"""Of sigma: below it only equal models attend to each other, as at 0, and what is divided by it might overflow."""
+"""The smallest sigma: below it only equal models attend to each other, as at 0, and a quotient might overflow."""
 
 
-@dataclass(frozen=True)
-class FedAMPSettings:
+class FedAMPSettings(
+    MethodSettings,
+    noise=Refused("it decides who collaborates by the distance of single models, which noise makes all alike"),
+):
     """Settings of FedAMP."""
 
     alpha: float = setting(1000.0, "step size alpha of the server's gradient step", above=0)

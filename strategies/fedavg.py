@@ -1,14 +1,11 @@
-"""FedAvg (McMahan et al., 2017): one model, averaged with weights n_i / N."""
+"""FedAvg (McMahan et al., 2017): one model, averaged with weights n_i / N.
 
-from dataclasses import dataclass
+It has no strategy and no client of its own: :class:`~posy.strategies.base.PersonalisedStrategy` and
+:class:`~posy.client_app.base.PersonalClient` are FedAvg wherever a method does not change them.
+"""
 
-from posy.strategies.base import SingleModelStrategy
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-@dataclass(frozen=True)
-class FedAvgSettings:
+class FedAvgSettings(MethodSettings, noise=ALLOWED):
     """FedAvg has no settings of its own."""
-
-
-class FedAvg(SingleModelStrategy):
-    """Send one model, average what comes back by the number of training samples."""

@@ -4,7 +4,6 @@
 branch that tells whose data a sample looks like.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch import Tensor
 from posy import figures
 from posy.models.architecture import Architecture
 from posy.settings import SettingsError, setting
-from posy.strategies.base import SingleModelStrategy
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-@dataclass(frozen=True)
-class FedDRMSettings:
+class FedDRMSettings(MethodSettings, noise=ALLOWED):
     """Settings of FedDRM."""
 
     class_weight: float = setting(
@@ -35,23 +34,28 @@ class FedDRMSettings:
         "deep", "blocks that the two branches share (Fig. 6)", choices=("none", "shallow", "mid", "deep")
     )
 
+    def network(self, plain: Architecture, num_clients: int) -> Architecture:
+        """Add the client branch.
 
-class FedDRM(SingleModelStrategy):
-    """Average all but the class classifiers with weights n_i / N (Algorithm 1, line 17)."""
+        Raises
+        ------
+        SettingsError
+            If there are fewer than two clients to tell apart.
+        """
+        if num_clients < 2:
+            raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to tell apart")
+        return Architecture(plain.model, plain.task, clients=num_clients, sharing=self.sharing)
 
-    def network_for(self, plain: Architecture) -> Architecture:
-        """Add the client branch."""
-        return two_branches(plain, self.settings.data.num_clients, self.method.sharing)
+    def personal(self, network: Architecture) -> tuple[str, ...]:
+        """Keep the class classifier."""
+        return ("head",)
 
-    def shared_layers(self) -> tuple[str, ...]:
-        """Share all layers but the class classifier."""
-        return tuple(layer for layer in self.architecture.layout.layers if layer != "head")
 
-    def initialise(self) -> None:
-        """Start from the common initialisation."""
-        super().initialise()
-        self.routed: npt.NDArray[np.int64] | None = None
-        self.routing_accuracy: float | None = None
+class FedDRM(PersonalisedStrategy):
+    """Average all but the class classifiers with weights n_i / N (Algorithm 1, line 17), and route queries."""
+
+    routed: npt.NDArray[np.int64] | None = None
+    routing_accuracy: float | None = None
 
     def choose(self, client_logits: Tensor) -> Tensor:
         """Return the client ``(n,)`` that each query is sent to, from the outputs ``(n, M)`` of the client branch."""
@@ -78,19 +82,6 @@ class FedDRM(SingleModelStrategy):
     def extra_summary(self) -> dict[str, Any]:
         """Return the routing accuracy."""
         return {"routing-accuracy": self.routing_accuracy}
-
-
-def two_branches(plain: Architecture, num_clients: int, sharing: str) -> Architecture:
-    """Return FedDRM's network for a plain one.
-
-    Raises
-    ------
-    SettingsError
-        If there are fewer than two clients to tell apart.
-    """
-    if num_clients < 2:
-        raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to tell apart")
-    return Architecture(plain.model, plain.task, clients=num_clients, sharing=sharing)
 
 
 def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str = "density") -> Tensor:

@@ -3,27 +3,27 @@
 "Few-for-Many Personalized Federated Learning", arXiv:2603.11992.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from flwr.common.typing import NDArrays
 
 from posy import figures
+from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.replies import Arrays, Update, num_examples
+from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.replies import Update, num_examples
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-30
-"""Of a smoothing parameter: below it weights are one-hot as at 0, and losses divided by it might overflow."""
+"""The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
 
 
-@dataclass(frozen=True)
-class FedFewSettings:
+class FedFewSettings(MethodSettings, noise=ALLOWED):
     """Settings of FedFew."""
 
     models: int = setting(3, "number K of server models", minimum=1, maximum=1000)
@@ -37,6 +37,14 @@ class FedFewSettings:
     )
     personal_head: bool = setting(False, "keep the classifier heads on the clients; only the body is aggregated")
 
+    def personal(self, network: Architecture) -> tuple[str, ...]:
+        """Keep the heads of the K models, if they are personal."""
+        return ("head",) if self.personal_head else ()
+
+    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
+        """Return zeros: the updates Δ_i ``(K, d)`` are changes already; the losses ``(K,)`` get no noise."""
+        return [np.zeros_like(reply[0])]
+
 
 class STCHWeights(NamedTuple):
     """Weights of one round: inner w ``(M, K)``, outer α ``(M,)``, objective g."""
@@ -47,13 +55,17 @@ class STCHWeights(NamedTuple):
 
 
 class FedFew(PersonalisedStrategy):
-    """Send K models, move each by Σ_i α_i w_ik Δ_ik (Eq. 13 and Algorithm 1, lines 12-16)."""
+    """Send K models, move each by Σ_i α_i w_ik Δ_ik (Eq. 13 and Algorithm 1, lines 12-16).
+
+    The state holds the K models, the clients' last losses and inner weights ``(M, K)``, and each round's number and
+    objective ``(R, 2)``.
+    """
+
+    state = ("models", "losses", "weights", "objectives")
 
     def initialise(self) -> None:
         """Start from K independent initialisations, or from one."""
         distinct = self.method.initialisation == "distinct"
-        layers = [x for x in self.architecture.layout.layers if not (self.method.personal_head and x == "head")]
-        self.shared = self.shared_part(layers)
         statistics = self.architecture.layout.select(lambda entry: not entry.trainable)
         self.statistics = self.shared.take(statistics.put(np.zeros(self.size, bool), np.ones(self.size, bool)))
         """Which of the shared entries are BatchNorm's running statistics ``(d,)``."""
@@ -61,19 +73,15 @@ class FedFew(PersonalisedStrategy):
         self.models: FloatArray = np.stack(starts)
         self.losses = np.full((self.num_clients, self.method.models), np.nan)
         self.weights = np.full_like(self.losses, np.nan)
-        self.objectives: list[tuple[int, float]] = []
+        self.objectives = np.empty((0, 2))
 
-    def serve(self, client: int) -> Arrays:
+    def serve(self, client: int) -> NDArrays:
         """Send all K models ``(K, d)``."""
         return [self.models]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
         """Expect the updates Δ_i ``(K, d)`` and the losses L_i ``(K,)``."""
         return [self.models.shape, (len(self.models),)]
-
-    def update_of(self, client: int, arrays: Arrays) -> FloatArray:
-        """Return Δ_i ``(K, d)``, which is what a client sends."""
-        return np.asarray(arrays[0], np.float32)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Weigh the updates and move the K models."""
@@ -88,7 +96,7 @@ class FedFew(PersonalisedStrategy):
         clients = [update.client for update in updates]
         self.losses[clients] = losses
         self.weights[clients] = weights.inner
-        self.objectives.append((server_round, weights.objective))
+        self.objectives = np.vstack([self.objectives, [server_round, weights.objective]])
         return {
             "objective": weights.objective,
             "inner_entropy": float(entropy(weights.inner).mean()),
@@ -97,23 +105,10 @@ class FedFew(PersonalisedStrategy):
             "clients_of_model": np.bincount(losses.argmin(axis=1), minlength=len(self.models)).tolist(),
         }
 
-    def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the K models, losses and inner weights ``(M, K)``, and the objective of each round ``(R, 2)``."""
-        objectives = np.array(self.objectives, np.float64).reshape(-1, 2)
-        return {"models": self.models, "losses": self.losses, "weights": self.weights, "objectives": objectives}
-
-    def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up the server's state."""
-        self.models = np.asarray(arrays["models"], np.float32)
-        self.losses = np.asarray(arrays["losses"], np.float64)
-        self.weights = np.asarray(arrays["weights"], np.float64)
-        self.objectives = [(int(number), value) for number, value in arrays["objectives"].tolist()]
-
     def draw(self, folder: Path) -> None:
         """Draw the objective, and which models serve which clients."""
-        figures.lines(
-            {"g": self.objectives}, folder / "objective.png", title="STCH-Set objective", xlabel="round", ylabel="g"
-        )
+        objectives = [(number, objective) for number, objective in self.objectives.tolist()]
+        figures.lines({"g": objectives}, folder / "objective.png", title="STCH-Set objective", ylabel="g")
         figures.heatmaps(
             [
                 figures.Panel(self.losses, title="training loss", xlabel="server model", ylabel="client"),

@@ -1,21 +1,19 @@
-"""FedRep (Collins et al., 2021): a shared body and personal heads."""
+"""FedRep (Collins et al., 2021): a shared body and personal heads (Algorithm 1)."""
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from posy.settings import setting
-from posy.strategies.base import SingleModelStrategy
+from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
 
 
-@dataclass(frozen=True)
-class FedRepSettings:
+class FedRepSettings(MethodSettings, noise=ALLOWED):
     """Settings of FedRep."""
 
     head_epochs: int = setting(1, "epochs on the head, before `local-epochs` on the body", minimum=1)
 
-
-class FedRep(SingleModelStrategy):
-    """Average the body; the head stays with the client (Algorithm 1)."""
-
-    def shared_layers(self) -> tuple[str, ...]:
-        """Share all layers but the head."""
-        return tuple(layer for layer in self.architecture.layout.layers if layer != "head")
+    def personal(self, network: "Architecture") -> tuple[str, ...]:
+        """Keep the head."""
+        return ("head",)

@@ -1,6 +1,7 @@
 """The methods by name: where their settings and strategies are found."""
 
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from posy.settings import SettingsError, nearest, shown
@@ -40,17 +41,18 @@ def check_method(method: str, where: str = "") -> None:
     raise SettingsError(f"method = {shown(method)}" + (f" in {where}" if where else "") + f": {hint}")
 
 
-def strategy_class(method: str) -> Any:
-    """Return the Flower strategy of a method."""
-    return _attribute("posy.strategies", method, "")
-
-
 def settings_class(method: str) -> Any:
-    """Return the frozen dataclass with a method's own settings."""
-    return _attribute("posy.strategies", method, "Settings")
+    """Return the frozen dataclass with a method's own settings, and with what its server and clients agree on."""
+    return getattr(_module(method), f"{METHODS[method]}Settings")
 
 
-def _attribute(package: str, method: str, suffix: str) -> Any:
+def strategy_class(method: str) -> Any:
+    """Return the Flower strategy of a method: its own, or the one that all share, which is FedAvg."""
+    from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - the names of the methods need no PyTorch
+
+    return getattr(_module(method), METHODS[method], PersonalisedStrategy)
+
+
+def _module(method: str) -> ModuleType:
     check_method(method)
-    module = import_module(f"{package}.{method.replace('-', '_')}")
-    return getattr(module, METHODS[method] + suffix)
+    return import_module(f"posy.strategies.{method.replace('-', '_')}")

@@ -5,7 +5,6 @@ smaller when they become personal. Between stages each client reweights its samp
 ensemble so far, as AdaBoost does, and gives the finished stage its coefficient.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from logging import INFO
@@ -14,27 +13,27 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from flwr.common.logger import log
-from torch import Tensor
+from flwr.common.typing import NDArrays
 
 from posy import figures
 from posy.models.architecture import Architecture
-from posy.models.layers import capped_rank, low_rank_factors
+from posy.models.layers import capped_rank
 from posy.models.parameters import FloatArray, Part
-from posy.randomness import torch_generator
 from posy.settings import SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.replies import Arrays, BadReplyError, Update, num_examples, stacked, weighted_mean
+from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
 from posy.strategies.settings import Settings
 
 PAPER_ROUNDS = (30, 50, 40, 40)
-FIRST_MASKED, LATER_MASKED = 0.3, 0.1
+"""Rounds of the stages in the paper."""
 
 
-@dataclass(frozen=True)
-class PPFESettings:
+class PPFESettings(MethodSettings, noise=ALLOWED):
     """Settings of PPFE."""
+
+    follows_number_of_rounds = True
 
     stages: int = setting(4, "stages T; at most one more than the network has layers to personalise", minimum=1)
     stage_rounds: str = setting(
@@ -89,9 +88,13 @@ class Stage:
 
 
 class PPFE(PersonalisedStrategy):
-    """Average the shared layers of the stage, uniformly over its clients (Algorithm 1, line 18)."""
+    """Average the shared layers of the stage, uniformly over its clients (Algorithm 1, line 18).
 
-    follows_number_of_rounds = True
+    The state holds the shared layers of this stage and of the finished ones, the number of the stage and its rounds
+    done, the finished stages that each client has ``(M,)``, and the coefficients ``(M, T)``.
+    """
+
+    state = ("progress", "informed", "betas")
 
     def initialise(self) -> None:
         """Begin stage 1."""
@@ -124,7 +127,7 @@ class PPFE(PersonalisedStrategy):
         """Take all clients at the end of a stage, else the usual sample."""
         return list(range(self.num_clients)) if self._is_end(server_round) else super().cohort(server_round)
 
-    def serve(self, client: int) -> Arrays:
+    def serve(self, client: int) -> NDArrays:
         """Send the shared layers of this stage, and those of finished stages that the client lacks."""
         return [self.model, *self.finished[self.informed[client] :]]
 
@@ -155,8 +158,8 @@ class PPFE(PersonalisedStrategy):
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average; at the end of a stage keep its shared layers and begin the next one."""
-        weights = num_examples(updates) if self.stage.number == 1 else np.ones(len(updates))
-        self.model = weighted_mean(stacked(updates), weights)
+        first = self.stage.number == 1
+        self.model = mean_of(updates) if first else weighted_mean(stacked(updates), np.ones(len(updates)))
         self.rounds_done += 1
         quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}
         if self._is_end(server_round):
@@ -176,21 +179,28 @@ class PPFE(PersonalisedStrategy):
             xticks=names,
         )
 
+    @property
+    def progress(self) -> npt.NDArray[np.int64]:
+        """Number of the stage and of its rounds that are done."""
+        return np.array([self.stage.number, self.rounds_done])
+
+    @progress.setter
+    def progress(self, numbers: npt.NDArray[np.int64]) -> None:
+        number, self.rounds_done = numbers.tolist()
+        self.stage = self.stages[number - 1]
+
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the shared layers of this stage and of the finished ones, and what is known of the clients."""
-        finished = {f"finished-{i}": model for i, model in enumerate(self.finished, start=1)}
-        progress = np.array([self.stage.number, self.rounds_done], np.int64)
-        return {"model": self.model, "progress": progress, "informed": self.informed, "betas": self.betas, **finished}
+        """Return the state; the models' sizes differ between the stages."""
+        models = {f"finished-{i}": model for i, model in enumerate(self.finished, start=1)} | {"model": self.model}
+        return super().server_state() | models
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up the server's state."""
-        number, self.rounds_done = arrays["progress"].tolist()
-        self.stage = self.stages[number - 1]
-        self.model = np.asarray(arrays["model"], np.float32)
-        self.informed = np.asarray(arrays["informed"], np.int64)
-        self.betas = np.asarray(arrays["betas"], np.float64)
+        """Take up the state."""
+        super().load_server_state(arrays)
         count = sum(name.startswith("finished-") for name in arrays)
-        self.finished = [np.asarray(arrays[f"finished-{i}"], np.float32) for i in range(1, count + 1)]
+        self.model, *self.finished = (
+            np.asarray(arrays[name], np.float32) for name in ("model", *(f"finished-{i + 1}" for i in range(count)))
+        )
 
     def _is_end(self, server_round: int) -> bool:
         """Tell whether a round ends the stage; if it fails, the next one with enough replies does."""
@@ -270,81 +280,6 @@ def new_ranks(plain: Architecture, newly: tuple[str, ...], ranks: list[int]) -> 
     wanted = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))
     capped = {layer: capped_rank(*plain.linear_shape(layer), wanted[layer]) for layer in newly if layer in wanted}
     return {layer: rank for layer, rank in capped.items() if rank is not None}
-
-
-def open_stage(before: Stage, after: Stage, whole: Tensor) -> Tensor:
-    """Return the parameters ``(d',)`` with which a client begins a stage.
-
-    Newly personal layers are replaced by the two factors of their best low-rank approximation
-    (Section 4.1); all else is taken over.
-
-    Parameters
-    ----------
-    before, after : Stage
-        The finished stage and the one that begins.
-    whole : Tensor, (d,)
-        The client's model at the end of the finished stage.
-    """
-    old = before.architecture.layout.views(whole)
-    result = torch.empty(after.architecture.layout.size, device=whole.device)
-    new = after.architecture.layout.views(result)
-    for name, view in new.items():
-        if name in old and old[name].shape == view.shape:
-            view.copy_(old[name])
-        elif name.endswith("down.weight"):
-            stem = name.removesuffix("down.weight")
-            down, up = low_rank_factors(old[stem + "weight"], view.shape[0])
-            view.copy_(down)
-            new[stem + "up.weight"].copy_(up)
-            new[stem + "up.bias"].copy_(old[stem + "bias"])
-    return result
-
-
-def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
-    """Return the 0/1 mask ``(d,)`` of a stage for the reduction `sparse`.
-
-    Of the personal fully connected weights 30 % are masked in the first personal stage, and 10 % of each
-    layer that becomes personal later (Appendix A.3). The same seed gives every client the same mask.
-    """
-    layout = stages[number - 1].architecture.layout
-    mask = torch.ones(layout.size)
-    for stage in stages[1:number]:
-        fraction = FIRST_MASKED if stage.number == 2 else LATER_MASKED
-        fully_connected = set(stage.newly) & set(stage.architecture.fully_connected)
-        for entry in layout.entries:
-            if entry.layer in fully_connected and len(entry.shape) == 2:
-                count = math.prod(entry.shape)
-                generator = torch_generator(seed, "mask", entry.start)
-                order = torch.randperm(count, generator=generator)
-                mask[entry.start + order[: round(fraction * count)]] = 0.0
-    return mask
-
-
-def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
-    """Return (β, ω') after a stage (Algorithm 1, Reweight).
-
-    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` plus
-    ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. (The paper's Eq. 7 has
-    the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.)
-
-    Parameters
-    ----------
-    losses : Tensor, (n,)
-        ℓ_i in [0, 1] of the ensemble so far.
-    weights : Tensor, (n,)
-        ω_i, all positive.
-    num_classes : int
-        C.
-    beta_rule : str
-        ``samme`` or ``adaboost``.
-    """
-    error = float((weights * losses).sum() / weights.sum())
-    error = min(max(error, 1e-6), 1 - 1e-6)
-    beta = 0.5 * math.log((1 - error) / error)
-    if beta_rule == "samme":
-        beta = max(0.0, beta + 0.5 * math.log(max(num_classes - 1, 1)))
-    new = weights * torch.exp(beta * losses)
-    return beta, new * (len(new) / new.sum())
 
 
 def _numbers(key: str, text: str) -> list[int]:

@@ -1,23 +1,20 @@
-"""What clients have sent: checks of their replies, and means over them."""
+"""What clients send: their updates, checks of their replies, and means over them."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 
-Arrays = list[npt.NDArray[np.generic]]
-
-
 MAX_EXAMPLES = 1_000_000_000
-
-
+"""The number of samples from which on a client's count is not believed."""
 UNREADABLE = (
     LookupError,
     TypeError,
@@ -30,40 +27,37 @@ UNREADABLE = (
     MemoryError,
     BadZipFile,
 )
-"""What reading bytes and records that are not as they should be may raise (SyntaxError: an array's header;
-AttributeError and BadZipFile: an .npz in its place; MemoryError: a header that claims too much)."""
-
-
+"""What reading malformed bytes and records may raise (SyntaxError: an array's header; AttributeError and
+BadZipFile: an .npz in its place; MemoryError: a header that claims too much)."""
 ITEM_BYTES, HEADER_BYTES = 8, 4096
-"""The most that an element and the header of an array in a reply may take."""
-
-
+"""The most bytes that an element and the header of an array in a reply may take."""
 SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
 
 
 @dataclass
 class Update:
-    """One client's good reply after training.
+    """What a client sends after training.
 
     Attributes
     ----------
-    client : int
-        Index of the client.
-    arrays : list of numpy.ndarray
-        What it sent, shapes checked and every value finite.
-    num_examples : int
-        Its training samples n_i.
+    arrays : list
+        Arrays for the server. A client may put tensors here; the server finds NumPy arrays, their shapes checked
+        and every value finite.
     loss : float
-        Its mean training loss over the last local epoch.
+        Mean training loss over the last local epoch; a client may give a tensor of one element.
     metrics : Mapping of str to float
-        Further numbers it sent.
+        Further numbers for the server.
+    client : int
+        Index of the client, filled in by the server.
+    num_examples : int
+        Its training samples n_i, filled in by the server.
     """
 
-    client: int
-    arrays: Arrays
-    num_examples: int
-    loss: float
+    arrays: list[Any]
+    loss: SupportsFloat
     metrics: Mapping[str, float] = field(default_factory=dict)
+    client: int = -1
+    num_examples: int = 0
 
 
 @dataclass
@@ -133,9 +127,30 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
     return (w / w.sum()).astype(np.float32) @ rows
 
 
+def mean_of(updates: list[Update]) -> FloatArray:
+    """Return the mean of the updates' first arrays, weighted by the clients' training samples, as FedAvg does."""
+    return weighted_mean(stacked(updates), num_examples(updates))
+
+
 def stacked(updates: list[Update], position: int = 0) -> FloatArray:
     """Return one array of every update as a matrix ``(M, ...)``."""
     return np.stack([np.asarray(update.arrays[position], np.float32) for update in updates])
+
+
+def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
+    """Return the numbers of training samples n_i ``(M,)``."""
+    return np.array([update.num_examples for update in updates], np.float64)
+
+
+def changes(reply: NDArrays, reference: NDArrays) -> list[npt.NDArray[np.float64]]:
+    """Return how the first arrays of a reply differ from what they are changes of."""
+    pairs = zip(reply, reference, strict=False)
+    return [np.asarray(array, np.float64) - np.asarray(before, np.float64) for array, before in pairs]
+
+
+def norm_of(arrays: list[npt.NDArray[np.float64]]) -> float:
+    """Return the L2 norm over the elements of all arrays."""
+    return math.sqrt(sum(float(np.square(array).sum()) for array in arrays))
 
 
 def check_count(key: str, count: Any, least: int) -> None:
@@ -144,7 +159,35 @@ def check_count(key: str, count: Any, least: int) -> None:
         raise BadReplyError(f"{key} = {count}")
 
 
-def _check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:
+def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
+    """Return the update in a reply to a training message, without its client.
+
+    Raises
+    ------
+    BadReplyError
+        If its arrays have other shapes or hold what is no finite number, or a count cannot be. What is malformed
+        raises any of :data:`UNREADABLE`.
+    """
+    record = content.array_records["arrays"]
+    metrics: Mapping[str, Any] = content.metric_records["metrics"]
+    check_size(record, shapes)
+    arrays = [array.numpy() for array in record.values()]
+    count, loss = metrics["num-examples"], metrics["train-loss"]
+    check_count("num-examples", count, 1)
+    check_count("num-test", metrics["num-test"], 0)
+    if [a.shape for a in arrays] != shapes:
+        raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
+    if any(a.dtype.kind not in "iuf" for a in arrays):
+        raise BadReplyError(f"arrays of types {[str(a.dtype) for a in arrays]} instead of numbers")
+    # As float32, in which the server computes: a float64 may be finite and yet too large for it.
+    with np.errstate(over="ignore"):
+        finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays)
+    if not math.isfinite(loss) or not finite:
+        raise BadReplyError("NaN or Inf in the reply")
+    return Update(arrays, float(loss), metrics, num_examples=int(count))
+
+
+def check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:
     """Refuse a reply that is too large for what is expected, before its arrays are made from their bytes."""
     if len(record) != len(shapes):
         raise BadReplyError(f"{len(record)} arrays instead of {len(shapes)}")
@@ -154,7 +197,7 @@ def _check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:
             raise BadReplyError(f"an array of {size} bytes, for the shape {shape} it may have {most}")
 
 
-def _scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the scores in a reply by column; losses must be finite, accuracies lie in 0..1."""
     scores = {key: metrics[key] for key in SCORES if key in metrics}
     for key, value in scores.items():
@@ -163,10 +206,7 @@ def _scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {key.replace("-", "_"): value for key, value in scores.items()}
 
 
-def _client_of(message: Message) -> int:
-    return int(message.content.config_records["config"]["client"])  # type: ignore[arg-type]
-
-
-def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the numbers of training samples n_i ``(M,)``."""
-    return np.array([update.num_examples for update in updates], np.float64)
+def client_of(message: Message) -> int:
+    """Return the client that a message is for."""
+    number: Any = message.content.config_records["config"]["client"]
+    return int(number)

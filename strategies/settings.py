@@ -25,18 +25,25 @@ MODELS = (
 class TrainSettings:
     """The local training of one client."""
 
-    model: str = setting("auto", "network; `auto` picks one that suits the data", choices=MODELS)
-    local_epochs: int = setting(2, "passes over the client's training data a round", minimum=1)
+    model: str = setting(
+        "auto",
+        "network; `auto` picks one that suits the data",
+        choices=MODELS,
+        synonyms=("arch", "architecture", "net", "network"),
+    )
+    local_epochs: int = setting(
+        2, "passes over the client's training data a round", minimum=1, synonyms=("epochs", "num-epochs")
+    )
     local_steps: int = setting(0, "SGD steps a round instead of epochs; 0: use local-epochs", minimum=0)
-    batch_size: int = setting(10, "samples in a mini-batch", minimum=1)
-    lr: float = setting(0.05, "learning rate", above=0)
+    batch_size: int = setting(10, "samples in a mini-batch", minimum=1, synonyms=("batch",))
+    lr: float = setting(0.05, "learning rate", above=0, synonyms=("learning-rate",))
     lr_schedule: str = setting("constant", "learning rate over the rounds", choices=("constant", "cosine"))
     momentum: float = setting(0.0, "SGD momentum, fresh each round", minimum=0, maximum=0.9999)
-    weight_decay: float = setting(0.0, "L2 weight decay", minimum=0)
+    weight_decay: float = setting(0.0, "L2 weight decay", minimum=0, synonyms=("l2", "wd"))
     max_grad_norm: float = setting(
         0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
     )
-    device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True)
+    device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True, synonyms=("gpu",))
     threads: int = setting(
         1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0, maximum=1024, resumable=True
     )
@@ -65,18 +72,31 @@ class TrainSettings:
 class RunSettings:
     """The run: method, rounds, participation, evaluation, what it leaves."""
 
-    method: str = setting("fedfew", "which method to run")
+    method: str = setting("fedfew", "which method to run", synonyms=("algo", "algorithm", "strategy"))
     experiment: str = setting(
         "", "YAML file of settings (a name in experiments/ or a path); those given beside it count more", once=True
     )
-    num_server_rounds: int = setting(15, "communication rounds", minimum=1, resumable=True)
-    fraction_train: float = setting(1.0, "fraction of the clients sampled in each round", above=0, maximum=1)
+    num_server_rounds: int = setting(
+        15, "communication rounds", minimum=1, resumable=True, synonyms=("n-rounds", "num-rounds", "rounds")
+    )
+    fraction_train: float = setting(
+        1.0,
+        "fraction of the clients sampled in each round",
+        above=0,
+        maximum=1,
+        synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),
+    )
     min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
     max_update_norm: float = setting(
         0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
     )
     round_timeout: float = setting(
-        3600.0, "seconds to wait for the replies of a round", above=0, maximum=1e8, resumable=True
+        3600.0,
+        "seconds to wait for the replies of a round",
+        above=0,
+        maximum=1e8,
+        resumable=True,
+        synonyms=("timeout",),
     )
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
     system_accuracy: str = setting(
@@ -84,12 +104,16 @@ class RunSettings:
         "accuracy on the pooled test sets: FedDRM's routing, else a majority vote; `auto`: FedDRM only",
         choices=("auto", "on", "off"),
     )
-    seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1)
-    output_dir: str = setting("runs", "directory that holds the runs", place=True, resumable=True)
-    run_name: str = setting("", "folder of this run; empty: method, data set, seed and time")
+    seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
+    output_dir: str = setting("runs", "directory that holds the runs", place=True, resumable=True, synonyms=("output",))
+    run_name: str = setting("", "folder of this run; empty: method, data set, seed and time", synonyms=("name",))
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
     min_clients: int = setting(
-        0, "clients that must be there for the first round; 0: all num-clients", minimum=0, resumable=True
+        0,
+        "clients that must be there for the first round; 0: all num-clients",
+        minimum=0,
+        resumable=True,
+        synonyms=("min-available-clients",),
     )
     join_timeout: float = setting(
         300.0, "seconds to wait for the clients before the first round", above=0, maximum=1e8, resumable=True

@@ -58,7 +58,8 @@ class Finished:
 
     def kept(self, client: int) -> dict[str, np.ndarray]:
         """Return what a client keeps on its node, which hosts it alone."""
-        record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}")
+        version = self.strategy.states.versions.get(client)
+        record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}/{version}")
         return {} if record is None else {name: array.numpy() for name, array in record.items()}
 
 
@@ -227,7 +228,7 @@ def update() -> Callable[..., Update]:
     """Return a client's reply as a strategy gets it."""
 
     def make(client: int, arrays: Sequence[Any], num_examples: int = 1, loss: float = 1.0) -> Update:
-        return Update(client, [np.asarray(array, np.float32) for array in arrays], num_examples, loss)
+        return Update([np.asarray(a, np.float32) for a in arrays], loss, client=client, num_examples=num_examples)
 
     return make
 

@@ -10,9 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.strategies.fedamp import message_weights, squared_distances
-from posy.strategies.ifca import cluster_means
 from posy.strategies.methods import strategy_class
-from posy.strategies.replies import weighted_mean
+from posy.strategies.replies import BadReplyError, weighted_mean
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
@@ -178,7 +177,7 @@ def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
     body = client.layout.without(["head"])
     client.fit([body.take(client.initial().numpy())], CONFIG)
     other = np.random.default_rng(0).normal(size=body.size).astype(np.float32)
-    predictor = client.drive(client.served_model([torch.from_numpy(other)], CONFIG))
+    predictor = client.served_model([torch.from_numpy(other)], CONFIG)
     flat = predictor.members[0].parameters.numpy()
     np.testing.assert_array_equal(body.take(flat), other)
     np.testing.assert_array_equal(client.layout.part(["head"]).take(flat), client.state["personal"])
@@ -194,11 +193,11 @@ def test_ditto_by_hand(make_client, gradient_of):
     (sent,), _, _ = client.fit([first], CONFIG)
     np.testing.assert_allclose(sent, first - LR * gradient_of(client, first), atol=1e-5)
     personal = first - LR * gradient_of(client, first)  # it starts from the served model: no pull yet
-    np.testing.assert_allclose(client.state["personal"], personal, atol=1e-5)
+    np.testing.assert_allclose(client.state["model"], personal, atol=1e-5)
     (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
     np.testing.assert_allclose(sent, second - LR * gradient_of(client, second), atol=1e-5)
     personal = personal - LR * (gradient_of(client, personal) + 0.7 * (personal - second))
-    np.testing.assert_allclose(client.state["personal"], personal, atol=1e-5)
+    np.testing.assert_allclose(client.state["model"], personal, atol=1e-5)
 
 
 def test_dittos_personal_epochs(make_client, gradient_of):
@@ -208,7 +207,7 @@ def test_dittos_personal_epochs(make_client, gradient_of):
     np.testing.assert_allclose(sent, start - LR * gradient_of(client, start), atol=1e-5)
     once = start - LR * gradient_of(client, start)
     twice = once - LR * (gradient_of(client, once) + 0.7 * (once - start))
-    np.testing.assert_allclose(client.state["personal"], twice, atol=1e-5)
+    np.testing.assert_allclose(client.state["model"], twice, atol=1e-5)
 
 
 def test_dittos_global_model_is_fedavgs(make_config, federate):
@@ -218,7 +217,7 @@ def test_dittos_global_model_is_fedavgs(make_config, federate):
 
 def test_dittos_personal_model_is_the_local_one(make_client, softmax_regression):
     client = make_client("ditto", **WHOLE)
-    client.keep("personal", torch.from_numpy(start_of(client)))
+    client.keep("model", torch.from_numpy(start_of(client)))
     _, _, metrics = client.evaluate([start_of(client, 1)], EVALUATE)
     test = client.data.x_test.numpy(), client.data.y_test.numpy()
     assert metrics["local-loss"] == pytest.approx(softmax_regression(start_of(client), *test)[0], rel=1e-5)
@@ -277,17 +276,22 @@ def test_fedamp_round_by_hand(make_strategy, update):
 # -- IFCA ----------------------------------------------------------------------------------------------
 
 
-def test_cluster_means_by_hand_and_an_empty_cluster_stays():
-    before = np.array([[9.0], [8.0], [7.0]], np.float32)
-    rows = np.array([[1.0], [5.0], [2.0]], np.float32)
-    means = cluster_means(before, rows, np.array([1.0, 3.0, 4.0]), np.array([2, 2, 0]))
-    np.testing.assert_allclose(means, [[2], [8], [4]])
+def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, update):
+    strategy = make_strategy("ifca", model="linear", ifca_clusters=3)
+    before = strategy.models
+    rows = [np.full(strategy.size, value, np.float32) for value in (1, 5, 2)]
+    chosen = zip(rows, (1, 3, 4), (2, 2, 0), strict=True)
+    quantities = strategy.aggregate(1, [update(c, [row, k], n) for c, (row, n, k) in enumerate(chosen)])
+    np.testing.assert_allclose(strategy.models[[0, 2]], [rows[2], np.full(strategy.size, 4)])
+    np.testing.assert_array_equal(strategy.models[1], before[1])
+    assert quantities == {"cluster_sizes": [1, 0, 2]}
 
 
 @pytest.mark.parametrize("cluster", [-1, 2])
-def test_cluster_that_does_not_exist(cluster):
-    with pytest.raises(ValueError, match="clusters must be 0"):
-        cluster_means(np.zeros((2, 1), np.float32), np.zeros((1, 1), np.float32), np.ones(1), np.array([cluster]))
+def test_cluster_that_does_not_exist(make_strategy, cluster):
+    strategy = make_strategy("ifca", ifca_clusters=2)
+    with pytest.raises(BadReplyError, match=f"cluster {cluster} of 2"):
+        strategy.check([strategy.models[0], np.array(cluster)])
 
 
 def test_ifca_client_trains_the_model_that_fits_best(make_client, gradient_of, softmax_regression):

@@ -11,7 +11,7 @@ from torch import Tensor
 from posy.client_app.cwfedavg import regularised
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import classification
-from posy.strategies.cwfedavg import class_models, class_weights, parts, weight_distribution
+from posy.strategies.cwfedavg import class_models, class_weights, weight_distribution
 
 # A linear model of two features and three classes: weights (3, 2), then biases (3,).
 # Row norms 5, 10, 5 and 3, 0, 1: p̃ = (1/4, 1/2, 1/4) and (3/4, 0, 1/4).
@@ -37,6 +37,12 @@ class LinearNet:
     def __getitem__(self, name: str) -> Tensor:
         assert name == "head.weight"
         return self.weight
+
+
+def served_model(strategy, client):
+    """Return the whole model that a client is sent in two parts."""
+    (whole,) = strategy.method.reference(strategy.architecture, strategy.serve(client), [])
+    return whole
 
 
 # -- Eqs. 4-7 ------------------------------------------------------------------------------------------
@@ -86,15 +92,15 @@ def test_whole_round_by_hand(make_strategy, update):
     q = np.array([[0.1, 0.9], [1, 0], [0.25, 0.75]])
     models = q @ np.stack([FIRST, SECOND])  # Eq. 5
     np.testing.assert_allclose(strategy.class_models, models, rtol=1e-6)
-    np.testing.assert_allclose(strategy.served_model(0), [0.25, 0.5, 0.25] @ models, rtol=1e-6)  # Eq. 7
-    np.testing.assert_allclose(strategy.served_model(1), [0.75, 0, 0.25] @ models, rtol=1e-6)
-    np.testing.assert_allclose(strategy.served_model(2), models.mean(axis=0), rtol=1e-6)  # not seen: p̃ = 1/C
+    np.testing.assert_allclose(served_model(strategy, 0), [0.25, 0.5, 0.25] @ models, rtol=1e-6)  # Eq. 7
+    np.testing.assert_allclose(served_model(strategy, 1), [0.75, 0, 0.25] @ models, rtol=1e-6)
+    np.testing.assert_allclose(served_model(strategy, 2), models.mean(axis=0), rtol=1e-6)  # not seen: p̃ = 1/C
 
 
 def test_everybody_is_served_the_initial_model_first(make_strategy):
     strategy = make_strategy("cwfedavg", cwfedavg_layers="all")
     for client in range(4):
-        np.testing.assert_allclose(strategy.served_model(client), strategy.initial(), rtol=1e-6)
+        np.testing.assert_allclose(served_model(strategy, client), strategy.initial(), rtol=1e-6)
 
 
 def test_distribution_and_norms_of_a_client_that_did_not_reply_stay(make_strategy, update):
@@ -124,7 +130,7 @@ def test_iid_clients_make_every_class_model_fedavgs(make_strategy, update, layer
     for model in strategy.class_models:
         np.testing.assert_allclose(model, strategy.classwise.take(average.model), atol=1e-5)
     for client in range(4):
-        np.testing.assert_allclose(strategy.served_model(client), average.model, atol=1e-5)
+        np.testing.assert_allclose(served_model(strategy, client), average.model, atol=1e-5)
 
 
 def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update):
@@ -137,7 +143,7 @@ def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update)
     first = 0.25 * models[0] + 0.75 * models[2]
     np.testing.assert_allclose(strategy.class_models, [first, models[1], models[3]], atol=1e-6)
     for client, own in enumerate((first, models[1], first, models[3])):
-        np.testing.assert_allclose(strategy.served_model(client), own, atol=1e-6)
+        np.testing.assert_allclose(served_model(strategy, client), own, atol=1e-6)
 
 
 # -- selective application (Table 3) -------------------------------------------------------------------
@@ -160,7 +166,7 @@ def test_layers_that_are_averaged_class_wise(make_strategy, update, layers, clas
     mixed = p @ class_weights(p, np.array([1.0, 3.0])) @ models
     plain = 0.25 * models[0] + 0.75 * models[1]
     for client in range(2):
-        served = strategy.served_model(client)
+        served = served_model(strategy, client)
         for entry in strategy.architecture.layout.entries:
             part = slice(entry.start, entry.stop)
             expected, other = (mixed[client], plain) if entry.layer in classwise else (plain, mixed[client])
@@ -174,7 +180,7 @@ def test_layers_that_are_averaged_class_wise(make_strategy, update, layers, clas
 
 def sent(client):
     """Return the common initialisation as the server sends it: averaged layers, and class-wise ones."""
-    return [part.take(client.initial().numpy()) for part in parts(client.architecture, client.method.layers)]
+    return [part.take(client.initial().numpy()) for part in client.method.parts(client.architecture)]
 
 
 def test_regulariser_by_hand():

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from posy.client_app.app import Call
+from posy.client_app.base import PersonalClient
 from posy.client_app.engine import Engine
-from posy.client_app.fedavg import FedAvgClient
-from posy.client_app.state import DirectoryStore, MemoryStore
+from posy.client_app.state import MemoryStore
 from posy.client_app.training.sgd import SGD
 from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Train
@@ -127,14 +127,14 @@ def unknown_weight(net, batch, context):
     ids=["objective", "rates", "request"],
 )
 def test_a_faulty_request_is_its_clients_alone(make_config, federate, monkeypatch, stack, fault):
-    plain = FedAvgClient.work
+    plain = PersonalClient.work
 
     def work(self, start):
         if self.client not in (1, 2):
             return plain(self, start)
         return replace(fault, start=start) if isinstance(fault, Train) else fault
 
-    monkeypatch.setattr(FedAvgClient, "work", work)
+    monkeypatch.setattr(PersonalClient, "work", work)
     finished = federate(make_config("fedavg", stack=stack, model="mlp"))
     for record in finished.records:
         assert [client for client, _ in record.dropped] == [1, 2]
@@ -147,7 +147,7 @@ def test_only_the_store_keeps_states_in_memory(make_config, federate, monkeypatc
     class Watched(InProcessGrid):
         def __init__(self, num_clients):
             super().__init__(num_clients)
-            self.states = MemoryStore(DirectoryStore(tmp_path), limit=1)
+            self.states = MemoryStore(tmp_path, limit=1)
 
     close = Call.close
 

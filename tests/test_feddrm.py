@@ -110,8 +110,7 @@ def test_only_the_class_classifier_is_personal(make_strategy, make_client):
     head = client.layout.part(["head"])
     assert head.size == 64 * 3 + 3
     assert strategy.serve(0)[0].size == client.layout.size - head.size
-    assert set(strategy.shared_layers()) == set(client.layout.layers) - {"head"}
-    assert "client-branch" in strategy.shared_layers()
+    assert strategy.shared == client.shared == client.layout.without(["head"])
     (sent,), _, _ = client.fit(strategy.serve(0), CONFIG)
     assert [sent.shape] == strategy.expected_shapes(0)
     assert set(client.state) == {"personal"} and client.state["personal"].shape == (head.size,)
@@ -123,7 +122,7 @@ def test_kept_classifier_is_used_again(make_client):
     served = shared.take(client.initial())
     client.fit([served.numpy()], CONFIG)
     kept = client.state["personal"].copy()
-    whole = client.assembled(served)
+    whole = client.assembled([served])
     np.testing.assert_array_equal(client.layout.part(["head"]).take(whole), kept)
     np.testing.assert_array_equal(shared.take(whole), served)
 
@@ -217,7 +216,7 @@ def known(make_config, tmp_path):
         named["client_head.weight"][:, 0] = [-slope, slope]
         named["client_head.bias"][0] = bias
         strategy.model = strategy.shared.take(layout.flatten(named))
-        directory = RunDirectory(tmp_path / "known", "run")
+        directory = RunDirectory.create(tmp_path / "known", "run")
         for client in stored:
             sign = 1 if client == 0 else -1  # client 0: feature 1 > 0 is class 1; client 1: class 0
             own = {**named, "model.head.weight": np.array([[0, -sign], [0, sign]], np.float32)}

@@ -223,14 +223,14 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
     assert served.shape == (3, client.layout.size - head.size)
     seeds = [model_seed(client.settings.run.seed, k) for k in range(3)]
     starts = np.stack([client.architecture.initial(seed) for seed in seeds])
-    np.testing.assert_array_equal(client.whole(torch.from_numpy(served)), starts)  # each with a head of its own
+    np.testing.assert_array_equal(client.assembled([torch.from_numpy(served)]), starts)  # each with a head of its own
     (delta, losses), _, _ = client.fit([served], train_config())
     assert [delta.shape, losses.shape] == strategy.expected_shapes(0)
-    kept = client.state["heads"]
+    kept = client.state["personal"]
     assert kept.shape == (3, head.size)
     assert (np.abs(kept - head.take(starts)).max(axis=1) > 1e-4).all()  # each of the K heads was trained
     # The next round starts from the client's heads, not from anybody else's.
-    whole = array_of(client.whole(torch.from_numpy(served + delta)))
+    whole = array_of(client.assembled([torch.from_numpy(served + delta)]))
     np.testing.assert_array_equal(head.take(whole), kept)
     np.testing.assert_array_equal(client.body.take(whole), served + delta)
 
@@ -238,7 +238,7 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
 def test_personal_heads_differ_between_clients_and_federations_run(make_config, federate):
     finished = federate(make_config("fedfew", fedfew_personal_head=True))
     assert [r.dropped for r in finished.records] == [[]] * 3
-    heads = [finished.kept(client)["heads"] for client in range(4)]
+    heads = [finished.kept(client)["personal"] for client in range(4)]
     assert np.abs(heads[0] - heads[2]).max() > 1e-3
     assert finished.strategy.models.shape[1] == finished.strategy.size - heads[0].shape[1]
 
@@ -264,7 +264,7 @@ def test_pictured_losses_weights_and_objectives_are_those_of_the_rounds(make_con
     assert strategy.weights.max(axis=1).mean() == pytest.approx(last["inner_max"])
     assert np.bincount(strategy.losses.argmin(axis=1), minlength=3).tolist() == last["clients_of_model"]
     assert last["objective"] == pytest.approx(0.1 * math.log((1 / e.sum(axis=1)).sum()))
-    assert strategy.objectives == [(r.number, r.quantities["objective"]) for r in finished.records]
+    assert strategy.objectives.tolist() == [[r.number, r.quantities["objective"]] for r in finished.records]
     assert {client: row.min() for client, row in enumerate(strategy.losses)} == finished.column("train_loss")[-1]
 
 

@@ -43,8 +43,9 @@ def assert_same_run(first, second):
 @every_method
 def test_names_of_a_method(method):
     assert issubclass(strategy_class(method), PersonalisedStrategy)
-    assert client_class(method).__name__ == METHODS[method] + "Client"
-    assert strategy_class(method).__doc__ and client_class(method).__doc__
+    assert strategy_class(method).__name__ in (METHODS[method], "PersonalisedStrategy")
+    assert client_class(method).__name__ in (METHODS[method] + "Client", "PersonalClient")
+    assert strategy_class(method).__doc__ and client_class(method).__doc__ and settings_class(method).__doc__
     assert set(settings_of(settings_class(method), method)) <= set(defaults())
 
 

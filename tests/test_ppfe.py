@@ -9,10 +9,11 @@ import torch
 from safetensors.numpy import load_file
 
 from posy.client_app.base import Member, Predictor
+from posy.client_app.ppfe import open_stage, reweight, sparsity_mask
 from posy.client_app.workspace import Workspace
 from posy.server_app.system import stored_probabilities
 from posy.settings import SettingsError
-from posy.strategies.ppfe import open_stage, reweight, sparsity_mask, stage_rounds
+from posy.strategies.ppfe import stage_rounds
 
 # For the paper's network of five layers: conv1, conv2, fc1, fc2, head.
 PICTURES = (
@@ -391,7 +392,7 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
         first = strategy.stages[0]
         client.drive(client.close_stage(first, client.initial()))
         second = client.stages[1]
-        current = client.assembled(second, second.shared_part.take(open_stage(first, second, client.initial())))
+        current = client.stage_model(second, second.shared_part.take(open_stage(first, second, client.initial())))
         predictor = client.drive(client.ensemble(second, current))
         assert len(predictor.members) == count
         assert torch.equal(predictor.members[-1].parameters, current)
@@ -409,7 +410,7 @@ def test_local_step_of_a_later_stage(make_client):
     weights = torch.linspace(0.5, 1.5, n)
     client.keep("weights", weights)
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
-    start = client.assembled(second, shared)
+    start = client.stage_model(second, shared)
     config = {"server-round": 2, "lr": 0.2, "stage": 2, "first-finished": 2, "rounds-done": 0}
     (sent,), _, metrics = client.fit([shared.numpy()], config)
     model = second.architecture.build()

@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp.mod import LocalDpMod
 from flwr.server.workflow import SecAggPlusWorkflow
 
-from posy.client_app.privacy import NO_NOISE, check_privacy, noise_deviation, noised
+from posy.client_app.privacy import check_privacy, noise_deviation, noised
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
-from posy.strategies.methods import METHODS
+from posy.strategies.method_settings import ALLOWED
+from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import read_settings
 from posy.strategies.settings import TrainSettings
 
 MakeClient = Callable[..., Any]
 QUIET = 1e-30  # a sensitivity for which the noise vanishes in float32
-NOISED = sorted(set(METHODS) - set(NO_NOISE))
+NOISED = [method for method in METHODS if settings_class(method).noise is ALLOWED]
 
 
 def by_flower(received: list[np.ndarray], sent: list[np.ndarray], sensitivity: float) -> list[np.ndarray]:
@@ -47,7 +47,6 @@ def test_clipping_by_hand() -> None:
     assert [array.dtype for array in clipped] == [np.float32, np.float32, np.int64]
     whole = noised(sent, start, TrainSettings(dp_clip=6.0, dp_sensitivity=QUIET))
     assert [array.tolist() for array in whole] == [[4.0, 1.0], [4.0], [9]]
-    assert noised(sent, start, TrainSettings()) is sent
     still = noised(start, start, TrainSettings(dp_clip=1.0, dp_sensitivity=QUIET))
     assert still[0].tolist() == [1.0, 1.0]
     assert still[1].tolist() == pytest.approx([0.0])
@@ -87,9 +86,7 @@ def test_a_method_that_can_bear_noise_sends_it(method: str, make_client: MakeCli
     }.items():
         client = make_client(method, model="mlp", ppfe_stages=1, **own)
         models = client.settings.method.models if method == "fedfew" else 0
-        whole = torch.from_numpy(client.architecture.initial(client.settings.run.seed)).to(client.device)
-        layers = [x for x in client.layout.layers if method not in ("fedrep", "feddrm") or x != "head"]
-        start = client.layout.part(layers).take(whole).numpy().copy()
+        start = client.shared.take(client.initial()).numpy().copy()
         received = [np.stack([start] * models)] if models else [start]
         config = {"server-round": 1, "client": 0, "stage": 1, "first-finished": 1, "rounds-done": 0}
         arrays, _, _ = client.fit(received, config)

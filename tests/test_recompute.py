@@ -379,7 +379,7 @@ def ppfe_served(ran: Ran, client: int) -> Members:
 
 
 def attended(ran: Ran, state: Arrays, client: int) -> np.ndarray:
-    seen = state["clients"].tolist()
+    seen = state["seen"].tolist()
     return state["mixed"][seen.index(client)] if client in seen else state["models"].mean(axis=0)
 
 
@@ -585,7 +585,7 @@ def test_cwfedavgs_distributions_class_models_and_shares(ran: Ran) -> None:
 
 @of(methods("fedacs", "fedamp"))
 def test_attention_and_mixed_models(ran: Ran) -> None:
-    server, seen, last = ran.server, ran.server["clients"].tolist(), len(ran.rounds)
+    server, seen, last = ran.server, ran.server["seen"].tolist(), len(ran.rounds)
     assert seen == sorted(set().union(*(ran.trained(row["round"]) for row in ran.rounds)))
     models = server["models"].astype(np.float64)
     for client in seen:  # also the model of one that has not trained in the last round is its latest
@@ -606,7 +606,8 @@ def test_attention_and_mixed_models(ran: Ran) -> None:
                 weights[i, j] = alpha / sigma * math.exp(-((a - b) @ (a - b)) / sigma) if i != j else 0.0
             weights[i] /= max(1.0, weights[i].sum())
             weights[i, i] = 1.0 - weights[i].sum()
-    drawn = server[f"attention-{last}"]
+    assert server["pictured"][-1] == last
+    drawn = server["pictures"][-1]
     np.testing.assert_allclose(drawn[np.ix_(seen, seen)], weights, rtol=2e-3, atol=1e-6)
     absent = [c for c in CLIENTS if c not in seen]
     assert not drawn[absent].any() and not drawn[:, absent].any()
@@ -723,7 +724,7 @@ def test_the_training_loss_is_that_of_what_the_clients_started_from(ran: Ran) ->
     for client, recorded in ran.column(len(ran.rounds), "train_loss").items():
         x, y = ran.split(client, "train")
         if ran.method == "fedamp":
-            seen = ran.before["clients"].tolist()
+            seen = ran.before["seen"].tolist()
             if client not in seen:
                 continue
             start = unflattened(ran.before["models"][seen.index(client)], list(ran.model), ran.model)

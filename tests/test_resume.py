@@ -10,18 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import yaml
-from flwr.app import Context
+from flwr.app import Context, RecordDict
+from flwr.supercore.run import Run
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.workspace import workspace_for
 from posy.server_app import checkpoints as checkpoints_module
-from posy.server_app.app import run
+from posy.server_app.app import app, run
 from posy.server_app.checkpoints import Checkpoints
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
@@ -282,7 +284,9 @@ def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(
             with pytest.raises(KilledError):
                 run(Nodes(4, None), config)
         summary = summary_of(run(Nodes(4, None), again(config, method)).directory.path)
-        assert any("state-dir" in reason for reason in summary["dropped"]) is dropped
+        reason = "its state of round {} is not on its node (a node keeps it over a restart only with state-dir)"
+        said = {f"{reason.format(4)}; it begins anew": 3, f"{reason.format(3)}; it begins anew": 1}
+        assert summary["dropped"] == (said if dropped else {})  # each client has said so once
 
 
 def test_a_client_whose_state_is_damaged_is_left_out_with_the_reason(
@@ -294,11 +298,11 @@ def test_a_client_whose_state_is_damaged_is_left_out_with_the_reason(
         with pytest.raises(KilledError):
             run(grid_of(config), config)
     path = tmp_path / "runs" / "cut"
-    (file,) = (path / "state" / "client-1").glob("round-4-*")
+    file = path / "state" / "client-1" / "0-4-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     summary = summary_of(run(grid_of(config), again(config, "cut")).directory.path)
     ((reason, count),) = summary["dropped"].items()
-    assert "the state of client 1 cannot be read" in reason and "round-4" in reason
+    assert "the state of client 1 cannot be read" in reason and "0-4-0.safetensors" in reason
     assert count == 4  # trainings and evaluations of rounds 5 and 6
     assert {c for row in rounds_of(path)[4:] for c in (entry["client"] for entry in row["dropped"])} == {1}
 
@@ -346,8 +350,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
         ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
         ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "goes by it")),
         ("fedavg", {"lr-schedule": "cosine"}, {"num-server-rounds": 9}, ("num-server-rounds = 9",)),
-        ("fedavg", {"lr": 0.1}, {"lr": 0.05, "resume-keys": "lr"}, ("lr = 0.05, the run has 0.1",)),
-        ("fedavg", {}, {"resume-keys": "lr rounds"}, ("rounds", "not a setting")),
+        ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, the run has 0.1",)),
     ],
 )
 def test_settings_that_must_not_change_are_refused_by_name(
@@ -361,6 +364,32 @@ def test_settings_that_must_not_change_are_refused_by_name(
     assert all(part in str(raised.value) for part in parts)
     assert "batch-size" not in str(raised.value)  # given as it is
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == left
+
+
+class Submitted(InProcessGrid):
+    """A grid that knows what the run was submitted with, as Flower's do."""
+
+    overrides: ClassVar[Config] = {}
+
+    @property
+    def run(self) -> Run:
+        return replace(Run.create_empty(0), override_config=self.overrides)
+
+
+def test_what_was_typed_is_known_although_it_is_the_default(tmp_path: Path) -> None:
+    """Flower hands over all keys; those typed are in its run, and an edited table differs from the declarations."""
+    config = {**settings(tmp_path, "fedavg", "mine"), "lr": 0.1}
+    run(grid_of(config), config)
+    table = {**defaults(), "output-dir": config["output-dir"], "num-server-rounds": 8}  # edited in pyproject.toml
+    grid = Submitted(4)
+    for typed, told in (({"lr": 0.05}, "lr = 0.05, the run has 0.1"), ({"num-clients": 10}, "num-clients = 10")):
+        grid.overrides = {"resume": "mine", **typed}
+        with pytest.raises(SettingsError) as raised:
+            app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
+        assert told in str(raised.value) and str(raised.value).count("the run has") == 1
+    grid.overrides = {"resume": "mine"}
+    app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
+    assert len(rounds_of(tmp_path / "runs" / "mine")) == 8
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
@@ -529,9 +558,9 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
     made = []
     original = app.MemoryStore
 
-    def tiny(files: Any, limit: int) -> Any:
+    def tiny(path: Path, limit: int) -> Any:
         assert limit == 1 << 20
-        made.append(original(files, 60_000))
+        made.append(original(path, 60_000))
         return made[0]
 
     monkeypatch.setattr(app, "MemoryStore", tiny)
@@ -559,7 +588,7 @@ FILES = {
     "models/server.safetensors": "",
     "checkpoints/round-2/progress.json": "the checkpoint of round 2 is not used",
     "checkpoints/round-2/server.safetensors": "the checkpoint of round 2 is not used",
-    "state/client-1/round-2-train-0.safetensors": "the state of client 1 cannot be read",
+    "state/client-1/0-2-0.safetensors": "the state of client 1 cannot be read",
 }
 """The files of a run, and what is told of one that is damaged; nothing where it is made anew or only a copy."""
 DAMAGED: dict[str, Callable[[Path, Path], object]] = {
@@ -647,7 +676,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
             run(InProcessGrid(2), again)
         assert told in str(raised.value) and "Put it back or delete the file" in str(raised.value)
     file.write_text(text)
-    StoredRun.find(tmp_path, "cut")
+    assert StoredRun.find(again, "a test") is not None
 
 
 # -- a disk that is full ----------------------------------------------------------------------------------

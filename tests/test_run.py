@@ -15,7 +15,7 @@ from nodes import pfllib
 
 import posy
 from posy.client_app.app import Call
-from posy.client_app.fedavg import FedAvgClient
+from posy.client_app.base import PersonalClient
 from posy.client_app.workspace import Workspace
 from posy.commands.table import Cell
 from posy.data.datasets import load_dataset
@@ -314,14 +314,14 @@ def test_the_same_results_on_any_number_of_nodes(make_config: MakeConfig) -> Non
 
 
 def interrupt_client(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    original = FedAvgClient.local_round
+    original = PersonalClient.local_round
 
-    def local_round(self: FedAvgClient, *args: Any) -> Any:
+    def local_round(self: PersonalClient, *args: Any) -> Any:
         if self.round == 3 and self.client == 1:
             raise error
         return (yield from original(self, *args))
 
-    monkeypatch.setattr(FedAvgClient, "local_round", local_round)
+    monkeypatch.setattr(PersonalClient, "local_round", local_round)
 
 
 def interrupt_record(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

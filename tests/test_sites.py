@@ -531,7 +531,7 @@ def test_a_site_with_bad_data_is_left_out(
 def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], config: Config, tmp_path: Path) -> None:
     settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
     done = run(NodeGrid(*sites), settings)
-    reasons = " ".join(reason for _, reason in (done.federation.left_out if done.federation else ()))
+    reasons = " ".join(reason for _, reason in done.federation.left_out)
     assert done.strategy.members.keys() == {0}  # site-b alone knows no nine
     assert f"{tmp_path / 'a.npz'}: label '9' of sample 9 is not a class of the run" in reasons
     assert f"{tmp_path / 'c'}: label '9'" in reasons
@@ -587,7 +587,10 @@ def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config
 
     grid.__class__ = Changing
     done = run(grid, config | {"method": "fedavg", "save-models": False})
-    assert sum(times for reason, times in done.dropped.items() if "the data has changed during the run" in reason) > 0
+    assert (
+        sum(times for reason, times in done.totals.dropped.items() if "the data has changed during the run" in reason)
+        > 0
+    )
     assert {row[1] for row in rows_of(done) if row[0] == "2" and row[2]} == {"1", "2"}
 
 
@@ -633,7 +636,7 @@ def test_features_that_change_during_the_run_are_noticed(config: Config, tmp_pat
 
     grid = Changing(*({"data": str(tmp_path / f"{name}.npz"), "name": name} for name in "ab"))
     done = run(grid, config | {"num-clients": 2, "method": "fedavg"})
-    assert any("the data has changed during the run" in reason for reason in done.dropped)
+    assert any("the data has changed during the run" in reason for reason in done.totals.dropped)
 
 
 def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:

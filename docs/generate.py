@@ -1,0 +1,90 @@
+"""Write what the documentation repeats of the code: its settings, methods, networks and data sets.
+
+usage: python docs/generate.py [--check]
+
+In pyproject.toml, README.md and the pages of docs/, whatever stands between ``<!-- generated: NAME -->`` and
+``<!-- end -->`` (``# generated: NAME`` and ``# end`` in TOML) is replaced. With --check nothing is written: the files
+that are stale are listed, and the exit status is 1.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from posy.commands.launch import toml
+from posy.data.datasets import describe
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import defaults, groups
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
+
+
+def config() -> str:
+    """Return the table in which Flower looks for the settings that a run may have."""
+    return "\n".join(f"{key} = {toml(value)}" for key, value in defaults().items())
+
+
+def settings() -> str:
+    """Return all settings, a table for each group; those that may change when a run is resumed are marked."""
+    parts = []
+    for title, group in groups(METHODS).items():
+        rows = (
+            [f"`{key}`" + " ↻" * s.resumable, f"`{toml(s.default)}`", s.allowed(), s.help] for key, s in group.items()
+        )
+        if group:
+            parts += [f"## {title}", table(["key", "default", "allowed", "meaning"], rows)]
+    return "\n\n".join(parts)
+
+
+def methods() -> str:
+    """Return the methods, as the docstrings of their modules tell of them."""
+    rows = []
+    for method in METHODS:
+        text = " ".join((import_module(f"posy.strategies.{method.replace('-', '_')}").__doc__ or "").split())
+        name, _, idea = text.partition(". ")[0].partition(": ")
+        paper = re.search(r'"([^"]+)"', text)
+        rows.append([f"`{method}`", name, idea.rstrip("."), paper[1] if paper else ""])
+    return table(["`method`", "name", "idea", "paper"], rows)
+
+
+def networks() -> str:
+    """Return the networks."""
+    raise NotImplementedError
+
+
+def datasets() -> str:
+    """Return the data sets that have a name."""
+    rows = ([f"`{name}`", *others] for name, *others in describe())
+    return table(["`dataset`", "what it holds", "what to put into `data-dir`", "downloads"], rows)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    escaped = ([re.sub(r"<(?=\w)|\|", r"\\\g<0>", text) for text in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *escaped))
+
+
+GENERATED = {make.__name__: make for make in (config, settings, methods, networks, datasets)}
+
+
+def stale() -> dict[Path, str]:
+    """Return the files that are stale, with what they should hold."""
+    found = {}
+    for path in (ROOT / "pyproject.toml", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        wanted = MARKED.sub(lambda mark: f"{mark[1]}{GENERATED[mark[2]]()}\n{mark[3]}", text)
+        if wanted != text:
+            found[path] = wanted
+    return found
+
+
+if __name__ == "__main__":
+    for page, content in (old := stale()).items():
+        if "--check" in sys.argv:
+            print(f"{page.relative_to(ROOT)} is stale: run python docs/generate.py")
+        else:
+            page.write_text(content, encoding="utf-8")
+    sys.exit(1 if old and "--check" in sys.argv else 0)

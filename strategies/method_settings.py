@@ -1,0 +1,69 @@
+"""What server and clients of a method must agree on: its settings, and the facts that follow from them."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, dataclass_transform
+
+from posy.settings import setting
+
+if TYPE_CHECKING:  # settings are read without PyTorch
+    from flwr.common.typing import NDArrays
+
+    from posy.models.architecture import Architecture
+
+
+class Refused(NamedTuple):
+    """The verdict that a method cannot bear the noise of local differential privacy, and why."""
+
+    why: str
+
+
+ALLOWED = None
+"""The verdict that a method can bear the noise of local differential privacy."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(setting,))
+class MethodSettings:
+    """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
+
+    A subclass states whether the method can bear noise, ``class FedPerSettings(MethodSettings, noise=ALLOWED)``,
+    or it does not load. Server and clients both read the methods below.
+
+    Attributes
+    ----------
+    noise : Refused or None
+        Why the method cannot bear the noise of local differential privacy; None (:data:`ALLOWED`) if it can.
+    follows_number_of_rounds : bool
+        Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way.
+    """
+
+    noise: ClassVar[Refused | None]
+    follows_number_of_rounds: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, noise: Refused | None) -> None:
+        """Make the subclass a frozen dataclass."""
+        cls.noise = noise
+        dataclass(frozen=True)(cls)
+
+    def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
+        """Return the network that is trained; by default the plain one of the run."""
+        return plain
+
+    def personal(self, network: "Architecture") -> tuple[str, ...]:
+        """Return the layers that stay with the client; by default none."""
+        return ()
+
+    def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":
+        """Return what the first arrays of a reply are changes of; its further arrays are no models.
+
+        ``max-update-norm`` limits the norm of these changes, ``dp-clip`` clips them and adds noise.
+
+        Parameters
+        ----------
+        network : Architecture
+            The network that is trained.
+        sent : list of numpy.ndarray
+            What the client was sent: the default, for a reply of trained models.
+        reply : list of numpy.ndarray
+            What the client sends back, shapes checked.
+        """
+        return sent

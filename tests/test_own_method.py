@@ -1,0 +1,253 @@
+"""A method of one's own: written as a user would, in few lines and with few names to know, and run end to end."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
+from posy.strategies.methods import METHODS, settings_class
+
+Config = dict[str, Any]
+
+FEDPER = {
+    "strategies": '''
+        """FedPer (Arivazhagan et al., 2019): the base layers are shared, the last layers are personal."""
+
+        from posy.settings import setting
+        from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+
+        class FedPerSettings(MethodSettings, noise=ALLOWED):
+            """Settings of FedPer."""
+
+            layers: int = setting(1, "number of personal layers, counted from the output", minimum=1)
+
+            def personal(self, network):
+                """Keep the last layers."""
+                return network.layer_names[-self.layers :]
+    '''
+}
+
+DITTO = {
+    "strategies": '''
+        """Ditto (Li et al., 2021): a global model, and a personal one pulled towards it."""
+
+        from posy.settings import setting
+        from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+
+        class MyDittoSettings(MethodSettings, noise=ALLOWED):
+            """Settings of Ditto."""
+
+            strength: float = setting(0.1, "lambda: strength of the pull of the personal model", minimum=0)
+    ''',
+    "client_app": '''
+        """Ditto's client."""
+
+        from posy.client_app.base import PersonalClient
+        from posy.client_app.training.work import Pull, Train
+        from posy.strategies.replies import Update
+
+
+        class MyDittoClient(PersonalClient):
+            """Minimise F_i(v) + lambda/2 ||v - w||^2 over the personal v (Algorithm 1)."""
+
+            def local_round(self, received, config):
+                """Train the global model, then the personal one towards the received model."""
+                shared = yield Train(received[0])
+                pull = Pull(received[0], self.method.strength)
+                personal = yield Train(self.kept_model(received[0]), pull=pull, stream=1)
+                return Update([shared.parameters], personal.loss), self.keep_model(personal.parameters)
+    ''',
+}
+
+IFCA = {
+    "strategies": '''
+        """IFCA (Ghosh et al., 2020): K cluster models; each client trains the one that fits it best."""
+
+        import numpy as np
+
+        from posy.settings import setting
+        from posy.strategies.base import PersonalisedStrategy
+        from posy.strategies.method_settings import MethodSettings, Refused
+        from posy.strategies.replies import BadReplyError, mean_of
+
+
+        class MyIfcaSettings(MethodSettings, noise=Refused("the number of a cluster cannot be noised")):
+            """Settings of IFCA."""
+
+            clusters: int = setting(2, "number K of cluster models", minimum=1)
+
+            def reference(self, network, sent, reply):
+                """Return the model of the client's cluster."""
+                return [sent[0][int(reply[1])]]
+
+
+        class MyIfca(PersonalisedStrategy):
+            """Send K models; average each over the clients that chose it (Algorithm 1)."""
+
+            state = ("models",)
+
+            def initialise(self):
+                """Start from K independent initialisations."""
+                self.models = np.stack([self.initial(k) for k in range(self.method.clusters)])
+
+            def serve(self, client):
+                """Send all K models."""
+                return [self.models]
+
+            def expected_shapes(self, client):
+                """Expect one model and the number of its cluster."""
+                return [(self.size,), ()]
+
+            def check(self, arrays):
+                """Refuse a cluster that does not exist."""
+                if int(arrays[1]) not in range(len(self.models)):
+                    raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
+
+            def aggregate(self, server_round, updates):
+                """Average every cluster's model over its clients."""
+                self.models = self.models.copy()
+                for k in {int(update.arrays[1]) for update in updates}:
+                    self.models[k] = mean_of([update for update in updates if update.arrays[1] == k])
+                return {}
+    ''',
+    "client_app": '''
+        """IFCA's client."""
+
+        from posy.client_app.base import PersonalClient
+        from posy.client_app.training.work import Train
+        from posy.strategies.replies import Update
+
+
+        class MyIfcaClient(PersonalClient):
+            """Estimate the cluster, then train its model (Algorithm 1)."""
+
+            def served_model(self, received, config):
+                """Choose among the K models by training loss."""
+                return self.best_of(received[0])
+
+            def local_round(self, received, config):
+                """Train the chosen model and name its cluster."""
+                best = yield from self.best_of(received[0])
+                trained = yield Train(best.members[0].parameters)
+                return Update([trained.parameters, int(best.chosen)], trained.loss), self.plain(trained.parameters)
+    ''',
+}
+
+OWN = {"fedper": ("FedPer", FEDPER, 15), "myditto": ("MyDitto", DITTO, 25), "myifca": ("MyIfca", IFCA, 45)}
+"""Methods by name: what their classes are called, their sources, and the lines of code that they may take."""
+
+
+def parsed(source: str) -> ast.Module:
+    return ast.parse(dedent(source))
+
+
+def lines_of_code(source: str) -> int:
+    """Return the number of lines that are neither empty nor of a docstring; imports count."""
+    lines = {number for number, line in enumerate(dedent(source).splitlines(), start=1) if line.strip()}
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+def imported(source: str) -> set[str]:
+    """Return the names that a source imports from Posy."""
+    found = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in found if str(node.module).startswith("posy") for alias in node.names}
+
+
+@pytest.fixture
+def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Add the methods as their author would: a file or two, and a line in the list of methods."""
+    for name, (stem, sources, _) in OWN.items():
+        monkeypatch.setitem(METHODS, name, stem)
+        for package, source in sources.items():
+            path = tmp_path / f"{package}-{name}.py"
+            path.write_text(dedent(source), encoding="utf-8")
+            spec = importlib.util.spec_from_file_location(f"posy.{package}.{name}", path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, spec.name, module)
+            spec.loader.exec_module(module)
+    return
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_method_of_ones_own_is_short(name: str) -> None:
+    _, sources, most = OWN[name]
+    assert sum(map(lines_of_code, sources.values())) <= most
+    assert len(set().union(*map(imported, sources.values()))) <= 10
+
+
+def test_fedper_keeps_its_last_layers(
+    own_methods: None, make_config: Callable[..., Config], federate: Callable[..., Any]
+) -> None:
+    finished = federate(make_config("fedper", model="mlp", fedper_layers=2, dp_clip=1e6, dp_sensitivity=1e-30))
+    layout = finished.strategy.architecture.layout
+    assert finished.strategy.model.size == layout.without(layout.layers[-2:]).size < layout.size
+    assert [record.dropped for record in finished.records] == [[]] * 3
+    for client in range(4):
+        assert {name: a.shape for name, a in finished.kept(client).items()} == {
+            "personal": (layout.part(layout.layers[-2:]).size,)
+        }
+    served, local = finished.column("served_loss")[-1], finished.column("local_loss")[-1]
+    assert served.keys() == local.keys() == {0, 1, 2} and served != local
+
+
+@pytest.mark.parametrize(
+    ("own", "known", "kept"), [("myditto", "ditto", True), ("myifca", "ifca", False)], ids=["ditto", "ifca"]
+)
+def test_a_method_written_anew_gives_what_ours_does(
+    own: str,
+    known: str,
+    kept: bool,
+    own_methods: None,
+    make_config: Callable[..., Config],
+    federate: Callable[..., Any],
+) -> None:
+    settings = {"model": "mlp", "fraction_train": 0.6, "max_update_norm": 1e6}
+    mine, ours = (federate(make_config(method, **settings)) for method in (own, known))
+    states = [finished.strategy.server_state() for finished in (mine, ours)]
+    assert states[0].keys() == states[1].keys()
+    for name, array in states[0].items():
+        np.testing.assert_array_equal(array, states[1][name])
+    for column in ("served_accuracy", "local_loss", "train_loss"):
+        assert mine.column(column) == ours.column(column)
+    for client in range(4 if kept else 0):
+        np.testing.assert_equal(mine.kept(client), ours.kept(client))
+
+
+def test_a_method_without_a_verdict_on_noise_does_not_load() -> None:
+    with pytest.raises(TypeError, match="'noise'"):
+
+        class Undecided(MethodSettings):
+            pass
+
+    class Decided(MethodSettings, noise=Refused("it counts")):
+        pass
+
+    assert Decided.noise == Refused("it counts")
+    assert all(settings_class(method).noise in (ALLOWED, settings_class(method).noise) for method in METHODS)
+
+
+def test_a_hook_may_be_a_plain_function_or_a_generator(make_client: Callable[..., Any]) -> None:
+    client = make_client("fedavg")
+    flat = client.initial().numpy()
+    _, _, plain = client.evaluate([flat], {"server-round": 1})
+
+    def asking(received: list[torch.Tensor], config: Any) -> Any:
+        yield from client.train_losses(received[0][None])
+        return client.plain(received[0])
+
+    client.served_model = asking
+    assert client.evaluate([flat], {"server-round": 1})[2] == plain
