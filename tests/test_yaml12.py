@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from posy.commands.cli import typed
 from posy.commands.deploy.commands import node_config
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
+from posy.strategies.registry import parse_words
 from posy.yaml12 import dump, parse, read_yaml
 
 SCALARS: dict[str, Any] = {
@@ -33,6 +33,8 @@ SCALARS: dict[str, Any] = {
     "": None,
     "<<": "<<",
 }
+OF_TYPE = {bool: "download", int: "num-clients", float: "lr", str: "run-name"}
+"""A setting of each type."""
 
 
 @pytest.mark.parametrize("text", SCALARS)
@@ -43,7 +45,8 @@ def test_scalars_are_those_of_yaml_1_2(text: str, tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "one.yaml") == {"key": value}
     kind = type(value)
     if value is not None:
-        assert typed(text, kind) == value and type(typed(text, kind)) is kind
+        (read,) = parse_words([f"{OF_TYPE[kind]}={text}"], "the command line").values()
+        assert read == value and type(read) is kind
     if kind in (bool, int, float):
         assert node_config([f"key={text}"]) == f"key={str(value).lower()}"
     else:
