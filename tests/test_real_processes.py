@@ -174,7 +174,7 @@ def test_a_run_that_fails_says_so(federation: Federation) -> None:
     federation.submit("wrong", *words(settings))
     assert federation.ended("wrong") == 1
     log = federation.log("run-wrong")
-    assert "finished:failed" in log
+    assert "has ended as failed" in log
     assert "classes-per-client = 11" in log
 
 
@@ -339,12 +339,12 @@ def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str
     assert "is stopped" in shown
     assert "resume=long output-dir=runs" in shown
     assert long.ended("long") == 1
-    assert "finished:stopped" in long.log("run-long")
+    assert "has ended as stopped" in long.log("run-long")
     assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
     assert "has ended already" in posy("stop", number, status=2)
     assert "'nosuch': no such run at 127.0.0.1" in posy("stop", "nosuch", status=2)
     shown = posy("log", "long", status=1)
-    assert "the run ended as finished:stopped" in shown
+    assert "has ended as stopped" in shown
     assert "Results of this run: " in shown
     assert "round     1/10000" in shown
     assert "INFO" not in shown

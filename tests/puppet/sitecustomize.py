@@ -16,7 +16,8 @@ from typing import Any
 LIES = ("nan", "inf", "shape", "keys", "none", "minus", "many")
 """Of rounds 1, 2, …; in later ones even a liar is honest."""
 PAUSE_SECONDS = 0.4
-BEAT_SECONDS = 10
+HEARTBEAT_SECONDS = 10
+"""The shortest time between two signs of life that Flower allows."""
 
 
 def spoil(content: Any, lie: str) -> None:
@@ -71,4 +72,4 @@ if "posy.commands.deploy.worker" in sys.orig_argv:
 elif "posy.commands.deploy.node" in sys.orig_argv:
     from posy.commands.deploy import internals
 
-    internals.BEAT_SECONDS = BEAT_SECONDS
+    internals.HEARTBEAT_SECONDS = HEARTBEAT_SECONDS
