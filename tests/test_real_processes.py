@@ -266,6 +266,7 @@ def test_lies_of_a_node_are_dropped(long: Federation) -> None:
 
 
 def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(long: Federation) -> None:
+    long.wait_for_rounds("long", 2)
     assert [row["cohort"] for row in long.rounds("long")[:2]] == [NODES - 1] * 2
     seen = len(long.rounds("long"))
     long.bring_up(NODES - 1)
