@@ -386,7 +386,7 @@ def _shown(sites: Iterable[str]) -> str:
 
 def _in_order(description: Description, columns: tuple[str, ...]) -> Description:
     """Return a description with its features in the order of the run."""
-    if description.columns in ((), columns):
+    if not description.columns:
         return description
     order = [description.columns.index(name) for name in columns]
     return replace(description, mean=description.mean[order], squares=description.squares[order], columns=columns)

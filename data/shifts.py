@@ -33,18 +33,6 @@ SHIFTS = {
 }
 
 
-def shift_of(level: str, client: int) -> Shift:
-    """Return the shift of one client.
-
-    Raises
-    ------
-    SettingsError
-        If the level has fewer shifts than the client's index asks for.
-    """
-    check_shift(level, client + 1)
-    return SHIFTS[level][client]
-
-
 def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
     """Raise :class:`SettingsError` unless the level has a shift for each client and the images are RGB."""
     if level == "none":
