@@ -1,4 +1,4 @@
-"""Assignment of samples to clients by the partitioners of flwr-datasets."""
+"""Assignment of samples to clients; the drawn ones come from the partitioners of flwr-datasets."""
 
 import contextlib
 import io
@@ -21,8 +21,8 @@ from posy.settings import SettingsError
 
 Parts = list[np.ndarray]
 
-_FEW = 10  # samples that every client of a Dirichlet partition should have
-_DRAWS = 8  # partitioners tried, each of which draws 11 times
+_FEW = 10  # least number of samples that each client of a Dirichlet partition should have
+_DRAWS = 8  # number of partitioners that are tried; each draws 11 times
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
@@ -120,7 +120,7 @@ ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]]
 
 
 class _Table(datasets.Dataset):  # type: ignore[misc]
-    """A table that hands whole columns and index arrays around, which the partitioners do value by value."""
+    """A table whose columns and indices stay arrays; the partitioners would go through them value by value."""
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)

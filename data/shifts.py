@@ -9,7 +9,7 @@ from posy.settings import SettingsError
 
 
 class Shift(NamedTuple):
-    """What is done to a client's images, in FedDRM's order: saturation, hue, gamma, then posterising."""
+    """How a client's images are changed, in FedDRM's order: saturation, hue, gamma, then posterising."""
 
     gamma: float
     hue: float

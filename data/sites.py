@@ -83,7 +83,7 @@ def describe_site(content: Content, settings: DataSettings, seed: int) -> Descri
 
 
 def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
-    """Make of a site's data what it trains on in the run; the partition has this one client.
+    """Return the samples that a site trains on in the run, and a partition with this one client.
 
     The data's own test set is used where it has one, else ``test_fraction`` of the samples, drawn by the seed of
     the run. Columns are put into the order of the run.
