@@ -23,14 +23,9 @@ app = ClientApp()
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
-    """Train one client for one round."""
-    return Call(message, context, trusting=of_simulation()).answer()
-
-
 @app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Score the served model of one client."""
+def work(message: Message, context: Context) -> Message:
+    """Let one client train for a round, or score the model that it is served."""
     return Call(message, context, trusting=of_simulation()).answer()
 
 
@@ -38,23 +33,20 @@ def evaluate(message: Message, context: Context) -> Message:
 def query(message: Message, context: Context) -> Message:
     """Tell which clients this node hosts, and how many samples they have; a site may be asked what it holds."""
     config = message.content.config_records["config"]
+    settings = str(config["settings"])
     if config.get("describe"):
-        told = describe(str(config["settings"]), context)
-        return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
-    workspace = workspace_of(str(config["settings"]), context)
-    if workspace.of_sites:
-        return Message(RecordDict({"config": ConfigRecord(enrol(workspace, context))}), reply_to=message)
-    clients = hosted_clients(context, workspace)
-    part = workspace.partition
-    answer = ConfigRecord(
-        {
+        told = describe(settings, context)
+    elif (workspace := workspace_of(settings, context)).of_sites:
+        told = enrol(workspace, context)
+    else:
+        clients, part = hosted_clients(context, workspace), workspace.partition
+        told = {
             "name": str(context.node_config.get("name", "")),
             "clients": clients,
             "num-train": [len(part.train[c]) for c in clients],
             "num-test": [len(part.test[c]) for c in clients],
         }
-    )
-    return Message(RecordDict({"config": answer}), reply_to=message)
+    return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
@@ -176,21 +168,15 @@ class Call:
         return self.close(client.drive(steps))
 
 
-def client_of(message: Message) -> int:
-    """Return the client that a message is for."""
-    number: Any = message.content.config_records["config"]["client"]
-    return int(number)
-
-
 def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:
     """Pack a reply: arrays, numbers, and the texts and ids, which Flower would average among the metrics."""
-    numbers = {k: v for k, v in metrics.items() if not isinstance(v, str)}
-    texts = {k: v for k, v in metrics.items() if isinstance(v, str)}
+    numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
+    texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     content = RecordDict(
         {
             "arrays": record_of({str(i): np.asarray(a) for i, a in enumerate(arrays)}),
             "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
-            "config": ConfigRecord({**texts, "client": client_of(message)}),
+            "config": ConfigRecord({**texts, "client": message.content.config_records["config"]["client"]}),
         }
     )
     return Message(content, reply_to=message)

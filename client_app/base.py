@@ -67,15 +67,6 @@ Result = tuple[Update, Predictor | None]
 """What a round leaves: the update for the server, and the local model; None where only an evaluation makes it."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Mean loss and accuracy on n samples."""
-
-    loss: float
-    accuracy: float
-    count: int
-
-
 class PersonalClient(NumPyClient):
     """A NumPyClient for one client of a method.
 
@@ -245,11 +236,6 @@ class PersonalClient(NumPyClient):
         losses = F.cross_entropy(logits.flatten(0, 1), self.data.y_train.repeat(k), reduction="none").view(k, n).mean(1)
         return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
-    def score(self, predictor: Predictor, split: str) -> Steps[Scores]:
-        """Return loss and accuracy of a predictor on a split."""
-        log_probabilities = yield from self.predict(predictor, split)
-        return scores(log_probabilities, self.samples(split).y)
-
     # -- one round -----------------------------------------------------------------------------------
 
     def fit_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[NDArrays, int, dict[str, Any]]]:
@@ -297,8 +283,9 @@ class PersonalClient(NumPyClient):
         """Return a predictor's scores on the test split by key; none where the client has no test samples."""
         if not len(self.data.y_test):
             return {}
-        result = yield from self.score(predictor, "test")
-        return {f"{point}-accuracy": result.accuracy, f"{point}-loss": result.loss}
+        log_probabilities = yield from self.predict(predictor, "test")
+        loss, accuracy = scores(log_probabilities, self.data.y_test)
+        return {f"{point}-accuracy": accuracy, f"{point}-loss": loss}
 
     def _received(self, parameters: NDArrays) -> list[Tensor]:
         return [self.workspace.tensor(np.asarray(array)) for array in parameters]
@@ -359,8 +346,8 @@ class PersonalClient(NumPyClient):
         write_arrays(path / f"client-{self.client}.safetensors", arrays, metadata)
 
 
-def scores(log_probabilities: Tensor, labels: Tensor) -> Scores:
-    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
+def scores(log_probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the mean cross-entropy and the accuracy of log-probabilities ``(n, C)``.
 
     Raises
     ------
@@ -371,7 +358,7 @@ def scores(log_probabilities: Tensor, labels: Tensor) -> Scores:
         raise ArithmeticError("the model's outputs are not numbers (it has diverged)")
     loss = F.nll_loss(log_probabilities, labels)
     accuracy = (log_probabilities.argmax(dim=-1) == labels).float().mean()
-    return Scores(float(loss), float(accuracy), len(labels))
+    return float(loss), float(accuracy)
 
 
 def array_of(values: Any) -> npt.NDArray[Any]:

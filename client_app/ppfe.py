@@ -1,15 +1,14 @@
 """PPFE's client: it trains the stage's model, and reweights its samples between stages."""
 
 import math
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps
-from posy.client_app.state import State
 from posy.client_app.training.work import Train, Trained
-from posy.client_app.workspace import Workspace
 from posy.models.layers import low_rank_factors
 from posy.randomness import torch_generator
 from posy.strategies.ppfe import Stage, plan_stages
@@ -26,24 +25,24 @@ class PPFEClient(PersonalClient):
     once it is finished, the shared layers that go with them.
     """
 
-    def __init__(self, client: int, workspace: Workspace, state: State) -> None:
-        super().__init__(client, workspace, state)
-        self.stages = plan_stages(self.settings, self.architecture)
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages of the run, as the server plans them."""
+        return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the shared and the personal layers of the stage; send the shared ones."""
         stage = yield from self.catch_up(received, config)
-        start = self.stage_model(stage, received[0])
-        later = stage.number > 1
+        slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         trained: Trained = yield Train(
-            start,
+            self.stage_model(stage, received[0]),
             sample_weight=self.recall("weights"),
             resample=self.method.weighting == "resample",
-            rates=self.shared_rates(stage) if later else {},
-            mask=self.mask(stage) if later else None,
+            rates=dict.fromkeys(slower, self.method.body_lr_factor),
+            mask=self.mask(stage),
             network=stage.architecture,
         )
-        if later:
+        if stage.personal:
             self.keep(f"personal-{stage.number}", stage.personal_part.take(trained.parameters).clone())
         local = None
         if config.get("evaluate-local"):
@@ -147,11 +146,6 @@ class PPFEClient(PersonalClient):
         if personal is not None:
             stage.personal_part.put(whole, personal)
         return whole
-
-    def shared_rates(self, stage: Stage) -> dict[str, float]:
-        """Return the lower learning rate of the shared layers."""
-        layers = stage.architecture.layout.layers
-        return {layer: self.method.body_lr_factor for layer in layers if layer not in stage.personal}
 
     def mask(self, stage: Stage) -> Tensor | None:
         """Return the stage's sparsity mask, if that is the reduction."""

@@ -6,9 +6,10 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 
 from posy.client_app.workspace import Workspace, data_path, workspace_for
+from posy.data.agreement import told_of
 from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.data.sites import describe_site, told_of
+from posy.data.sites import describe_site, read_site
 from posy.strategies.registry import from_json
 
 _RECORD = "site-data"
@@ -53,7 +54,8 @@ def describe(settings_json: str, context: Context) -> dict[str, Any]:
     """
     settings = from_json(settings_json)
     path = data_path(str(context.node_config.get("data", "")))
-    description = describe_site(path, settings.data, settings.run.seed, skips(context.node_config))
+    content = read_site(path, settings.data, skips(context.node_config))
+    description = describe_site(content, settings.data, settings.run.seed)
     return {**identity(context), **description.as_answer()}
 
 

@@ -268,10 +268,11 @@ class MemoryStore(DirectoryStore):
     def remove(self, client: int, version: str) -> None:
         """Remove a version from memory and its file."""
         with self._lock:
+            self.nbytes -= _size(self._held.get(client, {}).pop(version, {}))
+            if (client, version) not in self._unwritten:
+                super().remove(client, version)
             self._unwritten.discard((client, version))
             self._unsynced.discard((client, version))
-            self.nbytes -= _size(self._held.get(client, {}).pop(version, {}))
-            super().remove(client, version)
 
     def flush(self, versions: Mapping[int, str]) -> None:
         """Wait until the disk has a version of each client, so that a checkpoint can be made."""

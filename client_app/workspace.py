@@ -14,13 +14,15 @@ from torch import Tensor
 from posy.client_app.training.batches import Augment
 from posy.client_app.training.networks import Network
 from posy.client_app.training.trainer import Trainer
+from posy.data.agreement import task_of
 from posy.data.augment import crop, draw_boxes
 from posy.data.client import ClientData, client_data
-from posy.data.datasets import Dataset, load_dataset
+from posy.data.dataset import Dataset
+from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, partition
 from posy.data.settings import SITES
-from posy.data.sites import fingerprint, load_site, task_of
+from posy.data.sites import fingerprint, load_site, read_site
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
@@ -176,7 +178,8 @@ class Workspace:
 
     @cached_property
     def _own(self) -> tuple[Dataset, Partition]:
-        return load_site(data_path(self.site), self.settings.data, self.settings.run.seed, self.skip_unreadable)
+        content = read_site(data_path(self.site), self.settings.data, self.skip_unreadable)
+        return load_site(content, self.settings.data, self.settings.run.seed)
 
 
 @lru_cache(maxsize=1)

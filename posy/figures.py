@@ -31,7 +31,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 _WIDTH, _HEIGHT = 8.0, 4.6  # inches
 _INK, _AXIS, _FAINT, _MISSING = "#222222", "#999999", "#d9d9d9", "#eeeeee"
-_STYLE = {
+_STYLE: Any = {
     "figure.dpi": 150,
     "figure.facecolor": "white",
     "figure.titlesize": 13,
@@ -56,7 +56,7 @@ _STYLE = {
     "ytick.labelcolor": _INK,
     "legend.frameon": False,
 }
-_HEATMAP_STYLE = {
+_HEATMAP_STYLE: Any = {
     "axes.titlesize": 11,
     "axes.titlelocation": "center",
     "axes.titlepad": 6,
@@ -393,7 +393,7 @@ def _line_style(index: int, count: int, points: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _figure(path: Path, width: float, height: float, style: Mapping[str, Any]) -> Iterator[Figure]:
+def _figure(path: Path, width: float, height: float, style: Any) -> Iterator[Figure]:
     """Provide a figure of some inches and write it to the path."""
     with rc_context({**_STYLE, **style}):
         figure = Figure(figsize=(width, height))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,25 +22,15 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.settings import Settings
 
 KEPT = 2
+"""Checkpoints that are kept: the newest, and one in reserve."""
 WRITING_SHARE = 0.02
-"""Of the time of a run, what checkpoints besides those of checkpoint-every may take: an end without warning costs
-at most 50 times as long as a checkpoint takes to be written."""
+"""Share of a run's time that checkpoints besides those of checkpoint-every may take: a run that is killed loses at
+most 50 times as long as a checkpoint takes to be written."""
 ARRAYS = "server.safetensors"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The server after a round.
-
-    Attributes
-    ----------
-    server_round : int
-        The last finished round.
-    arrays : Mapping of str to numpy.ndarray
-        The strategy's state.
-    progress : Mapping
-        What the recorder needs, as JSON holds it.
-    """
+class Checkpoint(NamedTuple):
+    """The server after a round: the strategy's state, and what the recorder needs to go on, as JSON holds it."""
 
     server_round: int
     arrays: Mapping[str, npt.NDArray[np.generic]]
@@ -65,9 +55,9 @@ class Checkpoints:
     last_round : int
         The last round of the run, which is always followed by one.
     flush : callable
-        Brings versions of the clients' states, by client, to the disk where this process holds them.
+        Sees to it that the disk has some versions of clients' states, by client, which this process may hold.
     versions : dict of int to Mapping
-        By the round of each checkpoint that there is: the versions of the clients' states that belong to it.
+        The versions of the clients' states that belong to each checkpoint, by its round.
     """
 
     directory: RunDirectory
@@ -87,8 +77,7 @@ class Checkpoints:
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove those that are not kept."""
-        begun = time.monotonic()
-        number = checkpoint.server_round
+        begun, number = time.monotonic(), checkpoint.server_round
         self.flush(checkpoint.versions)
         self.directory.sync()
         folder = self._folder(number)
@@ -171,18 +160,11 @@ class Checkpoints:
         return self.directory.checkpoints / f"round-{server_round}"
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """What is known of a run that goes on.
+class Resumption(NamedTuple):
+    """A run that goes on from one of its checkpoints.
 
     Attributes
     ----------
-    directory : RunDirectory
-        Its directory.
-    checkpoints : Checkpoints
-        Those that are left.
-    checkpoint : Checkpoint
-        The one that it goes on from.
     history : list of dict
         Each resumption, this one last: ``round``, ``time`` and the ``changed`` settings.
     """

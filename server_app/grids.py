@@ -39,7 +39,24 @@ def pause(waited: float) -> float:
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
 
 
-class WaveGrid(Grid):
+class OwnGrid(Grid):
+    """A grid of ours; what Flower's interface asks for besides, and no strategy here uses, is not there."""
+
+    def set_run(self, run: Any) -> None:
+        """Refuse: a grid of ours is given its run when it is made."""
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        """No run information."""
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Refuse: messages are made with Flower's own class."""
+        raise NotImplementedError
+
+
+class WaveGrid(OwnGrid):
     """A grid that never has two messages for the same node under way.
 
     A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
@@ -101,19 +118,6 @@ class WaveGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Pull replies."""
         return self._grid.pull_messages(message_ids)
-
-    def set_run(self, run: Any) -> None:
-        """Set the run of the grid underneath."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The run of the grid underneath."""
-        return self._grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Create a message with the grid underneath."""
-        return self._grid.create_message(*args, **kwargs)
 
 
 class PollingGrid(WaveGrid):

@@ -16,13 +16,14 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
+from posy.data.agreement import Description, agreed, is_complete, task_of
 from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.data.sites import Description, agreed, is_complete, task_of
 from posy.flower import failure, raised
 from posy.server_app.grids import LOST, WaveGrid, pause
-from posy.server_app.progress import announce, task_table
+from posy.server_app.progress import task_table
 from posy.settings import SettingsError
+from posy.storage import plain
 from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo, check_count
 from posy.strategies.settings import Settings
 from posy.words import are, one_line, title
@@ -46,37 +47,26 @@ FEW_CLASSES, MAX_CLASSES = 4, 60
 
 @dataclass
 class Node:
-    """A connected node: what it has been asked, and what it has answered.
-
-    Attributes
-    ----------
-    number : int
-        Flower's id of the node, which may change with every start of it.
-    registered, told : str
-        The name that its key was registered under, and the one in its node config; either may be empty.
-    question : str
-        Id of the message that it has not answered yet.
-    ask_at : float
-        Time, by the monotonic clock, from which it may be asked.
-    patience : float
-        Seconds until it is asked again if it leaves the next question unanswered.
-    clients : tuple of ClientInfo
-        Clients that it claims to host; that of a site may have no index yet (-1).
-    description : Description, optional
-        What its site has told of its data.
-    reasons : set of str
-        Why it cannot take part, or not with all its clients.
-    """
+    """A connected node: what it has been asked, and what it has answered."""
 
     number: int
+    """Flower's id of it, which may change with every start."""
     registered: str = ""
+    """Name that its key was registered under."""
     told: str = ""
+    """Name that it answers under: the registered one, or else that of its node config."""
     question: str = ""
+    """Id of the message that it has not answered yet."""
     ask_at: float = 0.0
+    """Time, by the monotonic clock, from which it may be asked."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
+    """Seconds until it is asked again if it leaves the next question unanswered."""
     clients: tuple[ClientInfo, ...] = ()
+    """Clients that it claims to host; that of a site may have no index yet (-1)."""
     description: Description | None = None
+    """What its site has told of its data."""
     reasons: set[str] = field(default_factory=set)
+    """Why it cannot take part, or not with all its clients."""
 
     @property
     def name(self) -> str:
@@ -152,14 +142,8 @@ class Federation:
         data, warnings = agreed(self.settings.data, list(self._descriptions.values()), list(self._descriptions))
         for warning in warnings:
             log(WARNING, "%s", warning)
-        log(
-            INFO,
-            "%s sites: %s samples of shape %s; classes %s",
-            len(self._descriptions),
-            data.sample_kind,
-            data.input_shape,
-            data.classes,
-        )
+        task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
+        log(INFO, "%s sites: %s", len(self._descriptions), task)
         self.settings = replace(self.settings, data=data)
         self._nodes = {number: node for number, node in self._nodes.items() if not node.clients}  # ask the others again
         return self.settings
@@ -186,14 +170,9 @@ class Federation:
             there = are(self.clients, self.owners, clients, most=MAX_NAMED)
             log(WARNING, "The run begins without %s of its %s clients: %s there", missing, clients, there)
         if not self._of_sites and len(self._nodes) < clients:
-            log(
-                INFO,
-                "%s clients on %s SuperNodes: each node serves several, one after the other; "
-                '--federation-config "num-supernodes=%s client-resources-num-cpus=1" gives each its own',
-                clients,
-                len(self._nodes),
-                clients,
-            )
+            each = f'--federation-config "num-supernodes={clients} client-resources-num-cpus=1" gives each its own'
+            several = "each node serves several, one after the other"
+            log(INFO, "%s clients on %s SuperNodes: %s; %s", clients, len(self._nodes), several, each)
         return self.clients
 
     def refresh(self) -> list[int]:
@@ -207,8 +186,7 @@ class Federation:
         list of int
             Clients that have come back or have moved to another node: what they kept there may be lost.
         """
-        before, known = dict(self.clients), set(self._known)
-        restarted = set(self.grid.gone)  # nodes that are there again have been restarted
+        before, known = {c: self._nodes[info.node_id] for c, info in self.clients.items()}, set(self._known)
         needed = min(max(self.settings.run.min_clients, 1), self._num_clients)
         started, warned = time.monotonic(), False
         asked: list[Node] = []
@@ -228,22 +206,17 @@ class Federation:
                     log(WARNING, "%s; the round waits until %s are", there, needed)
                     warned = True
             time.sleep(pause(waited))
-        stayed = {c: i.node_id for c, i in before.items() if c not in missed and i.node_id not in restarted}
         new = [client for client in self.clients if client not in known]
-        back = [c for c, info in self.clients.items() if c in known and stayed.get(c) != info.node_id]
+        # A node that was away has a new record, also where it is back under its old id.
+        moved = (c for c, info in self.clients.items() if before.get(c) is not self._nodes[info.node_id])
+        back = [client for client in moved if client in known]
         for clients, state in ((new, "new"), (back, "back")):
             if clients:
-                announce(f"{are(clients, self.owners, self._num_clients)} {state}; {there}")
+                print(f"{are(clients, self.owners, self._num_clients)} {state}; {there}", flush=True)
         return back
 
     def task(self, model: str) -> str:
-        """Return the task that the sites have agreed on, and what each has of it, as a table for people.
-
-        Parameters
-        ----------
-        model : str
-            Name of the network.
-        """
+        """Return the task that the sites have agreed on for a network, and what each has of it, as a table."""
         data = self.settings.data
         classes = task_of(data).class_names
         facts = {
@@ -274,20 +247,14 @@ class Federation:
         found: dict[str, Any] = {}
         if owners := self.owners:
             found["sites"] = [owners.get(client) for client in range(self._num_clients)]
-        if self.left_out:
-            found["left-out"] = [
-                {"site": name or None, "reason": reason, "times": times}
-                for (name, reason), times in self.left_out.items()
-            ]
+        if left_out := [{"site": n or None, "reason": r, "times": times} for (n, r), times in self.left_out.items()]:
+            found["left-out"] = left_out
         return found
 
     def as_json(self) -> dict[str, Any]:
         """Return what the run must know of its sites when it is resumed, as JSON holds it."""
         fingerprints = {client: info.fingerprint for client, info in sorted(self._known.items()) if info.fingerprint}
-        return {
-            key: {str(client): text for client, text in found.items()}
-            for key, found in (("owners", self.owners), ("fingerprints", fingerprints))
-        }
+        return plain({"owners": self.owners, "fingerprints": fingerprints})
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         """Take up what :meth:`as_json` returned in an earlier part of the same run; to be called before any join.

@@ -119,11 +119,6 @@ class Progress:
                     handler.setStream(sys.stdout)  # by now the bar's own
 
 
-def announce(text: str) -> None:
-    """Print a line of news that is no warning: a client joins, or is back."""
-    print(text, flush=True)
-
-
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
     """Return what the sites of a run have, and the task that they have agreed on, as text of at most 100 columns.
 

@@ -39,20 +39,7 @@ HELD_BYTES = 1 << 30
 
 
 class Recorder:
-    """Writes the files of a run and shows its progress.
-
-    Parameters
-    ----------
-    settings : Settings
-        All settings, with absolute paths.
-    strategy : PersonalisedStrategy
-        The strategy whose rounds are recorded.
-    workspace : Workspace
-        The server's view of data and partition.
-    federation : Federation
-        Who takes part.
-    resumption : Resumption, optional
-        What is known of the run where it is one that goes on.
+    """Writes the files of a run, of one that is resumed too, and shows its progress.
 
     Attributes
     ----------
@@ -88,7 +75,7 @@ class Recorder:
         self._data = data_digests(workspace) if self.checkpoints.every else {}
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
-        self.directory.write_config(settings.as_config(), resolved, gpu, self._resumed)
+        self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
         if run.save_models:
             strategy.models_folder = self.directory.models
         self.totals = Totals()
@@ -164,16 +151,15 @@ class Recorder:
         # Guessing costs ln C, and where the method also tells clients apart ln M more.
         guessing = math.log(max(task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
+        why = ""
         if 2 * len(gone) >= max(len(record.cohort), 1):
-            raise DivergedError(
-                f"the training has diverged: of the {len(record.cohort)} clients that trained in the last round, "
-                f"{len(gone)} sent no finite numbers; a smaller lr than {self.settings.train.lr:g} may help"
-            )
-        if totals.worst_loss > 100 * guessing and loss > 3 * guessing:
-            raise DivergedError(
-                f"the training has diverged: its mean loss was {totals.worst_loss:.3g} in the worst round and is "
-                f"{loss:.3g} in the last; a smaller lr than {self.settings.train.lr:g} may help"
-            )
+            cohort = f"the {len(record.cohort)} clients that trained in the last round"
+            why = f"of {cohort}, {len(gone)} sent no finite numbers"
+        elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
+            why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
+        if why:
+            lr = self.settings.train.lr
+            raise DivergedError(f"the training has diverged: {why}; a smaller lr than {lr:g} may help")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

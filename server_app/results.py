@@ -15,6 +15,7 @@ import secrets
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from logging import WARNING
@@ -36,19 +37,8 @@ POINTS = ("served", "local")
 MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
 """Columns of the clients that a round sums up over them."""
 CLIENT_COLUMNS = (
-    "round",
-    "partition",
-    "n_train",
-    "n_test",
-    "served_accuracy",
-    "served_loss",
-    "local_accuracy",
-    "local_loss",
-    "train_loss",
-    "chosen",
-    "bytes_up",
-    "bytes_down",
-    "site",
+    *("round", "partition", "n_train", "n_test", *MEASURES[1:], "train_loss"),
+    *("chosen", "bytes_up", "bytes_down", "site"),
 )
 GROWING = ("rounds.jsonl", "clients.csv")
 """Files to which each round appends."""
@@ -110,19 +100,9 @@ class Totals:
         return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round.
+        """Add a round that was to be evaluated or not; return the spread of each of :data:`MEASURES` over the clients.
 
-        Parameters
-        ----------
-        record : RoundRecord
-            What happened in it.
-        evaluated : bool
-            Whether it was to be evaluated.
-
-        Returns
-        -------
-        dict
-            The spread of each of :data:`MEASURES` over the clients; None where no client has it.
+        Where no client has a measure, None stands in its place.
         """
         rows = dict(sorted(record.clients.items()))  # sums must not depend on who answered first
         over_clients = {measure: _spread(rows.values(), measure) for measure in MEASURES}
@@ -163,16 +143,13 @@ class RunDirectory:
     Parameters
     ----------
     path : Path
-        The directory, which exists.
+        The directory, which exists. In it are ``models``, ``figures``, ``state`` (that of the clients) and
+        ``checkpoints``.
     run_id : str
         Random, to tell the run from others of its name.
 
     Attributes
     ----------
-    path, models, figures, state, checkpoints : Path
-        The directory of the run, and those of its models, figures, clients' states and checkpoints in it.
-    id : str
-        ``run_id``.
     grown : dict
         Of each file that grows by each round: its size and checksum after every round.
 
@@ -202,12 +179,7 @@ class RunDirectory:
     def create(cls, output_dir: Path, run_name: str) -> Self:
         """Make the directory of a new run; none that exists is written into.
 
-        Parameters
-        ----------
-        output_dir : Path
-            Directory that holds the runs; created if need be.
-        run_name : str
-            Name of the folder. If it exists, ``-2``, ``-3``, … is appended.
+        The directory that holds the runs is created if need be; to a name that exists ``-2``, ``-3``, … is appended.
 
         Raises
         ------
@@ -220,7 +192,13 @@ class RunDirectory:
                 "or .., of at most 200 bytes"
             )
         try:
-            return cls(_new_folder(Path(output_dir).absolute(), run_name), secrets.token_hex(4))
+            output_dir.mkdir(parents=True, exist_ok=True)
+            for number in count(1):
+                path = output_dir.absolute() / (run_name if number == 1 else f"{run_name}-{number}")
+                with suppress(FileExistsError):
+                    path.mkdir()  # also settles which of two runs started at once gets the name
+                    break
+            return cls(path, secrets.token_hex(4))
         except OSError as error:
             raise SettingsError(
                 f"output-dir = {str(output_dir)!r} in the run config: it must be a directory that can be written to "
@@ -233,32 +211,16 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = -1
 
-    def write_config(
-        self,
-        settings: Mapping[str, Any],
-        resolved: Mapping[str, Any] | None = None,
-        gpu: str | None = None,
-        resumed: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Write ``config.yaml``: every resolved setting, the versions, the machine.
+    def write_config(self, settings: Mapping[str, Any], gpu: str | None = None, **more: Any) -> None:
+        """Write ``config.yaml``: every setting, the versions, the machine with the GPU that the server uses.
 
-        Parameters
-        ----------
-        settings : Mapping
-            All settings of the run by key.
-        resolved : Mapping, optional
-            What stands behind settings that are `auto`.
-        gpu : str, optional
-            Name of the accelerator the server sees.
-        resumed : sequence of Mapping
-            When the run was resumed, from which round on, and with which changed settings.
+        What there is ``more`` to say is left out where it is empty.
         """
         content = {
             "settings": settings,
-            **({"resolved": resolved} if resolved else {}),
             "seed": settings.get("seed"),
             "id": self.id,
-            **({"resumed": resumed} if resumed else {}),
+            **{key: value for key, value in more.items() if value},
             "versions": {"python": platform.python_version()}
             | {name: _version(name) for name in ("posy", "flwr", "torch", "numpy")},
             "machine": {"system": platform.platform(), "cpu": _cpu_model(), "cpus": os.cpu_count(), "gpu": gpu},
@@ -337,18 +299,6 @@ def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     return {"round": evaluation.round, **evaluation.over_clients, "missing": evaluation.missing}
-
-
-def _new_folder(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()  # also settles which of two runs started at once gets the name
-            break
-        except FileExistsError:
-            continue
-    return path
 
 
 def _version(package: str) -> str | None:

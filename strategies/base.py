@@ -357,7 +357,7 @@ class PersonalisedStrategy(Strategy):
                     raise BadReplyError(failure(reply.error))
                 version = version_after(asked, reply)
                 good.append(read(client, reply.content))
-                self.states.advance(client, version)
+                self.states.versions[client] = version
             except UNREADABLE as error:
                 if isinstance(error, LostStateError):
                     self.states.versions.pop(client, None)

@@ -90,17 +90,16 @@ class Stage:
 class PPFE(PersonalisedStrategy):
     """Average the shared layers of the stage, uniformly over its clients (Algorithm 1, line 18).
 
-    The state holds the shared layers of this stage and of the finished ones, the number of the stage and its rounds
-    done, the finished stages that each client has ``(M,)``, and the coefficients ``(M, T)``.
+    The state holds the shared layers of this stage and of the finished ones, how many of its rounds are done, how
+    many finished stages each client has ``(M,)``, and the coefficients ``(M, T)``.
     """
 
-    state = ("progress", "informed", "betas")
+    state = ("rounds_done", "informed", "betas")
 
     def initialise(self) -> None:
         """Begin stage 1."""
         self.stages = plan_stages(self.settings, self.architecture)
-        self.stage = self.stages[0]
-        self.rounds_done = 0
+        self.rounds_done = np.zeros((), np.int64)
         self.model: FloatArray = self.initial()
         self.finished: list[FloatArray] = []
         self.informed = np.zeros(self.num_clients, np.int64)
@@ -136,7 +135,7 @@ class PPFE(PersonalisedStrategy):
         return {
             "stage": self.stage.number,
             "first-finished": int(self.informed[client]) + 1,
-            "rounds-done": self.rounds_done,
+            "rounds-done": int(self.rounds_done),
         }
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
@@ -163,31 +162,29 @@ class PPFE(PersonalisedStrategy):
         self.rounds_done += 1
         quantities = {"stage": self.stage.number, "shared_parameters": self.model.size}
         if self._is_end(server_round):
-            self._end_stage()
+            before = self.stage
+            self.finished.append(self.model)
+            self.rounds_done[...] = 0
+            if self.stage is not before:
+                whole = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
+                self.model = np.ascontiguousarray(before.architecture.layout.without(self.stage.personal).take(whole))
         return quantities
 
     def draw(self, folder: Path) -> None:
         """Draw the coefficients of the clients' stages."""
-        names = [f"stage {stage.number}" for stage in self.stages]
         figures.heatmap(
             self.betas,
             folder / "coefficients.png",
             title="Coefficients of the stages",
-            xlabel="stage",
             ylabel="client",
             label="beta",
-            xticks=names,
+            xticks=[f"stage {stage.number}" for stage in self.stages],
         )
 
     @property
-    def progress(self) -> npt.NDArray[np.int64]:
-        """Number of the stage and of its rounds that are done."""
-        return np.array([self.stage.number, self.rounds_done])
-
-    @progress.setter
-    def progress(self, numbers: npt.NDArray[np.int64]) -> None:
-        number, self.rounds_done = numbers.tolist()
-        self.stage = self.stages[number - 1]
+    def stage(self) -> Stage:
+        """The stage that is being trained; the last one when all are finished."""
+        return self.stages[min(len(self.finished), len(self.stages) - 1)]
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the state; the models' sizes differ between the stages."""
@@ -198,23 +195,12 @@ class PPFE(PersonalisedStrategy):
         """Take up the state."""
         super().load_server_state(arrays)
         count = sum(name.startswith("finished-") for name in arrays)
-        self.model, *self.finished = (
-            np.asarray(arrays[name], np.float32) for name in ("model", *(f"finished-{i + 1}" for i in range(count)))
-        )
+        names = ("model", *(f"finished-{number}" for number in range(1, count + 1)))
+        self.model, *self.finished = (np.asarray(arrays[name], np.float32) for name in names)
 
     def _is_end(self, server_round: int) -> bool:
         """Tell whether a round ends the stage; if it fails, the next one with enough replies does."""
         return server_round >= self.ends[self.stage.number - 1]
-
-    def _end_stage(self) -> None:
-        self.finished.append(self.model)
-        self.rounds_done = 0
-        if self.stage.number < len(self.stages):
-            before, self.stage = self.stage, self.stages[self.stage.number]
-            whole = np.zeros(before.architecture.layout.size, np.float32)
-            before.shared_part.put(whole, self.model)
-            staying = before.architecture.layout.without(self.stage.personal)
-            self.model = np.ascontiguousarray(staying.take(whole))
 
 
 def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:

@@ -8,9 +8,6 @@ from flwr.app import Message, MessageType
 
 from posy.strategies.replies import BadReplyError
 
-PHASES = (MessageType.TRAIN, MessageType.EVALUATE)
-"""The messages of a round, in their order."""
-
 
 class LostStateError(BadReplyError):
     """The node of a client does not have the version that a message named."""
@@ -20,20 +17,20 @@ class LostStateError(BadReplyError):
 class ClientStates:
     """The versions of the clients' states.
 
-    A version is named after the message that may write it, as in ``0-4-1``: before the run was resumed for the first
-    time, round 4, evaluation. No name is given twice in a run, and of two names of a client the larger is newer.
+    A version is named after the message that may write it: ``2-4-1`` by the evaluation of round 4 after the run has
+    been resumed twice. So no name is given twice in a run, and a client's newest has the largest numbers.
 
     Attributes
     ----------
     attempt : int
         How often the run has been resumed.
     places : dict
-        Where the clients keep their states: ``run``, the name of the folder of the run, and in a simulation
+        Where the clients keep their states: ``run``, the name of the run's folder, and in a simulation
         ``state-directory``.
     versions : dict of int to str
-        The version that each client has; it advances with a good reply only. A client that keeps nothing has none.
+        The version that each client has; only a good reply changes it. It is empty where a client keeps nothing.
     needed : list of Mapping of int to str
-        Versions that must stay, by client: those of the checkpoints, and of the last round, of which one may be made.
+        Versions that checkpoints need, each of a checkpoint or of the last round, by client.
     """
 
     attempt: int = 0
@@ -46,14 +43,9 @@ class ClientStates:
         return {
             **self.places,
             "state-from": self.versions.get(client, ""),
-            "state-to": f"{self.attempt}-{server_round}-{PHASES.index(phase)}",
-            "state-keep": sorted({versions[client] for versions in self.needed if client in versions}),
+            "state-to": f"{self.attempt}-{server_round}-{int(phase == MessageType.EVALUATE)}",
+            "state-keep": sorted({needed.get(client, "") for needed in self.needed} - {""}),
         }
-
-    def advance(self, client: int, version: str) -> None:
-        """Take note of the version that a client has after a good reply."""
-        if version:
-            self.versions[client] = version
 
 
 def version_after(asked: Message, reply: Message) -> str:
@@ -62,9 +54,9 @@ def version_after(asked: Message, reply: Message) -> str:
     Raises
     ------
     LostStateError
-        If its node does not have the version from which it was to start.
+        If its node does not have the version to start from.
     BadReplyError
-        If the message names no such version.
+        If it is none of the two that the message has named.
     """
     sent, told = (message.content.config_records["config"] for message in (asked, reply))
     start = str(sent["state-from"])

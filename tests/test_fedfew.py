@@ -232,7 +232,7 @@ def test_personal_heads_never_leave_the_client(make_client, make_strategy):
     # The next round starts from the client's heads, not from anybody else's.
     whole = array_of(client.assembled([torch.from_numpy(served + delta)]))
     np.testing.assert_array_equal(head.take(whole), kept)
-    np.testing.assert_array_equal(client.body.take(whole), served + delta)
+    np.testing.assert_array_equal(client.shared.take(whole), served + delta)
 
 
 def test_personal_heads_differ_between_clients_and_federations_run(make_config, federate):

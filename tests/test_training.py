@@ -26,8 +26,9 @@ from posy.client_app.training.work import (
 )
 from posy.data.task import Task
 from posy.models.architecture import Architecture
+from posy.models.catalogue import MODELS
 from posy.models.parameters import Layout, layout_of
-from posy.strategies.settings import MODELS, TrainSettings
+from posy.strategies.settings import TrainSettings
 
 CPU = torch.device("cpu")
 CLASSES = 3
@@ -333,7 +334,7 @@ def drawn(task: Task, n: int) -> Samples:
     return Samples(x, torch.randint(0, 3, (n,), generator=own))
 
 
-@pytest.mark.parametrize("model", [m for m in MODELS if m != "auto"])
+@pytest.mark.parametrize("model", MODELS)
 def test_every_network_trains_alike_in_a_stack(model: str) -> None:
     architecture = Architecture(model, SUITED[model])
     starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(2)])
