@@ -33,8 +33,6 @@ SCALARS: dict[str, Any] = {
     "": None,
     "<<": "<<",
 }
-OF_TYPE = {bool: "download", int: "num-clients", float: "lr", str: "run-name"}
-"""A setting of each type."""
 
 
 @pytest.mark.parametrize("text", SCALARS)
