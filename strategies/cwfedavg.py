@@ -1,7 +1,8 @@
 """cwFedAvg: class-wise federated averaging with a weight distribution regulariser (WDR).
 
-"cwFedAvg: class-wise FedAvg": every class has a global model, averaged over the clients in proportion to
-their share of the class; every client is served the mix of class models that fits its own distribution.
+"Class-Wise Federated Averaging for Efficient Personalization": every class has a global model, averaged over the
+clients in proportion to their share of the class; every client is served the mix of class models that fits its own
+distribution.
 """
 
 from pathlib import Path

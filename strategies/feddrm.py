@@ -1,7 +1,7 @@
 """FedDRM: a density ratio model whose routing head guides each query to the best client.
 
-"FedDRM: federated density ratio model": one body, a class branch with personal classifiers, and a client
-branch that tells whose data a sample looks like.
+"Beyond Aggregation: Guiding Clients in Heterogeneous Federated Learning": one body, a class branch with personal
+classifiers, and a client branch that tells whose data a sample looks like.
 """
 
 from pathlib import Path
