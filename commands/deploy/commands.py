@@ -227,11 +227,10 @@ def status(
     columns = ("run id", "run-name", "method", "status", "since", "time")
     rows = [(run.number, run.name, run.method, run.status, run.since, duration(run.seconds)) for run in runs]
     print_table("runs" if rows else "no run was submitted", columns, rows)
-    known = []
-    for node in nodes:  # those that were never online have no time
-        since = {"online": node.last_activated_at, "offline": node.last_deactivated_at}.get(node.status, "")
-        known.append((node.name, node.status, local_time(since)))
-    print_table("nodes" if nodes else "no node is registered", ("name", "status", "since"), known)
+    # Nodes that were never online have no time.
+    since = [{"online": n.last_activated_at, "offline": n.last_deactivated_at}.get(n.status, "") for n in nodes]
+    states = [(node.name, node.status, local_time(time)) for node, time in zip(nodes, since, strict=True)]
+    print_table("nodes" if nodes else "no node is registered", ("name", "status", "since"), states)
     return 0
 
 
