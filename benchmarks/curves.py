@@ -1,8 +1,5 @@
 """Learning curves beside plain PyTorch programs, on the same PFLlib split.
 
-usage: python -m benchmarks.curves [--dataset cifar10] [--data-dir datasets] [--samples 12000] [--rounds 20]
-       [--keep-last] [--picture docs/curves.png]
-
 A split is written as PFLlib's scripts do it: classes dealt out by Dirichlet draws, 75 % of each client's
 samples for training, pickled dicts. Posy reads that directory; so do the programs below, which know nothing of
 Posy or Flower. They go step by step as the published ones of FedAvg (PFLlib) and cwFedAvg (built on PFLlib)
@@ -12,7 +9,6 @@ Prints JSON: for each method and evaluated round the accuracy (mean over the cli
 of both over the seeds, their gap, and the spread over the seeds.
 """
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -28,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
@@ -258,52 +255,47 @@ def compared(plain: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> d
     }
 
 
-def main() -> None:
+def main(
+    dataset: str = "cifar10",
+    data_dir: Path = Path("datasets"),
+    samples: int = 12_000,
+    clients: int = 20,
+    alpha: float = 0.1,
+    rounds: int = 20,
+    every: int = 2,
+    seeds: list[int] = typer.Option([0, 1, 2]),  # noqa: B008 - typer's form
+    methods: list[str] = typer.Option(list(METHODS)),  # noqa: B008
+    keep_last: bool = typer.Option(False, help="plain programs train an incomplete last batch too"),
+    picture: Path | None = None,
+) -> None:
     """Run both, print JSON and draw the curves."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--dataset", default="cifar10", choices=("cifar10", "mnist", "fmnist"))
-    parser.add_argument("--data-dir", default="datasets")
-    parser.add_argument("--samples", type=int, default=12_000)
-    parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--alpha", type=float, default=0.1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--every", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--keep-last", action="store_true", help="plain programs train an incomplete last batch too")
-    parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
-    rounds, every = options.rounds, options.every
     points = list(range(every, rounds + 1, every))
+    report: dict[str, Any] = {
+        "machine": machine(), "dataset": dataset, "samples": samples, "clients": clients, "alpha": alpha,
+        "seeds": seeds, "keep_last": keep_last, "evaluated_rounds": points, "methods": {},
+    }  # fmt: skip
     series: dict[str, list[tuple[int, float]]] = {}
-    report: dict[str, Any] = {"machine": machine(), **vars(options), "evaluated_rounds": points, "methods": {}}
-    report["picture"] = None if options.picture is None else options.picture.name
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        config = {"dataset": options.dataset, "data-dir": options.data_dir, "max-samples": options.samples}
-        settings = read_settings(config)
-        dataset = load_dataset(settings.data, Path(options.data_dir), 0)
-        write_split(folder, np.asarray(dataset.x), np.asarray(dataset.y), options.clients, options.alpha, 1)
+        settings = read_settings({"dataset": dataset, "data-dir": str(data_dir), "max-samples": samples})
+        data = load_dataset(settings.data, data_dir, 0)
+        write_split(folder, np.asarray(data.x), np.asarray(data.y), clients, alpha, 1)
         with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
             waiting = {
-                method: [
-                    pool.submit(plain_curve, method, folder, rounds, every, seed, not options.keep_last)
-                    for seed in options.seeds
-                ]
-                for method in options.methods
+                method: [pool.submit(plain_curve, method, folder, rounds, every, s, not keep_last) for s in seeds]
+                for method in methods
             }
             plain = {name: np.array([future.result() for future in futures]) for name, futures in waiting.items()}
-        for method in options.methods:
-            ours = np.array([posy_curve(method, folder, rounds, every, seed) for seed in options.seeds])
+        for method in methods:
+            ours = np.array([posy_curve(method, folder, rounds, every, seed) for seed in seeds])
             report["methods"][method] = row = compared(plain[method], ours)
             for label in ("plain", "posy"):
                 series[f"{method}, {label}"] = list(zip(points, row[label], strict=True))
-    if options.picture is not None:
-        title = f"{options.dataset}, {options.clients} clients, Dir({options.alpha:g}): served models"
-        figures.lines(series, options.picture, title=title, ylabel="accuracy", percent=True)
-    report.pop("data_dir")
+    if picture is not None:
+        title = f"{dataset}, {clients} clients, Dir({alpha:g}): served models"
+        figures.lines(series, picture, title=title, ylabel="accuracy", percent=True)
     print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,7 +1,5 @@
 """Speed of the engines beside a bare PyTorch loop.
 
-usage: python -m benchmarks.engines [--data-dir datasets] [--rounds 4] [--only cnn-10 ...] [--clients 10 100 1000]
-
 For each workload, number of clients and engine: samples trained per second inside a round, its part of
 the bare loop over the same batches, the overhead of a message, start-up, and the peak of memory. The
 overhead is what a message costs beyond one step on one sample: it is measured in runs that train no more
@@ -10,19 +8,20 @@ result once to the reply. Of 1,000 clients 10 % train in a round. Workloads for 
 left out there unless ``--slow`` is given. Then the cost of one server step at M = 20, 100 and 1,000. Prints JSON.
 """
 
-import argparse
 import json
 import math
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from subprocess import run as run_command
 from threading import local
 from typing import Any
 
 import torch
+import typer
 
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
@@ -36,12 +35,12 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "mlp-mnist": {"dataset": "mnist", "model": "mlp", "batch-size": 10, "samples-per-client": 60},
     "resnet18-128": {"dataset": "cifar10", "model": "resnet18-gn", "batch-size": 128, "samples-per-client": 128},
 }
-ENGINES = {
-    "ray": ("ray", "loop"),
-    "in-process": ("in-process", "loop"),
-    "in-process, vectorised": ("in-process", "vmap"),
+ENGINES: dict[str, tuple[str, bool]] = {
+    "ray": ("loop", True),
+    "in-process": ("loop", False),
+    "in-process, vectorised": ("vmap", False),
 }
-"""What delivers the messages, and the setting ``stack``, by the name of the row."""
+"""The setting ``stack``, and whether Ray carries the messages."""
 TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
 SERVER_CLIENTS = (20, 100, 1000)
 
@@ -55,12 +54,12 @@ def settings(workload: str, clients: int, data_dir: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def overhead(config: dict[str, Any], engine: str, stack: str, rounds: int) -> float:
+def overhead(config: dict[str, Any], rounds: int, *, ray: bool) -> float:
     """Return milliseconds that a message takes beyond one step on one sample."""
     config = config | {"local-steps": 1, "batch-size": 1}
-    rounds *= 1 if engine == "ray" else 10  # of milliseconds
+    rounds *= 1 if ray else 10  # of milliseconds
     step = 1 / bare_speed(config | {"samples-per-client": 20} if "samples-per-client" in config else config)
-    result = federated(config | {"stack": stack}, engine, rounds)
+    result = federated(config, rounds, ray=ray)
     return 1000 * (result["seconds"] / result["messages"] - step)
 
 
@@ -96,18 +95,19 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: i
         "copies_ms_a_message": round(copying(config), 2),
     }
     print(workload, clients, table, file=sys.stderr, flush=True)
-    for name, (engine, stack) in ENGINES.items():
-        runs = [federated(config | {"stack": stack}, engine, rounds) for _ in range(repeats)]
+    for name, (stack, ray) in ENGINES.items():
+        stacked = config | {"stack": stack}
+        runs = [federated(stacked, rounds, ray=ray) for _ in range(repeats)]
         speed = statistics.median(run["samples"] / run["seconds"] for run in runs)
         table[name] = {
             "samples_per_second": round(speed),
             "of_bare_loop": round(speed / limit, 3),
-            "overhead_ms_a_message": round(overhead(config, engine, stack, rounds), 2),
+            "overhead_ms_a_message": round(overhead(stacked, rounds, ray=ray), 2),
             "round_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
             "evaluation_seconds": round(statistics.median(run["evaluation"] for run in runs), 3),
             "start_up_seconds": round(statistics.median(run["start_up"] for run in runs), 1),
-            "imports_seconds": None if name == "ray" else round(statistics.median(run["imports"] for run in runs), 1),
-            "peak_mib": None if name == "ray" else max(run["peak_mib"] for run in runs),
+            "imports_seconds": round(statistics.median(run["imports"] for run in runs), 1),
+            "peak_mib": max(run["peak_mib"] for run in runs),
         }
         print(workload, clients, name, table[name], file=sys.stderr, flush=True)
     return table
@@ -128,32 +128,28 @@ def server_steps(parameters: int) -> list[dict[str, Any]]:
     return [{"step": name, **row} for name, row in rows.items()]
 
 
-def main() -> None:
+def main(
+    data_dir: Path = Path("datasets"),
+    rounds: int = 4,
+    repeats: int = 1,
+    only: list[str] = typer.Option(list(WORKLOADS), help="which workloads"),  # noqa: B008 - typer's form
+    clients: list[int] = typer.Option([10, 100, 1000]),  # noqa: B008
+    slow: bool = typer.Option(False, help="also what takes a CPU many minutes"),
+    server_parameters: int = typer.Option(600_000, help="d of the server steps; 0: none"),
+) -> None:
     """Measure and print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data-dir", default="datasets")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=[])
-    parser.add_argument("--clients", nargs="+", type=int, default=[10, 100, 1000])
-    parser.add_argument("--slow", action="store_true", help="also what takes a CPU many minutes")
-    parser.add_argument("--server-parameters", type=int, default=600_000, help="d of the server steps; 0: none")
-    options = parser.parse_args()
-    data_dir = str(Path(options.data_dir).absolute())
     report: dict[str, Any] = {"machine": machine(), "workloads": {}, "server_steps": []}
     try:
-        for workload in options.only or WORKLOADS:
-            for clients in options.clients:
-                slow = (workload, clients) in TOO_SLOW_ON_CPU and not torch.cuda.is_available()
-                if not slow or options.slow:
-                    table = measured(workload, clients, data_dir, options.rounds, options.repeats)
-                    report["workloads"][f"{workload}, {clients} clients"] = table
-        if options.server_parameters:
-            report["server_steps"] = server_steps(options.server_parameters)
+        for workload, count in product(only, clients):
+            if slow or (workload, count) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
+                table = measured(workload, count, str(data_dir.absolute()), rounds, repeats)
+                report["workloads"][f"{workload}, {count} clients"] = table
+        if server_parameters:
+            report["server_steps"] = server_steps(server_parameters)
     except KeyboardInterrupt:
         print("stopped: what was measured until here", file=sys.stderr)
     print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,19 +1,15 @@
 """What a round over gRPC costs beyond the training, and whether memory grows over many rounds.
 
-usage: python -m benchmarks.federation [--data-dir datasets] [--nodes 5] [--rounds 8] [--stock] [--volatile]
-       python -m benchmarks.federation --memory [--nodes 20] [--rounds 30]
-
 Real processes on this machine: a SuperLink with TLS, node authentication and its database, and SuperNodes.
-The first form trains the 4-layer CNN (0.6 M parameters) on CIFAR-10 with FedAvg. The overhead of a round is its
+It trains the 4-layer CNN (0.6 M parameters) on CIFAR-10 with FedAvg. The overhead of a round is its
 time less that of the same rounds inside one process, spread over as many processes as there are cores; the cost
 of moving the same bytes once is measured over a socket of this machine. ``--stock`` uses Flower's own nodes,
-``--volatile`` a SuperLink that keeps its state in memory instead of its database. The second form trains a linear
+``--volatile`` a SuperLink that keeps its state in memory instead of its database. ``--memory`` trains a linear
 model on digits and compares the memory (RSS) of the SuperLink and of the nodes with their workers after round 5
 and after the last. Prints JSON. Targets: less than 3 s a round beyond the training for 5 nodes on 2 cores, and
 memory that grows by at most 10 %.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -27,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from benchmarks.local_federation import Deployment, children
 from benchmarks.machine import machine
 from benchmarks.measure import as_words
@@ -38,29 +36,25 @@ SETTLED_ROUND = 5
 CHUNK = 1 << 20
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="datasets")
-    parser.add_argument("--nodes", type=int)
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--stock", action="store_true", help="Flower's own SuperNodes")
-    parser.add_argument("--volatile", action="store_true", help="a SuperLink without a database")
-    parser.add_argument("--memory", action="store_true", help="growth of memory instead of time")
-    options = parser.parse_args()
-    nodes = options.nodes or (20 if options.memory else 5)
-    rounds = options.rounds or (30 if options.memory else 8)
+def main(
+    data_dir: Path = Path("datasets"),
+    nodes: int = 0,
+    rounds: int = 0,
+    stock: bool = typer.Option(False, help="Flower's own SuperNodes"),
+    volatile: bool = typer.Option(False, help="a SuperLink without a database"),
+    memory: bool = typer.Option(False, help="growth of memory instead of time"),
+) -> None:
+    """Start a federation, measure, and print JSON."""
+    nodes, rounds = nodes or (20 if memory else 5), rounds or (30 if memory else 8)
     with tempfile.TemporaryDirectory(prefix="posy-benchmark-", ignore_cleanup_errors=True) as folder:
-        volatile = ["--volatile"] if options.volatile else []
-        deployment = Deployment(Path(folder), [f"node-{i}" for i in range(nodes)], *volatile)
+        options = ["--volatile"] if volatile else []
+        deployment = Deployment(Path(folder), [f"node-{i}" for i in range(nodes)], *options)
         try:
-            start(deployment, nodes, stock=options.stock)
-            if options.memory:
-                found = memory(deployment, nodes, rounds)
-            else:
-                found = speed(deployment, nodes, rounds, str(Path(options.data_dir).absolute()))
+            start(deployment, nodes, stock=stock)
+            found = growth(deployment, nodes, rounds) if memory else speed(deployment, nodes, rounds, data_dir)
         finally:
             deployment.stop()
-    kinds = {"nodes": "stock" if options.stock else "warm", "superlink": "in memory" if volatile else "database"}
+    kinds = {"nodes": "stock" if stock else "warm", "superlink": "in memory" if volatile else "database"}
     print(json.dumps({**found, **kinds, "machine": machine()}, indent=2))
 
 
@@ -74,16 +68,16 @@ def start(deployment: Deployment, nodes: int, *, stock: bool) -> None:
             deployment.until(partial(there, f"node-{i}"), f"node-{i}", 300.0)
 
 
-def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: str) -> dict[str, Any]:
+def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> dict[str, Any]:
     """Return seconds of a round over gRPC, of its training, of the bytes alone, and what is left."""
     config: dict[str, Any] = {
-        "method": "fedavg", "dataset": "cifar10", "data-dir": data_dir, "max-samples": 2000, "model": "cnn",
-        "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds, "lr": 0.01,
-        "save-models": False, "device": "cpu",
+        "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 2000,
+        "model": "cnn", "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds,
+        "lr": 0.01, "save-models": False, "device": "cpu",
     }  # fmt: skip
     deployment.run("speed", *as_words(config), timeout=1800.0)
     with contextlib.redirect_stdout(io.StringIO()):
-        run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"})
+        run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"}, "this benchmark")
     path = deployment.folder / "plain/rounds.jsonl"
     plain = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     over_grpc = [sum(row["seconds"].values()) for row in deployment.rounds("speed")[WARM_ROUNDS:]]
@@ -125,7 +119,7 @@ def moving(size: int) -> float:
         return time.perf_counter() - started
 
 
-def memory(deployment: Deployment, nodes: int, rounds: int) -> dict[str, Any]:
+def growth(deployment: Deployment, nodes: int, rounds: int) -> dict[str, Any]:
     """Return the memory of the SuperLink and the nodes after round 5 and after the last, and its growth."""
     words = ["method=fedavg", "dataset=digits", "model=linear", "device=cpu", f"num-clients={nodes}"]
     # One round more than is looked at: the processes are measured while the run goes on.
@@ -139,12 +133,12 @@ def memory(deployment: Deployment, nodes: int, rounds: int) -> dict[str, Any]:
         seen[number] = resident(deployment)
     process.wait()
     first, last = seen[SETTLED_ROUND], seen[rounds]
-    growth = {name: round(100 * (last[name] / first[name] - 1), 2) for name in first}
-    of_nodes = [percent for name, percent in growth.items() if name.startswith("node")]
+    percent = {name: round(100 * (last[name] / first[name] - 1), 2) for name in first}
+    of_nodes = [value for name, value in percent.items() if name.startswith("node")]
     return {
         "rounds": rounds,
         "superlink-MiB": [first["superlink"], last["superlink"]],
-        "superlink-growth-percent": growth["superlink"],
+        "superlink-growth-percent": percent["superlink"],
         "nodes-MiB": [round(statistics.mean(m for n, m in seen[r].items() if n != "superlink"), 1) for r in seen],
         "nodes-growth-percent-mean": round(statistics.mean(of_nodes), 2),
         "nodes-growth-percent-max": max(of_nodes),
@@ -171,4 +165,4 @@ def rss(process: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -11,16 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 
 from posy.client_app.registry import client_class
 from posy.client_app.state import State
 from posy.client_app.workspace import Workspace, cores
-from posy.commands.launch import APP, script, toml
 from posy.strategies.registry import read_settings
 
-IN_PROCESS = """
+COMMON = """
 import json, sys, time
 begun = time.perf_counter()
 import posy, posy.figures, posy.commands.launch, posy.server_app.app
@@ -29,10 +29,34 @@ from posy.strategies.methods import strategy_class
 settings = json.loads(sys.argv[1])
 client_class(settings["method"]), strategy_class(settings["method"])
 imported = time.perf_counter()
+"""
+IN_PROCESS = (
+    COMMON
+    + """
 posy.run(**{key.replace("-", "_"): value for key, value in settings.items()})
 print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)
 """
-"""A run in one process that tells the seconds of its imports and of all that follows."""
+)
+RAY = (
+    COMMON
+    + """
+sys.argv[0] = "flwr-simulation"
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+from posy.client_app.app import app as clients
+server = ServerApp()
+
+@server.main()
+def main(grid, context):
+    posy.server_app.app.run(grid, settings)
+
+resources = {"num_cpus": 1, "num_gpus": float(sys.argv[2])}
+run_simulation(server, clients, settings["num-clients"], backend_config={"client_resources": resources})
+print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)
+"""
+)
+"""Runs in one process, and in Flower's simulation, that tell the seconds of imports and of all that follows."""
+CLIENTS_PER_GPU = 4
 
 
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
@@ -96,57 +120,44 @@ def bare_speed(config: dict[str, Any]) -> float:
     return sum(samples for samples, _ in results) / max(seconds for _, seconds in results)
 
 
-def federated(config: dict[str, Any], engine: str, rounds: int) -> dict[str, Any]:
-    """Run an experiment in a process of its own and return what its record tells.
+def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict[str, Any]:
+    """Carry out a run in a process of its own and return what its record tells.
 
     Returns
     -------
     dict
         ``seconds`` of the training phase, median without the first round; ``spread`` between its fastest and
-        slowest; ``messages`` of the phase; ``samples`` trained in it; ``evaluation`` seconds; ``start_up``
-        seconds outside the rounds, start and end, with Ray from the command on and in one process after the
-        ``imports``, which then stand apart; ``peak_mib`` of the process, None with Ray, whose processes belong to
-        the SuperLink that ``flwr run`` leaves running.
+        slowest; ``messages`` of the phase; ``samples`` trained in it; ``evaluation`` seconds; seconds of ``imports``,
+        and of ``start_up`` and end outside the rounds; ``peak_mib`` of the largest process.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "save-models": False, **config, "num-server-rounds": rounds, "evaluate-every": rounds,
             "output-dir": folder, "run-name": "run",
         }  # fmt: skip
-        if engine == "ray":
-            overrides = " ".join(f"{key}={toml(value)}" for key, value in settings.items())
-            gpus = 0.25 if torch.cuda.is_available() else 0
-            nodes = f"num-supernodes={settings['num-clients']} client-resources-num-cpus=1"
-            nodes += f" client-resources-num-gpus={gpus}"
-            command = [script("flwr"), "run", str(APP), "--stream", "--run-config", overrides]
-            command += ["--federation-config", nodes]
-        else:
-            command = [sys.executable, "-c", IN_PROCESS, json.dumps(settings)]
-        start = time.perf_counter()
+        gpu = 1 / CLIENTS_PER_GPU if torch.cuda.is_available() else 0
+        command = [sys.executable, "-c", RAY if ray else IN_PROCESS, json.dumps(settings), str(gpu)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         errors = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
-        wall = time.perf_counter() - start
         if status:
             raise RuntimeError(f"the run ended with status {status}: {errors[-2000:]}")
-        imports, wall = (None, wall) if engine == "ray" else json.loads(errors.splitlines()[-1])
-        lines = (Path(folder) / "run" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
-        clients = (Path(folder) / "run" / "clients.csv").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+        imports, wall = json.loads(next(line for line in reversed(errors.splitlines()) if line.startswith("[")))
+        path = Path(folder) / "run"
+        rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+        clients = pd.read_csv(path / "clients.csv")
     seconds = [row["seconds"]["train"] for row in rows[1:]]
-    header = clients[0].split(",")
-    last = [dict(zip(header, line.split(","), strict=True)) for line in clients[1:]]
-    trained = [int(row["n_train"]) for row in last if row["round"] == str(rounds) and row["train_loss"]]
+    trained = clients[(clients["round"] == rounds) & clients["train_loss"].notna()]
     return {
         "seconds": statistics.median(seconds),
         "spread": max(seconds) - min(seconds),
         "messages": rows[-1]["cohort"],
-        "samples": sum(trained),
+        "samples": int(trained["n_train"].sum()),
         "evaluation": rows[-1]["seconds"].get("evaluate"),
         "imports": imports,
         "start_up": wall - sum(sum(row["seconds"].values()) for row in rows),
-        "peak_mib": None if engine == "ray" else round(usage.ru_maxrss / 1024),
+        "peak_mib": round(usage.ru_maxrss / 1024),
     }
 
 

@@ -1,7 +1,5 @@
 """PPFE on synthetic linear regression (the paper's Section 6.1, Fig. 3), in closed form.
 
-usage: python -m benchmarks.ppfe_synthetic [--repeats 5] [--figure FILE.png]
-
 Client k has y = W_k^T x + e with W_k = (1 - r_p) W_g + r_p W_l^(k) (Eqs. 15 and 16). Every stage is a ridge
 regression solved exactly. Stage 1 averages the clients' ridge solutions; each of the three later stages
 fits what the ensemble so far leaves over, on each client alone, with a penalty that shrinks from stage to
@@ -11,13 +9,13 @@ Compared with ridge on each client alone and with the average alone.
 The paper does not give the input dimension, the noise, or alpha_k; they are options here. Prints JSON.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import typer
 
 from posy import figures
 
@@ -95,35 +93,27 @@ def compare(clients: list[Client]) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main(
+    repeats: int = 5, dimension: int = 100, samples: int = 200, noise: float = 1.0, figure: Path | None = None
+) -> None:
     """Vary the number of clients, then the personalisation ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dimension", type=int, default=100)
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--noise", type=float, default=1.0)
-    parser.add_argument("--figure", type=Path, default=None)
-    options = parser.parse_args()
 
     def average(count: int, ratio: float | None) -> dict[str, float]:
-        rows = [
-            compare(draw_clients(np.random.default_rng(seed), count, options.samples, options.dimension, ratio,
-                                 options.noise))
-            for seed in range(options.repeats)
-        ]  # fmt: skip
+        generators = map(np.random.default_rng, range(repeats))
+        rows = [compare(draw_clients(rng, count, samples, dimension, ratio, noise)) for rng in generators]
         return {name: round(float(np.mean([row[name] for row in rows])), 4) for name in rows[0]}
 
     by_clients = {count: average(count, 0.3) for count in (20, 50, 100, 200)}
     by_ratio: dict[Any, dict[str, float]] = {ratio: average(100, ratio) for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)}
     by_ratio["uniform"] = average(100, None)
-    if options.figure:
+    if figure:
         curves = {m: [(r, e[m]) for r, e in by_ratio.items() if r != "uniform"] for m in ("ppfe", "fedavg", "local")}
-        figures.lines(curves, options.figure, title="Synthetic regression", xlabel="personalisation ratio r_p",
-                      ylabel="test MSE", logy=True)  # fmt: skip
+        title, xlabel = "Synthetic regression", "personalisation ratio r_p"
+        figures.lines(curves, figure, title=title, xlabel=xlabel, ylabel="test MSE", logy=True)
     print(
         json.dumps({"test MSE by clients, r_p = 0.3": by_clients, "test MSE by r_p, 100 clients": by_ratio}, indent=2)
     )
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,8 +1,5 @@
 """Samples trained per second inside a round, beside a bare PyTorch loop over the same batches.
 
-usage: python -m benchmarks.round_speed [--data-dir datasets] [--samples 12000] [--rounds 4] [--engine ray]
-       [--only fedavg feddrm]
-
 CIFAR-10, 4-layer CNN, 20 clients with Dir(0.1), batch 10, one epoch. The bare loop runs in as many
 processes as there are cores, one thread each, every process on its share of the clients, before and
 after the federated runs; the better of the two is the limit. Prints JSON. Targets: FedAvg at least 0.7 of
@@ -11,10 +8,11 @@ most 1.1 times that of FedAvg. FedDRM's network has a second branch; a bare loop
 limit. Start-up and evaluation are reported apart.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from benchmarks.machine import machine
 from benchmarks.measure import bare_speed, federated
@@ -40,45 +38,39 @@ def settings(data_dir: str, samples: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
+def main(
+    data_dir: Path = Path("datasets"),
+    samples: int = 12_000,
+    rounds: int = 4,
+    ray: bool = typer.Option(False, help="in Flower's simulation instead of one process"),
+    only: list[str] = typer.Option(list(RUNS), help="which of the runs"),  # noqa: B008 - typer's form
+) -> None:
     """Measure and print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data-dir", default="datasets")
-    parser.add_argument("--samples", type=int, default=12_000)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--engine", choices=("ray", "in-process"), default="ray")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=f"of {list(RUNS)}")
-    options = parser.parse_args()
-    config = settings(str(Path(options.data_dir).absolute()), options.samples)
-    workspace = Workspace(read_settings(config))
-    samples = sum(map(len, workspace.partition.train))
+    config = settings(str(data_dir.absolute()), samples)
+    trained = sum(map(len, Workspace(read_settings(config)).partition.train))
     before = bare_speed(config)
-    results = {
-        name: federated(config | own, options.engine, options.rounds)
-        for name, own in RUNS.items()
-        if name in options.only
-    }
+    results = {name: federated(config | RUNS[name], rounds, ray=ray) for name in only}
     bare = max(before, bare_speed(config))
     table: dict[str, dict[str, Any]] = {
         name: {
-            "samples_per_second": round(samples / result["seconds"]),
-            "of_bare_loop": round(samples / result["seconds"] / bare, 3),
+            "samples_per_second": round(trained / result["seconds"]),
+            "of_bare_loop": round(trained / result["seconds"] / bare, 3),
             **{f"{phase}_seconds": round(result[phase], 2) for phase in ("evaluation", "start_up")},
         }
         for name, result in results.items()
     }
     if "feddrm" in table:
         own_loop = bare_speed(config | RUNS["feddrm"])
-        table["feddrm"]["of_bare_loop_with_client_branch"] = round(samples / results["feddrm"]["seconds"] / own_loop, 3)
+        table["feddrm"]["of_bare_loop_with_client_branch"] = round(trained / results["feddrm"]["seconds"] / own_loop, 3)
 
     def ratio(slow: str, fast: str) -> float | None:
         both = {slow, fast} <= results.keys()
         return round(results[slow]["seconds"] / results[fast]["seconds"], 2) if both else None
 
     report = {
-        "engine": options.engine,
+        "where": "Flower's simulation" if ray else "one process",
         "machine": machine(),
-        "training_samples": samples,
+        "training_samples": trained,
         "bare_loop_samples_per_second": round(bare),
         "runs": table,
         "fedfew_K3_over_K1": ratio("fedfew, K = 3", "fedfew, K = 1"),
@@ -88,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,13 +1,10 @@
 """Time and memory of one server step over M stacked models.
 
-usage: python -m benchmarks.server_step [--clients 100] [--parameters 600000] [--repeats 5]
-
-Prints JSON: seconds (median) and the peak of memory over that of the stacked updates alone, each in a
-process of its own. Targets for M = 100, d = 0.6 M: FedACS under 1 s, cwFedAvg (output) and FedFew under
-0.5 s, memory at most 2.5 times the stacked updates.
+``python -m benchmarks.server_step`` prints JSON: seconds (median), and the peak of memory over that of the stacked
+updates alone, each in a process of its own. Targets for M = 100, d = 0.6 M: FedACS under 1 s, cwFedAvg (output) and
+FedFew under 0.5 s, memory at most 2.5 times the stacked updates.
 """
 
-import argparse
 import json
 import resource
 import statistics
@@ -15,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from benchmarks.machine import machine
 from posy.strategies.cwfedavg import class_models, weight_distribution
@@ -86,35 +84,22 @@ def measure(name: str, clients: int, parameters: int, repeats: int) -> dict[str,
     }
 
 
-def main() -> None:
+def main(
+    clients: int = 100,
+    parameters: int = 600_000,
+    repeats: int = 5,
+    step: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
     """Measure every step in a fresh process and print the results as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--parameters", type=int, default=600_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    size = (options.clients, options.parameters, options.repeats)
-    if options.step:
-        print(json.dumps(measure(options.step, *size)))
+    if step:
+        print(json.dumps(measure(step, clients, parameters, repeats)))
         return
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.server_step",
-        "--clients",
-        str(size[0]),
-        "--parameters",
-        str(size[1]),
-        "--repeats",
-        str(size[2]),
-        "--step",
-    ]
-    results = [
-        json.loads(subprocess.run([*words, name], check=True, capture_output=True, text=True).stdout) for name in STEPS
-    ]
-    print(json.dumps({"clients": size[0], "parameters": size[1], "machine": machine(), "steps": results}, indent=2))
+    size = {"clients": clients, "parameters": parameters}
+    words = [word for name, value in {**size, "repeats": repeats}.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "benchmarks.server_step", *words, "--step"]
+    answers = [subprocess.run([*command, name], check=True, capture_output=True, text=True).stdout for name in STEPS]
+    print(json.dumps({**size, "machine": machine(), "steps": [json.loads(answer) for answer in answers]}, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

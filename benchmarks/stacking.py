@@ -1,16 +1,17 @@
-"""How far models that are trained side by side part from those that are trained one after the other.
+"""How far models that train side by side part from those that train one after the other.
 
 ``python -m benchmarks.stacking`` runs every method on digits with ``stack=loop`` and ``stack=vmap``, for three seeds,
-and prints how far the stored models part, the server's and the clients' own: ||a - b|| / ||a||, the largest of all.
+and prints the largest difference between stored models, the server's and the clients': ||a - b|| / ||a||.
 """
 
-import argparse
 import contextlib
 import io
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import typer
 
 import posy
 from benchmarks.machine import machine
@@ -20,46 +21,42 @@ from posy.strategies.methods import METHODS
 SEEDS = (0, 1, 2)
 
 
+def vector(file: Path) -> np.ndarray:
+    """Return the numbers of a stored model as one vector, NaN as 0."""
+    arrays = [array for _, array in sorted(load_arrays(file).items()) if array.dtype.kind == "f"]
+    return np.nan_to_num(np.concatenate([np.ravel(array).astype(np.float64) for array in arrays] or [np.zeros(0)]))
+
+
 def difference(first: Path, other: Path) -> float:
-    """Return the largest difference between two stored models, in norm and relative to that of the first."""
+    """Return the largest difference between two folders of stored models, relative to the norm of the first."""
     largest = 0.0
     for path in sorted(first.glob("*.safetensors")):
-        one, two = (
-            {
-                name: np.nan_to_num(array, nan=0.0)
-                for name, array in load_arrays(file).items()
-                if array.dtype.kind == "f"
-            }
-            for file in (path, other / path.name)
-        )
-        norm, apart = (
-            np.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in arrays))
-            for arrays in (one.values(), [array - two[name] for name, array in one.items()])
-        )
-        largest = max(largest, float(apart / norm) if norm else 0.0)
+        one, two = vector(path), vector(other / path.name)
+        if one.any():
+            largest = max(largest, float(np.linalg.norm(one - two) / np.linalg.norm(one)))
     return largest
 
 
-def main() -> None:
+def main(methods: list[str] = typer.Argument(list(METHODS)), rounds: int = 5) -> None:  # noqa: B008 - typer's form
     """Print a row for each method."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("methods", nargs="*", default=list(METHODS))
-    options = parser.parse_args()
-    print(f"{machine()}, {options.rounds} rounds", flush=True)
-    for method in options.methods:
+    print(f"{machine()}, {rounds} rounds", flush=True)
+    for method in methods:
         found = []
         for seed in SEEDS:
-            with tempfile.TemporaryDirectory(prefix="posy-") as folder:
-                common = {"method": method, "seed": seed, "output_dir": folder, "num_server_rounds": options.rounds}
-                with contextlib.redirect_stdout(io.StringIO()):  # progress and tables of the runs
-                    pair = [
-                        posy.run(**common, stack=stack, device="cpu", max_samples=600).directory.models
-                        for stack in ("loop", "vmap")
-                    ]
+            with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
+                common: dict[str, Any] = {
+                    "method": method,
+                    "seed": seed,
+                    "output_dir": folder,
+                    "num_server_rounds": rounds,
+                }
+                pair = [
+                    posy.run(**common, stack=stack, device="cpu", max_samples=600).directory.models
+                    for stack in ("loop", "vmap")
+                ]
                 found.append(difference(*pair))
         print(f"{method:10} " + "  ".join(f"{value:.1e}" for value in found), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

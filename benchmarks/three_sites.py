@@ -4,9 +4,7 @@
 machine, submits a run, and writes down the screen of whoever submitted it.
 """
 
-import argparse
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -14,11 +12,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import typer
 from PIL import Image
 
 from benchmarks.local_federation import Deployment
 from benchmarks.machine import machine
-from data.image import load_digits
+from posy.data.datasets import load_dataset
+from posy.data.settings import DataSettings
 
 NAMES = ("site-a", "site-b", "site-c")
 CLASSES = {"site-a": range(10), "site-b": range(7), "site-c": range(3, 10)}
@@ -39,15 +39,14 @@ SETTINGS = (
 
 def make_sites(folder: Path) -> None:
     """Write each site's images into class folders, and damage one of site-b."""
-    digits = load_digits()
+    digits = load_dataset(DataSettings(), Path(), 0)
     start = 0
     for name in NAMES:
         having = np.flatnonzero(np.isin(digits.y, CLASSES[name]))
         for index in having[having >= start][:IMAGES]:
             place = folder / name / str(digits.y[index])
             place.mkdir(parents=True, exist_ok=True)
-            pixels = np.minimum(digits.x[index, :, :, 0].astype(np.int64) * 255 // 16, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(place / f"{index:04d}.png")
+            Image.fromarray(np.asarray(digits.x[index, :, :, 0])).save(place / f"{index:04d}.png")
             start = index + 1
     damaged = sorted((folder / "site-b" / "3").iterdir())[0]
     damaged.write_bytes(damaged.read_bytes()[:40])
@@ -103,20 +102,14 @@ def page(shown: list[tuple[str, str]], folder: Path) -> str:
     return "\n".join(parts)
 
 
-def main() -> None:
+def main(output: Path = Path("docs/three-sites.md")) -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("docs/three-sites.md"))
-    options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder, started = Path(tempfile.mkdtemp(prefix="posy-sites-")), time.monotonic()
-    try:
-        text = page(transcript(folder), folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    options.output.write_text(text, encoding="utf-8")
-    print(f"{options.output}: {time.monotonic() - started:.0f} s")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="posy-sites-", ignore_cleanup_errors=True) as folder:
+        output.write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
+    print(f"{output}: {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -10,25 +10,22 @@ from flwr.clientapp import ClientApp
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.registry import client_class
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
-from posy.client_app.state import ContextStore, DirectoryStore, Moment, State, StateStore, run_folder
+from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
 from posy.flower import isolate_simulation, of_simulation, record_of
 from posy.paths import absolute
+from posy.settings import SettingsError
+from posy.storage import is_folder_name
 
 isolate_simulation()
 app = ClientApp()
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
-    """Train one client for one round."""
-    return Call(message, context, trusting=of_simulation()).answer()
-
-
 @app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Score the served model of one client."""
+def work(message: Message, context: Context) -> Message:
+    """Let one client train for a round, or score the model that it is served."""
     return Call(message, context, trusting=of_simulation()).answer()
 
 
@@ -36,23 +33,20 @@ def evaluate(message: Message, context: Context) -> Message:
 def query(message: Message, context: Context) -> Message:
     """Tell which clients this node hosts, and how many samples they have; a site may be asked what it holds."""
     config = message.content.config_records["config"]
+    settings = str(config["settings"])
     if config.get("describe"):
-        told = describe(str(config["settings"]), context)
-        return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
-    workspace = workspace_of(str(config["settings"]), context)
-    if workspace.of_sites:
-        return Message(RecordDict({"config": ConfigRecord(enrol(workspace, context))}), reply_to=message)
-    clients = hosted_clients(context, workspace)
-    part = workspace.partition
-    answer = ConfigRecord(
-        {
+        told = describe(settings, context)
+    elif (workspace := workspace_of(settings, context)).of_sites:
+        told = enrol(workspace, context)
+    else:
+        clients, part = hosted_clients(context, workspace), workspace.partition
+        told = {
             "name": str(context.node_config.get("name", "")),
             "clients": clients,
             "num-train": [len(part.train[c]) for c in clients],
             "num-test": [len(part.test[c]) for c in clients],
         }
-    )
-    return Message(RecordDict({"config": answer}), reply_to=message)
+    return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
@@ -89,12 +83,15 @@ def own_places(config: dict[str, Any], context: Context) -> None:
     wanted = config.pop("save-models-to", "")
     config.pop("state-directory", None)
     state, models = (str(context.node_config.get(key, "")) for key in ("state-dir", "models"))
+    if not state and not (wanted and models):
+        return
+    run = str(config["run"])
+    if not is_folder_name(run):
+        raise SettingsError(f"run = {run!r} in the server's message: it must be the name of a folder")
     if state:
-        config["state-directory"] = str(run_folder(absolute(state), str(config["run"])))
-    if wanted and models:
-        config["save-models-to"] = str(run_folder(absolute(models), str(config["run"])))
-    elif wanted and state:
-        config["save-models-to"] = str(Path(config["state-directory"], "models"))
+        config["state-directory"] = str(absolute(state) / run)
+    if wanted:
+        config["save-models-to"] = str(absolute(models) / run if models else absolute(state) / run / "models")
 
 
 class Call:
@@ -123,13 +120,12 @@ class Call:
             check_unchanged(self.workspace, context)
         if not trusting:
             own_places(self._config, context)
-        folder = self._config.get("state-directory")
-        # A real SuperLink that was lost may bring a message twice.
-        files = DirectoryStore(Path(folder), repeats=not trusting) if folder else None
-        self._store = store or files or ContextStore(context)
-        self.number = int(self._config["client"])
-        self._moment = Moment.of(message)
+        folder = self._config.pop("state-directory", None)
+        self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
+        self._versions = Versions.take(self._config)
+        self._training = message.metadata.message_type == MessageType.TRAIN
         self._state = State()
+        self.number = int(self._config["client"])
         # Imported here, not where the client is made: that may be on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 
@@ -140,45 +136,47 @@ class Call:
 
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
         """Return the client, with its state, and the generator of what it is to do."""
-        client = self._make(self.number, self.workspace, self._store.load(self.number, self._moment))
+        client = self._make(self.number, self.workspace, self._store.load(self.number, self._versions))
         self._state = client.state
         arrays = [array.numpy() for array in self.message.content.array_records["arrays"].values()]
-        training = self.message.metadata.message_type == MessageType.TRAIN
-        return client, (client.fit_steps if training else client.evaluate_steps)(arrays, self._config)
+        return client, (client.fit_steps if self._training else client.evaluate_steps)(arrays, self._config)
 
-    def close(self, result: tuple[Any, int, dict[str, Any]]) -> Message:
-        """Keep the client's state and return the reply."""
+    def close(self, result: tuple[Any, int, dict[str, Any]] | Exception) -> Message:
+        """Keep the client's state and return the reply; that of a client whose state is missing says just that.
+
+        Raises
+        ------
+        Exception
+            What the client has raised instead of a result.
+        """
+        state, self._state = self._state, State()  # from here on the store alone holds it in memory
+        if isinstance(result, MissingStateError):
+            told = ConfigRecord({"client": self.number, "state-missing": self._versions.start})
+            return Message(RecordDict({"config": told}), reply_to=self.message)
+        if isinstance(result, Exception):
+            raise result
         arrays, num_examples, metrics = result
-        self._store.save(self.number, self._moment, self._state)
-        self.forget()
-        sent = arrays if self.message.metadata.message_type == MessageType.TRAIN else []
-        return reply_to(self.message, sent, num_examples, metrics)
-
-    def forget(self) -> None:
-        """Let go of the client's state: the store alone decides whether it stays in memory."""
-        self._state = State()
+        version = self._store.save(self.number, self._versions, state)
+        return reply_to(self.message, arrays if self._training else [], num_examples, {**metrics, "state": version})
 
     def answer(self) -> Message:
         """Let the client do what it is asked, and return the reply."""
-        client, steps = self.open()
+        try:
+            client, steps = self.open()
+        except MissingStateError as error:
+            return self.close(error)
         return self.close(client.drive(steps))
-
-
-def client_of(message: Message) -> int:
-    """Return the client that a message is for."""
-    number: Any = message.content.config_records["config"]["client"]
-    return int(number)
 
 
 def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:
     """Pack a reply: arrays, numbers, and the texts and ids, which Flower would average among the metrics."""
-    numbers = {k: v for k, v in metrics.items() if not isinstance(v, str)}
-    texts = {k: v for k, v in metrics.items() if isinstance(v, str)}
+    numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
+    texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     content = RecordDict(
         {
             "arrays": record_of({str(i): np.asarray(a) for i, a in enumerate(arrays)}),
             "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
-            "config": ConfigRecord({**texts, "client": client_of(message)}),
+            "config": ConfigRecord({**texts, "client": message.content.config_records["config"]["client"]}),
         }
     )
     return Message(content, reply_to=message)

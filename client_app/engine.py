@@ -1,7 +1,7 @@
 """Drives the rounds of many clients in one process: side by side as one stacked computation, or on threads."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from logging import WARNING
@@ -12,19 +12,19 @@ from flwr.common.logger import log
 
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.training.networks import Network
-from posy.client_app.training.trainer import Trainer
-from posy.client_app.training.work import Forward, Train, TrainingInterruptedError, kind
+from posy.client_app.training.work import Forward, Train, TrainingInterruptedError
 from posy.client_app.workspace import Workspace
 
 Open = Callable[[], tuple[PersonalClient, Steps[Any]]]
 """Makes a client and the generator of its round."""
+Finish = Callable[[int, Any], None]
+"""Takes a client's place and the result of its round, or the exception that ended it."""
 
 
 @dataclass
 class Running:
     """A client in the middle of its round, and what it waits for."""
 
-    number: int
     client: PersonalClient
     steps: Steps[Any]
     request: Train | Forward
@@ -41,23 +41,14 @@ class Engine:
     ----------
     workspace : Workspace
         Data, networks and trainer of this process.
-    workers : int
-        Threads that train clients; 0: as many as the cores allow with the setting ``threads``, one on a GPU.
     """
 
-    def __init__(self, workspace: Workspace, workers: int = 0) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
-        self.workers = workers or workspace.workers
         self._pool: ThreadPoolExecutor | None = None
         self._capacity: dict[Network, int] = {}
 
-    def run(
-        self,
-        openers: Sequence[Open],
-        sizes: Sequence[int],
-        finish: Callable[[int, Any], None],
-        end: float = float("inf"),
-    ) -> None:
+    def run(self, openers: Sequence[Open], sizes: Sequence[int], finish: Finish, end: float = float("inf")) -> None:
         """Carry out some rounds.
 
         Parameters
@@ -67,47 +58,40 @@ class Engine:
         sizes : sequence of int
             Samples of each client: the largest come first, so that the last ones are short.
         finish : callable
-            Called with a client's place and the result of its round, or the exception that ended it. It may
-            be called from a thread, never twice for a client.
+            Called once for each client, perhaps on another thread.
         end : float
             Monotonic time after which no further client is begun.
         """
-        self.workspace.trainer.interrupted.clear()  # what an interrupt has set is for its own run
+        trainer = self.workspace.trainer
+        trainer.interrupted.clear()  # an interrupt ends only the run in which it comes
         order = sorted(range(len(openers)), key=lambda i: -sizes[i])
         plain = self.workspace.network(self.workspace.architecture)
-        if len(order) > 1 and self.workspace.trainer.stacks(plain, len(order)):
-            at_once = self.workspace.trainer.capacity(plain)
+
+        def alone(number: int) -> None:
+            if time.monotonic() >= end or trainer.interrupted.is_set():
+                return
+            try:
+                client, steps = openers[number]()
+                result = client.drive(steps)
+            except TrainingInterruptedError:
+                return
+            except Exception as error:  # whatever a client raises is its answer, as on a real node
+                result = error
+            finish(number, result)
+
+        if trainer.stacks(plain, len(order)):
+            at_once = trainer.capacity(plain)
             for begin in range(0, len(order), at_once):
                 if time.monotonic() < end:
                     self._side_by_side(order[begin : begin + at_once], openers, finish)
-        elif self.workers == 1 or len(order) < 2:
+        elif self.workspace.workers == 1 or len(order) < 2:
             for number in order:
-                if time.monotonic() < end:
-                    self._alone(number, openers[number], finish)
+                alone(number)
         else:
-            self._on_threads(order, openers, finish, end)
+            self._on_threads(alone, order)
 
-    def _alone(self, number: int, opener: Open, finish: Callable[[int, Any], None]) -> None:
-        try:
-            client, steps = opener()
-            result = client.drive(steps)
-        except TrainingInterruptedError:
-            return
-        except Exception as error:  # whatever a client raises is its answer, as on a real node
-            result = error
-        finish(number, result)
-
-    def _on_threads(
-        self, order: Sequence[int], openers: Sequence[Open], finish: Callable[[int, Any], None], end: float
-    ) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="client")
-        interrupted = self.workspace.trainer.interrupted
-
-        def work(number: int) -> None:
-            if time.monotonic() < end and not interrupted.is_set():
-                self._alone(number, openers[number], finish)
-
+    def _on_threads(self, work: Callable[[int], None], order: Sequence[int]) -> None:
+        self._pool = self._pool or ThreadPoolExecutor(self.workspace.workers, thread_name_prefix="client")
         futures: list[Future[None]] = []
         try:
             for number in order:
@@ -116,74 +100,77 @@ class Engine:
             for future in futures:
                 future.result()
         except BaseException:
-            interrupted.set()
+            self.workspace.trainer.interrupted.set()
             for future in futures:
                 future.cancel()
             wait(futures)
             raise
 
-    def _side_by_side(self, order: Sequence[int], openers: Sequence[Open], finish: Callable[[int, Any], None]) -> None:
+    def _side_by_side(self, order: Sequence[int], openers: Sequence[Open], finish: Finish) -> None:
         """Advance clients in step: one request of each at a time."""
-        running: list[Running] = []
+        running: dict[int, Running] = {}
+        answers: dict[int, Any] = dict.fromkeys(order)
+        while answers:
+            for number, answer in answers.items():
+                result: Any
+                try:
+                    if number not in running:
+                        client, steps = openers[number]()
+                        running[number] = Running(client, steps, next(steps))
+                    else:
+                        steps = running[number].steps
+                        request = steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
+                        running[number].request = request
+                    continue
+                except StopIteration as finished:
+                    result = finished.value
+                except Exception as error:  # whatever a client raises is its answer, as on a real node
+                    result = error
+                running.pop(number, None)
+                finish(number, result)
+            answers = self._answers(running)
 
-        def advance(number: int, client: PersonalClient, steps: Steps[Any], answer: Any) -> None:
-            """Give a client what it waits for, and note what it asks for next."""
-            try:
-                request = steps.throw(answer) if isinstance(answer, Exception) else steps.send(answer)
-            except StopIteration as finished:
-                finish(number, finished.value)
-            except Exception as error:
-                finish(number, error)
-            else:
-                running.append(Running(number, client, steps, request))
-
-        for number in order:
-            try:
-                client, steps = openers[number]()
-            except Exception as error:
-                finish(number, error)
-            else:
-                advance(number, client, steps, None)
-        while running:
-            asking = running.copy()
-            running.clear()
-            for one, answer in zip(asking, self._answers(asking), strict=True):
-                advance(one.number, one.client, one.steps, answer)
-
-    def _answers(self, asking: Sequence[Running]) -> list[Any]:
+    def _answers(self, running: Mapping[int, Running]) -> dict[int, Any]:
         """Answer one request of each client; those of one kind together."""
         groups: dict[Hashable, list[int]] = {}
-        answers: list[Any] = [None] * len(asking)
-        for place, one in enumerate(asking):
+        answers: dict[int, Any] = {}
+        for number, one in running.items():
             try:
-                groups.setdefault(self._kind(one), []).append(place)
-            except Exception as error:  # what a client asks for is no request
-                answers[place] = error
-        for places in groups.values():
-            for place, answer in zip(places, self._together([asking[p] for p in places]), strict=True):
-                answers[place] = answer
+                groups.setdefault(self._kind(one), []).append(number)
+            except Exception as error:  # the client has asked for what is no request
+                answers[number] = error
+        for numbers in groups.values():
+            answers |= zip(numbers, self._together([running[number] for number in numbers]), strict=True)
         return answers
 
     def _kind(self, one: Running) -> Hashable:
-        network = one.client.network(one.request)
-        if isinstance(one.request, Train):
-            return kind(one.client.job(one.request), network)
-        shape = tuple(one.request.parameters.shape)
+        """Return what is equal in requests that are carried out together."""
+        network, request = one.client.network(one.request), one.request
+        stacks = self.workspace.trainer.stacks(network, 2)
+        if isinstance(request, Train):
+            return network, request.kind if stacks else id(one), one.client.lr
         # One model for all is one pass over all samples, whatever the network.
-        return (network, shape, id(one.request.parameters) if network.has_buffers else None)
+        return network, request.parameters.shape, None if stacks else id(request.parameters)
 
     def _together(self, group: Sequence[Running]) -> list[Any]:
         """Answer requests of one kind, in as many pieces as memory asks for."""
         trainer, network = self.workspace.trainer, group[0].client.network(group[0].request)
-        if len(group) == 1 or not _together_pays(trainer, network, group):
-            return [answer for one in group for answer in [self._one(one)]]
-        models = 1 if _start(group[0].request).dim() == 1 else len(_start(group[0].request))
+        if len(group) == 1:
+            return [self._one(group[0])]
+        first = group[0].request
+        shape = (first.start if isinstance(first, Train) else first.parameters).shape
+        models = 1 if len(shape) == 1 else shape[0]
         at_once = min(self._capacity.get(network, len(group)), max(1, trainer.capacity(network) // models))
         if len(group) > at_once:
             pieces = [group[i : i + at_once] for i in range(0, len(group), at_once)]
             return [answer for piece in pieces for answer in self._together(piece)]
         try:
-            return _carry_out(trainer, network, group)
+            if isinstance(first, Train):
+                jobs = [one.client.job(one.request) for one in group if isinstance(one.request, Train)]
+                return list(trainer.train_together(jobs, network))
+            works = [one.request for one in group if isinstance(one.request, Forward)]
+            samples = [one.client.samples(work.split) for one, work in zip(group, works, strict=True)]
+            return trainer.forward_together(works, network, samples)
         except torch.OutOfMemoryError:
             self._capacity[network] = len(group) // 2
             log(WARNING, "%s clients at once do not fit into memory: going on with half as many", len(group))
@@ -200,22 +187,3 @@ class Engine:
             return one.client.carry_out(one.request)
         except Exception as error:
             return error
-
-
-def _together_pays(trainer: Trainer, network: Network, group: Sequence[Running]) -> bool:
-    shared = all(_start(one.request) is _start(group[0].request) for one in group)
-    return trainer.stacks(network, len(group)) or (shared and isinstance(group[0].request, Forward))
-
-
-def _carry_out(trainer: Trainer, network: Network, group: Sequence[Running]) -> list[Any]:
-    requests = [one.request for one in group]
-    if isinstance(requests[0], Train):
-        jobs = [one.client.job(one.request) for one in group if isinstance(one.request, Train)]
-        return list(trainer.train_together(jobs, network))
-    works = [request for request in requests if isinstance(request, Forward)]
-    samples = [one.client.samples(work.split) for one, work in zip(group, works, strict=True)]
-    return trainer.forward_together(works, network, samples)
-
-
-def _start(request: Train | Forward) -> torch.Tensor:
-    return request.start if isinstance(request, Train) else request.parameters

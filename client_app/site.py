@@ -1,4 +1,4 @@
-"""A node that holds its own data: who it is, what it tells of its data, and that the data stays the same."""
+"""A node that holds its own data: its name, what it says about its data, and a check that the data stays the same."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 
 from posy.client_app.workspace import Workspace, data_path, workspace_for
+from posy.data.agreement import told_of
 from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.data.sites import describe_site, told_of
+from posy.data.sites import describe_site, read_site
 from posy.strategies.registry import from_json
 
 _RECORD = "site-data"
@@ -38,14 +39,13 @@ def skips(node_config: Mapping[str, Any]) -> bool:
 
 def identity(context: Context) -> dict[str, Any]:
     """Return the name of this node, and its client index if it has a partition-id."""
-    told = {"name": str(context.node_config.get("name", ""))}
-    if "partition-id" in context.node_config:
-        return {**told, "client": int(context.node_config["partition-id"])}
-    return told
+    name = {"name": str(context.node_config.get("name", ""))}
+    partition_id = context.node_config.get("partition-id")
+    return name if partition_id is None else {**name, "client": int(partition_id)}
 
 
 def describe(settings_json: str, context: Context) -> dict[str, Any]:
-    """Tell what this node's data is like, as far as the settings leave that open.
+    """Describe this node's data, as far as the settings leave that open.
 
     Raises
     ------
@@ -54,12 +54,13 @@ def describe(settings_json: str, context: Context) -> dict[str, Any]:
     """
     settings = from_json(settings_json)
     path = data_path(str(context.node_config.get("data", "")))
-    description = describe_site(path, settings.data, settings.run.seed, skips(context.node_config))
+    content = read_site(path, settings.data, skips(context.node_config))
+    description = describe_site(content, settings.data, settings.run.seed)
     return {**identity(context), **description.as_answer()}
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Check this node's data against the task of the run; tell who it is, how many samples it has, and what was found.
+    """Check this node's data against the task of the run; return its name, its numbers of samples, and its findings.
 
     Raises
     ------
@@ -68,7 +69,7 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
     """
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
-    told = {
+    answer = {
         **identity(context),
         "num-train": len(part.train[0]),
         "num-test": len(part.test[0]),
@@ -76,17 +77,15 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         **told_of(dataset.notes, dataset.skipped),
     }
     if workspace.settings.data.share_class_counts:
-        told["class-counts"] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
-    return told
+        answer["class-counts"] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
+    return answer
 
 
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 
-    Other samples, or another order of them, would mean another split, and test samples that were trained on.
+    With other samples, or in another order, the split would differ, and test samples would have been trained on.
     """
-    before = context.state.config_records.get(_RECORD)
-    if before is None:
-        context.state[_RECORD] = ConfigRecord({"fingerprint": workspace.fingerprint})
-    elif before["fingerprint"] != workspace.fingerprint:
+    before = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
+    if before["fingerprint"] != workspace.fingerprint:
         raise DataError(f"{workspace.site}: the data has changed during the run; start a new one")

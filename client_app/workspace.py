@@ -1,8 +1,8 @@
 """What a client process keeps resident: data set, partition, networks, the clients' tensors."""
 
 import os
-from collections import OrderedDict
-from functools import cached_property, lru_cache
+import re
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import RLock, local
 from typing import Any
@@ -14,24 +14,26 @@ from torch import Tensor
 from posy.client_app.training.batches import Augment
 from posy.client_app.training.networks import Network
 from posy.client_app.training.trainer import Trainer
+from posy.data.agreement import task_of
 from posy.data.augment import crop, draw_boxes
 from posy.data.client import ClientData, client_data
-from posy.data.datasets import Dataset, load_dataset
+from posy.data.dataset import Dataset
+from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, partition
 from posy.data.settings import SITES
-from posy.data.sites import fingerprint, load_site, task_of
+from posy.data.sites import fingerprint, load_site, read_site
 from posy.data.task import Task
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SettingsError
+from posy.sharing import Once
 from posy.strategies.settings import Settings
 
-_DEVICES = "it must be auto, cpu, cuda or cuda:N"
 CACHED_PART = 0.25
-"""Of the device's memory, what the clients' tensors of all processes may take."""
+"""Part of the device's memory that the clients' tensors of all processes may take."""
 REMEMBERED = 8
-"""Arrays kept on the device that several clients need: initial models, and what came with messages."""
+"""Number of arrays kept on the device because several clients need them: initial models, and as many from messages."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -44,15 +46,12 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingsError(f"device = {name!r}: {_DEVICES}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise SettingsError(f"device = {name!r}: {_DEVICES}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    known = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
+    if not known:
+        raise SettingsError(f"device = {name!r}: it must be auto, cpu, cuda or cuda:N")
+    if name != "cpu" and int(known[1] or 0) >= torch.cuda.device_count():
         raise SettingsError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device(name)
 
 
 def cores() -> int:
@@ -84,12 +83,13 @@ class Workspace:
         self.trainer = Trainer(settings.train, self.device)
         self._local = local()
         self._clients: dict[int, ClientData] = {}
-        self._initial: OrderedDict[tuple[Architecture, int], Tensor] = OrderedDict()
-        self._received: OrderedDict[int, tuple[Any, Tensor]] = OrderedDict()
         self._cached = 0
         self.processes = cores()
         """Processes that share this machine's memory: there may be a client's on each core."""
         self._lock = RLock()
+        move = partial(_moved, device=self.device)
+        self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: move(architecture.initial(seed)))
+        self._received = Once(move, REMEMBERED)
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -103,7 +103,7 @@ class Workspace:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of a site's data and its split; any change changes it."""
+        """Fingerprint of a site's data and its split; it changes with any of them."""
         return fingerprint(self.dataset, self.partition)
 
     @cached_property
@@ -121,21 +121,22 @@ class Workspace:
         return Augment(draw_boxes, crop, generator) if self.settings.data.augment == "crop" else None
 
     def part_of(self, client: int) -> int:
-        """Return a client's place in the partition: a site with its own data is all there is of it."""
+        """Return a client's place in the partition; that of a site with its own data is 0."""
         return 0 if self.of_sites else client
 
     def client_data(self, client: int) -> ClientData:
         """Return a client's tensors, made when it is first asked for and kept if there is room.
 
-        Those that are kept stay: clients come in turns, so that to make room for one is to lose the next.
+        What is kept stays: clients take turns, so the one dropped to make room would be the next to be needed.
         """
         with self._lock:
             data = self._clients.get(client)
             if data is None:
                 data = client_data(self.dataset, self.partition, self.part_of(client), self.settings.data, self.device)
-                if self._cached + _size(data) <= self._room:
+                size = sum(tensor.nbytes for tensor in (data.x_train, data.y_train, data.x_test, data.y_test))
+                if self._cached + size <= self._room:
                     self._clients[client] = data
-                    self._cached += _size(data)
+                    self._cached += size
             return data
 
     def network(self, architecture: Architecture) -> Network:
@@ -148,28 +149,14 @@ class Workspace:
     def initial(self, architecture: Architecture, seed: int) -> Tensor:
         """Return freshly initialised parameters ``(d,)``, made once for all clients: they must not be written to."""
         with self._lock:
-            key = architecture, seed
-            if key not in self._initial:
-                self._initial[key] = torch.from_numpy(architecture.initial(seed)).to(self.device)
-                while len(self._initial) > REMEMBERED:
-                    self._initial.popitem(last=False)
-            self._initial.move_to_end(key)
-            return self._initial[key]
+            return self._initial(architecture, seed)
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return an array on the device; one that came last time too, as for clients of one model, is not moved again.
+        """Return an array on the device; one that came before, as for clients of one model, is not moved again.
 
         It shares the array's memory where it can, and must not be written to.
         """
-        with self._lock:
-            kept, tensor = self._received.get(id(array), (None, torch.empty(0)))
-            if kept is not array:
-                tensor = torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
-                self._received[id(array)] = array, tensor
-                while len(self._received) > REMEMBERED:
-                    self._received.popitem(last=False)
-            self._received.move_to_end(id(array))
-            return tensor
+        return self._received(array)
 
     @property
     def workers(self) -> int:
@@ -191,7 +178,8 @@ class Workspace:
 
     @cached_property
     def _own(self) -> tuple[Dataset, Partition]:
-        return load_site(data_path(self.site), self.settings.data, self.settings.run.seed, self.skip_unreadable)
+        content = read_site(data_path(self.site), self.settings.data, self.skip_unreadable)
+        return load_site(content, self.settings.data, self.settings.run.seed)
 
 
 @lru_cache(maxsize=1)
@@ -213,6 +201,5 @@ def data_path(site: str) -> Path:
     return expanded(site)
 
 
-def _size(client: ClientData) -> int:
-    tensors = (client.x_train, client.y_train, client.x_test, client.y_test)
-    return sum(t.numel() * t.element_size() for t in tensors)
+def _moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)

@@ -11,20 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from posy.client_app.site import skips
+from posy.data.agreement import Description, is_complete, open_settings, task_of, with_statistics
 from posy.data.dataset import Content, Dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition
 from posy.data.settings import DataSettings
-from posy.data.sites import (
-    Description,
-    check_suits,
-    description_of,
-    fitted,
-    is_complete,
-    pooled_statistics,
-    read_site,
-    task_of,
-)
+from posy.data.sites import check_suits, describe_site, load_site, read_site
 from posy.listing import laid_out
 from posy.paths import expanded
 
@@ -124,10 +116,10 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
         raise DataError("which data? It is given as data=/srv/site-a, as in the node config of `posy supernode`")
     path = expanded(str(node_config["data"]))
     content = read_site(path, settings, skips(node_config))
-    description = description_of(content, path, settings, seed)
-    check_suits(content, settings, path)
+    description = describe_site(content, settings, seed)
+    check_suits(content, settings)
     alone = _completed(settings, description)
-    dataset, part = fitted(content, path, alone, seed)
+    dataset, part = load_site(content, alone, seed)
     numbers = content.x if isinstance(content.x, np.ndarray) else None
     known = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
@@ -145,7 +137,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
         features=_worth_a_look(content, dataset) if content.kind == "features" else (),
         warnings=dataset.notes,
         unreadable=content.unreadable,
-        left_open=tuple(key for key, value in _open(settings, content.kind) if not value),
+        left_open=tuple(open_settings(settings, content.kind)),
     )
 
 
@@ -197,23 +189,7 @@ def _completed(settings: DataSettings, description: Description) -> DataSettings
         input_shape=settings.input_shape or "x".join(map(str, description.shape)),
         classes=settings.classes or json.dumps(list(names)),
     )
-    if description.mean.size:
-        mean, std = (",".join(map(repr, values.tolist())) for values in pooled_statistics([description]))
-        complete = replace(
-            complete, feature_mean=settings.feature_mean or mean, feature_std=settings.feature_std or std
-        )
-    return complete
-
-
-def _open(settings: DataSettings, kind: str) -> list[tuple[str, bool]]:
-    given = [
-        ("sample-kind", settings.sample_kind != "auto"),
-        ("input-shape", bool(settings.input_shape)),
-        ("classes", bool(settings.classes)),
-    ]
-    if kind == "features":
-        given += [("feature-mean", bool(settings.feature_mean)), ("feature-std", bool(settings.feature_std))]
-    return given
+    return with_statistics(complete, [description] if description.mean.size else [])
 
 
 def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:

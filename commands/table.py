@@ -1,8 +1,6 @@
 """Tables: a grid of methods x variants x seeds, each cell a run in a process of its own, and what came out."""
 
-import csv
 import fcntl
-import io
 import itertools
 import json
 import os
@@ -18,29 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posy.commands.launch import APP, ENVIRONMENT
+import pandas as pd
+
+from posy.commands.launch import APP
 from posy.server_app.progress import duration, size
 from posy.server_app.resume import read_summary
-from posy.settings import Scalar, SettingsError
-from posy.strategies.registry import check_own, defaults, owner, pertinent, read_settings, with_experiment
+from posy.settings import Scalar, Setting, SettingsError
+from posy.strategies.registry import check_own, declared, owner, pertinent, read_settings, with_experiment
 from posy.strategies.settings import RunSettings
 from posy.yaml12 import dump, read_yaml
 
-PLACE = {
-    "output-dir",
-    "run-name",
-    "experiment",
-    "data-dir",
-    "download",
-    "round-timeout",
-    "checkpoint-every",
-    "state-memory",
-    "resume",
+PARTS: dict[str, type] = {
+    "title": str,
+    "output": str,
+    "keep-models": bool,
+    "settings": dict,
+    "runs": list,
+    "variants": list,
+    "seeds": list,
 }
-"""Settings that say where and how a run is carried out, but not what it computes."""
-
-PATHS = ("data-dir", "output-dir", "partition-file", "dataset", "partition")
-POINTS = tuple(itertools.product(("served", "local"), ("last", "best")))
+"""What a table file may hold."""
+POINTS = [f"{point}-{which}" for point, which in itertools.product(("served", "local"), ("last", "best"))]
+"""What is measured of each run: the model that a client is sent, and its own, in the last and the best round."""
 LEGEND = (
     "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - 1); "
     "in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its own "
@@ -88,16 +85,16 @@ class Cell:
     def summary(self, *status: str) -> dict[str, Any] | None:
         """Return the summary of the run if it has finished with these very settings, else None.
 
-        Finished is what is ``completed``, unless other values of its status are given.
+        A run has finished if its status is ``completed``, or one of those that are given.
         """
         try:
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
             ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
         except (OSError, ValueError, LookupError):  # not there, or damaged: it is run again
             return None
-        known = defaults()  # what a setting has meant before it existed
-        wanted = read_settings(self.config).as_config()
-        differ = any(ran.get(key, known[key]) != value for key, value in wanted.items() if key not in PLACE)
+        wanted, known = read_settings(self.config, self.name).as_config(), declared()
+        # A run that is older than a setting had its default.
+        differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if affects_results(known[key]))
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
         return None if differ or lacks or summary["status"] not in (status or ("completed",)) else summary
@@ -111,6 +108,11 @@ class Plan:
     output: Path
     keep_models: bool
     cells: tuple[Cell, ...]
+
+
+def affects_results(setting: Setting) -> bool:
+    """Tell whether what a run computes depends on a setting."""
+    return setting.affects_results and not setting.once
 
 
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
@@ -139,16 +141,17 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     for cell in plan.cells:
         if cell not in results:
             failures.setdefault(cell.name, "diverged" if cell.summary("diverged") else "not finished")
-    text = markdown(plan, results, failures)
+    table = aggregate(results)
+    text = markdown(plan, results, table, failures)
     print(text)
     if results:
         (plan.output / "table.md").write_text(text, encoding="utf-8")
-        (plan.output / "table.csv").write_text(comma_separated(results), encoding="utf-8")
+        table.to_csv(plan.output / "table.csv", index=False, lineterminator="\n")
         print(f"written to {plan.output}/table.md and table.csv")
     return 1 if failures else 0
 
 
-def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
+def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
     """Read a table file and check the settings of all its cells.
 
     It holds ``runs`` (rows: ``name`` and ``settings``), ``seeds``, and, if need be, ``variants`` (as
@@ -160,8 +163,8 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     ----------
     file : Path
         The YAML file.
-    overrides : Mapping, optional
-        Settings over those of the file.
+    given : Mapping, optional
+        Settings from the command line, over those of the file.
     output : str, optional
         Directory of the results in place of the file's.
 
@@ -172,49 +175,37 @@ def read_plan(file: Path, overrides: Mapping[str, Scalar] | None = None, output:
     """
     if not file.is_file():
         raise SettingsError(f"there is no table {file}")
+    given = given or {}
     content = read_yaml(file)
-    kinds: dict[str, type] = {
-        "title": str,
-        "output": str,
-        "keep-models": bool,
-        "settings": dict,
-        "runs": list,
-        "variants": list,
-        "seeds": list,
-    }
     for key, value in content.items():
-        if key not in kinds:
-            raise SettingsError(f"{key} in {file} is not part of a table; it may hold {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]):
-            raise SettingsError(f"{key} = {value!r} in {file}: it must be a {kinds[key].__name__}")
+        if key not in PARTS:
+            raise SettingsError(f"{key} in {file} is not part of a table; it may hold {', '.join(PARTS)}")
+        if not isinstance(value, PARTS[key]):
+            raise SettingsError(f"{key} = {value!r} in {file}: it must be a {PARTS[key].__name__}")
     seeds = content.get("seeds", [])
     if not seeds or len(set(map(str, seeds))) < len(seeds) or not all(type(seed) is int for seed in seeds):
         raise SettingsError(f"seeds in {file}: it must be a list of different whole numbers")
     rows = _named(content.get("runs", []), "runs", file)
     variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
-    cells = []
-    unused = set(overrides or {})
+    cells, methods = [], set()
     for (variant, below), (row, own), seed in itertools.product(variants.items(), rows.items(), seeds):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
-        place = {
-            "seed": seed,
-            "output-dir": str(folder / variant / row),
-            "run-name": f"seed-{seed}",
-        }
-        given = {**content.get("settings", {}), **below, **own, **(overrides or {})}
-        if clash := given.keys() & place.keys():
+        place = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
+        chosen = {**content.get("settings", {}), **below, **own, **given}
+        if clash := chosen.keys() & place.keys():
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
         # A cell that is interrupted is run anew, so that no checkpoint of it is needed.
-        config = {"checkpoint-every": 0} | with_experiment(given, where) | place
+        config = {"checkpoint-every": 0} | with_experiment(chosen, where) | place
         method = str(config.get("method", RunSettings.method))
         check_own(own, method, where)
         config = pertinent(config, method)  # what several rows share may hold settings of each of their methods
-        unused = {key for key in unused if owner(key) not in (None, method)}
-        resolved = read_settings(config, where).as_config()
-        cells.append(Cell(variant, row, seed, config | {key: resolved[key] for key in PATHS}))
-    for key in sorted(unused):
-        raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
+        read_settings(config, where)
+        cells.append(Cell(variant, row, seed, config))
+        methods.add(method)
+    for key in sorted(given):
+        if owner(key) not in (None, *methods):
+            raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
     return Plan(content.get("title", file.stem), folder, content.get("keep-models", False), tuple(cells))
 
 
@@ -242,7 +233,8 @@ def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
                     failures[cell.name] = f"{_reason(process.returncode, cell.log)} ({cell.log})"
                 elif not plan.keep_models:
                     shutil.rmtree(cell.path / "models", ignore_errors=True)
-                print(f"[{done}/{total}] {cell.name}: {_outcome(summary, failures.get(cell.name))}", flush=True)
+                outcome = f"failed, {failures[cell.name]}" if summary is None else _outcome(summary)
+                print(f"[{done}/{total}] {cell.name}: {outcome}", flush=True)
             time.sleep(0.05)
     finally:
         for process in running.values():
@@ -252,8 +244,8 @@ def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
     return failures
 
 
-def make_room(path: Path) -> None:
-    """Remove an unfinished run; set a finished one with other settings aside.
+def clear(path: Path) -> None:
+    """Delete an unfinished run; set a finished one with other settings aside.
 
     Raises
     ------
@@ -262,47 +254,56 @@ def make_room(path: Path) -> None:
     """
     if not path.exists():
         return
-    status = read_summary(path).get("status", "running")
     unknown = {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}
     if unknown and not (path / "summary.json").exists():
         raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's")
-    if status == "completed":
+    if read_summary(path).get("status") == "completed":
         path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
     else:
         shutil.rmtree(path)
 
 
-def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
+def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
+    """Sum up the summaries of each variant and row over their seeds: a line for each, accuracies in 0..1.
+
+    ``X`` is a mean over the seeds, ``X-seeds-std`` its sample standard deviation (NaN for one seed), ``X-clients-std``
+    the mean over the seeds of the standard deviation over the clients, ``X-measured`` the number of seeds that ``X``
+    was measured in. Where that is none, it is NaN. ``last`` is the last round: what was measured before it, and then no
+    more, does not count.
+    """
+    columns: dict[str, Any] = {"seeds": ("seconds", "size")}
+    for point in POINTS:
+        columns[f"{point}-measured"] = (point, "count")
+        columns |= {point: (point, _mean), f"{point}-seeds-std": (point, _std)}
+        columns[f"{point}-clients-std"] = (f"{point}-clients-std", _mean)
+        weighted = f"{point}-weighted"
+        columns |= {weighted: (weighted, _mean), f"{weighted}-seeds-std": (weighted, _std)}
+        columns[f"{point}-round"] = (f"{point}-round", _mean)
+    columns |= {"system": ("system", _mean), "system-seeds-std": ("system", _std)}
+    columns |= {key: (key, _mean) for key in ("seconds", "bytes-up", "bytes-down")} | {"dropped": ("dropped", "sum")}
+    runs = pd.DataFrame([_figures(cell, summary) for cell, summary in results.items()])
+    return runs.groupby(["variant", "method"], sort=False).agg(**columns).reset_index() if results else runs
+
+
+def markdown(
+    plan: Plan, results: Mapping[Cell, Mapping[str, Any]], table: pd.DataFrame, failures: Mapping[str, str]
+) -> str:
     """Return the table as Markdown, one part for each variant."""
-    columns = [
-        "method",
-        "seeds",
-        *(f"{point} {which}" for point, which in POINTS),
-        "served weighted",
-        "local weighted",
-        "system",
-        "time",
-        "up",
-        "down",
-        "dropped",
-    ]
+    header = ["method", "seeds", *(point.replace("-", " ") for point in POINTS), "served weighted", "local weighted"]
+    header += ["system", "time", "up", "down", "dropped"]
     parts = [f"# {plan.title}"]
-    for variant, rows in itertools.groupby(aggregate(results), lambda line: line["variant"]):
+    for variant, rows in table.groupby("variant", sort=False) if len(table) else ():
         if variant:
             parts.append(f"## {variant}")
-        lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
-        for row in rows:
-            seeds = sum(cell.variant == variant and cell.row == row["method"] for cell in plan.cells)
+        lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+        for row in rows.to_dict("records"):
+            seeds = sum((cell.variant, cell.row) == (variant, row["method"]) for cell in plan.cells)
             lines.append(
                 [
                     row["method"],
                     f"{row['seeds']}/{seeds}",
-                    *(
-                        _percent(row, f"{point}-{which}", clients=True) + _lack(row, point, which)
-                        for point, which in POINTS
-                    ),
-                    *(_percent(row, f"{point}-last-weighted") for point in ("served", "local")),
-                    _percent(row, "system"),
+                    *(_percent(row, point, clients=True) + _measured(row, point) for point in POINTS),
+                    *(_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")),
                     duration(row["seconds"]),
                     size(row["bytes-up"]),
                     size(row["bytes-down"]),
@@ -315,43 +316,6 @@ def markdown(plan: Plan, results: Mapping[Cell, Mapping[str, Any]], failures: Ma
     if failures:
         parts.append("\n".join(["Missing:", "", *(f"- {name}: {reason}" for name, reason in failures.items())]))
     return "\n\n".join(parts) + "\n"
-
-
-def comma_separated(results: Mapping[Cell, Mapping[str, Any]]) -> str:
-    """Return the table as CSV: a line for each variant and row, accuracies in 0..1."""
-    lines = aggregate(results)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
-
-
-def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Sum up the summaries of each variant and row over their seeds; None where nothing was measured.
-
-    ``last`` is the last round: what was measured before it only, and then no more, counts as not measured.
-    ``X`` is a mean over the seeds, ``X-seeds-std`` its sample standard deviation (None for one seed),
-    ``X-clients-std`` the mean over the seeds of the standard deviation over the clients.
-    """
-    lines = []
-    for (variant, row), group in itertools.groupby(results, lambda cell: (cell.variant, cell.row)):
-        summaries = [results[cell] for cell in group]
-        line: dict[str, Any] = {"variant": variant, "method": row, "seeds": len(summaries)}
-        for point, which in POINTS:
-            found = [(summary["rounds"], summary[point][which]) for summary in summaries if summary[point][which]]
-            measured = [one for rounds, one in found if which == "best" or one["round"] == rounds]
-            key = f"{point}-{which}"
-            line[f"{key}-measured"] = len(measured)
-            line |= _over_seeds(key, [found["mean"] for found in measured])
-            line[f"{key}-clients-std"] = _mean([found["std"] for found in measured])
-            line |= _over_seeds(f"{key}-weighted", [found["weighted"] for found in measured])
-            line[f"{key}-round"] = _mean([found["round"] for found in measured])
-        line |= _over_seeds("system", [s["system-accuracy"] for s in summaries if s["system-accuracy"] is not None])
-        line |= {key: _mean([summary[key] for summary in summaries]) for key in ("seconds", "bytes-up", "bytes-down")}
-        line["dropped"] = sum(sum(summary["dropped"].values()) for summary in summaries)
-        lines.append(line)
-    return lines
 
 
 def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, Any]]:
@@ -385,20 +349,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _start(cell: Cell) -> "subprocess.Popen[bytes]":
     """Start the run of a cell as `posy run FILE`; the file stays beside its results."""
-    make_room(cell.path)
+    clear(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")
     file.write_text(dump(dict(cell.config)), encoding="utf-8")
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))),
-    }
+    places = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
     with cell.log.open("w", encoding="utf-8") as log:
         # -P: what lies in the working directory must not stand in for Posy's packages.
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "posy.commands.cli", "run", str(file)],
+            [sys.executable, "-P", "-m", "posy", "run", str(file)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -412,9 +372,7 @@ def _reason(status: int, log: Path) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
 
 
-def _outcome(summary: Mapping[str, Any] | None, failure: str | None) -> str:
-    if summary is None:
-        return f"failed, {failure}"
+def _outcome(summary: Mapping[str, Any]) -> str:
     means = (
         f"{point} {100 * summary[point]['last']['mean']:.2f} %"
         for point in ("served", "local")
@@ -423,29 +381,53 @@ def _outcome(summary: Mapping[str, Any] | None, failure: str | None) -> str:
     return ", ".join([*means, duration(summary["seconds"])])
 
 
-def _over_seeds(key: str, values: Sequence[float]) -> dict[str, float | None]:
-    return {key: _mean(values), f"{key}-seeds-std": statistics.stdev(values) if len(values) > 1 else None}
+def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a table holds of one run; NaN where nothing was measured."""
+    figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
+    figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
+    figures["system"] = _number(summary["system-accuracy"])
+    for point in POINTS:
+        where, which = point.split("-")
+        found = summary[where][which] or {}
+        if which == "last" and found.get("round") != summary["rounds"]:
+            found = {}
+        figures[point] = _number(found.get("mean"))
+        figures |= {
+            f"{point}-{name}": _number(found.get(key))
+            for name, key in (("clients-std", "std"), ("weighted", "weighted"), ("round", "round"))
+        }
+    return figures
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else float(value)
 
 
-def _percent(line: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
-    if line[key] is None:
+def _mean(values: "pd.Series[float]") -> float:
+    """Return the mean of what was measured; pandas' own rounds on the way."""
+    return statistics.fmean(found) if len(found := values.dropna()) else float("nan")
+
+
+def _std(values: "pd.Series[float]") -> float:
+    """Return the sample standard deviation of what was measured; pandas' own rounds on the way."""
+    return statistics.stdev(found) if len(found := values.dropna()) > 1 else float("nan")
+
+
+def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
+    if pd.isna(row[key]):
         return ""
-    text = f"{100 * line[key]:.2f}"
-    if line[f"{key}-seeds-std"] is not None:
-        text += f" ± {100 * line[f'{key}-seeds-std']:.2f}"
-    return text + (f" ({100 * line[f'{key}-clients-std']:.2f})" if clients else "")
+    text = f"{100 * row[key]:.2f}"
+    if not pd.isna(row[f"{key}-seeds-std"]):
+        text += f" ± {100 * row[f'{key}-seeds-std']:.2f}"
+    return text + (f" ({100 * row[f'{key}-clients-std']:.2f})" if clients else "")
 
 
-def _lack(line: Mapping[str, Any], point: str, which: str) -> str:
+def _measured(row: Mapping[str, Any], point: str) -> str:
     """Return in how many seeds a point was measured, where not in all that have finished."""
-    measured, others = line[f"{point}-{which}-measured"], line[f"{point}-best-measured"]
-    if measured == line["seeds"] or not (measured or others):  # the method has no such point
+    measured, best = row[f"{point}-measured"], row[f"{point.removesuffix('-last').removesuffix('-best')}-best-measured"]
+    if measured == row["seeds"] or not (measured or best):  # the method has no such point
         return ""
-    return f" {measured} of {line['seeds']}!".removeprefix("" if measured else " ")
+    return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
 
 
 def _machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -41,7 +41,7 @@ class NpzFile:
     path : Path
         The file.
     unpickle : callable or None
-        What reads an array of objects from its pickle stream; ``None`` refuses such arrays.
+        What reads an array of objects from its pickle stream and the length of that; ``None`` refuses such arrays.
 
     Raises
     ------
@@ -50,7 +50,7 @@ class NpzFile:
         array claims more than the file holds, more than fits into memory, or a compression that no data has.
     """
 
-    def __init__(self, path: Path, unpickle: Callable[[IO[bytes]], Any] | None = None) -> None:
+    def __init__(self, path: Path, unpickle: Callable[[IO[bytes], int], Any] | None = None) -> None:
         self.path = path
         self._unpickle = unpickle
         check_regular(path)
@@ -64,42 +64,36 @@ class NpzFile:
             shape, _, dtype = self._header(stream, name)
         return shape, dtype
 
-    def read(self, name: str) -> Any:
-        """Return one array (or what ``unpickle`` makes of an array of objects)."""
+    def read(self, name: str, out: np.ndarray | None = None) -> Any:
+        """Return one array, in ``out`` if that is given (or what ``unpickle`` makes of an array of objects)."""
         with self._open(name) as stream:
             shape, fortran, dtype = self._header(stream, name)
             if dtype.hasobject:
                 if self._unpickle is None:
                     raise DataError(f"{self.path}: array {name} holds Python objects; only plain numbers are read")
-                return self._unpickle(stream)
-            array = np.empty(shape[::-1] if fortran else shape, dtype)
+                return self._unpickle(stream, self._members[f"{name}.npy"].file_size)
+            array = np.empty(shape[::-1] if fortran else shape, dtype) if out is None or fortran else out
             _fill(stream, array)
-            return array.T if fortran else array
+        if not fortran:
+            return array
+        if out is None:
+            return array.T
+        out[:] = array.T
+        return out
 
-    def pooled(self, names: tuple[str, ...]) -> np.ndarray:
-        """Return arrays joined along their first axis, read into one block of memory."""
-        kinds = {name: self.shape(name) for name in names}
-        shapes = {(shape[1:], dtype) for shape, dtype in kinds.values() if shape}
-        if len(shapes) != 1 or len(names) == 1:
-            parts = [self.read(name) for name in names]
-            if any(part.ndim == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
-                listed = ", ".join(f"{name} {part.shape}" for name, part in zip(names, parts, strict=True))
-                raise DataError(f"{self.path}: samples of unequal shape: {listed}")
-            return np.concatenate(parts)
-        inner, dtype = shapes.pop()
-        check_fits(sum(math.prod(shape) for shape, _ in kinds.values()) * dtype.itemsize, str(self.path))
-        with self._damage():
-            whole = np.empty((sum(shape[0] for shape, _ in kinds.values()), *inner), dtype)
-        start = 0
-        for name, (shape, _) in kinds.items():
-            with self._open(name) as stream:
-                _, fortran, _ = self._header(stream, name)
-                part = whole[start : start + shape[0]]
-                if fortran or dtype.hasobject:
-                    part[:] = self.read(name)
-                else:
-                    _fill(stream, part)
-            start += shape[0]
+    def pooled(self, names: Sequence[str]) -> np.ndarray:
+        """Return arrays joined along their first axis, read into one block of memory where their types agree."""
+        shapes, dtypes = zip(*map(self.shape, names), strict=True)
+        if len({shape[1:] for shape in shapes}) > 1:
+            listed = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
+            raise DataError(f"{self.path}: samples of unequal shape: {listed}")
+        if len(set(dtypes)) > 1:
+            return np.concatenate([self.read(name) for name in names])
+        lengths = [shape[0] for shape in shapes]
+        check_fits(sum(map(math.prod, shapes)) * dtypes[0].itemsize, str(self.path))
+        whole = np.empty((sum(lengths), *shapes[0][1:]), dtypes[0])
+        for name, part in zip(names, np.split(whole, np.cumsum(lengths)[:-1]), strict=True):
+            self.read(name, part)
         return whole
 
     def _header(self, stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -75,14 +75,19 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     pairs = _assigned(kind, dataset, settings, rng)
     if kind == "given" and settings.partition != "given":
         log(INFO, "%s comes partitioned over %s clients, which is used", dataset.name, len(pairs))
-    if settings.train_samples:
-        pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
     for client, (train, _) in enumerate(pairs):
         if not len(train):
             raise DataError(f"partition {kind!r} of {dataset.name}: client {client} has no training sample")
+    return finished(pairs, settings, rng)
+
+
+def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
+    """Return (train, test) of each client as a partition, with no more training samples than ``train_samples``."""
+    if settings.train_samples:
+        pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
+    train, test = zip(*pairs, strict=True)
     return Partition(
-        tuple(np.sort(train).astype(np.int64) for train, _ in pairs),
-        tuple(np.sort(test).astype(np.int64) for _, test in pairs),
+        tuple(np.sort(part).astype(np.int64) for part in train), tuple(np.sort(part).astype(np.int64) for part in test)
     )
 
 

@@ -8,35 +8,23 @@ calls are answered by our own, and every other name is refused.
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from posy.data.dataset import (
-    Content,
-    Part,
-    as_features,
-    as_float32,
-    as_labels,
-    check_alike,
-    check_shape,
-    joined_labels,
-    known_labels,
-    precision_notes,
-)
+from posy.data.dataset import Content
 from posy.data.errors import DataError
 from posy.data.files import read_json
+from posy.data.labels import as_labels, joined_labels, known_labels
 from posy.data.npz import NpzFile
+from posy.data.values import as_features, as_float32, check_alike, check_shape, precision_notes
 
-MANY_CLASSES = 10_000
-MAX_TOKEN = 10**7
-"""A network has a row of weights for each token."""
-MAX_DEPTH = 8
-MAX_SHARED = 10**7
-"""So many numbers may lists hold that stand in several places of a pickle."""
-_CONFIG = ("num_clients", "num_classes")
+_MANY_CLASSES = 10_000
+_MAX_TOKEN = 10**7  # a network has a row of weights for each token
+_MAX_DEPTH = 8  # of lists in lists
+_MAX_SHARED = 10**7  # numbers in lists that stand in several places of a pickle, unless the file itself is larger
 
 
 def is_pfllib(path: Path) -> bool:
@@ -62,61 +50,46 @@ def read_pfllib(path: Path) -> Content:
     DataError
         If a file is missing or damaged, or would make Python objects, or a label is no class.
     """
-    xs: list[np.ndarray] = []
-    ys: list[np.ndarray] = []
-    parts: list[Part] = []
-    given, start = [], 0
-    is_test: list[np.ndarray] = []
-    config = _config(path)
-    num_classes = config.get("num_classes", 0)
-    for client in range(_num_clients(path, config)):
-        pair = []
-        for split in ("train", "test"):
-            file = path / split / f"{client}.npz"
-            x, y = _read(file, num_classes)
-            if len(y):
-                xs.append(x)
-                ys.append(y)
-                if x.dtype.kind in "biuf":
-                    parts.append(Part.of(f"{split}/{client}.npz", x.dtype, x))
-            is_test.append(np.full(len(y), split == "test"))
-            pair.append(np.arange(start, start + len(y)))
-            start += len(y)
-        given.append((pair[0], pair[1]))
+    num_clients, num_classes = _counts(path)
+    files = [path / split / f"{client}.npz" for client in range(num_clients) for split in ("train", "test")]
+    read = [_read(file, num_classes) for file in files]
+    counts = [len(y) for _, y in read]
+    indices = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+    xs = {f"{file.parent.name}/{file.name}": x for file, (x, y) in zip(files, read, strict=True) if len(y)}
     if not xs:
         raise DataError(f"{path}: no samples; at least one is needed")
-    if all(x.dtype.kind in "iu" and x.ndim == 2 for x in xs):
-        length = max(x.shape[1] for x in xs)  # clients may be padded to unequal lengths
-        xs = [np.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in xs]
-    if len({x.shape[1:] for x in xs}) > 1:
-        raise DataError(f"{path}: samples of unequal shape: {sorted({x.shape[1:] for x in xs})}")
-    check_alike(str(path), parts, pixels=xs[0].ndim > 2, strict=True)
-    kind, x, notes = _inputs(np.concatenate(xs), str(path))
-    labels = joined_labels(ys)
-    if num_classes > max(MANY_CLASSES, len(labels)):
+    if all(x.dtype.kind in "iu" and x.ndim == 2 for x in xs.values()):
+        length = max(x.shape[1] for x in xs.values())  # clients may be padded to unequal lengths
+        xs = {name: np.pad(x, ((0, 0), (0, length - x.shape[1]))) for name, x in xs.items()}
+    if len(shapes := {x.shape[1:] for x in xs.values()}) > 1:
+        raise DataError(f"{path}: samples of unequal shape: {sorted(shapes)}")
+    numeric = {name: (x.dtype, x) for name, x in xs.items() if x.dtype.kind in "biuf"}
+    check_alike(str(path), numeric, pixels=len(shapes.pop()) > 1, strict=True)
+    kind, x, notes = _inputs(np.concatenate(list(xs.values())), str(path))
+    if num_classes > max(_MANY_CLASSES, len(x)):
         raise DataError(
-            f"{path / 'config.json'}: num_classes is {num_classes}, and there are {len(labels)} samples; allowed are "
-            f"as many classes as samples, or {MANY_CLASSES}"
+            f"{path / 'config.json'}: num_classes is {num_classes}, and there are {len(x)} samples; allowed are "
+            f"as many classes as samples, or {_MANY_CLASSES}"
         )
     return Content(
+        path,
         kind,
         x,
-        labels,
-        is_test=np.concatenate(is_test),
-        given=tuple(given),
-        num_classes=num_classes,
-        notes=tuple(notes),
+        joined_labels([y for _, y in read if len(y)]),
+        is_test=np.repeat([file.parent.name == "test" for file in files], counts),
+        given=tuple(zip(indices[::2], indices[1::2], strict=True)),
+        class_names=tuple(map(str, range(num_classes))),
+        read_notes=tuple(notes),
     )
 
 
-def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, list[str]]:
+def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, Sequence[str]]:
     """Return the kind of the samples, the samples as :class:`Content` has them, and what to note."""
     if x.dtype.kind in "iu" and x.ndim == 2:
-        if x.min() < 0:
-            raise DataError(f"{where}: token {x.min()}; allowed are whole numbers from 0 (padding)")
-        if x.max() > MAX_TOKEN:
-            raise DataError(f"{where}: token {x.max()}; allowed are whole numbers up to {MAX_TOKEN}")
-        return "tokens", x.astype(np.int64), []
+        for token in (x.min(), x.max()):
+            if not 0 <= token <= _MAX_TOKEN:
+                raise DataError(f"{where}: token {token}; allowed are whole numbers up to {_MAX_TOKEN}, 0 is padding")
+        return "tokens", x.astype(np.int64), ()
     if x.ndim not in (2, 3, 4) or x.dtype.kind not in "fiu":
         raise DataError(
             f"{where}: samples of shape {x.shape[1:]} and type {x.dtype}; allowed are numbers in 1 to 3 axes"
@@ -124,49 +97,41 @@ def _inputs(x: np.ndarray, where: str) -> tuple[str, np.ndarray, list[str]]:
     if x.ndim == 2:
         return "features", *as_features(x, where)
     images = as_float32(x, where)
-    notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if x.dtype.kind == "f" else []
-    if x.ndim == 3:
-        return "image-float", images[..., None], notes
-    return "image-float", np.ascontiguousarray(images.transpose(0, 2, 3, 1)), notes
+    notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if x.dtype.kind == "f" else ()
+    return "image-float", np.ascontiguousarray(np.moveaxis(images, 1, -1) if x.ndim == 4 else images[..., None]), notes
 
 
-def _config(path: Path) -> dict[str, int]:
-    """Return num_clients and, if it is there, num_classes of config.json; an empty dict without that file."""
-    file = path / "config.json"
-    if not os.path.lexists(file):
-        return {}
-    content = read_json(file)
-    config = {key: content[key] for key in _CONFIG if key in content} if isinstance(content, dict) else {}
-    if any(type(value) is not int for value in config.values()):
-        raise DataError(f"{file}: not what PFLlib writes: {config!r:.200}; needed are whole numbers")
-    if "num_clients" not in config or config.get("num_classes", 2) < 2:
-        raise DataError(f"{file}: holds {config}; needed are num_clients and, if at all, 2 or more num_classes")
-    return config
-
-
-def _num_clients(path: Path, config: dict[str, int]) -> int:
-    """Return the number of client files, which must run from 0 and agree with config.json."""
-    counts = {}
+def _counts(path: Path) -> tuple[int, int]:
+    """Return the number of clients, whose files must agree with config.json, and that of classes, 0 if not told."""
+    counts, config, file = {}, {}, path / "config.json"
     for split in ("train", "test"):
         numbers = sorted(int(file.stem) for file in (path / split).glob("*.npz") if file.stem.isdigit())
         if numbers != list(range(len(numbers))):
             absent = min(set(range(len(numbers))) - set(numbers))
             raise DataError(f"{path / split}: {absent}.npz is missing; clients are numbered from 0 without gaps")
         counts[f"files in {split}"] = len(numbers)
-    if config:
+    if os.path.lexists(file):
+        content = read_json(file)
+        if isinstance(content, dict):
+            config = {key: content[key] for key in ("num_clients", "num_classes") if key in content}
+        if any(type(value) is not int for value in config.values()):
+            raise DataError(f"{file}: not what PFLlib writes: {config!r:.200}; needed are whole numbers")
+        if "num_clients" not in config or config.get("num_classes", 2) < 2:
+            raise DataError(f"{file}: holds {config}; needed are num_clients and, if at all, 2 or more num_classes")
         counts["num_clients in config.json"] = config["num_clients"]
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{what}: {count}" for what, count in counts.items())
-        raise DataError(f"{path}: unequal numbers of clients ({listed})")
-    return next(iter(counts.values()))
+        found = ", ".join(f"{what}: {count}" for what, count in counts.items())
+        raise DataError(f"{path}: unequal numbers of clients ({found})")
+    return counts["files in train"], config.get("num_classes", 0)
 
 
 def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return x and y of one client's file; the labels are checked against the number of classes, unless it is 0."""
 
-    def unpickle(stream: IO[bytes]) -> Any:
+    def unpickle(stream: IO[bytes], size: int) -> Any:
         try:
-            return _Plain().of(_ArrayUnpickler(stream, path).load())
+            # A number takes at least a byte, so that lists which stand in one place hold fewer than the file has bytes.
+            return _plain(_ArrayUnpickler(stream, path).load(), max(_MAX_SHARED, size))
         except DataError:
             raise
         except Exception as error:  # a hostile or damaged pickle can fail in any way
@@ -188,8 +153,8 @@ def _read(path: Path, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
         raise DataError(f"{path}: arrays of unequal length (x: {len(x)}, y: {len(y)})")
     if len(x):
         check_shape(x.shape, str(path))
-    if x.dtype.kind == "f" and x.size and not np.isfinite(x).all():
-        as_float32(x, str(path))  # which tells where
+    if x.dtype.kind == "f":
+        as_float32(x, str(path))  # tells where one is not finite
     return x, known_labels(y, num_classes, str(path)) if num_classes else as_labels(y, str(path))
 
 
@@ -267,64 +232,57 @@ class _DType:
 
 
 class _Array:
-    """An array as it stands in a pickle, filled in by its state."""
+    """An array as it stands in a pickle, filled in by its state; one of objects is a list until :func:`_plain`."""
 
     content: Any = None
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, shape, dtype, fortran, data = state
-        if isinstance(data, list):  # an array of objects
-            flat = np.fromiter(_Plain().of(data), object, len(data))
-            self.content = flat.reshape(shape, order="F" if fortran else "C")
-        else:
-            self.content = _from_bytes(data, dtype, shape, "F" if fortran else "C")
+        _, self.shape, dtype, fortran, self.content = state
+        self.order: Any = "F" if fortran else "C"
+        if not isinstance(self.content, list):
+            self.content = _from_bytes(self.content, dtype, self.shape, self.order)
+
+
+def _plain(root: Any, limit: int) -> Any:
+    """Return what was unpickled without stand-ins; each list is built once, in however many places it stands.
+
+    Raises
+    ------
+    ValueError
+        If lists are nested too deep, or hold more numbers than the limit, counted in each place where they stand.
+    """
+    done: dict[int, tuple[Any, int]] = {}
+
+    def converted(item: Any, depth: int) -> tuple[Any, int]:
+        """Return an item without stand-ins, and how many numbers it holds."""
+        array = item if isinstance(item, _Array) else None
+        item = item if array is None else array.content
+        if isinstance(item, np.ndarray):
+            return item, item.size
+        if not isinstance(item, dict | list | tuple):
+            return item, 1
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it holds lists in lists, more than {_MAX_DEPTH} deep")
+        if id(item) not in done:
+            if _HOLDERS.isdisjoint(map(type, item)) and not isinstance(item, dict):  # the innermost lists are many
+                done[id(item)] = item, len(item)
+            else:
+                found = [converted(value, depth + 1) for value in (item.values() if isinstance(item, dict) else item)]
+                values = [value for value, _ in found]
+                plain: Any = dict(zip(item, values, strict=True)) if isinstance(item, dict) else type(item)(values)
+                done[id(item)] = plain, sum(size for _, size in found)
+        plain, size = done[id(item)]
+        if array is not None:
+            plain = np.fromiter(plain, object, len(plain)).reshape(array.shape, order=array.order)
+        return plain, size
+
+    plain, size = converted(root, 0)
+    if size > limit:
+        raise ValueError(f"its lists, which stand in several places, hold {size} numbers in all")
+    return plain
 
 
 _HOLDERS = frozenset({_Array, np.ndarray, dict, list, tuple})
-
-
-class _Plain:
-    """Replaces the stand-ins for arrays in what was unpickled; each list once, in however many places it stands."""
-
-    def __init__(self) -> None:
-        self._done: dict[int, tuple[Any, int]] = {}
-        self._distinct = 0
-
-    def of(self, item: Any) -> Any:
-        """Return an item without stand-ins.
-
-        Raises
-        ------
-        ValueError
-            If lists are nested too deep, or stand in so many places that they would be far more than the file.
-        """
-        plain, size = self._of(item, 0)
-        if size > max(MAX_SHARED, 2 * self._distinct):
-            raise ValueError(f"its lists, which stand in several places, hold {size} numbers in all")
-        return plain
-
-    def _of(self, item: Any, depth: int) -> tuple[Any, int]:
-        """Return an item without stand-ins, and how many numbers it holds."""
-        if type(item) not in _HOLDERS:
-            return item, 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it holds lists in lists, more than {MAX_DEPTH} deep")
-        if id(item) in self._done:
-            return self._done[id(item)]
-        if isinstance(item, list) and _HOLDERS.isdisjoint(map(type, item)):  # the innermost lists, which are many
-            self._done[id(item)] = item, len(item)
-            self._distinct += len(item)
-        elif isinstance(item, _Array | np.ndarray):
-            array = item.content if isinstance(item, _Array) else item
-            self._done[id(item)] = array, getattr(array, "size", 0)
-            self._distinct += self._done[id(item)][1]
-        else:
-            found = [self._of(value, depth + 1) for value in (item.values() if isinstance(item, dict) else item)]
-            values = [value for value, _ in found]
-            plain: Any = dict(zip(item, values, strict=True)) if isinstance(item, dict) else type(item)(values)
-            self._done[id(item)] = plain, sum(size for _, size in found)
-            self._distinct += sum(type(value) not in _HOLDERS for value in values)
-        return self._done[id(item)]
 
 
 def _from_bytes(data: bytes, dtype: _DType, shape: tuple[int, ...], order: Any) -> np.ndarray:

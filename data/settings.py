@@ -2,24 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from posy.data.pfllib import is_pfllib
+from posy.data.published import DATASETS
 from posy.paths import absolute, exists
 from posy.settings import SettingsError, as_config, setting, settings_of
 
-DATASETS = (
-    "digits",
-    "mnist",
-    "fmnist",
-    "cifar10",
-    "cifar100",
-    "cifar20",
-    "emnist-letters",
-    "femnist",
-    "tiny-imagenet",
-    "agnews",
-    "sent140",
-    "kvasir",
-    "fedisic",
-)
 SITES = "sites"
 """The `dataset` of a run whose nodes hold their own data."""
 
@@ -40,8 +27,12 @@ class DataSettings:
         f"`{SITES}`: each node reads its own, named in its node config",
         synonyms=("data",),
     )
-    data_dir: str = setting("datasets", "directory that holds the data sets", place=True, resumable=True)
-    download: bool = setting(True, "let torchvision download what is missing, where it can", resumable=True)
+    data_dir: str = setting(
+        "datasets", "directory that holds the data sets", place=True, resumable=True, affects_results=False
+    )
+    download: bool = setting(
+        True, "let torchvision download what is missing, where it can", resumable=True, affects_results=False
+    )
     partition: str = setting(
         "dirichlet",
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
@@ -137,7 +128,5 @@ def located(settings: DataSettings) -> DataSettings:
     path = next((place for place in places if exists(place)), None)
     if path is None:
         return settings
-    from posy.data.pfllib import is_pfllib  # noqa: PLC0415 - the command line need not wait for NumPy
-
     given = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
     return replace(settings, dataset=str(path), partition="given" if given else settings.partition)

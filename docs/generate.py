@@ -14,7 +14,8 @@ from importlib import import_module
 from pathlib import Path
 
 from posy.commands.launch import toml
-from posy.data.datasets import describe
+from posy.data.published import describe
+from posy.models.catalogue import MODELS
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import defaults, groups
 
@@ -52,7 +53,8 @@ def methods() -> str:
 
 def networks() -> str:
     """Return the networks."""
-    raise NotImplementedError
+    rows = ([f"`{name}`", network.about, ", ".join(network.kinds)] for name, network in MODELS.items())
+    return table(["`model`", "what it is", "samples"], rows)
 
 
 def datasets() -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 
 from posy.data.task import Task
-from posy.models import build_model, resolve
+from posy.models.build import build_model, resolve
 from posy.models.chain import ChainModel
 from posy.models.parameters import FloatArray, Layout, layout_of
 from posy.models.two_branch import TwoBranch, shared_blocks
@@ -23,7 +23,7 @@ class Architecture:
     Attributes
     ----------
     model : str
-        Name of a model (:data:`posy.settings.MODELS`).
+        Name of a network (:data:`posy.models.catalogue.MODELS`).
     task : Task
         The data it is for.
     ranks : tuple of (str, int)

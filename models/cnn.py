@@ -1,7 +1,7 @@
 """Small convolutional networks: ``cnn``, ``cnn-3fc`` and ``lenet-gn``.
 
 All take two 5×5 convolutions without padding, each with 2×2 max-pooling: 28×28 pixels become 4×4,
-32×32 become 5×5.
+32×32 become 5×5, and 16×16 a single pixel, which is the least.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ from posy.models.chain import ChainModel
 from posy.models.layers import Convolution, FullyConnected, linear
 
 KERNEL = 5
-MINIMUM_SIZE = 16  # pixels a side that leave one feature a channel
 
 
 def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:

@@ -47,11 +47,9 @@ class Part:
 
     def take(self, flat: Any) -> Any:
         """Return the part of ``(..., d)`` as ``(..., size)``; a view where it is one slice."""
-        if not self.slices:
-            return flat[..., :0]
-        if len(self.slices) == 1:
-            return flat[..., self.slices[0]]
-        pieces = [flat[..., s] for s in self.slices]
+        pieces = [flat[..., s] for s in self.slices or (slice(0),)]
+        if len(pieces) == 1:
+            return pieces[0]
         return np.concatenate(pieces, axis=-1) if isinstance(flat, np.ndarray) else torch.cat(pieces, dim=-1)
 
     def put(self, flat: A, values: Any) -> A:
@@ -81,7 +79,7 @@ class Layout:
         return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
     def part(self, layers: Iterable[str]) -> Part:
-        """Return the part that some layers take.
+        """Return the part of the flat vector that belongs to some layers.
 
         Raises
         ------
@@ -94,7 +92,7 @@ class Layout:
         return self.select(lambda entry: entry.layer in wanted)
 
     def without(self, layers: Iterable[str]) -> Part:
-        """Return the part that all other layers take."""
+        """Return the part that belongs to all other layers."""
         left_out = set(layers)
         return self.select(lambda entry: entry.layer not in left_out)
 

@@ -4,9 +4,9 @@ import copy
 
 from torch import Tensor, nn
 
+from posy.models.build import seeded
 from posy.models.chain import ChainModel, run_blocks
 from posy.models.layers import reset_parameters
-from posy.models.seeding import seeded
 from posy.randomness import seed_of
 
 SHARING = ("none", "shallow", "mid", "deep")

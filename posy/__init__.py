@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(**settings: "Scalar") -> "Recorder":
-    """Run an experiment in this process, as ``posy run engine=in-process`` does, for notebooks and scripts.
+    """Run an experiment in this process, as ``posy run`` does, for notebooks and scripts.
 
     Parameters
     ----------
@@ -35,4 +35,5 @@ def run(**settings: "Scalar") -> "Recorder":
     """
     from posy.commands.launch import record_in_process  # noqa: PLC0415 - imports PyTorch
 
-    return record_in_process({name.replace("_", "-"): value for name, value in settings.items()})
+    given = {name.replace("_", "-"): value for name, value in settings.items()}
+    return record_in_process(given, "the arguments of posy.run")

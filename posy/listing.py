@@ -1,11 +1,15 @@
 """Tables on the screen: in a terminal laid out to its width, in a pipe one line for each row."""
 
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+WIDTH = 100
+"""Characters in a line of a table that is written to a log."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -32,15 +36,27 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     Console().print(laid_out(title, columns, rows))
 
 
-def laid_out(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    """Return a table for a console; without a title it has no header either."""
+def laid_out(
+    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
+) -> "Table":
+    """Return a table for a console; without a title it has no header either. The columns in ``right`` hold numbers."""
     from rich import box  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=title is not None)
     for number, column in enumerate(columns):
-        shown.add_column(column, no_wrap=number == 0, overflow="fold")
+        key = number == 0 and max((len(row[0]) for row in rows), default=0) < WIDTH // 2  # a name, not to be broken
+        shown.add_column(column, justify="right" if column in right else "left", no_wrap=key, overflow="fold")
     for row in rows:
         shown.add_row(*map(Text, row))
     return shown
+
+
+def as_lines(table: "Table") -> list[str]:
+    """Return a table as lines of plain text of at most :data:`WIDTH` characters."""
+    from rich.console import Console  # noqa: PLC0415
+
+    file = io.StringIO()
+    Console(file=file, width=WIDTH, color_system=None, force_terminal=False).print(table)
+    return [line.rstrip() for line in file.getvalue().splitlines()]

@@ -1,8 +1,7 @@
 """Numbers over clients: how a measure spreads over them, and their majority vote."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -63,49 +62,28 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
     unit = a / scale  # squares of a diverged loss would overflow
     # Rounding must not carry a mean out of [min, max].
     mean, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), a @ (w / w.sum())))
-    std = scale * float(unit.std())
-    return Spread(mean=mean, std=std, min=low, max=high, weighted=weighted, jain=_jain(unit), clients=len(a))
+    std, squares = scale * float(unit.std()), float(unit @ unit)
+    jain = min(1.0, float(unit.sum()) ** 2 / (len(a) * squares)) if squares else None
+    return Spread(mean=mean, std=std, min=low, max=high, weighted=weighted, jain=jain, clients=len(a))
 
 
-def majority_vote(predictions: npt.ArrayLike, num_classes: int) -> npt.NDArray[np.int64]:
-    """Return the class most models predict for each sample; of equals the lowest class.
+def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
+    """Return the class that most models predict for each sample; of equals the lowest class.
 
     Parameters
     ----------
-    predictions : integer array (M, n)
-        Predicted classes of M models for n samples.
+    predictions : iterable of integer array (n,)
+        Classes 0..C-1 that each of at least one model predicts for n samples.
     num_classes : int
-        Number of classes C; the predictions lie in 0..C-1.
+        Number of classes C.
 
     Returns
     -------
     int64 array (n,)
-
-    Raises
-    ------
-    ValueError
-        If there are no models, or a prediction is not a class.
     """
-    votes = np.asarray(predictions)
-    if votes.ndim != 2 or not len(votes) or not np.issubdtype(votes.dtype, np.integer):
-        raise ValueError(f"predictions must be integers (M, n) with M >= 1, not {votes.dtype} {votes.shape}")
-    if votes.size and not (votes.min() >= 0 and votes.max() < num_classes):
-        raise ValueError(f"predictions reach from {votes.min()} to {votes.max()}; classes are 0..{num_classes - 1}")
-    samples = np.arange(votes.shape[1])
-    counts = np.zeros((len(samples), num_classes), dtype=np.int32)
-    for model in votes:  # one model at a time: memory stays O(n C)
-        counts[samples, model] += 1
-    winners: npt.NDArray[np.int64] = counts.argmax(axis=1)  # the first of equals
+    votes: Any = sum(np.eye(num_classes, dtype=np.int32)[predicted] for predicted in predictions)  # (n, C)
+    winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first of equals
     return winners
-
-
-def _jain(a: npt.NDArray[np.float64]) -> float | None:
-    squares = float(a @ a)
-    return min(1.0, float(a.sum()) ** 2 / (len(a) * squares)) if squares else None
-
-
-Point = Literal["served", "local"]
-"""An evaluation point: the model a client is served, or the one it has after its training."""
 
 
 class Evaluation(NamedTuple):
@@ -117,41 +95,12 @@ class Evaluation(NamedTuple):
     """Clients that should have been among them: they had no node, or their reply was dropped."""
 
 
-@dataclass
-class History:
-    """A measure over the rounds, at both evaluation points; rounds without a figure are left out.
+def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """Return the evaluation with the highest mean, of equals the earliest, or None where there are none.
 
-    Use one for accuracy and one for loss; ``best`` looks for the highest mean.
+    Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are left out: the
+    best of many small cohorts would say more of the cohorts than of the models.
     """
-
-    served: list[Evaluation] = field(default_factory=list)
-    local: list[Evaluation] = field(default_factory=list)
-
-    def add(
-        self, server_round: int, served: Spread | None = None, local: Spread | None = None, missing: int = 0
-    ) -> None:
-        """Record a round, and how many clients were missing; None where a point was not evaluated."""
-        if served is not None:
-            self.served.append(Evaluation(server_round, served, missing))
-        if local is not None:
-            self.local.append(Evaluation(server_round, local, missing))
-
-    def last(self, point: Point) -> Evaluation | None:
-        """Return the latest evaluation of a point, or None."""
-        points = self.at(point)
-        return points[-1] if points else None
-
-    def best(self, point: Point) -> Evaluation | None:
-        """Return the evaluation with the highest mean, of equals the earliest, or None.
-
-        Rounds that were evaluated on fewer than nine tenths of the clients of the fullest are left out: the
-        best of many small cohorts would say more of the cohorts than of the models.
-        """
-        points = self.at(point)
-        most = max((e.over_clients["clients"] for e in points), default=0)
-        comparable = [e for e in points if 10 * e.over_clients["clients"] >= 9 * most]
-        return max(comparable, key=lambda e: e.over_clients["mean"], default=None)
-
-    def at(self, point: Point) -> list[Evaluation]:
-        """Return all evaluations of a point, in the order of the rounds."""
-        return self.served if point == "served" else self.local
+    most = max((e.over_clients["clients"] for e in evaluations), default=0)
+    comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]
+    return max(comparable, key=lambda e: e.over_clients["mean"], default=None)

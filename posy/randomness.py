@@ -1,4 +1,4 @@
-"""Random streams that depend on nothing but (seed, purpose, round, partition)."""
+"""Random streams that depend on nothing but (seed, purpose, round, client)."""
 
 import zlib
 
@@ -7,13 +7,13 @@ import torch
 
 
 def seed_of(seed: int, purpose: str, *key: int) -> int:
-    """Return a 63-bit seed for one purpose, for example ``("batches", round, partition)``."""
+    """Return a 63-bit seed for one purpose, for example ``("batches", round, client)``."""
     words = [seed, zlib.crc32(purpose.encode()), *key]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
 
 
 def model_seed(seed: int, number: int) -> int:
-    """Return the seed of the initial weights of one of several models; the first has that of a single model."""
+    """Return the seed of the initial weights of one of several models; the first has the seed of a single model."""
     return seed_of(seed, "model", number) if number else seed
 
 

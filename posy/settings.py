@@ -63,6 +63,8 @@ class Setting:
         ``only``: it is for sites that hold their own data; ``never``: it is not for them.
     synonyms : tuple of str
         What other tools call it, and people type for it.
+    affects_results : bool
+        What a run computes depends on it. False: it says where and how the run is carried out, and no more.
     """
 
     default: Any
@@ -76,6 +78,7 @@ class Setting:
     once: bool = False
     sites: str = ""
     synonyms: tuple[str, ...] = ()
+    affects_results: bool = True
 
     @property
     def kind(self) -> type:

@@ -1,50 +1,40 @@
-"""Files that are whole or not there: written beside their place and moved, read with a check of every byte."""
+"""Files that are either whole or missing: written to a temporary name and renamed, read with a check of every byte."""
 
 import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
+from safetensors import SafetensorError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+load_arrays = safetensors.numpy.load_file
+"""Reads the arrays of a ``.safetensors`` file, whoever has written it."""
 CHECKSUMS = "crc32"
-_DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
 
 
 class DamagedFileError(ValueError):
-    """A file does not hold what was written into it."""
+    """A file does not hold what was written to it."""
 
 
 def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
-    """Write a file beside its place and move it there: a reader sees the old or the new, never a part.
+    """Write a file under a temporary name and rename it: a reader sees the old or the new file, never a part.
 
     Parameters
     ----------
     path : Path
-        Where the file is to lie.
+        Name of the file.
     write : callable
         Writes it to the path that it is given.
     durable : bool
-        Wait until the disk has it, so that it survives a loss of power too.
+        Wait until the file is on the disk, so that it survives a power failure too.
     """
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -59,7 +49,7 @@ def replace(path: Path, write: Callable[[Path], object], *, durable: bool = Fals
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or the entries of a directory."""
+    """Wait until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +61,7 @@ def write_arrays(
     path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None, *, durable: bool = False
 ) -> None:
     """Write arrays as safetensors, with a checksum of each in the file's metadata."""
-    # safetensors writes the memory as it lies, whatever the strides: copy what is not in C order.
+    # safetensors writes the memory as it is, whatever the strides: copy what is not in C order.
     dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     sums = json.dumps({name: _checksum(array) for name, array in dense.items()})
     content = {**(metadata or {}), CHECKSUMS: sums}
@@ -79,7 +69,7 @@ def write_arrays(
     def save(temporary: Path) -> None:
         try:
             safetensors.numpy.save_file(dense, temporary, content)
-        except safetensors.SafetensorError as error:  # as for a full disk, of which it tells in its own way
+        except SafetensorError as error:  # its own error, for instance for a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
 
     replace(path, save, durable=durable)
@@ -91,32 +81,24 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
     Returns
     -------
     arrays : dict of str to numpy.ndarray
-        Backed by the file's pages; what is written into them stays in memory.
+        Backed by the file's pages; changes to them stay in memory.
     metadata : dict of str to str
 
     Raises
     ------
     DamagedFileError
-        If the file is truncated or holds other bytes than were written.
+        If the file is truncated or does not hold the bytes that were written.
     FileNotFoundError
         If there is none.
     """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(min(length, path.stat().st_size)))
-        metadata: dict[str, str] = header.pop("__metadata__")
-        size = path.stat().st_size - 8 - length
-        data = np.memmap(path, np.uint8, "c", offset=8 + length) if size else np.zeros(0, np.uint8)
-        arrays = {name: _view(data, entry) for name, entry in header.items()}
+    with _reading(path):
+        # As "pt": of its frameworks the only one that maps a file; "np" copies every array.
+        with safetensors.safe_open(path, "pt") as file:
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 - no mapping
+            metadata: dict[str, str] = file.metadata()
         sums = json.loads(metadata.pop(CHECKSUMS))
-        wrong = sorted(
-            name for name in arrays.keys() | sums.keys() if sums.get(name) != _checksum(arrays.get(name, data[:0]))
-        )
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error!r}") from error
+        found = {name: _checksum(array) for name, array in arrays.items()}
+        wrong = sorted(name for name in found.keys() | sums.keys() if sums.get(name) != found.get(name))
     if wrong:
         raise DamagedFileError(f"{path} is damaged: the checksum of {', '.join(wrong)} is wrong")
     return arrays, metadata
@@ -134,16 +116,14 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises
     ------
     DamagedFileError
-        If the file is truncated or holds something else than was written.
+        If the file is truncated or does not hold what was written.
     FileNotFoundError
         If there is none.
     """
-    try:
+    with _reading(path):
         read = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = read["content"]
         whole = read[CHECKSUMS] == _checksum_of_json(content)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if not whole:
         raise DamagedFileError(f"{path} is damaged: its checksum is wrong")
     return content
@@ -165,7 +145,7 @@ def plain(value: Any) -> Any:
 
 
 def is_folder_name(name: str) -> bool:
-    """Tell whether a text can only mean a file or folder right inside another folder."""
+    """Tell whether a text can only be the name of a file or folder inside another folder."""
     return (
         name not in ("", ".", "..")
         and name == name.strip()
@@ -175,13 +155,15 @@ def is_folder_name(name: str) -> bool:
     )
 
 
-def _view(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if not 0 <= start <= stop <= len(data) or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"an array {shape} at bytes {start} to {stop} of {len(data)}")
-    # A plain array: what is made of it must not be a memory map too.
-    return np.asarray(data[start:stop]).view(dtype).reshape(shape)
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged file causes into :class:`DamagedFileError`."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise DamagedFileError(f"{path} is damaged: {error!r}") from error
 
 
 def _checksum(array: npt.NDArray[Any]) -> int:
@@ -191,8 +173,3 @@ def _checksum(array: npt.NDArray[Any]) -> int:
 
 def _checksum_of_json(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of a ``.safetensors`` file."""
-    return safetensors.numpy.load_file(path)

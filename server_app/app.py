@@ -12,7 +12,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from posy.client_app.privacy import check_privacy
-from posy.client_app.state import DirectoryStore, MemoryStore
+from posy.client_app.state import MemoryStore
 from posy.client_app.workspace import workspace_for
 from posy.data.settings import SITES
 from posy.flower import in_simulation
@@ -41,19 +41,9 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def given_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a person has set of a run config, in which Flower hands over all keys.
+    """Return what a person has set in a run config, in which Flower hands over all keys.
 
-    Parameters
-    ----------
-    config : Mapping
-        The run config: the table in ``pyproject.toml``, with ``overrides`` over it.
-    overrides : Mapping
-        What ``flwr run`` was given.
-
-    Returns
-    -------
-    dict
-        The overrides, and what somebody has edited in the table.
+    That is the overrides, with which the run was submitted, and what somebody has edited in ``pyproject.toml``.
     """
     known = defaults()
     return {k: value for k, value in config.items() if k in overrides or k not in known or value != known[k]}
@@ -95,14 +85,14 @@ def run(
     settings = read_settings(given, where, stored.settings if stored else None)
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
-    if settings.data.dataset == SITES and (grid is None or in_simulation()):
+    if grid is None:
+        grid = InProcessGrid(settings.data.num_clients)
+    in_this_process = isinstance(grid, InProcessGrid)
+    if settings.data.dataset == SITES and (in_this_process or in_simulation()):
         raise SettingsError(
             f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
             "site, and say where the SuperLink is with --superlink"
         )
-    in_this_process = grid is None
-    if grid is None:
-        grid = InProcessGrid(settings.data.num_clients)
     waves = WaveGrid(grid) if isinstance(grid, InProcessGrid) else PollingGrid(grid)
     federation = Federation(waves, settings)
     if settings.data.dataset == SITES:
@@ -150,9 +140,9 @@ def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryS
     """Provide what keeps the clients' states in this process; what does not fit lies in the run's directory."""
     limit = settings.run.state_memory << 20
     if settings.run.checkpoint_every or settings.run.resume:
-        states = MemoryStore(DirectoryStore(recorder.directory.state), limit)
+        states = MemoryStore(recorder.directory.state, limit)
         recorder.checkpoints.flush = states.flush
         yield states
         return
     with TemporaryDirectory(dir=recorder.directory.path, prefix="state-") as folder:
-        yield MemoryStore(DirectoryStore(Path(folder), durable=False), limit)
+        yield MemoryStore(Path(folder), limit)

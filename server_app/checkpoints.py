@@ -4,11 +4,10 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,29 +22,24 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.settings import Settings
 
 KEPT = 2
+"""Checkpoints that are kept: the newest, and one in reserve."""
 WRITING_SHARE = 0.02
-"""Of the time of a run, what checkpoints besides those of checkpoint-every may take: an end without warning costs
-at most 50 times as long as a checkpoint takes to be written."""
+"""Share of a run's time that checkpoints besides those of checkpoint-every may take: a run that is killed loses at
+most 50 times as long as a checkpoint takes to be written."""
 ARRAYS = "server.safetensors"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The server after a round.
-
-    Attributes
-    ----------
-    server_round : int
-        The last finished round.
-    arrays : Mapping of str to numpy.ndarray
-        The strategy's state.
-    progress : Mapping
-        What the recorder needs, as JSON holds it.
-    """
+class Checkpoint(NamedTuple):
+    """The server after a round: the strategy's state, and what the recorder needs to go on, as JSON holds it."""
 
     server_round: int
     arrays: Mapping[str, npt.NDArray[np.generic]]
     progress: Mapping[str, Any]
+
+    @property
+    def versions(self) -> dict[int, str]:
+        """The versions of the clients' states that belong to it."""
+        return {int(client): version for client, version in self.progress["versions"].items()}
 
 
 @dataclass
@@ -61,16 +55,16 @@ class Checkpoints:
     last_round : int
         The last round of the run, which is always followed by one.
     flush : callable
-        Writes the clients' states of a round that are held in this process.
-    rounds : list of int
-        Rounds to which the server may still go back.
+        Sees to it that the disk has some versions of clients' states, by client, which this process may hold.
+    versions : dict of int to Mapping
+        The versions of the clients' states that belong to each checkpoint, by its round.
     """
 
     directory: RunDirectory
     every: int
     last_round: int
-    flush: Callable[[int], None] = lambda server_round: None
-    rounds: list[int] = field(default_factory=list)
+    flush: Callable[[Mapping[int, str]], None] = lambda versions: None
+    versions: dict[int, Mapping[int, str]] = field(default_factory=dict)
     _written: float = field(default_factory=time.monotonic)
     _seconds: float = 0.0
 
@@ -83,9 +77,8 @@ class Checkpoints:
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove those that are not kept."""
-        begun = time.monotonic()
-        number = checkpoint.server_round
-        self.flush(number)
+        begun, number = time.monotonic(), checkpoint.server_round
+        self.flush(checkpoint.versions)
         self.directory.sync()
         folder = self._folder(number)
         part = folder.with_name(f".{folder.name}.part")
@@ -97,8 +90,7 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
         sync(folder.parent)
-        self.rounds = [*(r for r in self.rounds if r < number), number]
-        self._remove_old()
+        self._keep({**{r: v for r, v in self.versions.items() if r < number}, number: checkpoint.versions})
         self._written = time.monotonic()
         self._seconds = self._written - begun
 
@@ -124,59 +116,55 @@ class Checkpoints:
         return Checkpoint(server_round, arrays, progress)
 
     def newest(self, take_up: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Return the newest checkpoint that is whole and can be taken up; those newer than it are set aside.
+        """Return the newest checkpoint that is whole and can be taken up; those that are damaged are set aside.
 
         Raises
         ------
         SettingsError
             If there is none.
         """
-        self.rounds = checkpoint_rounds(self.directory.path)
-        reasons = []
-        while self.rounds:
+        newest, versions, reasons = None, {}, []
+        for number in reversed(checkpoint_rounds(self.directory.path)):
             try:
-                checkpoint = self.read(self.rounds[-1])
-                take_up(checkpoint)
-                self._remove_old()
-                return checkpoint
-            except (ValueError, LookupError, TypeError) as error:  # DamagedFileError is a ValueError
+                checkpoint = self.read(number)
+                versions[number] = checkpoint.versions
+                if newest is None:
+                    take_up(checkpoint)
+                    newest = checkpoint
+            except (ValueError, LookupError, TypeError, AttributeError) as error:  # DamagedFileError is a ValueError
                 reasons.append(str(error) if isinstance(error, DamagedFileError) else repr(error))
-                log(WARNING, "the checkpoint of round %s is not used: %s", self.rounds[-1], reasons[-1])
-                refused = self._folder(self.rounds.pop())
-                aside = refused.with_name(f"{refused.name}-refused")
+                log(WARNING, "the checkpoint of round %s is not used: %s", number, reasons[-1])
+                versions.pop(number, None)
+                aside = self._folder(number).with_name(f"round-{number}-refused")
                 shutil.rmtree(aside, ignore_errors=True)
-                refused.rename(aside)
-        name = self.directory.path.name
-        raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
+                self._folder(number).rename(aside)
+        if newest is None:
+            name = self.directory.path.name
+            raise SettingsError(f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})")
+        self._keep(versions)
+        return newest
 
     def note(self, settings: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]]) -> None:
         """Write into the checkpoints with which settings the run goes on: it may end before the next one."""
-        for number in self.rounds:
+        for number in self.versions:
             file = self._folder(number) / PROGRESS
-            with suppress(OSError, DamagedFileError):  # the one before the newest, which is only a reserve
-                write_json(file, {**read_json(file), "settings": settings, "resumed": plain(resumed)}, durable=True)
+            write_json(file, {**read_json(file), "settings": settings, "resumed": plain(resumed)}, durable=True)
 
-    def _remove_old(self) -> None:
-        for old in self.rounds[:-KEPT]:
+    def _keep(self, versions: Mapping[int, Mapping[int, str]]) -> None:
+        """Keep the newest of some checkpoints and remove the others."""
+        for old in sorted(versions)[:-KEPT]:
             shutil.rmtree(self._folder(old), ignore_errors=True)
-        self.rounds = self.rounds[-KEPT:]
+        self.versions = {number: versions[number] for number in sorted(versions)[-KEPT:]}
 
     def _folder(self, server_round: int) -> Path:
         return self.directory.checkpoints / f"round-{server_round}"
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """What is known of a run that goes on.
+class Resumption(NamedTuple):
+    """A run that goes on from one of its checkpoints.
 
     Attributes
     ----------
-    directory : RunDirectory
-        Its directory.
-    checkpoints : Checkpoints
-        Those that are left.
-    checkpoint : Checkpoint
-        The one that it goes on from.
     history : list of dict
         Each resumption, this one last: ``round``, ``time`` and the ``changed`` settings.
     """
@@ -201,7 +189,7 @@ def resumption(
     SettingsError
         If there is none, the run is complete, a process is at work in it, or the data are not those it began with.
     """
-    directory = RunDirectory.existing(stored.path, stored.id)
+    directory = RunDirectory(stored.path, stored.id)
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
     try:

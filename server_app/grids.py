@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from logging import WARNING
 from typing import Any
 
@@ -16,28 +16,47 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from posy.flower import Outages, answer_to
 
-PULL_SECONDS = 0.1
-
-
-MAX_PULL_SECONDS = 1.0
-
-
-PULL_PATIENCE = 0.02
-"""After t seconds of a phase replies are asked for every 0.02 t seconds, within the two limits above."""
-
-
+POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
+"""Shortest and longest pause before replies are asked for again."""
+POLL_SHARE = 0.02
+"""The pause between the two limits, as a share of the time waited so far."""
 PUSHES = 5
-"""So often messages are sent whose content does not get through."""
-
-
+"""Attempts to push messages whose content does not get through."""
 RETURN_SECONDS = 90.0
-"""So long after an outage a node that seems to be gone may take to be seen again; it tells twice a minute."""
-
-
+"""Seconds after an outage in which a node that seems to be gone may be seen again; nodes report twice a minute."""
 LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+"""Errors that say that a message, its reply or its node was not to be found."""
 
 
-class WaveGrid(Grid):
+def pause(waited: float) -> float:
+    """Return the seconds to wait before replies are asked for again: phases of minutes need no ten requests a second.
+
+    Parameters
+    ----------
+    waited : float
+        Seconds waited so far.
+    """
+    return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
+
+
+class OwnGrid(Grid):
+    """A grid of ours; what Flower's interface asks for besides, and no strategy here uses, is not there."""
+
+    def set_run(self, run: Any) -> None:
+        """Refuse: a grid of ours is given its run when it is made."""
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        """No run information."""
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Refuse: messages are made with Flower's own class."""
+        raise NotImplementedError
+
+
+class WaveGrid(OwnGrid):
     """A grid that never has two messages for the same node under way.
 
     A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
@@ -59,7 +78,7 @@ class WaveGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send in as many waves as the busiest node has messages; return all replies.
 
-        The time is that of all waves together; what it does not suffice for is not sent.
+        All waves share the timeout; messages of waves for which no time is left are not sent.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         waves: dict[int, list[Message]] = defaultdict(list)
@@ -100,72 +119,55 @@ class WaveGrid(Grid):
         """Pull replies."""
         return self._grid.pull_messages(message_ids)
 
-    def set_run(self, run: Any) -> None:
-        """Set the run of the grid underneath."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The run of the grid underneath."""
-        return self._grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Create a message with the grid underneath."""
-        return self._grid.create_message(*args, **kwargs)
-
 
 class PollingGrid(WaveGrid):
     """The same for a grid of real nodes: it asks for replies up to ten times a second, Flower's own every 3 s.
-
-    The longer a phase has lasted, the longer it waits: phases of minutes need no ten requests a second.
 
     A SuperLink hands out each message once, also where it dies before the other side has got it. So what is
     unanswered after an outage, or answered as lost, is sent again as soon as its node is there. A node that has
     got both answers both; one answer is taken.
     """
 
-    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
-        started, outages = time.monotonic(), self.outages.count
-        asked = self._push(wave)
-        replies: dict[str, Message] = {}
-        again: dict[str, Message] = {}
-        patience = 0.0
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push messages, again if the SuperLink was restarted half-way; return their ids, empty for those refused."""
+        wave, attempts = list(messages), PUSHES
         while True:
-            for reply in list(self._grid.pull_messages(set(asked))):
-                told = reply.metadata.reply_to_message_id
-                number = asked.pop(told).metadata.message_id if told in asked else told
-                if number not in replies or replies[number].has_error():
-                    replies[number] = answer_to(number, reply)
-            answered = {number for number, reply in replies.items() if not reply.has_error()}
-            asked = {copy: message for copy, message in asked.items() if message.metadata.message_id not in answered}
-            now = time.monotonic()
-            if outages != self.outages.count:
-                outages, patience = self.outages.count, now + RETURN_SECONDS
-                again = {m.metadata.message_id: m for m in wave if _may_be_lost(replies.get(m.metadata.message_id))}
-            again = {number: message for number, message in again.items() if number not in answered and now < patience}
-            if again:
-                pushed = self._push_again(again.values(), now - started)
-                asked |= pushed
-                for message in pushed.values():
-                    del again[message.metadata.message_id]
-            if not (asked or again) or (timeout is not None and now - started >= timeout):
-                return replies.values()
-            time.sleep(min(MAX_PULL_SECONDS, max(PULL_SECONDS, PULL_PATIENCE * (now - started))))
-
-    def _push(self, wave: list[Message]) -> dict[str, Message]:
-        """Push messages and return them by id; a SuperLink that was started again half-way gets them anew."""
-        for _ in range(PUSHES - 1):
             try:
-                return self._pushed(wave)
+                return list(self._grid.push_messages(wave))
             except ObjectPushError as error:
+                if not (attempts := attempts - 1):
+                    raise
                 log(WARNING, "the SuperLink has lost messages on their way, they are sent again: %s", error)
                 for message in wave:  # as others: those before are known to it, without their content
                     message.metadata.created_at = time.time()
-        return self._pushed(wave)
 
-    def _push_again(self, messages: Iterable[Message], waited: float) -> dict[str, Message]:
+    def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:
+        started, outages, patience = time.monotonic(), self.outages.count, 0.0
+        numbers = self.push_messages(wave)
+        asked = {number: message for number, message in zip(numbers, wave, strict=False) if number}  # and its copies
+        lost: dict[str, Message] = {}
+        replies: dict[str, Message] = {}
+        while True:
+            for reply in list(self._grid.pull_messages(set(asked))):
+                number = asked.pop(reply.metadata.reply_to_message_id).metadata.message_id
+                if number not in replies or replies[number].has_error():
+                    replies[number] = answer_to(number, reply)
+            now = time.monotonic()
+            if outages != self.outages.count:
+                outages, patience = self.outages.count, now + RETURN_SECONDS
+                lost = {m.metadata.message_id: m for m in wave if _may_be_lost(replies.get(m.metadata.message_id))}
+            answered = {number for number, reply in replies.items() if not reply.has_error()}
+            asked = {copy: m for copy, m in asked.items() if m.metadata.message_id not in answered}
+            lost = {number: m for number, m in lost.items() if number not in answered and now < patience}
+            for copy, message in self._push_again(lost.values(), now - started).items():
+                asked[copy] = lost.pop(message.metadata.message_id)
+            if not (asked or lost) or (timeout is not None and now - started >= timeout):
+                return replies.values()
+            time.sleep(pause(now - started))
+
+    def _push_again(self, messages: Collection[Message], waited: float) -> dict[str, Message]:
         """Push copies of messages whose nodes are there; return the messages by the ids of their copies."""
-        present = set(self.get_node_ids())
+        present = set(self.get_node_ids()) if messages else set()
         there = [message for message in messages if message.metadata.dst_node_id in present]
         if not there:
             return {}
@@ -180,12 +182,8 @@ class PollingGrid(WaveGrid):
             )
             for message in there
         ]
-        pushed = {id(copy): number for number, copy in self._push(copies).items()}
-        return {pushed[id(copy)]: message for copy, message in zip(copies, there, strict=True) if id(copy) in pushed}
-
-    def _pushed(self, wave: list[Message]) -> dict[str, Message]:
-        numbers = self._grid.push_messages(wave)
-        return {number: message for number, message in zip(numbers, wave, strict=False) if number}
+        numbers = self.push_messages(copies)
+        return {number: message for number, message in zip(numbers, there, strict=False) if number}
 
 
 def _may_be_lost(reply: Message | None) -> bool:

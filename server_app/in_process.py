@@ -9,7 +9,6 @@ from uuid import uuid4
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
-from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from posy.client_app.app import Call
@@ -17,9 +16,10 @@ from posy.client_app.app import app as client_app
 from posy.client_app.engine import Engine
 from posy.client_app.state import StateStore
 from posy.client_app.workspace import Workspace
+from posy.server_app.grids import OwnGrid
 
 
-class InProcessGrid(Grid):
+class InProcessGrid(OwnGrid):
     """Delivers messages to virtual clients in this process; arrays pass by reference.
 
     Parameters
@@ -83,17 +83,14 @@ class InProcessGrid(Grid):
                 calls[number] = received
             else:
                 replies[number] = received
-        places, asked = list(calls), list(calls.values())
+        numbers, asked = list(calls), list(calls.values())
 
         def finish(place: int, result: Any) -> None:
-            call = asked[place]
             try:
-                if isinstance(result, Exception):
-                    raise result
-                replies[places[place]] = call.close(result)
+                reply = asked[place].close(result)
             except Exception as error:
-                call.forget()
-                replies[places[place]] = _failure(call.message, error)
+                reply = _failure(asked[place].message, error)
+            replies[numbers[place]] = reply
 
         if asked:
             engine = self._engine_for(asked[0].workspace)
@@ -113,20 +110,6 @@ class InProcessGrid(Grid):
         if self._engine is None or self._engine.workspace is not workspace:
             self._engine = Engine(workspace)
         return self._engine
-
-    def set_run(self, run: Any) -> None:
-        """Ignore the run: there is one."""
-
-    @property
-    def run(self) -> Any:
-        """No run information."""
-        raise NotImplementedError("the in-process grid belongs to no run of a SuperLink")
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Create a message."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
 def _failure(message: Message, error: Exception) -> Message:

@@ -1,6 +1,5 @@
 """What a run shows while it lasts, and the table at its end."""
 
-import io
 import logging
 import math
 import sys
@@ -8,21 +7,27 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
-_MAX_LINES = 200
-_MAX_NAMED = 10
-_MAX_ROWS = 50
-_WIDTH = 100
-_NUMBERS = ("client", "training", "test", "skipped")
+from posy.listing import WIDTH, as_lines, laid_out
+
+MAX_LINES = 200
+"""Lines that a log gets of a run of any length, about."""
+MAX_NAMED = 10
+"""Most missing clients that the table at the end names."""
+MAX_ROWS = 50
+"""Most sites that the table of the task lists."""
+PACE_ROUNDS = 20
+"""Rounds over which the time of a round is averaged: the first one of all also loads data and starts processes."""
+TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "skipped")
 
 
 class Progress:
@@ -37,28 +42,24 @@ class Progress:
         Number of rounds R of the run.
     done : int
         Rounds that were finished before this process took up the run.
-    enabled : bool
-        False shows nothing.
     stream : text stream, optional
         Where to write; standard output if not given.
     """
 
-    def __init__(self, rounds: int, *, done: int = 0, enabled: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(self, rounds: int, *, done: int = 0, stream: TextIO | None = None) -> None:
         self._rounds = rounds
         self._done = done
         self._stream = stream or sys.stdout
-        self._every = max(1, math.ceil(rounds / _MAX_LINES))
-        self._enabled = enabled
-        self._bar = _bar(self._stream) if enabled and _is_live(self._stream) else None
-        self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
-        self._known: dict[str, tuple[int, str]] = {}
-        # Start and end times of the last rounds: the first one also loads data and starts processes.
-        self._times: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=20)
+        self._every = math.ceil(rounds / MAX_LINES)
+        self._bar = _bar(self._stream) if _is_live(self._stream) else None
+        self._stack = ExitStack()
+        self._latest: dict[str, tuple[int, str]] = {}  # figures by name, with the round that each is of
+        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and when they ended
 
     def __enter__(self) -> Self:
-        self._times = deque([(self._done, time.monotonic())], maxlen=20)
+        self._ends.append((self._done, time.monotonic()))
         if self._bar is not None:
-            self._bar.start()
+            self._stack.enter_context(self._bar)
             self._task = self._bar.add_task("", total=self._rounds, completed=self._done, figures="")
             self._redirect_logs()
         return self
@@ -66,11 +67,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            for handler, stream in self._redirected:
-                handler.setStream(stream)
-            self._redirected.clear()
-            self._bar.stop()
+        self._stack.close()
 
     def update(
         self,
@@ -94,74 +91,52 @@ class Progress:
         present : str
             How many clients took part, where some were missing.
         """
-        self._times.append((server_round, time.monotonic()))
-        for name, value, text in (
-            ("served", served, f"{100 * (served or 0):.2f} %"),
-            ("local", local, f"{100 * (local or 0):.2f} %"),
-            ("loss", loss, f"{loss or 0:.4f}"),
-        ):
-            if value is not None:
-                self._known[name] = server_round, text
-        shown = self._figures(server_round) + ([present] if present else []) + self._pace(server_round)
-        if self._bar is not None:
-            figures = "  ".join(shown)
-            self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
-        elif self._enabled and (server_round in (self._done + 1, self._rounds) or server_round % self._every == 0):
-            parts = [f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}"]
-            line = "  ".join(parts + shown)
-            self._stream.write(line + "\n")  # in one piece: the log is shared with other writers
-            self._stream.flush()
-
-    def _figures(self, server_round: int) -> list[str]:
-        return [
+        self._ends.append((server_round, time.monotonic()))
+        texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
+        self._latest |= {name: (server_round, text) for name, text in texts.items() if text}
+        shown = [
             f"{name} {text}" + ("" if at == server_round else f" (round {at})")
-            for name, (at, text) in self._known.items()
+            for name, (at, text) in self._latest.items()
         ]
-
-    def _pace(self, server_round: int) -> list[str]:
-        (first, start), (last, end) = self._times[0], self._times[-1]
-        pace = (end - start) / max(1, last - first)
-        left = self._rounds - server_round
-        return [f"{pace:.2f} s/round"] + ([f"{duration(pace * left)} left"] if left > 0 else [])
+        (first, start), (last, end) = self._ends[0], self._ends[-1]
+        pace, left = (end - start) / max(1, last - first), self._rounds - server_round
+        shown += [present] if present else []
+        shown += [f"{pace:.2f} s/round"] + ([f"{duration(pace * left)} left"] if left > 0 else [])
+        figures = "  ".join(shown)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
+        elif server_round in (self._done + 1, self._rounds) or server_round % self._every == 0:
+            # In one piece: the log is shared with other writers.
+            self._stream.write(f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}  {figures}\n")
+            self._stream.flush()
 
     def _redirect_logs(self) -> None:
         """Send log lines through the bar's console, which keeps them above the bar."""
         for logger in (logging.getLogger(), logging.getLogger("flwr")):
             for handler in logger.handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stdout__, sys.__stderr__):
-                    self._redirected.append((handler, handler.stream))
+                    self._stack.callback(handler.setStream, handler.stream)
                     handler.setStream(sys.stdout)  # by now the bar's own
 
 
-def announce(text: str) -> None:
-    """Print a line of news that is no warning: a client joins, or is back."""
-    print(text, flush=True)
-
-
-def task_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
+def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
     """Return what the sites of a run have, and the task that they have agreed on, as text of at most 100 columns.
 
     Parameters
     ----------
-    columns : sequence of str
-        Names of the columns; those that no row has are left out.
     rows : sequence of Mapping
-        What there is of each site, by column.
+        What there is of each site, by the names in :data:`TASK_COLUMNS`; columns that no row has are left out.
     facts : Mapping of str to str
         What they have agreed on, a line each.
     """
-    used = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in used:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
-    for row in rows[:_MAX_ROWS]:
-        table.add_row(*(str(row.get(name, "")) for name in used))
-    width = max(map(len, facts))
-    lines = [f"… and {len(rows) - _MAX_ROWS} more"] if len(rows) > _MAX_ROWS else []
-    for key, text in facts.items():
-        line, indent = f"{key:<{width}}  {text:.1000}", " " * (width + 2)
-        lines += textwrap.wrap(line, _WIDTH, subsequent_indent=indent, max_lines=4, placeholder=" …")
-    return "\n".join(["the task of this run", *_drawn(table), *lines])
+    used = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
+    cells = [[str(row.get(name, "")) for name in used] for row in rows[:MAX_ROWS]]
+    lines = as_lines(laid_out("", used, cells, right=("client", "training", "test", "skipped")))
+    lines += [f"… and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
+    indent = " " * (max(map(len, facts)) + 2)
+    for line in _aligned(facts):
+        lines += textwrap.wrap(line[:1000], WIDTH, subsequent_indent=indent, max_lines=4, placeholder=" …")
+    return "\n".join(["the task of this run", *lines])
 
 
 def results_table(summary: Mapping[str, Any], path: Path) -> str:
@@ -170,23 +145,19 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     Parameters
     ----------
     summary : Mapping
-        What :meth:`posy.server_app.results.RunDirectory.write_summary` returned.
+        What ``summary.json`` holds.
     path : Path
         Directory of the run.
     """
-    title = (
-        f"{summary['method']} on {summary['dataset']}: {summary['status']} after {_count(summary['rounds'], 'round')}"
-    )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("accuracy")
-    for name in ("round", "mean ± std", "min", "max", "weighted", "Jain"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
+    figures = ("round", "mean ± std", "min", "max", "weighted", "Jain")
+    rows = []
     for point in ("served", "local"):
         for which in ("last", "best"):
-            row = summary[point][which]
-            missing = f" ({row['missing']} missing)" if row and row.get("missing") else ""
-            cells = _cells(row) if row else ("not evaluated", *[""] * 5)
-            table.add_row(f"{point} model, {which}{missing}", *cells)
+            found = summary[point][which] or {}
+            missing = f" ({found['missing']} missing)" if found.get("missing") else ""
+            cells = _cells(found) if found else ["not evaluated", *[""] * 5]
+            rows.append([f"{point} model, {which}{missing}", *cells])
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
         "clients": _clients(summary),
@@ -196,15 +167,8 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
         "dropped replies": ", ".join(f"{count} x {reason}" for reason, count in summary["dropped"].items()),
         "results": str(path),
     }
-    width = max(map(len, notes))
-    return "\n".join([title, *_drawn(table), *(f"{key:<{width}}  {text}" for key, text in notes.items() if text)])
-
-
-def _drawn(table: Table) -> list[str]:
-    """Return a table as lines of plain text; what its cells hold is taken as it is."""
-    file = io.StringIO()
-    Console(file=file, width=_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False).print(table)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+    title = f"{summary['method']} on {summary['dataset']}: {summary['status']} after {rounds}"
+    return "\n".join([title, *as_lines(laid_out("", ("accuracy", *figures), rows, right=figures)), *_aligned(notes)])
 
 
 def duration(seconds: float) -> str:
@@ -219,12 +183,7 @@ def duration(seconds: float) -> str:
 
 def size(count: int) -> str:
     """Return a number of bytes in words, in powers of 1000: ``1.23 MB``."""
-    value = float(count)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.2f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
+    return decimal(count, precision=2)
 
 
 def _is_live(stream: TextIO) -> bool:
@@ -242,27 +201,28 @@ def _bar(stream: TextIO) -> Bar:
     )
 
 
+def _aligned(facts: Mapping[str, str]) -> list[str]:
+    """Return a line for each fact that has a text, the texts one below the other."""
+    width = max(map(len, facts))
+    return [f"{key:<{width}}  {text}" for key, text in facts.items() if text]
+
+
 def _clients(summary: Mapping[str, Any]) -> str:
     """Return how many clients there are, and which of them the last evaluation was without."""
     clients, missing = summary["num-clients"], summary.get("missing", [])
     if not missing:
         return str(clients)
     names = summary.get("sites", [None] * clients)
-    first = ", ".join(names[client] or f"client {client}" for client in missing[:_MAX_NAMED])
-    more = ", …" if len(missing) > _MAX_NAMED else ""
+    first = ", ".join(names[client] or f"client {client}" for client in missing[:MAX_NAMED])
+    more = ", …" if len(missing) > MAX_NAMED else ""
     return f"{clients - len(missing)} of {clients} (missing in the last evaluation: {first}{more})"
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    mean, std = 100 * row["mean"], 100 * row["std"]
+def _cells(row: Mapping[str, Any]) -> list[str]:
     jain = "" if row["jain"] is None else f"{row['jain']:.4f}"
     shares = (_percent(row[key]) for key in ("min", "max", "weighted"))
-    return (str(row["round"]), f"{mean:.2f} ± {std:.2f} %", *shares, jain)
+    return [str(row["round"]), f"{100 * row['mean']:.2f} ± {_percent(row['std'])}", *shares, jain]
 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.2f} %"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -3,8 +3,7 @@
 import math
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import WARNING
 from pathlib import Path
@@ -19,41 +18,39 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
-from posy.metrics import Evaluation, History, Spread, spread
 from posy.server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
-from posy.server_app.results import RunDirectory, Status
+from posy.server_app.results import RunDirectory, Status, Totals
 from posy.server_app.system import system_accuracy
 from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
-from posy.storage import plain
+from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.replies import RoundRecord
 from posy.strategies.settings import Settings
 
 DRAW_SECONDS = 30.0
+"""Shortest time between two drawings of the accuracy over the rounds."""
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
-"""What the reasons of dropped replies say where numbers have left their range."""
+"""Reasons of dropped replies that say that numbers have left their range."""
 HELD_BYTES = 1 << 30
-"""A server's state of up to this size is held as the last round has left it; of a larger one the files must do."""
+"""Most bytes of a server's state that are copied after a round, for a checkpoint if the next one is interrupted."""
 
 
 class Recorder:
-    """Writes the files of a run and shows its progress.
+    """Writes the files of a run, of one that is resumed too, and shows its progress.
 
-    Parameters
+    Attributes
     ----------
-    settings : Settings
-        All settings, with absolute paths.
-    strategy : PersonalisedStrategy
-        The strategy whose rounds are recorded.
-    workspace : Workspace
-        The server's view of data and partition.
-    federation : Federation, optional
-        Who takes part, for the summary.
-    resumption : Resumption, optional
-        What is known of the run where it is one that goes on.
+    directory : RunDirectory
+        Where the files lie.
+    totals : Totals
+        What the finished rounds add up to.
+    rounds : int
+        Number of finished rounds.
+    summary : dict
+        What ``summary.json`` holds.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class Recorder:
         settings: Settings,
         strategy: PersonalisedStrategy,
         workspace: Workspace,
-        federation: Federation | None = None,
+        federation: Federation,
         resumption: Resumption | None = None,
     ) -> None:
         self.settings = settings
@@ -70,7 +67,7 @@ class Recorder:
         self.federation = federation
         run = settings.run
         if resumption is None:
-            self.directory = RunDirectory(Path(run.output_dir), run.run_name or default_name(settings))
+            self.directory = RunDirectory.create(Path(run.output_dir), run.run_name or default_name(settings))
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
         else:
             self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
@@ -78,26 +75,16 @@ class Recorder:
         self._data = data_digests(workspace) if self.checkpoints.every else {}
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
-        self.directory.write_config(settings.as_config(), resolved, gpu, self._resumed)
+        self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
         if run.save_models:
             strategy.models_folder = self.directory.models
-        self.accuracy = History()
-        self.loss = History()
-        self.last_rows: dict[int, dict[str, Any]] = {}
-        self._last_clients: list[int] = []
+        self.totals = Totals()
+        self.rounds = 0
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         """The strategy's state after the last finished round; None while one is being finished, or if it is large."""
-        self.dropped: Counter[str] = Counter()
-        self.missing: list[int] = []
-        """Clients that were missing in the last evaluation."""
-        self.bytes_up = self.bytes_down = self.rounds = 0
-        self.trained = False
-        """Whether any client's training has been accepted."""
-        self.asked = self.evaluated = 0
-        """Evaluations that were asked for, and those that were accepted."""
-        self.worst_loss = 0.0
-        """Highest mean training loss of a round."""
-        self.system_accuracy: float | None = None
+        self._system_accuracy: float | None = None
+        self._versions: dict[int, str] = {}
+        """The versions of the clients' states after the last finished round."""
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._drawn = 0.0
@@ -106,7 +93,7 @@ class Recorder:
         self._progress = Progress(run.num_server_rounds, done=self.rounds)
 
     def __enter__(self) -> Self:
-        if self.workspace.of_sites and self.federation:
+        if self.workspace.of_sites:
             print(self.federation.task(self.strategy.architecture.model), flush=True)
         with self._writing():
             self._draw_partition()
@@ -133,9 +120,9 @@ class Recorder:
     def _write_end(self, status: Status) -> None:
         self._write_summary(status)  # should what follows fail or be interrupted
         if self.settings.run.save_models:
-            self.directory.save_arrays("server", self._server_state or self.strategy.server_state())
+            self._save(self._server_state or self.strategy.server_state())
         if status == "completed":
-            self.system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
+            self._system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
         self._write_summary(status)
 
@@ -151,10 +138,11 @@ class Recorder:
         DivergedError
             If the training of the last round has left the range of useful numbers.
         """
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common(3))
-        if not self.trained:
+        totals = self.totals
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in totals.dropped.most_common(3))
+        if not totals.trained:
             raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
-        if self.asked and not self.evaluated:
+        if totals.asked and not totals.evaluated:
             raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
         record, task = self.strategy.record, self.workspace.task
         losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
@@ -163,20 +151,19 @@ class Recorder:
         # Guessing costs ln C, and where the method also tells clients apart ln M more.
         guessing = math.log(max(task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
+        why = ""
         if 2 * len(gone) >= max(len(record.cohort), 1):
-            raise DivergedError(
-                f"the training has diverged: of the {len(record.cohort)} clients that trained in the last round, "
-                f"{len(gone)} sent no finite numbers; a smaller lr than {self.settings.train.lr:g} may help"
-            )
-        if self.worst_loss > 100 * guessing and loss > 3 * guessing:
-            raise DivergedError(
-                f"the training has diverged: its mean loss was {self.worst_loss:.3g} in the worst round and is "
-                f"{loss:.3g} in the last; a smaller lr than {self.settings.train.lr:g} may help"
-            )
+            cohort = f"the {len(record.cohort)} clients that trained in the last round"
+            why = f"of {cohort}, {len(gone)} sent no finite numbers"
+        elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
+            why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
+        if why:
+            lr = self.settings.train.lr
+            raise DivergedError(f"the training has diverged: {why}; a smaller lr than {lr:g} may help")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Have a run whose files cannot be written fail in one line."""
+        """Fail in one line where the files of the run cannot be written."""
         try:
             yield
         except OSError as error:
@@ -192,61 +179,69 @@ class Recorder:
     def _finish_round(self, server_round: int, record: RoundRecord) -> None:
         self._server_state = None
         self.rounds = server_round
-        self.trained = self.trained or any("train_loss" in row for row in record.clients.values())
-        rows = {client: record.clients[client] for client in sorted(record.clients)}
-        accuracy = {point: _spread(rows, f"{point}_accuracy") for point in ("served", "local")}
-        loss = {point: _spread(rows, f"{point}_loss") for point in ("served", "local")}
-        missing, clients = record.missing, self.settings.data.num_clients
-        if self.strategy.evaluates(server_round):
-            self.missing = missing
-        self.accuracy.add(server_round, accuracy["served"], accuracy["local"], len(missing))
-        self.loss.add(server_round, loss["served"], loss["local"], len(missing))
-        train = _spread(rows, "train_loss")
-        self.bytes_up += record.bytes_up
-        self.bytes_down += record.bytes_down
-        self.dropped.update(reason for _, reason in record.dropped)
-        self.asked += record.asked
-        self.evaluated += record.evaluated
-        self.worst_loss = max(self.worst_loss, _mean(train) or 0.0)
-        self.last_rows.update(rows)
-        self._last_clients = list(rows)
+        self._versions = dict(self.strategy.states.versions)
+        over_clients = self.totals.add(record, evaluated=self.strategy.evaluates(server_round))
+        rows = {client: self.totals.clients[client] for client in self.totals.last_round}
         self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
-        self.directory.append_round(_round_row(record, accuracy, loss, train))
+        self.directory.append_round(
+            {
+                "round": server_round,
+                "cohort": len(record.cohort),
+                **over_clients,
+                "bytes_up": record.bytes_up,
+                "bytes_down": record.bytes_down,
+                "seconds": record.seconds,
+                "missing": record.missing,
+                "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
+                **record.quantities,
+            }
+        )
         self._write_summary("running")
-        present = f"{clients - len(missing)} of {clients} clients" if missing else ""
-        self._progress.update(server_round, _mean(accuracy["served"]), _mean(accuracy["local"]), _mean(train), present)
+        means = {measure: found["mean"] for measure, found in over_clients.items() if found}
+        clients = self.settings.data.num_clients
+        self._progress.update(
+            server_round,
+            means.get("served_accuracy"),
+            means.get("local_accuracy"),
+            means.get("train_loss"),
+            f"{clients - len(record.missing)} of {clients} clients" if record.missing else "",
+        )
         state = self.strategy.server_state()
         if self.strategy.saving:
-            self.directory.save_arrays("server", state)
+            self._save(state)
         if self.checkpoints.due(server_round):
             self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
-        self.tell_clients()
+        self._note_versions()
         if self.checkpoints.every and sum(array.nbytes for array in state.values()) <= HELD_BYTES:
             # The next round may write into its arrays before it is interrupted.
             self._server_state = {name: array.copy() for name, array in state.items()}
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
 
-    def tell_clients(self, *, one_file_system: bool | None = None) -> None:
-        """Have the strategy's messages say where the clients' states are kept, and which of them count.
+    def tell_clients(self, *, one_file_system: bool) -> None:
+        """Have the strategy's messages say where the clients' states are kept, and which versions must stay.
 
         Parameters
         ----------
-        one_file_system : bool, optional
-            Whether the clients can write into the directory of the run; as before if not given.
+        one_file_system : bool
+            Whether the clients can write into the directory of the run.
         """
-        told = self.strategy.state_config
-        told["run"] = f"{self.directory.path.name}-{self.directory.id}"
-        # An interrupt in the next round is followed by a checkpoint of the last one.
-        last = {self.rounds} if self.checkpoints.every and self.rounds else set()
-        told["checkpoints"] = sorted({*self.checkpoints.rounds, *last})
-        told["resumed-from"] = [entry["round"] for entry in self._resumed]
+        states = self.strategy.states
+        states.attempt = len(self._resumed)
+        states.places["run"] = f"{self.directory.path.name}-{self.directory.id}"
         if one_file_system and (self.checkpoints.every or self._resumed):
-            told["state-directory"] = str(self.directory.state)
+            states.places["state-directory"] = str(self.directory.state)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Note the versions that checkpoints need: an interrupt in the next round is followed by one of this round."""
+        self.strategy.states.needed = [*self.checkpoints.versions.values()]
+        if self.checkpoints.every:
+            self.strategy.states.needed.append(self._versions)
 
     def _write_last_checkpoint(self) -> None:
         """Have a run that was interrupted, or has failed, go on from its last finished round when it is resumed."""
-        if self._server_state is None or self.rounds in self.checkpoints.rounds:
+        if self._server_state is None or self.rounds in self.checkpoints.versions:
             return
         self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
@@ -254,24 +249,14 @@ class Recorder:
         """Return all that is to be known of the finished rounds when the run is resumed, as JSON holds it."""
         return plain(
             {
-                "trained": self.trained,
-                "asked": self.asked,
-                "evaluated": self.evaluated,
-                "worst-loss": self.worst_loss,
+                **self.totals.as_json(),
                 "settings": self.settings.as_config(),
                 "resumed": self._resumed,
                 "data": self._data,
-                "sites": self.federation.as_json() if self.federation else {},
+                "versions": self._versions,
+                "sites": self.federation.as_json(),
                 "files": self.directory.grown,
                 "seconds": time.perf_counter() - self._started,
-                "bytes-up": self.bytes_up,
-                "bytes-down": self.bytes_down,
-                "dropped": self.dropped,
-                "missing": self.missing,
-                "accuracy": [self.accuracy.served, self.accuracy.local],
-                "loss": [self.loss.served, self.loss.local],
-                "clients": dict(sorted(self.last_rows.items())),
-                "last-round": self._last_clients,
             }
         )
 
@@ -280,49 +265,39 @@ class Recorder:
         so_far = checkpoint.progress
         self.directory.cut_back(so_far["files"])
         self.rounds = checkpoint.server_round
+        self._versions = checkpoint.versions
+        self.strategy.states.versions = dict(self._versions)
         self._started -= so_far["seconds"]
-        self.bytes_up, self.bytes_down = so_far["bytes-up"], so_far["bytes-down"]
-        self.dropped.update(so_far["dropped"])
-        self.missing = so_far["missing"]
-        self.accuracy, self.loss = (
-            History(*([Evaluation(*point) for point in points] for points in so_far[measure]))
-            for measure in ("accuracy", "loss")
-        )
-        self.trained, self.worst_loss = so_far["trained"], so_far["worst-loss"]
-        self.asked, self.evaluated = so_far["asked"], so_far["evaluated"]
-        self.last_rows = {int(client): row for client, row in so_far["clients"].items()}
-        self._last_clients = so_far["last-round"]
-        rows = {client: self.last_rows[client] for client in self._last_clients}
+        self.totals = Totals.from_json(so_far)
+        rows = {client: self.totals.clients[client] for client in self.totals.last_round}
         self.strategy.record = RoundRecord(checkpoint.server_round, clients=rows)
         self.strategy.resumed_after = checkpoint.server_round
 
     def _write_summary(self, status: Any) -> None:
         settings = self.settings
         self.summary = self.directory.write_summary(
-            status=status,
-            method=settings.run.method,
-            dataset=settings.data.dataset,
-            num_clients=settings.data.num_clients,
-            rounds=self.rounds,
-            seed=settings.run.seed,
-            seconds=time.perf_counter() - self._started,
-            bytes_up=self.bytes_up,
-            bytes_down=self.bytes_down,
-            accuracy=self.accuracy,
-            system_accuracy=self.system_accuracy,
-            dropped=self.dropped,
-            extra={
-                "missing": self.missing,
+            {
+                "status": status,
+                "method": settings.run.method,
+                "dataset": settings.data.dataset,
+                "num-clients": settings.data.num_clients,
+                "rounds": self.rounds,
+                "seed": settings.run.seed,
+                "seconds": time.perf_counter() - self._started,
+                **self.totals.summary(),
+                "system-accuracy": self._system_accuracy,
                 **self.strategy.extra_summary(),
-                **(self.federation.summary() if self.federation else {}),
-            },
+                **self.federation.summary(),
+            }
         )
+
+    def _save(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        write_arrays(self.directory.models / "server.safetensors", state)
 
     def _draw_partition(self) -> None:
         task = self.workspace.task
         if self.workspace.of_sites:
-            counts = self.federation.class_counts() if self.federation else None
-            self.strategy.class_counts = counts
+            counts = self.strategy.class_counts = self.federation.class_counts()
         else:
             known = self.workspace.dataset.y, task.num_classes
             counts = self.workspace.partition.counts(*known)
@@ -334,11 +309,11 @@ class Recorder:
         """Draw the pictures; a run must not end because one could not be drawn."""
         folder = self.directory.figures
         try:
-            figures.accuracy_over_rounds(_lines(self.accuracy), folder / "accuracy.png")
+            figures.over_rounds(self.totals.accuracy, folder / "accuracy.png")
             if final:
-                figures.loss_over_rounds(_lines(self.loss), folder / "loss.png")
+                figures.over_rounds(self.totals.loss, folder / "loss.png", measure="loss")
                 served, local = (
-                    [self.last_rows.get(c, {}).get(column) for c in range(self.settings.data.num_clients)]
+                    [self.totals.clients.get(c, {}).get(column) for c in range(self.settings.data.num_clients)]
                     for column in ("served_accuracy", "local_accuracy")
                 )
                 figures.client_accuracies(served, local, folder / "clients.png")
@@ -358,36 +333,3 @@ def default_name(settings: Settings) -> str:
     """Return the name of a run that was given none."""
     run = settings.run
     return f"{run.method}-{Path(settings.data.dataset).name}-seed{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _round_row(
-    record: RoundRecord, accuracy: dict[str, Spread | None], loss: dict[str, Spread | None], train: Spread | None
-) -> dict[str, Any]:
-    return {
-        "round": record.number,
-        "cohort": len(record.cohort),
-        "train_loss": train,
-        "served_accuracy": accuracy["served"],
-        "served_loss": loss["served"],
-        "local_accuracy": accuracy["local"],
-        "local_loss": loss["local"],
-        "bytes_up": record.bytes_up,
-        "bytes_down": record.bytes_down,
-        "seconds": record.seconds,
-        "missing": record.missing,
-        "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
-        **record.quantities,
-    }
-
-
-def _spread(rows: dict[int, dict[str, Any]], column: str) -> Spread | None:
-    having = [row for row in rows.values() if column in row]
-    return spread([row[column] for row in having], [row["n_train"] for row in having])
-
-
-def _lines(history: History) -> dict[str, list[Evaluation]]:
-    return {"served model": history.served, "local model": history.local}
-
-
-def _mean(value: Spread | None) -> float | None:
-    return None if value is None else value["mean"]

@@ -4,6 +4,7 @@ Everything is on disk after each round, so that a run that is killed keeps what 
 """
 
 import csv
+import dataclasses
 import fcntl
 import importlib.metadata
 import io
@@ -12,98 +13,153 @@ import os
 import platform
 import secrets
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from logging import WARNING
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy.typing as npt
 from flwr.common.logger import log
 
-from posy.metrics import Evaluation, History
-from posy.settings import SettingsError
-from posy.storage import is_folder_name, plain, replace, sync, write_arrays
+from posy.metrics import Evaluation, Spread, best, spread
+from posy.settings import SettingsError, key_of
+from posy.storage import is_folder_name, plain, replace, sync
+from posy.strategies.replies import RoundRecord
 from posy.yaml12 import dump
 
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
+POINTS = ("served", "local")
+"""Evaluation points: the model that a client is served, and the one that it has after its training."""
+MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
+"""Columns of the clients that a round sums up over them."""
 CLIENT_COLUMNS = (
-    "round",
-    "partition",
-    "n_train",
-    "n_test",
-    "served_accuracy",
-    "served_loss",
-    "local_accuracy",
-    "local_loss",
-    "train_loss",
-    "chosen",
-    "bytes_up",
-    "bytes_down",
-    "site",
+    *("round", "partition", "n_train", "n_test", *MEASURES[1:], "train_loss"),
+    *("chosen", "bytes_up", "bytes_down", "site"),
 )
-
-
 GROWING = ("rounds.jsonl", "clients.csv")
 """Files to which each round appends."""
 
 
-class RunDirectory:
-    """The directory of one run, locked as long as it goes on; none that exists is written into but to resume it.
-
-    Parameters
-    ----------
-    output_dir : Path
-        Directory that holds the runs; created if need be.
-    run_name : str
-        Name of the folder. If it exists, ``-2``, ``-3``, … is appended.
+@dataclass
+class Totals:
+    """What the finished rounds of a run add up to; a checkpoint holds it under the names of the fields.
 
     Attributes
     ----------
-    path, models, figures, state, checkpoints : Path
-        The directory of the run, and those of its models, figures, clients' states and checkpoints in it.
-    id : str
+    trained : bool
+        Whether any client's training has been accepted.
+    asked, evaluated : int
+        Evaluations that were asked for, and those that were accepted.
+    worst_loss : float
+        Highest mean training loss of a round.
+    bytes_up, bytes_down : int
+        Bytes of the arrays that clients and server have sent.
+    dropped : Counter of str
+        Replies that were dropped, by reason.
+    missing : list of int
+        Clients that were missing in the last evaluation.
+    accuracy, loss : list of two lists of Evaluation
+        At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out.
+    clients : dict of int to dict
+        The last row of each client.
+    last_round : list of int
+        Clients that have a row in the last round.
+    """
+
+    trained: bool = False
+    asked: int = 0
+    evaluated: int = 0
+    worst_loss: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    missing: list[int] = field(default_factory=list)
+    accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
+    loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
+    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
+    last_round: list[int] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """Return what :meth:`as_json` has written, which may stand among other keys."""
+        found = cls(**{f.name: stored[key_of(f.name)] for f in dataclasses.fields(cls)})
+        found.dropped = Counter(found.dropped)
+        found.accuracy, found.loss = (
+            [[Evaluation(*evaluation) for evaluation in evaluations] for evaluations in points]
+            for points in (found.accuracy, found.loss)
+        )
+        found.clients = {int(client): row for client, row in found.clients.items()}
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it under the keys of a checkpoint."""
+        return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
+        """Add a round that was to be evaluated or not; return the spread of each of :data:`MEASURES` over the clients.
+
+        Where no client has a measure, None stands in its place.
+        """
+        rows = dict(sorted(record.clients.items()))  # sums must not depend on who answered first
+        over_clients = {measure: _spread(rows.values(), measure) for measure in MEASURES}
+        for name, points in (("accuracy", self.accuracy), ("loss", self.loss)):
+            for point, evaluations in zip(POINTS, points, strict=True):
+                if found := over_clients[f"{point}_{name}"]:
+                    evaluations.append(Evaluation(record.number, found, len(record.missing)))
+        if trained := over_clients["train_loss"]:
+            self.trained, self.worst_loss = True, max(self.worst_loss, trained["mean"])
+        if evaluated:
+            self.missing = record.missing
+        self.asked += record.asked
+        self.evaluated += record.evaluated
+        self.bytes_up += record.bytes_up
+        self.bytes_down += record.bytes_down
+        self.dropped.update(reason for _, reason in record.dropped)
+        self.last_round = list(rows)
+        self.clients = dict(sorted({**self.clients, **rows}.items()))
+        return over_clients
+
+    def summary(self) -> dict[str, Any]:
+        """Return the totals that the summary of a run holds."""
+        return {
+            "bytes-up": self.bytes_up,
+            "bytes-down": self.bytes_down,
+            **{
+                point: {"last": _flat(evaluations[-1] if evaluations else None), "best": _flat(best(evaluations))}
+                for point, evaluations in zip(POINTS, self.accuracy, strict=True)
+            },
+            "dropped": self.dropped,
+            "missing": self.missing,
+        }
+
+
+class RunDirectory:
+    """The directory of one run, locked as long as it goes on.
+
+    Parameters
+    ----------
+    path : Path
+        The directory, which exists. In it are ``models``, ``figures``, ``state`` (that of the clients) and
+        ``checkpoints``.
+    run_id : str
         Random, to tell the run from others of its name.
+
+    Attributes
+    ----------
     grown : dict
         Of each file that grows by each round: its size and checksum after every round.
 
     Raises
     ------
     SettingsError
-        If the name is not that of a folder, or the directory cannot be created.
+        If a process is still at work in it.
     """
 
-    def __init__(self, output_dir: Path, run_name: str) -> None:
-        if not is_folder_name(run_name):
-            raise SettingsError(
-                f"run-name = {run_name!r} in the run config: it must be the name of a folder, without / or \\, not . "
-                "or .., of at most 200 bytes"
-            )
-        try:
-            self._take(_new_folder(Path(output_dir).absolute(), run_name), secrets.token_hex(4))
-        except OSError as error:
-            raise SettingsError(
-                f"output-dir = {str(output_dir)!r} in the run config: it must be a directory that can be written to "
-                f"({error})"
-            ) from error
-
-    @classmethod
-    def existing(cls, path: Path, run_id: str) -> Self:
-        """Return the directory of a run that is to go on.
-
-        Raises
-        ------
-        SettingsError
-            If a process is still at work in it.
-        """
-        directory = cls.__new__(cls)
-        try:
-            directory._take(path, run_id)
-        except BlockingIOError:
-            raise SettingsError(f"resume = {path.name!r}: a process is still at work in {path}") from None
-        return directory
-
-    def _take(self, path: Path, run_id: str) -> None:
+    def __init__(self, path: Path, run_id: str) -> None:
         self.path, self.id = path, run_id
         self.grown: dict[str, list[tuple[int, int]]] = {name: [] for name in GROWING}
         self.models, self.figures = path / "models", path / "figures"
@@ -111,11 +167,43 @@ class RunDirectory:
         self._lock = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise
+        except OSError as error:
+            self.release()
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise SettingsError(f"resume = {path.name!r}: a process is still at work in {path}") from None
         self.models.mkdir(exist_ok=True)
         self.figures.mkdir(exist_ok=True)
+
+    @classmethod
+    def create(cls, output_dir: Path, run_name: str) -> Self:
+        """Make the directory of a new run; none that exists is written into.
+
+        The directory that holds the runs is created if need be; to a name that exists ``-2``, ``-3``, … is appended.
+
+        Raises
+        ------
+        SettingsError
+            If the name is not that of a folder, or the directory cannot be created.
+        """
+        if not is_folder_name(run_name):
+            raise SettingsError(
+                f"run-name = {run_name!r} in the run config: it must be the name of a folder, without / or \\, not . "
+                "or .., of at most 200 bytes"
+            )
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            for number in count(1):
+                path = output_dir.absolute() / (run_name if number == 1 else f"{run_name}-{number}")
+                with suppress(FileExistsError):
+                    path.mkdir()  # also settles which of two runs started at once gets the name
+                    break
+            return cls(path, secrets.token_hex(4))
+        except OSError as error:
+            raise SettingsError(
+                f"output-dir = {str(output_dir)!r} in the run config: it must be a directory that can be written to "
+                f"({error})"
+            ) from error
 
     def release(self) -> None:
         """Give up the lock: the run goes on no longer."""
@@ -123,44 +211,30 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = -1
 
-    def write_config(
-        self,
-        settings: Mapping[str, Any],
-        resolved: Mapping[str, Any] | None = None,
-        gpu: str | None = None,
-        resumed: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Write ``config.yaml``: every resolved setting, the versions, the machine.
+    def write_config(self, settings: Mapping[str, Any], gpu: str | None = None, **more: Any) -> None:
+        """Write ``config.yaml``: every setting, the versions, the machine with the GPU that the server uses.
 
-        Parameters
-        ----------
-        settings : Mapping
-            All settings of the run by key.
-        resolved : Mapping, optional
-            What stands behind settings that are `auto`.
-        gpu : str, optional
-            Name of the accelerator the server sees.
-        resumed : sequence of Mapping
-            When the run was resumed, from which round on, and with which changed settings.
+        What there is ``more`` to say is left out where it is empty.
         """
-        text = dump(
-            {
-                "settings": plain(settings),
-                **({"resolved": plain(resolved)} if resolved else {}),
-                "seed": plain(settings.get("seed")),
-                "id": self.id,
-                **({"resumed": plain(list(resumed))} if resumed else {}),
-                "versions": {"python": platform.python_version()}
-                | {name: _version(name) for name in ("posy", "flwr", "torch", "numpy")},
-                "machine": {
-                    "system": platform.platform(),
-                    "cpu": _cpu_model(),
-                    "cpus": os.cpu_count(),
-                    "gpu": gpu,
-                },
-            }
-        )
-        _write_text(self.path / "config.yaml", text)
+        content = {
+            "settings": settings,
+            "seed": settings.get("seed"),
+            "id": self.id,
+            **{key: value for key, value in more.items() if value},
+            "versions": {"python": platform.python_version()}
+            | {name: _version(name) for name in ("posy", "flwr", "torch", "numpy")},
+            "machine": {"system": platform.platform(), "cpu": _cpu_model(), "cpus": os.cpu_count(), "gpu": gpu},
+        }
+        self._write("config.yaml", dump(plain(content)))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Write ``summary.json`` in place of the one before, and return what it holds."""
+        content: dict[str, Any] = plain(summary)
+        self._write("summary.json", json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+        return content
+
+    def _write(self, name: str, text: str) -> None:
+        replace(self.path / name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """Append one round to ``rounds.jsonl``: a JSON object a line; NaN and infinity become null."""
@@ -185,7 +259,6 @@ class RunDirectory:
         content = text.encode()
         with (self.path / name).open("ab") as file:
             file.write(content)
-        # Of each round: how long the file is after it, and the checksum of all that it holds by then.
         size, checksum = self.grown[name][-1] if self.grown[name] else (0, 0)
         self.grown[name].append((size + len(content), zlib.crc32(content, checksum)))
 
@@ -203,115 +276,29 @@ class RunDirectory:
         for name in GROWING:
             path, rounds = self.path / name, grown[name]
             content = path.read_bytes() if path.is_file() else b""
-            size = checksum = whole = 0
+            whole = [(0, 0)]
             for end, expected in rounds:
-                found = zlib.crc32(content[size:end], checksum)
-                if end > len(content) or found != expected:
+                size, checksum = whole[-1]
+                if end > len(content) or zlib.crc32(content[size:end], checksum) != expected:
+                    lost = f"rounds {len(whole)} to {len(rounds)}"
+                    log(WARNING, "%s is lost or damaged: it has no rows of %s any more", path, lost)
                     break
-                size, checksum, whole = end, found, whole + 1
-            if whole < len(rounds):
-                lost = f"rounds {whole + 1} to {len(rounds)}"
-                log(WARNING, "%s is lost or damaged: it has no rows of %s any more", path, lost)
-            if path.is_file():
-                os.truncate(path, size)
-            else:
-                path.touch()
+                whole.append((end, expected))
+            path.touch()
+            os.truncate(path, whole[-1][0])
             # A round without rows ends where the one before it did.
-            self.grown[name] = [(end, found) for end, found in rounds[:whole]] + [(size, checksum)] * (
-                len(rounds) - whole
-            )
+            self.grown[name] = (whole + [whole[-1]] * len(rounds))[1 : len(rounds) + 1]
 
-    def write_summary(
-        self,
-        *,
-        status: Status,
-        method: str,
-        dataset: str,
-        num_clients: int,
-        rounds: int,
-        seed: int,
-        seconds: float,
-        bytes_up: int,
-        bytes_down: int,
-        accuracy: History,
-        system_accuracy: float | None = None,
-        dropped: Mapping[str, int] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Write ``summary.json`` in place of the one before, and return what it holds.
 
-        Parameters
-        ----------
-        status : str
-            ``running`` after each round, then ``completed``, ``stopped``, ``failed`` or ``diverged``.
-        rounds : int
-            Rounds finished.
-        accuracy : History
-            Accuracy over the clients, from which the last and the best round are taken.
-        dropped : Mapping, optional
-            Number of replies left out, by reason.
-        extra : Mapping, optional
-            The method's own results.
-        """
-        summary: dict[str, Any] = plain(
-            {
-                "status": status,
-                "method": method,
-                "dataset": dataset,
-                "num-clients": num_clients,
-                "rounds": rounds,
-                "seed": seed,
-                "seconds": seconds,
-                "bytes-up": bytes_up,
-                "bytes-down": bytes_down,
-                "served": {"last": _flat(accuracy.last("served")), "best": _flat(accuracy.best("served"))},
-                "local": {"last": _flat(accuracy.last("local")), "best": _flat(accuracy.best("local"))},
-                "system-accuracy": system_accuracy,
-                "dropped": dropped or {},
-                **(extra or {}),
-            }
-        )
-        text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-        _write_text(self.path / "summary.json", text)
-        return summary
-
-    def save_arrays(
-        self, name: str, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str] | None = None
-    ) -> Path:
-        """Write arrays to ``models/<name>.safetensors`` and return its path.
-
-        Raises
-        ------
-        ValueError
-            If the name is not that of a file.
-        """
-        if not is_folder_name(name):
-            raise ValueError(f"{name!r} is not a name for a file of arrays")
-        path = self.models / f"{name}.safetensors"
-        write_arrays(path, arrays, metadata)
-        return path
+def _spread(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
+    having = [row for row in rows if column in row]
+    return spread([row[column] for row in having], [row["n_train"] for row in having])
 
 
 def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     return {"round": evaluation.round, **evaluation.over_clients, "missing": evaluation.missing}
-
-
-def _new_folder(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()  # also settles which of two runs started at once gets the name
-            return path
-        except FileExistsError:
-            number += 1
-
-
-def _write_text(path: Path, text: str) -> None:
-    replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _version(package: str) -> str | None:

@@ -4,6 +4,7 @@ from logging import WARNING
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.common.logger import log
 from torch import Tensor
@@ -45,21 +46,16 @@ def system_accuracy(
         log(WARNING, "system accuracy is not available: %s", reason)
         return None
     # A client that the last round has lost may have left the model of an earlier one.
-    reported = {client for client, row in strategy.record.clients.items() if "n_train" in row}
-    missing = [client for client, path in paths.items() if client not in reported or not path.exists()]
-    if missing:
+    stored = [c for c, path in paths.items() if "n_train" in strategy.record.clients.get(c, {}) and path.exists()]
+    if missing := sorted(paths.keys() - set(stored)):
         log(WARNING, "system accuracy: the last models of clients %s are missing", missing)
-        if routes or len(missing) == len(paths):
+        if routes or not stored:
             return None
     x, y, owner = pooled_test(workspace)
     if isinstance(strategy, FedDRM):
         return routed_accuracy(strategy, workspace, directory.models, x, y, owner)
-    votes = [
-        predict_classes(workspace, strategy.architecture, load_arrays(path), x, y)
-        for client, path in paths.items()
-        if client not in missing
-    ]
-    winners = majority_vote(np.stack(votes), workspace.task.num_classes)
+    votes = (predict_classes(workspace, strategy.architecture, load_arrays(paths[c]), x, y) for c in stored)
+    winners = majority_vote(votes, workspace.task.num_classes)
     return float((winners == y.cpu().numpy()).mean())
 
 
@@ -105,9 +101,12 @@ def pooled_test(workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
 
 def predict_classes(
     workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
-) -> FloatArray:
+) -> npt.NDArray[np.int64]:
     """Return the classes that a stored model or ensemble predicts ``(n,)``."""
-    return stored_probabilities(workspace, architecture, arrays, x, y).argmax(dim=-1).cpu().numpy()
+    classes: npt.NDArray[np.int64] = (
+        stored_probabilities(workspace, architecture, arrays, x, y).argmax(-1).cpu().numpy()
+    )
+    return classes
 
 
 def stored_probabilities(

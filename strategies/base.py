@@ -27,6 +27,7 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
+from posy.sharing import Once
 from posy.strategies.replies import (
     UNREADABLE,
     BadReplyError,
@@ -42,6 +43,7 @@ from posy.strategies.replies import (
     scores_of,
 )
 from posy.strategies.settings import Settings
+from posy.strategies.states import ClientStates, LostStateError, version_after
 from posy.words import are, one_line
 
 SAVE_SECONDS = 120.0
@@ -82,13 +84,12 @@ class PersonalisedStrategy(Strategy):
         self.members: dict[int, ClientInfo] = {}
         """The clients that can be reached, by index."""
         self.refresh: Callable[[], list[int]] | None = None
-        """Brings :attr:`members` up to date before a round; returns the clients whose own state may be lost."""
+        """Brings :attr:`members` up to date before a round."""
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
         self.resumed_after = 0
         """Rounds that were finished before this process took up the run."""
-        self.state_config: dict[str, Any] = {}
-        """What every message tells of the clients' states: where they are kept, and which of them counts."""
+        self.states = ClientStates()
         self.saving = False
         """Whether the models of this round are stored: the last round's, and now and then before."""
         self.class_counts: npt.NDArray[np.int64] | None = None
@@ -141,7 +142,7 @@ class PersonalisedStrategy(Strategy):
         """Take note of a good reply, after training or evaluation."""
 
     def lost(self, client: int) -> None:
-        """Take note of a reply that failed or did not come."""
+        """Take note that a client has lost its own state and begins anew."""
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the server's state by name."""
@@ -302,8 +303,8 @@ class PersonalisedStrategy(Strategy):
     # -- messages --------------------------------------------------------------------------------------
 
     def _begin_round(self, server_round: int, grid: Grid) -> None:
-        for client in self.refresh() if self.refresh else ():
-            self.lost(client)
+        if self.refresh:
+            self.refresh()
         away = tuple(client for client in range(self.num_clients) if client not in self.members)
         self.record = RoundRecord(server_round, away=away)
         self._clock = time.perf_counter()
@@ -319,17 +320,17 @@ class PersonalisedStrategy(Strategy):
         """Make a message for each client in ``flags``, with what a phase tells that client."""
         lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
         common: dict[str, Any] = {**config, "settings": self._settings_json, "server-round": server_round}
-        common |= {**self.state_config, "lr": self.learning_rate(server_round)}
+        common["lr"] = self.learning_rate(server_round)
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
-        wrapped: dict[int, Array] = {}
+        pack = Once(Array)  # an array that several clients are sent is serialised once
         self._sent = []
         for client, own in flags.items():
             served, info, row = self.serve(client), self.members[client], self.record.row(client)
-            # An array that the client before was sent too is not serialised again.
-            wrapped = {id(array): wrapped.get(id(array)) or Array(array) for array in served}
-            arrays = record_of_arrays({str(i): wrapped[id(array)] for i, array in enumerate(served)})
-            told = ConfigRecord({**common, "client": client, **own, **self.train_config(server_round, client)})
+            arrays = record_of_arrays({str(i): pack(array) for i, array in enumerate(served)})
+            state = self.states.config(kind, server_round, client)
+            method = self.train_config(server_round, client)
+            told = ConfigRecord({**common, "client": client, **state, **own, **method})
             size = sum(array.nbytes for array in served)
             self.record.bytes_down += size
             row["bytes_down"] += size
@@ -345,25 +346,28 @@ class PersonalisedStrategy(Strategy):
         # A lost node's error comes from the SuperLink: only the message it answers tells whose it is.
         # A message that was never sent, for lack of time, has no id.
         unsent = [client_of(m) for m in self._sent if not m.metadata.message_id]
-        waiting = {m.metadata.message_id: client_of(m) for m in self._sent if m.metadata.message_id}
+        waiting = {m.metadata.message_id: m for m in self._sent if m.metadata.message_id}
         for reply in replies:
-            client = waiting.pop(reply.metadata.reply_to_message_id, -1)
+            asked = waiting.pop(reply.metadata.reply_to_message_id, None)
+            client = -1 if asked is None else client_of(asked)
             try:
-                if client < 0:
+                if asked is None:
                     raise BadReplyError("a reply to no message of this phase, or a second one")
                 if reply.has_error():
                     raise BadReplyError(failure(reply.error))
+                version = version_after(asked, reply)
                 good.append(read(client, reply.content))
+                self.states.versions[client] = version
             except UNREADABLE as error:
+                if isinstance(error, LostStateError):
+                    self.states.versions.pop(client, None)
+                    self.lost(client)
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
                 dropped.append((client, one_line(reason, MAX_REASON)))
         late = f"no reply within round-timeout = {self.settings.run.round_timeout:g} s"
-        dropped += [(client, late) for client in (*waiting.values(), *unsent)]
+        dropped += [(client, late) for client in (*map(client_of, waiting.values()), *unsent)]
         self._tell_dropped(set(dropped) - set(self.record.dropped))  # not again what the training has told already
         self.record.dropped += dropped
-        for client, _ in dropped:
-            if client >= 0:
-                self.lost(client)
         return good
 
     def _tell_dropped(self, dropped: set[tuple[int, str]]) -> None:

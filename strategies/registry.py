@@ -8,11 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from posy.data.settings import DATASETS, SITES, DataSettings, located
+from posy.data.published import DATASETS
+from posy.data.settings import SITES, DataSettings, located
+from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
 from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
 from posy.strategies.methods import METHODS, check_method, settings_class
-from posy.strategies.settings import MODELS, RunSettings, Settings, TrainSettings
+from posy.strategies.settings import RunSettings, Settings, TrainSettings
 from posy.yaml12 import parse, read_yaml
 
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
@@ -153,17 +155,7 @@ def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 
 def check_own(given: Iterable[str], method: str, where: str) -> None:
-    """Raise :class:`SettingsError` for settings of another method than the run's: they would do nothing.
-
-    Parameters
-    ----------
-    given : iterable of str
-        Keys that a person has set for this very run; a file that is made for several may hold others.
-    method : str
-        The run's method.
-    where : str
-        Where they were set.
-    """
+    """Raise :class:`SettingsError` if keys given for this very run are another method's: they would do nothing."""
     for key in given:
         if owner(key) not in (None, method):
             raise SettingsError(f"{key} in {where} is a setting of {owner(key)}; the run's method is {method}")
@@ -195,7 +187,7 @@ def experiment_path(name: str) -> Path:
 
 def setting_of(word: str) -> str:
     """Return the setting that a word alone is a value of: a method, a data set, a model; else an empty text."""
-    for key, names in (("method", METHODS), ("dataset", (*DATASETS, SITES)), ("model", MODELS[1:])):
+    for key, names in (("method", METHODS), ("dataset", (*DATASETS, SITES)), ("model", MODELS)):
         if word in names:
             return key
     return ""

@@ -5,20 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posy.data.settings import DataSettings
+from posy.models.catalogue import MODELS
 from posy.settings import Scalar, SettingsError, as_config, setting
-
-MODELS = (
-    "auto",
-    "linear",
-    "mlp",
-    "cnn",
-    "cnn-3fc",
-    "resnet18-gn",
-    "resnet18-bn",
-    "lenet-gn",
-    "fasttext",
-    "textcnn",
-)
 
 
 @dataclass(frozen=True)
@@ -28,7 +16,7 @@ class TrainSettings:
     model: str = setting(
         "auto",
         "network; `auto` picks one that suits the data",
-        choices=MODELS,
+        choices=("auto", *MODELS),
         synonyms=("arch", "architecture", "net", "network"),
     )
     local_epochs: int = setting(
@@ -97,6 +85,7 @@ class RunSettings:
         maximum=1e8,
         resumable=True,
         synonyms=("timeout",),
+        affects_results=False,
     )
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
     system_accuracy: str = setting(
@@ -105,8 +94,20 @@ class RunSettings:
         choices=("auto", "on", "off"),
     )
     seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
-    output_dir: str = setting("runs", "directory that holds the runs", place=True, resumable=True, synonyms=("output",))
-    run_name: str = setting("", "folder of this run; empty: method, data set, seed and time", synonyms=("name",))
+    output_dir: str = setting(
+        "runs",
+        "directory that holds the runs",
+        place=True,
+        resumable=True,
+        affects_results=False,
+        synonyms=("output",),
+    )
+    run_name: str = setting(
+        "",
+        "folder of this run; empty: method, data set, seed and time",
+        affects_results=False,
+        synonyms=("name",),
+    )
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
     min_clients: int = setting(
         0,
@@ -119,7 +120,11 @@ class RunSettings:
         300.0, "seconds to wait for the clients before the first round", above=0, maximum=1e8, resumable=True
     )
     checkpoint_every: int = setting(
-        10, "rounds between checkpoints (the last round is always one); 0: none", minimum=0, resumable=True
+        10,
+        "rounds between checkpoints (the last round is always one); 0: none",
+        minimum=0,
+        resumable=True,
+        affects_results=False,
     )
     resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
     state_memory: int = setting(
@@ -127,6 +132,7 @@ class RunSettings:
         "MiB that the clients' states may take in an in-process run, the rest goes to disk; 0: all",
         minimum=0,
         resumable=True,
+        affects_results=False,
     )
 
     def __post_init__(self) -> None:

@@ -58,7 +58,8 @@ class Finished:
 
     def kept(self, client: int) -> dict[str, np.ndarray]:
         """Return what a client keeps on its node, which hosts it alone."""
-        record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}")
+        version = self.strategy.states.versions.get(client)
+        record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}/{version}")
         return {} if record is None else {name: array.numpy() for name, array in record.items()}
 
 

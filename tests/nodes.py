@@ -9,14 +9,14 @@ import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.serverapp import Grid
 from PIL import Image
 
 from posy.client_app.app import app as client_app
+from posy.server_app.grids import OwnGrid
 from posy.server_app.in_process import InProcessGrid
 
 
-class NodeGrid(Grid):
+class NodeGrid(OwnGrid):
     """A grid of nodes by id, which connect and leave as a test says; those in ``silent`` do not answer."""
 
     def __init__(self, *configs: Mapping[str, Any]) -> None:
@@ -71,16 +71,6 @@ class NodeGrid(Grid):
             reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, repr(error)), reply_to=message)
         reply.metadata.__dict__["_message_id"] = str(uuid4())
         return reply
-
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Any:
-        raise NotImplementedError
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
 
 
 def class_folders(root: Path, x: np.ndarray, y: Iterable[Any]) -> Path:

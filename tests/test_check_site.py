@@ -13,7 +13,7 @@ from posy.commands.check_site import check_site, show
 from posy.commands.cli import main
 from posy.data.errors import DataError
 from posy.data.settings import DataSettings
-from posy.data.sites import load_site
+from posy.data.sites import load_site, read_site
 
 OPEN = DataSettings(dataset="sites")
 
@@ -34,7 +34,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     task = replace(OPEN, sample_kind="image", input_shape="3x8x8", classes="a,b,c")
     found = check_site({"data": str(tmp_path), "skip-unreadable": "true"}, task, 1)
     assert (found.shape, found.lacking, found.left_open) == ("3x8x8", ("c",), ())
-    dataset, part = load_site(tmp_path, task, 1, skip_unreadable=True)
+    dataset, part = load_site(read_site(tmp_path, task, True), task, 1)
     for place, rows in enumerate((part.train[0], part.test[0])):
         counts = np.bincount(dataset.y[rows], minlength=3).tolist()
         assert [found.classes[name][place] for name in "ab"] == counts[:2]

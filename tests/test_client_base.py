@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posy.client_app import app as client_app
 from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps, scores
-from posy.client_app.state import ContextStore, Moment, State
+from posy.client_app.state import ContextStore, MissingStateError, State, Versions
 from posy.client_app.training.work import Train, TrainingDivergedError
 from posy.client_app.workspace import Workspace, choose_device, workspace_for
 from posy.data.errors import DataError
@@ -25,6 +25,7 @@ from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
 from posy.strategies.replies import Update
+from posy.strategies.states import ClientStates
 
 MakeClient = Callable[..., Any]
 TRAIN = {"server-round": 1, "client": 0, "evaluate-local": True}
@@ -313,7 +314,7 @@ def test_an_ensemble_is_stored_with_its_coefficients(make_client: MakeClient, tm
 # -- state -----------------------------------------------------------------------------------------------
 
 
-FIRST, NEXT = Moment(1, 0), Moment(2, 0)
+FIRST, NEXT = Versions("", "0-1-0"), Versions("0-1-0", "0-2-0")
 
 
 def context(**node: Any) -> Context:
@@ -333,7 +334,8 @@ def test_state_survives_a_nodes_context_exactly() -> None:
     for name, array in state.items():
         assert again[name].dtype == array.dtype
         assert np.array_equal(again[name], array)
-    assert not len(store.load(30, FIRST))
+    with pytest.raises(MissingStateError, match="0-1-0 of client 30 is not on this node"):
+        store.load(30, NEXT)
 
 
 def test_clients_of_one_node_have_states_of_their_own() -> None:
@@ -341,22 +343,23 @@ def test_clients_of_one_node_have_states_of_their_own() -> None:
     for client in (1, 11):
         state = store.load(client, FIRST)
         state["own"] = np.array(client)
-        store.save(client, FIRST, state)
+        assert store.save(client, FIRST, state) == "0-1-0"
     assert [int(store.load(client, NEXT)["own"]) for client in (1, 11)] == [1, 11]
 
 
 def test_only_a_change_is_written() -> None:
     node, state = context(), State()
     store = ContextStore(node)
-    store.save(0, FIRST, state)
+    assert store.save(0, FIRST, state) == ""
     assert not node.state
     state["a"] = np.zeros(1)
     assert state.changed
-    store.save(0, FIRST, state)
+    assert store.save(0, FIRST, state) == "0-1-0"
     assert not state.changed
+    assert store.save(0, NEXT, state) == "0-1-0"
     del state["a"]
-    store.save(0, FIRST, state)
-    assert not len(store.load(0, NEXT))
+    assert store.save(0, NEXT, state) == "0-2-0"
+    assert not len(store.load(0, Versions("0-2-0", "0-3-0")))
 
 
 def test_keep_and_recall(make_client: MakeClient) -> None:
@@ -371,14 +374,15 @@ def test_keep_and_recall(make_client: MakeClient) -> None:
 def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[..., Any]) -> None:
     grid, settings = InProcessGrid(1), read_settings(make_config("local", num_clients=4))
 
-    def ask(server_round: int, lr: float) -> Message:
+    def ask(server_round: int, lr: float, start: str) -> Message:
         config: Config = {"settings": settings.to_json(), "client": 0, "server-round": server_round, "lr": lr}
+        config |= {"state-from": start, "state-to": f"0-{server_round}-0", "state-keep": []}
         content = RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord(dict(config))})
         return next(iter(grid.send_and_receive([Message(content, 1, MessageType.TRAIN)])))
 
-    assert not ask(1, 0.1).has_error()
+    assert ask(1, 0.1, "").content.config_records["config"]["state"] == "0-1-0"
     kept = ContextStore(grid._contexts[1]).load(0, NEXT)["model"]
-    failed = ask(2, 1e38)
+    failed = ask(2, 1e38, "0-1-0")
     assert failed.has_error()
     assert "diverged" in str(failed.error.reason)
     assert np.array_equal(ContextStore(grid._contexts[1]).load(0, NEXT)["model"], kept)
@@ -402,8 +406,9 @@ def test_arrays_of_a_message_keep_their_order(make_config: Callable[..., Any], m
     """Twelve arrays: their keys, as texts, would sort as 0, 1, 10, 11, 2."""
     InProcessGrid(1)
     arrays = ArrayRecord({str(i): Array(np.array(i)) for i in range(12)})
-    config = ConfigRecord({"settings": read_settings(make_config("fedavg")).to_json(), "client": 0, "server-round": 1})
-    message = Message(RecordDict({"arrays": arrays, "config": config}), 1, MessageType.TRAIN)
+    states = ClientStates().config("train", 1, 0)
+    config = {"settings": read_settings(make_config("fedavg")).to_json(), "client": 0, "server-round": 1, **states}
+    message = Message(RecordDict({"arrays": arrays, "config": ConfigRecord(config)}), 1, MessageType.TRAIN)
     told: list[tuple[list[int], dict[str, Any]]] = []
     monkeypatch.setattr(PersonalClient, "fit_steps", lambda _, *args: told.append(([int(a) for a in args[0]], args[1])))
     client_app.Call(message, context()).open()

@@ -13,11 +13,12 @@ from PIL import Image
 
 from posy.data.augment import crop, draw_boxes
 from posy.data.client import client_data
-from posy.data.datasets import SOURCES, describe, load_dataset
+from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
-from posy.data.image import CIFAR20, CIFAR100_NAMES, KVASIR, TO_SUPERCLASS
 from posy.data.partitions import Partition, partition
-from posy.data.settings import DATASETS, DataSettings
+from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, KVASIR, describe
+from posy.data.read_published import TO_SUPERCLASS
+from posy.data.settings import DataSettings
 from posy.data.text import tokenise
 from posy.settings import SettingsError
 
@@ -41,8 +42,7 @@ def save_image(path, value, size=(4, 4), mode="RGB"):
 # The table
 
 
-def test_the_table_of_sources_and_the_setting_name_the_same_data_sets():
-    assert tuple(SOURCES) == DATASETS
+def test_the_table_of_published_data_sets_tells_all_of_each():
     assert [row[0] for row in describe()] == list(DATASETS)
     assert all(len(row) == 4 and all(row) for row in describe())
 

@@ -14,7 +14,8 @@ import torch
 from posy.client_app.app import Call
 from posy.client_app.base import PersonalClient
 from posy.client_app.engine import Engine
-from posy.client_app.state import DirectoryStore, MemoryStore
+from posy.client_app.state import MemoryStore
+from posy.client_app.training.sgd import SGD
 from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
@@ -146,7 +147,7 @@ def test_only_the_store_keeps_states_in_memory(make_config, federate, monkeypatc
     class Watched(InProcessGrid):
         def __init__(self, num_clients):
             super().__init__(num_clients)
-            self.states = MemoryStore(DirectoryStore(tmp_path), limit=1)
+            self.states = MemoryStore(tmp_path, limit=1)
 
     close = Call.close
 
@@ -201,13 +202,13 @@ def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate,
 def test_an_interrupt_ends_the_training_of_all_threads(make_config, federate, monkeypatch, workers):
     monkeypatch.setattr(Workspace, "workers", workers)
     begun = threading.Event()
-    carry_out = Trainer._run_alone
+    carry_out = Trainer._run
 
     def noted(self, *args):
         begun.set()
         return carry_out(self, *args)
 
-    monkeypatch.setattr(Trainer, "_run_alone", noted)
+    monkeypatch.setattr(Trainer, "_run", noted)
     config = make_config("fedavg", stack="loop", model="mlp", local_steps=10**7)
     main = threading.main_thread().ident
 
@@ -237,8 +238,8 @@ def test_an_interrupt_while_clients_are_submitted_ends_their_training(make_confi
             raise KeyboardInterrupt
         return submit(self, *args)
 
-    check = Trainer._check_interrupted
-    monkeypatch.setattr(Trainer, "_check_interrupted", lambda self: (steps.append(1), check(self))[1])
+    step = SGD.step
+    monkeypatch.setattr(SGD, "step", lambda self, gradients: (steps.append(1), step(self, gradients))[1])
     monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         federate(make_config("fedavg", stack="loop", model="mlp", local_steps=10**7))
@@ -253,8 +254,8 @@ def test_an_interrupt_does_not_outlive_its_run(make_config, federate, monkeypatc
     monkeypatch.setattr(Workspace, "workers", workers)
     made = Engine.__init__
 
-    def interrupted(self, workspace, workers=0):
-        made(self, workspace, workers)
+    def interrupted(self, workspace):
+        made(self, workspace)
         workspace.trainer.interrupted.set()
 
     monkeypatch.setattr(Engine, "__init__", interrupted)
@@ -272,7 +273,7 @@ def test_what_all_receive_is_one_tensor(make_config):
     for number in range(20):  # beside what each client alone receives
         workspace.tensor(np.full(3, number, np.float32))
         assert workspace.tensor(first) is shared
-    assert Engine(workspace).workers >= 1
+    assert workspace.workers >= 1
 
 
 @every_method

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from posy.commands.launch import APP
-from posy.commands.table import PLACE, read_plan
+from posy.commands.table import affects_results, read_plan
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.strategies.methods import METHODS
 from posy.strategies.ppfe import plan_stages
-from posy.strategies.registry import EXPERIMENTS, read_settings, with_experiment
+from posy.strategies.registry import EXPERIMENTS, declared, read_settings, with_experiment
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"))
 TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))
@@ -178,8 +178,9 @@ def test_tables_load(path: Path) -> None:
     resolved = {cell.row: read_settings(cell.config) for cell in plan.cells}
     methods = {settings.run.method for settings in resolved.values()}
     assert len(methods) == len(resolved) or methods == {path.stem.removesuffix("-ablations")}
-    asked = [{key: v for key, v in settings.as_config().items() if key not in PLACE} for settings in resolved.values()]
-    assert all(first != second for first, second in itertools.combinations(asked, 2))  # no row twice
+    matter = {key for key, setting in declared().items() if affects_results(setting)}
+    computed = [{key: v for key, v in settings.as_config().items() if key in matter} for settings in resolved.values()]
+    assert all(first != second for first, second in itertools.combinations(computed, 2))  # no row twice
     assert len({settings.data for settings in resolved.values()}) == 1  # the same data for every row
 
 

@@ -216,7 +216,7 @@ def known(make_config, tmp_path):
         named["client_head.weight"][:, 0] = [-slope, slope]
         named["client_head.bias"][0] = bias
         strategy.model = strategy.shared.take(layout.flatten(named))
-        directory = RunDirectory(tmp_path / "known", "run")
+        directory = RunDirectory.create(tmp_path / "known", "run")
         for client in stored:
             sign = 1 if client == 0 else -1  # client 0: feature 1 > 0 is class 1; client 1: class 0
             own = {**named, "model.head.weight": np.array([[0, -sign], [0, sign]], np.float32)}

@@ -12,23 +12,19 @@ from matplotlib.image import imread
 
 from posy import figures
 from posy.figures import Panel
-from posy.metrics import Evaluation, History, spread
+from posy.metrics import Evaluation, spread
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")
 
 
-def history(rounds: int, clients: int) -> History:
-    made = History()
-    for server_round in range(1, rounds + 1):
-        values = RNG.uniform(size=clients).tolist()
-        made.add(server_round, spread(values, [1] * clients), spread(values, [1] * clients))
-    return made
+def history(rounds: int, clients: int) -> list[Evaluation]:
+    found = (spread(RNG.uniform(size=clients).tolist(), [1] * clients) for _ in range(rounds))
+    return [Evaluation(number, over) for number, over in enumerate(found, start=1) if over is not None]
 
 
-def points(rounds: int, clients: int) -> dict[str, list[Evaluation]]:
-    made = history(rounds, clients)
-    return {"served model": made.served, "local model": made.local}
+def points(rounds: int, clients: int) -> list[list[Evaluation]]:
+    return [history(rounds, clients)] * 2
 
 
 def values(count: int) -> list[float | None]:
@@ -40,13 +36,13 @@ def counts(clients: int, classes: int) -> npt.NDArray[np.int64]:
 
 
 DRAWN: dict[str, Callable[[Path], bool]] = {
-    "accuracy, 1 round": lambda path: figures.accuracy_over_rounds(points(1, 2), path),
-    "accuracy, 2000 rounds": lambda path: figures.accuracy_over_rounds(points(2000, 5), path),
-    "accuracy, one point only": lambda path: figures.accuracy_over_rounds({"a": history(3, 2).served, "b": []}, path),
-    "loss": lambda path: figures.loss_over_rounds(points(10, 500), path),
+    "accuracy, 1 round": lambda path: figures.over_rounds(points(1, 2), path),
+    "accuracy, 2000 rounds": lambda path: figures.over_rounds(points(2000, 5), path),
+    "accuracy, one point only": lambda path: figures.over_rounds([history(3, 2), []], path),
+    "loss": lambda path: figures.over_rounds(points(10, 500), path, measure="loss"),
     "2 clients": lambda path: figures.client_accuracies([0.5, 0.6], [0.7, 0.6], path),
     "500 clients, one unknown": lambda path: figures.client_accuracies(values(500), values(500), path),
-    "clients, served only": lambda path: figures.client_accuracies(values(20), None, path),
+    "clients, served only": lambda path: figures.client_accuracies(values(20), [None] * 20, path),
     "clients, local only": lambda path: figures.client_accuracies([None] * 20, values(20), path),
     "partition 2 x 2": lambda path: figures.partition([[3, 0], [0, 1]], path),
     "partition 500 x 200": lambda path: figures.partition(counts(500, 200), path),
@@ -58,16 +54,16 @@ DRAWN: dict[str, Callable[[Path], bool]] = {
     ),
     "heat map with holes": lambda path: figures.heatmap([[1, NAN], [NAN, 2]], path, title="t", label="l"),
     "heat map of a constant": lambda path: figures.heatmap(np.ones((3, 3)), path),
-    "heat map of choices": lambda path: figures.heatmap(
-        RNG.integers(0, 3, (10, 40)), path, categories=["a", "b", "c"], xticks=[str(r) for r in range(1, 41)]
+    "heat map, names below": lambda path: figures.heatmap(
+        RNG.random((10, 20)), path, xticks=[f"stage {stage}" for stage in range(1, 21)]
     ),
     "heat maps side by side": lambda path: figures.heatmaps([Panel(counts(20, 10)) for _ in range(3)], path),
     "heat maps over rounds": lambda path: figures.heatmaps(
-        [Panel(RNG.random((100, 100)), f"round {r}") for r in range(7)] + [Panel([[NAN]])], path, shared=True
+        [Panel(RNG.random((100, 100)), f"round {r}") for r in range(7)] + [Panel([[NAN]])], path
     ),
     "one line of one point": lambda path: figures.lines({"a": [(1, 2.0)]}, path),
     "lines with gaps": lambda path: figures.lines(
-        {"a": [(1, 2.0), (20, None), (30, NAN), (400, 1.0)], "b": []}, path, logx=True, logy=True
+        {"a": [(1, 2.0), (20, None), (30, NAN), (400, 1.0)], "b": []}, path, logy=True
     ),
     "500 lines": lambda path: figures.lines(
         {str(i): [(r, r * i / 500) for r in range(20)] for i in range(500)}, path, percent=True
@@ -77,10 +73,9 @@ DRAWN: dict[str, Callable[[Path], bool]] = {
 }
 
 EMPTY: dict[str, Callable[[Path], bool]] = {
-    "accuracy": lambda path: figures.accuracy_over_rounds({"served model": [], "local model": []}, path),
-    "loss": lambda path: figures.loss_over_rounds({}, path),
+    "accuracy": lambda path: figures.over_rounds([[], []], path),
     "clients": lambda path: figures.client_accuracies([None, NAN], [None, None], path),
-    "no clients": lambda path: figures.client_accuracies(None, None, path),
+    "no clients": lambda path: figures.client_accuracies([], [], path),
     "partition": lambda path: figures.partition(np.empty((0, 10)), path),
     "heat map": lambda path: figures.heatmap(np.array([[None, NAN]]), path),
     "heat map without cells": lambda path: figures.heatmap([[]], path),
@@ -127,7 +122,7 @@ def test_a_heat_map_shows_each_value_in_its_place(tmp_path: Path) -> None:
 
 def test_pyplot_is_not_used_and_nothing_global_changes(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
-    figures.accuracy_over_rounds(points(3, 3), tmp_path / "figure.png")
+    figures.over_rounds(points(3, 3), tmp_path / "figure.png")
     assert dict(matplotlib.rcParams) == before
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or not pyplot.get_fignums()

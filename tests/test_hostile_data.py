@@ -22,15 +22,14 @@ from PIL import Image
 
 from posy.commands.cli import main
 from posy.data.client import client_data
-from posy.data.dataset import as_labels, nearly_equal, written_label
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
-from posy.data.leaf import load_femnist
+from posy.data.labels import as_labels, nearly_equal, written_label
 from posy.data.npz import NpzFile
-from posy.data.own import load_own
+from posy.data.own import load_own, read_own
 from posy.data.partitions import Partition, partition
 from posy.data.settings import DataSettings
-from posy.data.sites import load_site
+from posy.data.sites import load_site, read_site
 from posy.settings import SettingsError
 
 CPU = torch.device("cpu")
@@ -46,6 +45,10 @@ def save(path, **arrays):
 def write(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+def own_site(path, settings, skip=False):
+    return load_site(read_site(path, settings, skip), settings, 1)
 
 
 def tensors(dataset, n=None):
@@ -100,7 +103,7 @@ def test_seconds_since_1970_are_standardised_as_well_as_those_since_yesterday(fo
             feature_mean=repr(mean.item()),
             feature_std=repr(std.item()),
         )
-        dataset, _ = load_site(path, given_by_run, 1)
+        dataset, _ = own_site(path, given_by_run)
     np.testing.assert_allclose(tensors(dataset).x_train.numpy(), standardised([seconds]), rtol=3e-7, atol=1e-9)
 
 
@@ -184,7 +187,7 @@ def test_pfllibs_features_are_taken_as_they_are_and_standardised_at_a_site(tmp_p
         feature_mean="1700000001.0",
         feature_std="2",
     )
-    site, _ = load_site(root, task, 1)
+    site, _ = own_site(root, task)
     assert tensors(site, 3).x_train.flatten().tolist() == [-0.5, 0.0, 1.0]
 
 
@@ -193,7 +196,7 @@ def test_a_standard_deviation_that_leaves_no_number_is_refused(tmp_path):
     task = DataSettings(
         dataset="sites", sample_kind="features", input_shape="1", classes="0,1", feature_mean="0", feature_std="1e-30"
     )
-    refused(load_site, path, task, 1, match="feature 0 reaches 1e\\+30.*beyond the range of float32")
+    refused(own_site, path, task, match="feature 0 reaches 1e\\+30.*beyond the range of float32")
 
 
 # -- samples of different kinds are not pooled -----------------------------------------------------------
@@ -459,7 +462,7 @@ def test_other_files_are_regular_too(kind, tmp_path):
     for split in ("train", "test"):
         (tmp_path / "femnist" / split).mkdir(parents=True)
         place(tmp_path / "femnist" / split / "a.json", kind)
-    refused(load_femnist, tmp_path, match="not a regular file|cannot be opened")
+    refused(load_dataset, DataSettings(dataset="femnist"), tmp_path, 1, match="not a regular file|cannot be opened")
     (tmp_path / "agnews.csv").symlink_to(path)
     with pytest.raises(DataError, match=r"not found|not a regular file"):
         load_dataset(DataSettings(dataset="agnews"), tmp_path, 1)
@@ -584,7 +587,7 @@ def test_crooked_tables(text, message, tmp_path):
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("posy.data.text.MAX_LINE", 1000)
+    monkeypatch.setattr("posy.data.tables._MAX_LINE", 1000)
     path = write(tmp_path / "a.csv", "x,label\n" + "1" * 5000)
     refused(load_own, path, "a", match="line 2 is longer than 1,000 characters")
 
@@ -617,7 +620,7 @@ def test_crooked_json(content, tmp_path):
     for split in ("train", "test"):
         (tmp_path / "femnist" / split).mkdir(parents=True)
         write(tmp_path / "femnist" / split / "a.json", content)
-    refused(load_femnist, tmp_path, match=r"a\.json")
+    refused(load_dataset, DataSettings(dataset="femnist"), tmp_path, 1, match=r"a\.json")
     digits = load_dataset(DataSettings(), tmp_path, 1)
     path = write(tmp_path / "parts.json", content)
     chosen = DataSettings(partition="file", partition_file=str(path), num_clients=2)
@@ -711,7 +714,7 @@ def test_all_images_that_cannot_be_read_are_told(tmp_path):
     damage(images(tmp_path))
     told = refused(load_own, tmp_path, "a", match="5 of 11 images cannot be read")
     assert "skip-unreadable" not in told  # that is for a site
-    told = refused(load_site, tmp_path, site_of_images(), 1, match="5 of 11 images cannot be read")
+    told = refused(own_site, tmp_path, site_of_images(), match="5 of 11 images cannot be read")
     assert told.endswith("; with skip-unreadable=true in its node config a site goes on without such files")
 
 
@@ -720,17 +723,15 @@ def site_of_images():
 
 
 def test_a_site_goes_on_without_them_if_it_says_so(tmp_path):
-    whole, _ = load_site(images(tmp_path / "whole"), site_of_images(), 1)
+    whole, _ = own_site(images(tmp_path / "whole"), site_of_images())
     damage(images(tmp_path / "torn"))
-    found, part = load_site(tmp_path / "torn", site_of_images(), 1, skip_unreadable=True)
+    found, part = own_site(tmp_path / "torn", site_of_images(), skip=True)
     assert (found.x.tolist(), found.y.tolist(), found.skipped) == (whole.x.tolist(), whole.y.tolist(), 5)
     assert found.notes[0].startswith("5 of 11 image files cannot be read and are left out: a/empty.png, a/torn.png")
     assert len(part.train[0]) + len(part.test[0]) == 6
 
 
 def test_neither_size_nor_colours_are_those_of_a_file_that_is_left_out(tmp_path):
-    from posy.data.own import read_own
-
     damage(images(tmp_path))
     assert read_own(tmp_path, skip_unreadable=True).x.shape == (6, 4, 4, 1)
 
@@ -740,7 +741,7 @@ def test_a_site_without_any_image_left_is_refused(tmp_path):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "1.png", b"no image")
     with pytest.raises(DataError, match="2 of 2 images cannot be read"):
-        load_site(tmp_path, site_of_images(), 1, skip_unreadable=True)
+        own_site(tmp_path, site_of_images(), skip=True)
 
 
 def test_images_that_together_do_not_fit_into_memory_are_refused(tmp_path):
@@ -748,7 +749,7 @@ def test_images_that_together_do_not_fit_into_memory_are_refused(tmp_path):
         (tmp_path / name).mkdir()
         Image.new("L", (8, 8)).save(tmp_path / name / "1.png")
     settings = DataSettings(dataset="sites", sample_kind="image", input_shape="3x400000x400000", classes="a,b")
-    refused(load_site, tmp_path, settings, 1, match="input-shape|more than fits into memory")
+    refused(own_site, tmp_path, settings, match="input-shape|more than fits into memory")
 
 
 def test_folders_are_ordered_as_numbers_if_they_are(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from posy.data.dataset import feature_dataset, image_dataset
+from posy.data.dataset import make_dataset
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import partition
@@ -25,7 +25,7 @@ def made(per_class, num_classes, groups=None):
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(num_classes), per_class))
     x = np.arange(len(y), dtype=np.float32)[:, None]
     names = tuple(str(c) for c in range(num_classes))
-    return feature_dataset("made", x, y.astype(np.int64), names, groups)
+    return make_dataset("made", "features", x, y.astype(np.int64), names, groups)
 
 
 def settings(**changes):
@@ -82,7 +82,8 @@ def test_the_seed_makes_the_partition(kind):
 
 def test_another_process_makes_the_same_partition():
     code = (
-        "from pathlib import Path; from posy.settings import DataSettings; from posy.data.datasets import load_dataset;"
+        "from pathlib import Path; from posy.data.settings import DataSettings;"
+        "from posy.data.datasets import load_dataset;"
         "from posy.data.partitions import partition; s = DataSettings();"
         "print([t.tolist() for t in partition(load_dataset(s, Path('.'), 0), s, 5).train])"
     )
@@ -338,6 +339,6 @@ def test_settings_that_do_not_suit_the_data(changes, message):
 
 
 def test_more_clients_than_shifts_is_found_before_the_partition():
-    data = image_dataset("rgb", np.zeros((40, 2, 2, 3), np.uint8), np.arange(40) % 2, ("a", "b"))
+    data = make_dataset("rgb", "image", np.zeros((40, 2, 2, 3), np.uint8), np.arange(40) % 2, ("a", "b"))
     with pytest.raises(SettingsError, match=r"'mid' has 8 shifts.*num-clients = 9"):
         partition(data, settings(num_clients=9, partition="iid", shift="mid"), 0)

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posy.data.datasets import SOURCES
 from posy.data.errors import DataError
-from posy.data.settings import DATASETS, DataSettings
-from posy.models import build_model
+from posy.data.settings import DataSettings
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import Scalar, SettingsError, as_config, build, checked, key_of, setting, settings_of
@@ -30,7 +28,7 @@ from posy.strategies.registry import (
     groups,
     read_settings,
 )
-from posy.strategies.settings import MODELS, RunSettings, TrainSettings
+from posy.strategies.settings import RunSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DECLARED = declared()
@@ -82,12 +80,6 @@ def test_settings_are_frozen() -> None:
 def test_every_method_is_found_by_name(method: str) -> None:
     settings = read_settings({"method": method})
     assert type(settings.method) is settings_class(method)
-
-
-def test_every_named_data_set_has_a_loader_and_every_model_a_builder() -> None:
-    assert set(SOURCES) == set(DATASETS)
-    assert callable(build_model)
-    assert DECLARED["model"].choices == MODELS
 
 
 # -- one value -------------------------------------------------------------------------------------------

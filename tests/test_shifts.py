@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posy.data.client import client_data
-from posy.data.dataset import image_dataset
+from posy.data.dataset import make_dataset
 from posy.data.partitions import Partition
 from posy.data.settings import DataSettings
 from posy.data.shifts import SHIFTS, Shift, apply_shift, check_shift, shift_of
@@ -91,7 +91,7 @@ def test_levels_have_as_many_clients_as_shifts():
 
 def rgb(n, dtype=np.uint8):
     x = np.random.default_rng(0).integers(0, 256, (n, 4, 4, 3)).astype(dtype)
-    return image_dataset("rgb", x, np.arange(n) % 2, ("a", "b"))
+    return make_dataset("rgb", "image", x, np.arange(n) % 2, ("a", "b"))
 
 
 def test_a_client_is_shifted_in_train_and_test_alike():

@@ -13,24 +13,15 @@ import pytest
 from nodes import NodeGrid, class_folders, pfllib, table
 
 from posy.client_app.site import skips
+from posy.data.agreement import Description, is_complete, task_of, told_of, with_statistics
+from posy.data.agreement import agreed as agreed_with_warnings
 from posy.data.dataset import Dataset
+from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
-from posy.data.image import load_digits
 from posy.data.partitions import Partition
 from posy.data.settings import DataSettings
-from posy.data.sites import (
-    Description,
-    class_names,
-    describe_site,
-    fingerprint,
-    hashed,
-    is_complete,
-    load_site,
-    pooled_statistics,
-    task_of,
-    told_of,
-)
-from posy.data.sites import agreed as agreed_with_warnings
+from posy.data.sites import describe_site, fingerprint, load_site, read_site
+from posy.data.text import hashed
 from posy.server_app.app import run
 from posy.server_app.recorder import Recorder
 from posy.settings import SettingsError
@@ -67,7 +58,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(path: Path, settings: DataSettings, seed: int = 1) -> tuple[Dataset, Partition]:
-    return load_site(path, settings, seed)
+    return load_site(read_site(path, settings), settings, seed)
 
 
 def test_images_of_folders_and_npz_are_the_same_samples(tmp_path: Path) -> None:
@@ -226,7 +217,7 @@ def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]
             IMAGES,
             "only plain numbers",
         ),
-        "nothing to train on": (only_test, FEATURES, "all 3 samples belong to the test set"),
+        "nothing to train on": (only_test, FEATURES, "all samples belong to the test set"),
         "token beyond the vocabulary": (
             lambda r: pfllib(r, np.array([[1, 2, 50, 0]] * 4), np.zeros(4, int), 1),
             replace(TEXTS, sample_kind="tokens", classes="0,1"),
@@ -241,7 +232,7 @@ def test_data_that_cannot_be_used_is_refused_with_file_and_reason(case: str, tmp
     path = make(tmp_path)
     with pytest.raises(DataError, match=message) as caught:
         loaded(path, settings)
-    if case not in ("relative path", "nothing to train on"):
+    if case != "relative path":
         assert str(tmp_path) in str(caught.value)
 
 
@@ -262,7 +253,7 @@ def test_classes_are_those_of_all_sites_in_order() -> None:
     numbers = agreed(OPEN, [told("image", (1, 8, 8), "10", "2"), told("image", (1, 8, 8), "2", "0")])
     assert numbers.classes == "0,2,10"
     texts = agreed(OPEN, [told("image", (1, 8, 8), "dog", "cat"), told("image", (1, 8, 8), "a, b", "cat")])
-    assert class_names(texts.classes) == ("a, b", "cat", "dog")
+    assert task_of(texts).class_names == ("a, b", "cat", "dog")
     assert agreed(replace(OPEN, classes="x,y"), [told("image", (1, 8, 8))]).classes == "x,y"
     assert is_complete(numbers)
     assert task_of(numbers).input_shape == (1, 8, 8)
@@ -378,23 +369,25 @@ def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> 
     descriptions, trained = [], []
     for number, part in enumerate(parts):
         path = npz(tmp_path / f"{number}.npz", part, np.arange(len(part)) % 2)
-        descriptions.append(Description.from_answer(describe_site(path, settings, 1).as_answer()))
+        descriptions.append(Description.from_answer(describe_site(read_site(path, settings), settings, 1).as_answer()))
         task = agreed(settings, descriptions)
-        trained.append(part[load_site(path, task, 1)[1].train[0]])
+        trained.append(part[loaded(path, task)[1].train[0]])
     pooled = np.concatenate(trained).astype(np.float64)
-    mean, std = pooled_statistics(descriptions)
+    task = with_statistics(settings, descriptions)
+    mean, std = (np.array([float(word) for word in text.split(",")]) for text in (task.feature_mean, task.feature_std))
     np.testing.assert_allclose(mean, pooled.mean(0), rtol=1e-12)
     np.testing.assert_allclose(std[:2], pooled.std(0)[:2], rtol=1e-9)
     assert std[2] == 1.0
-    dataset, _ = load_site(tmp_path / "0.npz", agreed(settings, descriptions), 1)
+    dataset, _ = loaded(tmp_path / "0.npz", agreed(settings, descriptions))
     np.testing.assert_array_equal(dataset.mean, mean)
 
 
 def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
     path = npz(tmp_path / "s.npz", np.ones((4, 3)), [0, 1, 2, 1])
-    silent = describe_site(path, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), 1)
+    content = read_site(path, OPEN)
+    silent = describe_site(content, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), 1)
     assert (silent.classes, silent.mean.size, silent.squares.size) == ((), 0, 0)
-    open_ = describe_site(path, OPEN, 1)
+    open_ = describe_site(content, OPEN, 1)
     assert (open_.classes, open_.count, open_.mean.tolist()) == (("0", "1", "2"), 3, [1.0, 1.0, 1.0])
 
 
@@ -428,7 +421,7 @@ def test_a_description_that_makes_no_sense_is_refused(change: dict[str, Any]) ->
 @pytest.fixture
 def sites(tmp_path: Path) -> list[Config]:
     """Return the node configs of three sites with digits: an .npz, folders of seven classes, folders of one."""
-    digits = load_digits()
+    digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x[..., 0], digits.y
     seven, nine = np.flatnonzero(y[200:400] < 7) + 200, np.flatnonzero(y[400:700] == 9) + 400
     npz(tmp_path / "a.npz", x[:120], y[:120], x_test=x[120:160], y_test=y[120:160])
@@ -531,7 +524,7 @@ def test_a_site_with_bad_data_is_left_out(
 def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], config: Config, tmp_path: Path) -> None:
     settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
     done = run(NodeGrid(*sites), settings)
-    reasons = " ".join(reason for _, reason in (done.federation.left_out if done.federation else ()))
+    reasons = " ".join(reason for _, reason in done.federation.left_out)
     assert done.strategy.members.keys() == {0}  # site-b alone knows no nine
     assert f"{tmp_path / 'a.npz'}: label '9' of sample 9 is not a class of the run" in reasons
     assert f"{tmp_path / 'c'}: label '9'" in reasons
@@ -543,7 +536,7 @@ def test_a_node_without_data_is_left_out(sites: list[Config], config: Config) ->
 
 
 def test_features_of_three_formats(config: Config, tmp_path: Path) -> None:
-    digits = load_digits()
+    digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x.reshape(len(digits), -1).astype(np.float32), digits.y
     npz(tmp_path / "a.npz", x[:100], y[:100])
     table(tmp_path / "b.csv", x[100:200], y[100:200])
@@ -554,7 +547,7 @@ def test_features_of_three_formats(config: Config, tmp_path: Path) -> None:
     done = run(grid, config | {"method": "fedavg", "num-server-rounds": 4, "local-epochs": 5})
     trained = np.concatenate(
         [
-            x[start : start + 100][load_site(tmp_path / name, done.settings.data, 42)[1].train[0]]
+            x[start : start + 100][loaded(tmp_path / name, done.settings.data, 42)[1].train[0]]
             for start, name in ((0, "a.npz"), (100, "b.csv"), (200, "c"))
         ]
     )
@@ -581,13 +574,16 @@ def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config
     class Changing(NodeGrid):
         def answer(self, message: Any) -> Any:
             if message.content.config_records["config"].get("server-round") == 2:
-                digits = load_digits()
+                digits = load_dataset(DataSettings(), Path(), 0)
                 npz(tmp_path / "a.npz", digits.x[:90, ..., 0], digits.y[:90])
             return super().answer(message)
 
     grid.__class__ = Changing
     done = run(grid, config | {"method": "fedavg", "save-models": False})
-    assert sum(times for reason, times in done.dropped.items() if "the data has changed during the run" in reason) > 0
+    assert (
+        sum(times for reason, times in done.totals.dropped.items() if "the data has changed during the run" in reason)
+        > 0
+    )
     assert {row[1] for row in rows_of(done) if row[0] == "2" and row[2]} == {"1", "2"}
 
 
@@ -604,8 +600,8 @@ def test_any_change_of_samples_is_noticed(form: str, tmp_path: Path) -> None:
             path.write_text(
                 "text,label\n" + "".join(f"w{a[0]},{['no', 'yes', 'yes'][b]}\n" for a, b in zip(x, y, strict=True))
             )
-            return fingerprint(*load_site(path, TEXTS, seed))
-        return fingerprint(*load_site(npz(tmp_path / "s.npz", x, y), settings, seed))
+            return fingerprint(*loaded(path, TEXTS, seed))
+        return fingerprint(*loaded(npz(tmp_path / "s.npz", x, y), settings, seed))
 
     first = mark(x, y)
     assert len(first) == 16
@@ -633,7 +629,7 @@ def test_features_that_change_during_the_run_are_noticed(config: Config, tmp_pat
 
     grid = Changing(*({"data": str(tmp_path / f"{name}.npz"), "name": name} for name in "ab"))
     done = run(grid, config | {"num-clients": 2, "method": "fedavg"})
-    assert any("the data has changed during the run" in reason for reason in done.dropped)
+    assert any("the data has changed during the run" in reason for reason in done.totals.dropped)
 
 
 def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:

@@ -7,13 +7,14 @@ import pytest
 from nodes import pfllib, table
 
 from benchmarks.local_federation import Deployment
-from posy.data.image import load_digits
+from posy.data.datasets import load_dataset
+from posy.data.settings import DataSettings
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("flower")
 def test_three_sites_and_a_bad_one_on_their_own_nodes(tmp_path: Path) -> None:
-    digits = load_digits()
+    digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x.reshape(len(digits), -1).astype(np.float32), digits.y
     few = np.flatnonzero(y[200:400] < 7) + 200
     np.savez(tmp_path / "a.npz", x_train=x[:150], y_train=y[:150], x_test=x[150:200], y_test=y[150:200])

@@ -1,123 +1,280 @@
-"""Clients' states: generations in a directory, a memory with a limit, and what a node does without either."""
+"""Clients' states: versions that the server names, in a directory, in memory with a limit, and in a node's context."""
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from posy.client_app.app import own_places
-from posy.client_app.state import ContextStore, DirectoryStore, MemoryStore, Moment, State, StateError
+from posy.client_app.state import (
+    ContextStore,
+    DirectoryStore,
+    MemoryStore,
+    MissingStateError,
+    StateError,
+    StateStore,
+    Versions,
+)
+from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.storage import DamagedFileError, read_arrays, read_json, write_arrays, write_json
+from posy.strategies.replies import BadReplyError
+from posy.strategies.states import ClientStates, version_after
 
-TRAIN, EVALUATE = 0, 1
+STORES: dict[str, Callable[[Path], StateStore]] = {
+    "context": lambda path: ContextStore(Context(1, 1, {}, RecordDict(), {})),
+    "directory": DirectoryStore,
+    "memory": MemoryStore,
+    "memory that is full": lambda path: MemoryStore(path, 1),
+}
+every_store = pytest.mark.parametrize("kind", STORES)
 
 
-def value(store: Any, moment: Moment, client: int = 0) -> int | None:
-    state = store.load(client, moment)
+def value(store: StateStore, start: str, to: str = "9-9-9", keep: tuple[str, ...] = (), client: int = 0) -> int | None:
+    state = store.load(client, Versions(start, to, keep))
     return int(state["n"]) if len(state) else None
 
 
-def put(store: Any, moment: Moment, number: int, client: int = 0) -> None:
-    state = store.load(client, moment)
-    state["n"] = np.array(number)
-    store.save(client, moment, state)
+def put(store: StateStore, start: str, to: str, number: int, keep: tuple[str, ...] = (), client: int = 0) -> np.ndarray:
+    """Do what a message asks for; the state has 4000 bytes."""
+    named = Versions(start, to, keep)
+    state = store.load(client, named)
+    array = np.array(number)
+    state["n"], state["model"] = array, np.full(998, number, np.float32)
+    assert store.save(client, named, state) == to
+    return array
 
 
-def files(store: DirectoryStore, client: int = 0) -> list[str]:
-    return sorted(p.name for p in (store.path / f"client-{client}").iterdir())
+def files(path: Path, client: int = 0) -> list[str]:
+    return sorted(p.name for p in (path / f"client-{client}").iterdir())
 
 
-# -- generations -----------------------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------------------------
 
 
-def test_a_message_sees_what_the_one_before_it_left(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    assert value(store, Moment(1, TRAIN)) is None
-    put(store, Moment(1, TRAIN), 10)
-    assert value(store, Moment(1, TRAIN)) is None  # the same message again starts from the same state
-    assert value(store, Moment(1, EVALUATE)) == 10
-    put(store, Moment(1, EVALUATE), 11)
-    assert value(store, Moment(4, TRAIN)) == 11  # not asked in rounds 2 and 3
-    assert files(store) == ["round-1-evaluate-0.safetensors"]
-    assert value(store, Moment(4, TRAIN), client=1) is None
+@every_store
+def test_a_message_starts_from_the_version_that_it_names(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    assert value(store, "", "0-1-0") is None
+    put(store, "", "0-1-0", 10)
+    put(store, "", "0-1-0", 5, client=1)
+    assert value(store, "", "0-1-0") is None  # to begin with nothing is no mistake
+    put(store, "0-1-0", "0-1-1", 11)
+    assert value(store, "0-1-1", "0-4-0") == 11  # it was not asked in rounds 2 and 3
+    assert store.versions(0) == {"0-1-1"}
+    assert value(store, "0-1-0", "0-4-0", client=1) == 5
 
 
-def test_a_message_that_comes_twice_starts_from_the_same_state(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path, repeats=True)
-    for server_round in (1, 2, 3):
-        put(store, Moment(server_round, TRAIN), server_round)
-    assert files(store) == ["round-2-train-0.safetensors", "round-3-train-0.safetensors"]
+@every_store
+def test_a_message_that_comes_twice_is_answered_twice_from_the_same_state(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    for last, now in ((0, 1), (1, 2), (2, 3)):
+        put(store, f"0-{last}-0" if last else "", f"0-{now}-0", now)
     for _ in range(2):
-        assert value(store, Moment(3, TRAIN)) == 2
-        put(store, Moment(3, TRAIN), 3)
-    assert value(store, Moment(3, EVALUATE)) == 3
-    with pytest.raises(StateError, match="comes too late"):
-        store.load(0, Moment(2, TRAIN))
+        assert value(store, "0-2-0", "0-3-0") == 2
+        put(store, "0-2-0", "0-3-0", 3)
+    assert store.versions(0) == {"0-2-0", "0-3-0"}
+    assert value(store, "0-3-0", "0-3-1") == 3
+    with pytest.raises(MissingStateError):
+        store.load(0, Versions("0-2-0", "0-3-0"))  # too late, and nobody waits for its answer
+    assert value(store, "0-3-0", "0-3-1") == 3
 
 
-def test_a_context_knows_what_it_has_answered() -> None:
-    context = Context(1, 1, {}, RecordDict(), {})
-    put(ContextStore(context), Moment(1, TRAIN), 1)
-    put(ContextStore(context), Moment(1, EVALUATE), 2)
-    put(ContextStore(context), Moment(1, TRAIN), 5, client=1)  # a node may host several
-    for again in (Moment(1, TRAIN), Moment(1, EVALUATE)):
-        with pytest.raises(StateError, match=r"client 0: .* round 1 came twice .* state-dir"):
-            ContextStore(context).load(0, again)
-    assert value(ContextStore(context), Moment(2, TRAIN)) == 2
+@every_store
+def test_a_message_that_comes_late_takes_nothing_from_later_ones(kind: str, tmp_path: Path) -> None:
+    """One of round 7 of a server that was given up, when the run has been resumed from round 4."""
+    store = STORES[kind](tmp_path)
+    put(store, "", "0-4-0", 4)
+    put(store, "0-4-0", "1-5-0", 15, keep=("0-4-0",))
+    put(store, "0-4-0", "0-7-0", 7, keep=("0-4-0",))
+    assert value(store, "1-5-0", "1-5-1") == 15
+    assert store.versions(0) == {"1-5-0"}
 
 
-def test_generations_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    checkpoints: dict[int, tuple[int, ...]] = {1: (), 2: (), 3: (2,), 4: (2,), 5: (2, 4), 6: (2, 4), 7: (4, 6)}
-    for server_round, kept in checkpoints.items():
-        for phase in (TRAIN, EVALUATE):
-            put(store, Moment(server_round, phase, kept), 10 * server_round + phase)
-    assert files(store) == [f"round-{r}-evaluate-0.safetensors" for r in (4, 6, 7)]
+@every_store
+def test_a_reply_that_is_dropped_leaves_no_half_step(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    put(store, "", "0-1-0", 1)
+    put(store, "0-1-0", "0-2-0", 2)  # which the server has not accepted
+    assert value(store, "0-1-0", "0-2-1") == 1
+    put(store, "0-1-0", "0-2-1", 21)
+    assert value(store, "0-2-1", "0-3-0") == 21
+    assert store.versions(0) == {"0-2-1"}
 
 
-def test_a_resumed_run_sees_the_state_of_its_checkpoint(tmp_path: Path) -> None:
-    """Killed in round 6 after the checkpoints of 2 and 4, resumed from 4; client 1 is not asked before round 8."""
-    store = DirectoryStore(tmp_path)
+@every_store
+def test_a_version_that_is_not_there_is_told_not_replaced(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    put(store, "", "0-1-0", 1)
+    for client, start in ((0, "0-2-0"), (3, "0-1-0")):
+        with pytest.raises(MissingStateError, match=f"the state {start} of client {client} is not on this node"):
+            store.load(client, Versions(start, "0-3-0"))
+
+
+@every_store
+def test_what_does_not_change_is_not_kept(kind: str, tmp_path: Path) -> None:
+    store = STORES[kind](tmp_path)
+    state = store.load(0, Versions("", "0-1-0"))
+    assert store.save(0, Versions("", "0-1-0"), state) == ""
+    assert not list(tmp_path.iterdir())
+    put(store, "", "0-1-0", 1)
+    named = Versions("0-1-0", "0-2-0")
+    assert store.save(0, named, store.load(0, named)) == "0-1-0"
+    state = store.load(0, named)
+    state["n"] = np.array(2)  # a client that fails after this does not save
+    assert value(store, "0-1-0") == 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory", "memory that is full"])
+def test_versions_that_checkpoints_need_are_kept(kind: str, tmp_path: Path) -> None:
+    """Killed in round 6, resumed from 4; another client is not asked again before round 8."""
+    store = STORES[kind](tmp_path)
     for client in (0, 1):
-        for server_round, kept in ((2, ()), (3, (2,)), (5, (2, 4)), (6, (2, 4))):
-            put(store, Moment(server_round, TRAIN, kept), server_round, client)
-    again = {"checkpoints": (2, 4), "resumed_from": (4,)}
-    assert value(store, Moment(5, TRAIN, **again)) == 3
-    assert files(store) == ["round-2-train-0.safetensors", "round-3-train-0.safetensors"]
-    put(store, Moment(5, TRAIN, **again), 50)
-    assert value(store, Moment(6, TRAIN, **again)) == 50
-    assert value(store, Moment(8, TRAIN, **again), client=1) == 3  # not the 6 of the part that was taken back
+        put(store, "", "0-2-0", 2, client=client)
+        put(store, "0-2-0", "0-4-0", 4, ("0-2-0",), client)
+        put(store, "0-4-0", "0-5-0", 5, ("0-2-0", "0-4-0"), client)
+        put(store, "0-5-0", "0-6-0", 6, ("0-2-0", "0-4-0", "0-5-0"), client)
+    again = ("0-2-0", "0-4-0")
+    assert value(store, "0-4-0", "1-5-0", again) == 4
+    assert store.versions(0) == {*again}
+    put(store, "0-4-0", "1-5-0", 15, again)
+    assert value(store, "1-5-0", "1-6-0", ("0-4-0", "1-5-0")) == 15
+    assert store.versions(0) == {"0-4-0", "1-5-0"}
+    assert value(store, "0-4-0", "1-8-0", ("0-4-0",), client=1) == 4
 
 
-def test_what_one_resumption_took_back_stays_so_in_the_next(tmp_path: Path) -> None:
-    """Attempt 0 reached round 7; attempt 1 went on from 4 to 9 without this client; attempt 2 goes on from 8."""
-    store = DirectoryStore(tmp_path)
-    put(store, Moment(3, TRAIN), 3)
-    put(store, Moment(7, TRAIN, (4,)), 7)
-    assert value(store, Moment(9, TRAIN, (4, 8), (4, 8))) == 3
+@pytest.mark.parametrize("name", ["..", "/etc/0-1-0", "0-1-0/../../x", "0-1-0\n", "a", "-1", "0" * 10, "0--1", "٣-1-0"])
+def test_a_name_that_is_no_version_is_refused(name: str) -> None:
+    good = {"state-from": "0-1-0", "state-to": "0-1-1", "state-keep": ["0-1-0"]}
+    assert Versions.take({**good, "state-from": "", "state-keep": []}) == Versions("", "0-1-1")
+    for bad in ({"state-from": name}, {"state-to": name}, {"state-to": ""}, {"state-keep": ["0-1-0", name]}):
+        with pytest.raises(SettingsError, match="the server's message names a state"):
+            Versions.take({**good, **bad})
 
 
-def test_a_message_that_comes_too_late_changes_nothing(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    put(store, Moment(3, TRAIN), 3)
-    put(store, Moment(5, TRAIN), 5)
-    with pytest.raises(StateError, match="message of round 4 comes too late, one of round 5"):
-        store.load(0, Moment(4, TRAIN))
-    put(store, Moment(6, TRAIN, (5,), (5,)), 6)
-    with pytest.raises(StateError, match="resumed since"):  # by the server that was given up
-        store.load(0, Moment(7, TRAIN))
-    assert value(store, Moment(6, EVALUATE, (5,), (5,))) == 6
+# -- what the server knows ---------------------------------------------------------------------------------
+
+
+def test_no_version_is_named_twice_and_those_that_checkpoints_need_are_told() -> None:
+    states = ClientStates(places={"run": "mine"})
+    config = states.config("train", 1, 3)
+    assert config == {"run": "mine", "state-from": "", "state-to": "0-1-0", "state-keep": []}
+    states.versions = {3: "0-1-0", 4: ""}
+    states.attempt, states.needed = 1, [{3: "0-1-0", 4: "0-2-0"}, {3: "0-1-0"}, {3: ""}, {}]
+    assert states.config("evaluate", 12, 3) == {
+        "run": "mine", "state-from": "0-1-0", "state-to": "1-12-1", "state-keep": ["0-1-0"],
+    }  # fmt: skip
+
+
+def test_a_reply_names_the_version_that_the_client_has() -> None:
+    def after(start: str, **told: Any) -> str:
+        asked, reply = (
+            SimpleNamespace(content=RecordDict({"config": ConfigRecord(config)}))
+            for config in ({"state-from": start, "state-to": "0-5-0"}, told)
+        )
+        return version_after(asked, reply)  # type: ignore[arg-type]
+
+    assert after("0-4-1", state="0-4-1") == "0-4-1"
+    assert after("0-4-1", state="0-5-0") == "0-5-0"
+    assert after("", state="") == ""
+    for lie in ("0-6-0", "", ["0-5-0"], 0):
+        with pytest.raises(BadReplyError, match="state = "):
+            after("0-4-1", state=lie)
+    with pytest.raises(BadReplyError, match=r"its state of round 4 is not on its node .* it begins anew"):
+        after("0-4-1", **{"state-missing": "0-4-1"})
+    with pytest.raises(BadReplyError, match="its state is not on its node"):  # a lie
+        after("", **{"state-missing": ""})
+
+
+@pytest.mark.parametrize("method", ["fedrep", "ppfe"])
+def test_a_client_without_its_state_says_so_once_and_begins_anew(
+    method: str, make_config: Callable[..., Any], federate: Any, failing: Any, warnings: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(method, num_server_rounds=5, model="mlp", **({"ppfe_stages": 3} if method == "ppfe" else {}))
+    finished = federate(config, grid=failing(forget=[("train", 4, 1)]))
+    since = {"fedrep": 3, "ppfe": 3}[method]
+    reason = f"its state of round {since} is not on its node (a node keeps it over a restart only with state-dir)"
+    dropped = [(record.number, *drop) for record in finished.records for drop in record.dropped]
+    assert dropped == [(4, 1, f"{reason}; it begins anew")]
+    told = {id(r): r.getMessage() for r in warnings.records if "begins anew" in r.getMessage()}
+    assert list(told.values()) == [f"round 4: client 1 is left out: {reason}; it begins anew"]
+    assert finished.kept(1).keys() == finished.kept(0).keys()
+    assert "served_accuracy" in finished.records[4].clients[1]
+
+
+def test_a_reply_that_the_server_drops_leaves_the_client_where_it_was(
+    make_config: Callable[..., Any], federate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Client 2's update of round 2 is refused: it trains in round 3 as if that round had not been."""
+
+    class Spoilt(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            for reply in super().send_and_receive(messages, timeout=timeout):
+                asked = reply.content.config_records["config"] if reply.has_content() else {}
+                if asked.get("client") == 2 and asked.get("state") == "0-2-0":
+                    reply.content["arrays"] = ArrayRecord()
+                yield reply
+
+    config = make_config("fedrep", num_server_rounds=3, model="mlp", evaluate_every=9)
+    starts: list[str] = []
+    usual = ClientStates.config
+
+    def noted(self: ClientStates, phase: str, server_round: int, client: int) -> dict[str, Any]:
+        told = usual(self, phase, server_round, client)
+        if client == 2 and phase == "train":
+            starts.append(told["state-from"])
+        return told
+
+    monkeypatch.setattr(ClientStates, "config", noted)
+    finished = federate(config, grid=Spoilt)
+    assert starts == ["", "0-1-0", "0-1-0"]
+    assert finished.strategy.states.versions == {0: "0-3-0", 1: "0-3-0", 2: "0-3-0", 3: "0-3-0"}
+    assert [[client for client, _ in record.dropped] for record in finished.records] == [[], [2], []]
+
+
+def test_methods_that_keep_nothing_have_no_versions(make_config: Callable[..., Any], federate: Any) -> None:
+    finished = federate(make_config("fedavg"))
+    assert finished.strategy.states.versions == dict.fromkeys(range(4), "")
+    assert not any(context.state.array_records for context in finished.grid._contexts.values())
+
+
+def test_a_message_that_a_node_gets_twice_is_answered_alike(make_config: Callable[..., Any], federate: Any) -> None:
+    """All messages of a run come twice, and the second answers are taken."""
+
+    class Twice(InProcessGrid):
+        def _answers(self, messages: list[Message], end: float) -> list[Message]:
+            first = super()._answers(messages, end)
+            again = super()._answers(messages, end)
+            for one, other in zip(first, again, strict=True):
+                for name, record in one.content.array_records.items():
+                    for key, array in record.items():
+                        np.testing.assert_array_equal(array.numpy(), other.content.array_records[name][key].numpy())
+                assert one.content.config_records == other.content.config_records
+            return again
+
+    for method in ("fedrep", "ppfe"):
+        config = make_config(method, model="mlp", **({"ppfe_stages": 2} if method == "ppfe" else {}))
+        once, twice = federate(config), federate(config, grid=Twice)
+        for name, array in once.strategy.server_state().items():
+            np.testing.assert_array_equal(twice.strategy.server_state()[name], array)
+        for client in range(4):
+            for name, array in once.kept(client).items():
+                np.testing.assert_array_equal(twice.kept(client)[name], array)
+
+
+# -- files -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "header", "gone dark"])
-def test_a_damaged_state_is_refused_not_replaced_by_an_older_one(damage: str, tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    put(store, Moment(1, TRAIN), 1)
-    put(store, Moment(2, TRAIN, (1,)), 2)
-    file = tmp_path / "client-0" / "round-2-train-0.safetensors"
+@pytest.mark.parametrize("kind", ["directory", "memory"])
+def test_a_damaged_state_is_refused_not_replaced_by_an_older_one(kind: str, damage: str, tmp_path: Path) -> None:
+    put(DirectoryStore(tmp_path), "", "0-1-0", 1)
+    put(DirectoryStore(tmp_path), "0-1-0", "0-2-0", 2, ("0-1-0",))
+    file = tmp_path / "client-0" / "0-2-0.safetensors"
     content = bytearray(file.read_bytes())
     if damage == "gone dark":
         file.unlink()
@@ -126,20 +283,20 @@ def test_a_damaged_state_is_refused_not_replaced_by_an_older_one(damage: str, tm
         content[-3] ^= 1 if damage == "flipped" else 0
         content[3] ^= 64 if damage == "header" else 0
         file.write_bytes(content[: {"cut": -4, "empty": 0}.get(damage, len(content))])
-    with pytest.raises(StateError, match=r"client 0 cannot be read.*round-2-train-0"):
-        store.load(0, Moment(3, TRAIN, (1,)))
-    assert (tmp_path / "client-0" / "round-1-train-0.safetensors").exists()
+    store = STORES[kind](tmp_path)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"the state of client 0 cannot be read.*0-2-0\.safetensors"):
+            store.load(0, Versions("0-2-0", "0-3-0", ("0-1-0",)))
+    assert (tmp_path / "client-0" / "0-1-0.safetensors").exists()
 
 
-def test_a_process_that_died_while_writing_leaves_the_generation_before(tmp_path: Path) -> None:
+def test_a_process_that_died_while_writing_leaves_the_version_before(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
-    put(store, Moment(1, TRAIN), 1)
-    (tmp_path / "client-0" / ".round-2-train-0.safetensors.part").write_bytes(b"half")
-    assert value(store, Moment(2, TRAIN)) == 1
-    assert files(store) == ["round-1-train-0.safetensors"]
-
-
-# -- files -----------------------------------------------------------------------------------------------
+    put(store, "", "0-1-0", 1)
+    (tmp_path / "client-0" / ".0-2-0.safetensors.part").write_bytes(b"half")
+    assert value(store, "0-1-0", "0-2-1") == 1
+    put(store, "0-1-0", "0-2-1", 2)
+    assert files(tmp_path) == ["0-1-0.safetensors", "0-2-1.safetensors"]
 
 
 def test_arrays_of_a_file_can_be_written_into_without_changing_it(tmp_path: Path) -> None:
@@ -171,58 +328,44 @@ def test_every_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
 # -- in memory -------------------------------------------------------------------------------------------
 
 
-def big(number: int) -> np.ndarray:
-    return np.full(1000, number, np.float32)
-
-
-def keep(store: MemoryStore, client: int, moment: Moment, number: int) -> None:
-    state = store.load(client, moment)
-    state["model"] = big(number)
-    store.save(client, moment, state)
-
-
-def test_memory_keeps_references_and_what_was_not_saved_is_not_kept(tmp_path: Path) -> None:
-    store, array = MemoryStore(DirectoryStore(tmp_path)), big(1)
-    state = store.load(0, Moment(1, TRAIN))
-    state["model"] = array
-    store.save(0, Moment(1, TRAIN), state)
-    again = store.load(0, Moment(1, EVALUATE))
-    assert again["model"] is array
-    again["model"] = big(2)  # a client that fails after this does not save
-    assert store.load(0, Moment(2, TRAIN))["model"] is array
+def test_memory_keeps_references(tmp_path: Path) -> None:
+    store = MemoryStore(tmp_path)
+    array = put(store, "", "0-1-0", 1)
+    assert store.load(0, Versions("0-1-0", "0-1-1"))["n"] is array
     assert not list(tmp_path.iterdir())
 
 
 def test_least_recently_used_states_go_to_files_and_come_back(tmp_path: Path) -> None:
-    store = MemoryStore(DirectoryStore(tmp_path), limit=3 * 4000)
+    store = MemoryStore(tmp_path, limit=3 * 4000)
     for client in range(5):
-        keep(store, client, Moment(1, TRAIN), client)
+        put(store, "", "0-1-0", client, client=client)
     assert store.nbytes == 12_000
     assert sorted(p.name for p in tmp_path.iterdir()) == ["client-0", "client-1"]
-    keep(store, 2, Moment(2, TRAIN), 22)  # used again: now 3 is the next to go
-    assert store.load(0, Moment(2, TRAIN))["model"].tolist() == [0.0] * 1000
+    assert value(store, "0-1-0", "0-2-0", client=2) == 2  # used again: now 3 is the next to go
+    assert value(store, "0-1-0", "0-2-0", client=0) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["client-0", "client-1", "client-3"]
+    put(store, "0-1-0", "0-2-0", 22, client=2)
     for server_round in (3, 4):
         for client in range(5):
-            expected = 22 if client == 2 else client
-            assert store.load(client, Moment(server_round, TRAIN))["model"][0] == expected
+            start = "0-2-0" if client == 2 else "0-1-0"
+            assert value(store, start, f"0-{server_round}-0", client=client) == (22 if client == 2 else client)
             assert store.nbytes <= 12_000
-    keep(store, 1, Moment(5, TRAIN), 51)
-    for client in (2, 3, 4, 0, 1):
-        assert store.load(client, Moment(6, TRAIN))["model"][0] == {2: 22, 1: 51}.get(client, client)
+    assert files(tmp_path, 2) == ["0-2-0.safetensors"]
 
 
 def test_a_state_larger_than_the_limit_still_works(tmp_path: Path) -> None:
-    store = MemoryStore(DirectoryStore(tmp_path), limit=100)
-    keep(store, 0, Moment(1, TRAIN), 5)
-    assert store.load(0, Moment(2, TRAIN))["model"][0] == 5
+    store = MemoryStore(tmp_path, limit=100)
+    put(store, "", "0-1-0", 5)
+    assert value(store, "0-1-0") == 5
     assert store.nbytes == 0
 
 
-def test_a_state_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_cannot_be_written_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
     """A full disk: nobody's state is lost, and the client whose turn it is has done nothing wrong."""
-    store = MemoryStore(DirectoryStore(tmp_path), limit=2 * 4000)
-    keep(store, 0, Moment(1, TRAIN), 10)
+    store = MemoryStore(tmp_path, limit=2 * 4000)
+    put(store, "", "0-1-0", 10)
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -230,49 +373,52 @@ def test_a_state_that_cannot_be_written_stays_in_memory(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr("posy.client_app.state.write_arrays", full)
         for client in range(1, 4):
-            keep(store, client, Moment(1, TRAIN), 10 + client)
+            put(store, "", "0-1-0", 10 + client, client=client)
         assert store.nbytes == 16_000
-        assert [store.load(c, Moment(2, TRAIN))["model"][0] for c in range(4)] == [10, 11, 12, 13]
+        assert [value(store, "0-1-0", client=c) for c in range(4)] == [10, 11, 12, 13]
         with pytest.raises(OSError, match="No space"):
-            store.flush(9)  # a checkpoint cannot be made
-    keep(store, 3, Moment(2, TRAIN), 23)
+            store.flush(dict.fromkeys(range(4), "0-1-0"))  # a checkpoint cannot be made
+    assert len({id(record) for record in warnings.records if "beyond state-memory" in record.getMessage()}) == 1
+    put(store, "0-1-0", "0-2-0", 23, client=3)
     assert store.nbytes == 8_000
-    assert [store.load(c, Moment(3, TRAIN))["model"][0] for c in range(4)] == [10, 11, 12, 23]
+    assert [value(store, "0-1-0", client=c) for c in range(3)] == [10, 11, 12]
+    assert value(store, "0-2-0", client=3) == 23
 
 
 def test_spilled_files_are_on_the_disk_from_the_checkpoint_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     for module in ("posy.client_app.state", "posy.storage"):
         monkeypatch.setattr(f"{module}.sync", lambda path: synced.append(path.name))
-    store = MemoryStore(DirectoryStore(tmp_path), limit=1)
+    store = MemoryStore(tmp_path, limit=1)
     for client in range(2):
-        keep(store, client, Moment(1, TRAIN), client)
+        put(store, "", "0-1-0", client, client=client)
     assert synced == []
-    store.flush(9)
-    assert sorted(synced) == ["client-0", "client-1", *["round-1-train-0.safetensors"] * 2]
-    store.flush(9)
+    versions = {0: "0-1-0", 1: "0-1-0"}
+    store.flush(versions)
+    assert sorted(synced) == [*["0-1-0.safetensors"] * 2, "client-0", "client-1"]
+    store.flush(versions)
     assert len(synced) == 4
-    volatile = MemoryStore(DirectoryStore(tmp_path / "other", durable=False), limit=1)
-    keep(volatile, 0, Moment(1, TRAIN), 1)
-    volatile.flush(9)
-    assert len(synced) == 4
+    put(DirectoryStore(tmp_path / "node"), "", "0-1-0", 1)  # which cannot wait for a checkpoint
+    assert len(synced) == 6
 
 
 def test_memory_is_written_for_a_checkpoint_and_read_by_the_next_process(tmp_path: Path) -> None:
-    store = MemoryStore(DirectoryStore(tmp_path), limit=2 * 4000)
-    for server_round in (1, 2):
-        for client in range(3):
-            keep(store, client, Moment(server_round, TRAIN), 10 * server_round + client)
-    store.flush(9)
-    kept_files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")}
-    store.flush(9)  # nothing has changed
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")} == kept_files
-    for client in range(3):  # round 3 is lost with the process, also what was spilled of it
-        keep(store, client, Moment(3, TRAIN, (2,)), 30 + client)
-    assert len(list(tmp_path.rglob("round-3-*"))) == 1
-    after = MemoryStore(DirectoryStore(tmp_path))
+    store = MemoryStore(tmp_path, limit=2 * 4000)
     for client in range(3):
-        assert after.load(client, Moment(3, TRAIN, (2,), (2,)))["model"][0] == 20 + client
+        put(store, "", "0-1-0", 10 + client, client=client)
+        put(store, "0-1-0", "0-2-0", 20 + client, client=client)
+    versions = dict.fromkeys(range(3), "0-2-0")
+    store.flush(versions)
+    kept_files = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")}
+    store.flush(versions)  # nothing has changed
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.safetensors")} == kept_files
+    for client in range(2):  # round 3 is interrupted, and lost with the process
+        put(store, "0-2-0", "0-3-0", 30 + client, ("0-2-0",), client)
+    store.flush(versions)
+    after = MemoryStore(tmp_path)
+    for client in range(3):
+        assert value(after, "0-2-0", "1-3-0", ("0-2-0",), client) == 20 + client
+        assert files(tmp_path, client) == ["0-2-0.safetensors"]
 
 
 # -- which store a node takes ----------------------------------------------------------------------------
@@ -302,13 +448,3 @@ def test_a_server_cannot_leave_a_nodes_directory(name: str, tmp_path: Path) -> N
         places({"run": name}, **{"state-dir": str(tmp_path)})
     with pytest.raises(SettingsError, match="must be the name of a folder"):
         places({"run": name, "save-models-to": "x"}, models=str(tmp_path))
-
-
-def test_a_node_that_has_lost_its_state_says_so_when_it_is_needed() -> None:
-    store = ContextStore(Context(1, 1, {}, RecordDict(), {}))
-    lost = store.load(3, Moment(6, TRAIN, (5,), (5,)))
-    with pytest.raises(StateError, match=r"client 3 .* state-dir"):
-        lost.get("model")
-    assert len(lost) == 0  # a method without state does not notice
-    assert isinstance(store.load(3, Moment(6, TRAIN)), State)
-    assert store.load(3, Moment(6, TRAIN)).get("model") is None

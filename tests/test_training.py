@@ -1,7 +1,6 @@
 """Local training against hand-written loops, stacked against single models, and its degenerate cases."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from posy.client_app.cwfedavg import regularised
 from posy.client_app.feddrm import class_and_client
-from posy.client_app.training.batches import Augment, Batch, Samples, batches, plan_epochs
+from posy.client_app.training.batches import Augment, Batch, Samples, Share, plan_passes
 from posy.client_app.training.networks import Network, trainable_names
 from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import (
@@ -27,8 +26,9 @@ from posy.client_app.training.work import (
 )
 from posy.data.task import Task
 from posy.models.architecture import Architecture
+from posy.models.catalogue import MODELS
 from posy.models.parameters import Layout, layout_of
-from posy.strategies.settings import MODELS, TrainSettings
+from posy.strategies.settings import TrainSettings
 
 CPU = torch.device("cpu")
 CLASSES = 3
@@ -151,62 +151,49 @@ MASK = (torch.arange(layout().size) % 3 != 0).float()
 WEIGHT = torch.linspace(0.1, 2.0, N)
 
 
-@pytest.mark.parametrize(
-    ("work", "settings", "hand"),
-    [
-        pytest.param({}, {}, {}, id="plain"),
-        pytest.param({}, {"momentum": 0.9}, {"momentum": 0.9}, id="momentum"),
-        pytest.param({}, {"weight_decay": 0.3}, {"decay": 0.3}, id="weight decay"),
-        pytest.param({}, {"momentum": 0.8, "weight_decay": 0.3}, {"momentum": 0.8, "decay": 0.3}, id="momentum, decay"),
-        pytest.param({"pull": Pull(initial(7), 0.7)}, {}, {"pull": Pull(initial(7), 0.7)}, id="pull"),
-        pytest.param(
-            {"pull": Pull(initial(7), 0.7)},
-            {"momentum": 0.5},
-            {"pull": Pull(initial(7), 0.7), "momentum": 0.5},
-            id="pull, momentum",
-        ),
-        pytest.param(
-            {"rates": {"body": 0.25}}, {"momentum": 0.5}, {"rates": {"body": 0.25}, "momentum": 0.5}, id="slow layer"
-        ),
-        pytest.param(
-            {"rates": {"body": 0.0}}, {"weight_decay": 0.3}, {"rates": {"body": 0.0}, "decay": 0.3}, id="frozen body"
-        ),
-        pytest.param(
-            {"rates": {"head": 0.0}}, {"momentum": 0.9}, {"rates": {"head": 0.0}, "momentum": 0.9}, id="frozen head"
-        ),
-        pytest.param(
-            {"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK},
-            {},
-            {"rates": {"head": 0.0}, "pull": Pull(initial(7), 0.7), "mask": MASK},
-            id="frozen, pull, mask",
-        ),
-        pytest.param(
-            {"mask": MASK},
-            {"weight_decay": 0.3, "momentum": 0.9},
-            {"mask": MASK, "decay": 0.3, "momentum": 0.9},
-            id="mask",
-        ),
-        pytest.param(
-            {"rates": {"body": 0.0}, "pull": Pull(initial(7), 0.7)},
-            {"max_grad_norm": 0.2, "weight_decay": 0.3, "momentum": 0.5},
-            {"rates": {"body": 0.0}, "pull": Pull(initial(7), 0.7), "clip": 0.2, "decay": 0.3, "momentum": 0.5},
-            id="clipped, frozen body, pull",
-        ),
-        pytest.param({}, {"max_grad_norm": 0.4}, {"clip": 0.4}, id="clipped"),
-        pytest.param({"sample_weight": WEIGHT}, {}, {"weight": WEIGHT}, id="sample weights"),
-        pytest.param({}, {"batch_size": 5}, {"size": 5}, id="last batch of one"),
-        pytest.param({}, {"batch_size": 100}, {"size": 100}, id="one batch"),
-        pytest.param({}, {"local_steps": 2}, {"steps": 2}, id="fewer steps than batches"),
-        pytest.param({}, {"local_steps": 7}, {"steps": 7}, id="steps beyond a pass"),
-        pytest.param({}, {"local_steps": 6}, {"steps": 6}, id="steps of two passes"),
-        pytest.param({"epochs": 3}, {"local_steps": 2}, {"epochs": 3}, id="own epochs"),
-        pytest.param({"steps": 4}, {"local_steps": 2}, {"steps": 4}, id="own steps"),
-    ],
-)
-def test_training_equals_a_loop_written_by_hand(
-    work: dict[str, Any], settings: dict[str, Any], hand: dict[str, Any]
-) -> None:
+PULL = Pull(initial(7), 0.7)
+BY_HAND = {
+    "weight_decay": "decay",
+    "max_grad_norm": "clip",
+    "sample_weight": "weight",
+    "batch_size": "size",
+    "local_steps": "steps",
+}
+TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "momentum": ({}, {"momentum": 0.9}),
+    "weight decay": ({}, {"weight_decay": 0.3}),
+    "momentum, decay": ({}, {"momentum": 0.8, "weight_decay": 0.3}),
+    "pull": ({"pull": PULL}, {}),
+    "pull, momentum": ({"pull": PULL}, {"momentum": 0.5}),
+    "slow layer": ({"rates": {"body": 0.25}}, {"momentum": 0.5}),
+    "frozen body": ({"rates": {"body": 0.0}}, {"weight_decay": 0.3}),
+    "frozen head": ({"rates": {"head": 0.0}}, {"momentum": 0.9}),
+    "frozen, pull, mask": ({"rates": {"head": 0.0}, "pull": PULL, "mask": MASK}, {}),
+    "mask": ({"mask": MASK}, {"weight_decay": 0.3, "momentum": 0.9}),
+    "clipped, frozen body, pull": (
+        {"rates": {"body": 0.0}, "pull": PULL},
+        {"max_grad_norm": 0.2, "weight_decay": 0.3, "momentum": 0.5},
+    ),
+    "clipped": ({}, {"max_grad_norm": 0.4}),
+    "sample weights": ({"sample_weight": WEIGHT}, {}),
+    "last batch of one": ({}, {"batch_size": 5}),
+    "one batch": ({}, {"batch_size": 100}),
+    "fewer steps than batches": ({}, {"local_steps": 2}),
+    "steps beyond a pass": ({}, {"local_steps": 7}),
+    "steps of two passes": ({}, {"local_steps": 6}),
+    "own epochs": ({"epochs": 3}, {"local_steps": 2}),
+    "own steps": ({"steps": 4}, {"local_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_equals_a_loop_written_by_hand(name: str) -> None:
+    work, settings = TRAININGS[name]
     start = initial()
+    hand = {BY_HAND.get(key, key): value for key, value in (settings | work).items()}
+    if "epochs" in work:
+        hand["steps"] = None
     expected, loss = by_hand(start, **hand)
     result = train(Train(start, **work), **settings)
     assert torch.allclose(result.parameters, expected, rtol=0, atol=1e-6)
@@ -347,7 +334,7 @@ def drawn(task: Task, n: int) -> Samples:
     return Samples(x, torch.randint(0, 3, (n,), generator=own))
 
 
-@pytest.mark.parametrize("model", [m for m in MODELS if m != "auto"])
+@pytest.mark.parametrize("model", MODELS)
 def test_every_network_trains_alike_in_a_stack(model: str) -> None:
     architecture = Architecture(model, SUITED[model])
     starts = torch.stack([torch.from_numpy(architecture.initial(seed)) for seed in range(2)])
@@ -498,7 +485,7 @@ def test_batchnorm_with_a_single_sample_is_an_error() -> None:
 def test_the_batches_of_a_pass_are_a_permutation(size: int, image: bool) -> None:
     x = torch.arange(N).float().view(N, 1, 1, 1).expand(N, 3, 2, 2) if image else torch.arange(N).float().view(N, 1)
     y, weight = torch.arange(N), torch.arange(N).float() + 0.5
-    drawn_once = list(batches(Samples(x, y), weight, size, None, generator()))
+    drawn_once = list(Share(Samples(x, y), [None], generator(), size, weight=weight).batches(None))
     labels = torch.cat([b.y for b in drawn_once])
     assert sorted(labels.tolist()) == list(range(N))
     assert [len(b.y) for b in drawn_once] == [size] * (N // size) + ([N % size] if N % size else [])
@@ -507,29 +494,28 @@ def test_the_batches_of_a_pass_are_a_permutation(size: int, image: bool) -> None
         assert torch.equal(batch.x.flatten(1)[:, 0], batch.y.float())
         assert batch.x.shape[1:] == x.shape[1:]
         assert torch.equal(batch.weight, batch.y + 0.5)
-    again = torch.cat([b.y for b in batches(Samples(x, y), None, size, None, generator())])
-    other = torch.cat([b.y for b in batches(Samples(x, y), None, size, None, generator(1))])
+    again, other = (
+        torch.cat([b.y for b in Share(Samples(x, y), [None], generator(seed), size).batches(None)]) for seed in (9, 1)
+    )
     assert torch.equal(again, labels)
     assert not torch.equal(other, labels)
 
 
 def test_passes_of_one_training_have_different_orders() -> None:
-    own = generator()
-    first, second = (
-        torch.cat([b.y for b in batches(Samples(torch.zeros(N, 1), torch.arange(N)), None, 4, None, own)])
-        for _ in range(2)
-    )
+    share = Share(Samples(torch.zeros(N, 1), torch.arange(N)), [None, None], generator(), 4)
+    first, second = torch.cat([batch.y for batch, _ in share]).split(N)
     assert not torch.equal(first, second)
     assert sorted(second.tolist()) == list(range(N))
+    assert [counted for _, counted in share] == [None] * 3 + [4, 4, 3]  # the loss is that of the last pass
 
 
 def test_a_partial_pass_takes_its_first_batches() -> None:
-    def labels(steps: int | None) -> Iterator[list[int]]:
-        data = Samples(torch.zeros(N, 1), torch.arange(N))
-        return (b.y.tolist() for b in batches(data, None, 4, steps, generator()))
+    def labels(steps: int | None) -> list[list[int]]:
+        share = Share(Samples(torch.zeros(N, 1), torch.arange(N)), [steps], generator(), 4)
+        return [batch.y.tolist() for batch, _ in share]
 
-    whole = list(labels(None))
-    assert [list(labels(k)) for k in (1, 2, 3)] == [whole[:1], whole[:2], whole]
+    whole = labels(None)
+    assert [labels(k) for k in (1, 2, 3)] == [whole[:1], whole[:2], whole]
 
 
 @pytest.mark.parametrize(
@@ -546,7 +532,7 @@ def test_a_partial_pass_takes_its_first_batches() -> None:
 )
 def test_epochs_and_steps(work: dict[str, Any], settings: dict[str, Any], expected: list[int | None]) -> None:
     trainer = Trainer(TrainSettings(batch_size=4, **settings), CPU)
-    assert trainer._share(Job(Train(initial(), **work), samples(), generator(), LR), 1).epochs == expected
+    assert trainer.share(Job(Train(initial(), **work), samples(), generator(), LR)).passes == expected
 
 
 def test_the_loss_is_that_of_the_last_pass_weighted_by_batch() -> None:
@@ -621,11 +607,10 @@ def test_forward_of_no_samples() -> None:
     ],
 )
 def test_as_many_steps_as_asked_for(steps: int, count: int, size: int, smallest: int, plan: list[int | None]) -> None:
-    assert plan_epochs(7, steps, count, size, smallest) == plan
+    assert plan_passes(7, steps, count, size, smallest) == plan
     if steps:
         rows = Samples(torch.zeros(count, 2), torch.zeros(count, dtype=torch.int64))
-        taken = [batch for part in plan for batch in batches(rows, None, size, part, generator(), smallest)]
-        assert len(taken) == steps
+        assert len(list(Share(rows, plan, generator(), size, smallest))) == steps
 
 
 def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:

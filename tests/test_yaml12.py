@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from posy.commands.cli import typed
 from posy.commands.deploy.commands import node_config
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
+from posy.strategies.registry import parse_words
 from posy.yaml12 import dump, parse, read_yaml
 
 SCALARS: dict[str, Any] = {
@@ -43,7 +43,9 @@ def test_scalars_are_those_of_yaml_1_2(text: str, tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "one.yaml") == {"key": value}
     kind = type(value)
     if value is not None:
-        assert typed(text, kind) == value and type(typed(text, kind)) is kind
+        key = {bool: "download", int: "seed", float: "lr", str: "run-name"}[kind]
+        [typed] = parse_words([f"{key}={text}"], "the test").values()
+        assert typed == value and type(typed) is kind
     if kind in (bool, int, float):
         assert node_config([f"key={text}"]) == f"key={str(value).lower()}"
     else:

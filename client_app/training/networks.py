@@ -1,29 +1,38 @@
 """The networks that are trained: resident modules, one after the other, or stacked."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Train
+from posy.client_app.training.work import Context, Net, Train
 from posy.models.parameters import Entry, Layout
+from posy.sharing import is_shared
 
 
 class Network:
     """A module and K resident copies of it whose parameters are views of one ``(K, d)`` buffer.
 
     Loading a model is one copy into the buffer; nothing is built again between rounds.
+
+    Attributes
+    ----------
+    modules : list of torch.nn.Module
+        The resident copies.
+    nets : list of Net
+        The same, as objectives see them.
     """
 
     def __init__(self, build: Callable[[], nn.Module], layout: Layout, device: torch.device) -> None:
         self._build = build
         self.layout = layout
         self.device = device
-        self.flat = torch.empty(0, layout.size, device=device)
-        self.nets: list[ResidentNet] = []
+        self._flat = torch.empty(0, layout.size, device=device)
+        self.modules: list[nn.Module] = []
+        self.nets: list[Net] = []
 
     @cached_property
     def template(self) -> nn.Module:
@@ -33,8 +42,7 @@ class Network:
     @cached_property
     def smallest_batch(self) -> int:
         """Samples that a training step needs: BatchNorm has no variance for one."""
-        modules = self.template.modules()
-        return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules) else 1
+        return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.template.modules()) else 1
 
     @property
     def has_buffers(self) -> bool:
@@ -49,70 +57,27 @@ class Network:
     def stack(self, size: int) -> Tensor:
         """Return the ``(size, d)`` buffer, with a resident module behind each row."""
         if len(self.nets) < size:
-            self.flat = torch.empty(size, self.layout.size, device=self.device)
-            self.nets = [ResidentNet(self._build().to(self.device), self.layout, row) for row in self.flat]
-        return self.flat[:size]
-
-
-class ResidentNet:
-    """A module bound to one row of a flat buffer."""
-
-    def __init__(self, module: nn.Module, layout: Layout, row: Tensor) -> None:
-        self.module = module
-        self.tensors: dict[str, Tensor] = {}
-        for name, view in layout.views(row).items():
-            owner, _, attribute = name.rpartition(".")
-            holder = module.get_submodule(owner)
-            if attribute in holder._parameters:
-                parameter = nn.Parameter(view, requires_grad=True)
-                holder._parameters[attribute] = parameter
-                self.tensors[name] = parameter
-            else:
-                holder._buffers[attribute] = view
-                self.tensors[name] = view
-
-    def __call__(self, x: Tensor) -> Any:
-        """Return the outputs for a batch of inputs."""
-        return self.module(x)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
-class FunctionalNet:
-    """A module evaluated with parameters from outside, for :func:`torch.func.vmap`."""
-
-    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        self.module = module
-        self.tensors = tensors
-
-    def __call__(self, x: Tensor) -> Any:
-        """Return the outputs for a batch of inputs."""
-        return torch.func.functional_call(self.module, dict(self.tensors), (x,))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
-class Models(Protocol):
-    """The models that are trained at once: K of one client, or of each of P clients."""
-
-    flat: Tensor
-    parameters: list[Tensor]
-    rates: list[float]
-
-    def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Cut one vector ``(d,)`` or ``(K, d)`` a client into the shapes of ``parameters``."""
-
-    def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
-
-    def clipped(self, gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
-        """Return the gradients, those of each model scaled down to an L2 norm that they exceed."""
+            self._flat = torch.empty(size, self.layout.size, device=self.device)
+            self.modules = [self._build().to(self.device) for _ in range(size)]
+            self.nets = [
+                Net(module, _bound(module, self.layout.views(row)))
+                for module, row in zip(self.modules, self._flat, strict=True)
+            ]
+        return self._flat[:size]
 
 
 class LoopedModels:
-    """K models of one client as resident modules, differentiated one after the other on each batch."""
+    """K models of one client as resident modules, differentiated one after the other on each batch.
+
+    Attributes
+    ----------
+    flat : Tensor
+        All parameters ``(P, K, d)`` of the models of P clients, here one.
+    parameters : list of Tensor
+        What moves, as views of ``flat``.
+    rates : list of float
+        Factor on the learning rate of each of them.
+    """
 
     def __init__(self, network: Network, work: Train) -> None:
         start = work.start if work.start.dim() == 2 else work.start.unsqueeze(0)
@@ -120,13 +85,14 @@ class LoopedModels:
         self.flat = network.stack(len(start)).unsqueeze(0)
         with torch.no_grad():
             self.flat.copy_(start)
+        self._work = work
         self._nets = network.nets[: len(start)]
         self._names = trainable_names(network.layout, work.rates)
         moving = set(self._names)
         layer_of = {entry.name: entry.layer for entry in network.layout.entries}
-        for net in self._nets:
-            net.module.train()
-            for name, module in net.module.named_modules():
+        for net, resident in zip(self._nets, network.modules, strict=False):
+            resident.train()
+            for name, module in resident.named_modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):  # a frozen one keeps its statistics
                     module.train(work.rates.get(layer_of[f"{name}.running_mean"], 1.0) != 0)
             for name, tensor in net.tensors.items():
@@ -135,16 +101,15 @@ class LoopedModels:
         self._leaves = [[net[name] for name in self._names] for net in self._nets]
         self.parameters = [tensor for leaves in self._leaves for tensor in leaves]
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
-        self._work = work
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Cut ``(d,)`` or ``(K, d)`` into tensors, model by model."""
+        """Cut one vector ``(d,)`` or ``(K, d)`` a client into the shapes of ``parameters``."""
         rows = values[0].expand(len(self._nets), -1)
         views = [self.layout.views(row) for row in rows]
         return [view[name] for view in views for name in self._names]
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Differentiate the models one after the other."""
+        """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
         losses: list[Tensor] = []
         gradients: list[Tensor] = []
         for net, leaves in zip(self._nets, self._leaves, strict=True):
@@ -154,7 +119,7 @@ class LoopedModels:
         return torch.stack(losses).unsqueeze(0), gradients
 
     def clipped(self, gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
-        """Clip model by model."""
+        """Return the gradients, those of each model scaled down to an L2 norm that they exceed."""
         clipped: list[Tensor] = []
         size = len(self._names)
         for begin in range(0, len(gradients), size):
@@ -165,48 +130,46 @@ class LoopedModels:
 
 
 class StackedModels:
-    """K models of each of P clients as one ``(P, K, d)`` buffer, differentiated as one computation."""
+    """K models of each of P clients as one ``(P, K, d)`` buffer, differentiated as one computation.
+
+    It has the attributes and methods of :class:`LoopedModels`.
+    """
 
     def __init__(self, network: Network, works: Sequence[Train]) -> None:
         first = works[0]
-        self.flat = _rows([work.start for work in works], 1 if first.start.dim() == 1 else len(first.start)).clone()
-        self._entries = network.layout.entries
+        self.flat = rows_of([work.start for work in works]).clone()
         self._module = network.template.train()
         self._objective = first.objective
         self._context = {name: torch.stack([work.context[name] for work in works]) for name in first.context}
         moving = set(trainable_names(network.layout, first.rates))
         # Neighbours in the flat vector that move at one rate are one tensor to the optimiser.
-        self._segments: list[tuple[int, int]] = []
+        self._segments: list[list[Entry]] = []
         self.rates: list[float] = []
-        self._inside: list[list[Entry]] = []
-        for entry in self._entries:
+        for entry in network.layout.entries:
             if entry.name not in moving:
                 continue
             rate = first.rates.get(entry.layer, 1.0)
-            if self._segments and self._segments[-1][1] == entry.start and self.rates[-1] == rate:
-                self._segments[-1] = (self._segments[-1][0], entry.stop)
-                self._inside[-1].append(entry)
+            if self._segments and self._segments[-1][-1].stop == entry.start and self.rates[-1] == rate:
+                self._segments[-1].append(entry)
             else:
-                self._segments.append((entry.start, entry.stop))
+                self._segments.append([entry])
                 self.rates.append(rate)
-                self._inside.append([entry])
-        self._fixed = [entry for entry in self._entries if entry.name not in moving]
-        self.parameters = [self.flat[..., start:stop] for start, stop in self._segments]
-        models = torch.func.vmap(self._loss, in_dims=(0, 0, None, None), randomness="error")
-        self._losses = torch.func.vmap(models, in_dims=(0, 0, 0, 0), randomness="error")
+        self._fixed = [entry for entry in network.layout.entries if entry.name not in moving]
+        self.parameters = self._cut(self.flat)
+        models = vmap(self._loss, in_dims=(0, 0, None, None), randomness="error")
+        self._losses = vmap(models, in_dims=(0, 0, 0, 0), randomness="error")
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Cut P vectors ``(d,)`` or ``(K, d)`` into segments ``(P, K, s)``."""
-        rows = _rows(values, self.flat.shape[1])
-        return [rows[..., start:stop] for start, stop in self._segments]
+        return self._cut(rows_of(values, self.flat.shape[1]))
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Differentiate the models of the first A clients, to whom the batch ``(A, B, ...)`` belongs."""
+        """Differentiate the models of the first A clients, to which the batch ``(A, B, ...)`` belongs."""
         active = len(batch.y)
         moving = [tensor[:active].detach().requires_grad_() for tensor in self.parameters]
         fixed = {e.name: self.flat[:active, :, e.start : e.stop] for e in self._fixed}
         context = {name: value[:active] for name, value in self._context.items()}
-        losses = self._losses(moving, fixed, (batch.x, batch.y, batch.weight), context)
+        losses = self._losses(moving, fixed, batch, context)
         # The models have nothing in common, so the gradient of the sum holds that of each.
         return losses.detach(), torch.autograd.grad(losses.sum(), moving)
 
@@ -216,18 +179,18 @@ class StackedModels:
         factor = (norm / found).clamp(max=1.0).unsqueeze(-1)
         return [gradient * factor for gradient in gradients]
 
-    def _loss(
-        self,
-        moving: Sequence[Tensor],
-        fixed: Mapping[str, Tensor],
-        batch: tuple[Tensor, Tensor, Tensor | None],
-        context: Context,
-    ) -> Tensor:
+    def _cut(self, rows: Tensor) -> list[Tensor]:
+        return [rows[..., entries[0].start : entries[-1].stop] for entries in self._segments]
+
+    def _loss(self, moving: Sequence[Tensor], fixed: Mapping[str, Tensor], batch: Batch, context: Context) -> Tensor:
         tensors = {e.name: fixed[e.name].view(e.shape) for e in self._fixed}
-        for segment, entries in zip(moving, self._inside, strict=True):
+        for segment, entries in zip(moving, self._segments, strict=True):
             pieces = torch.split(segment, [e.stop - e.start for e in entries])
             tensors |= {e.name: piece.view(e.shape) for e, piece in zip(entries, pieces, strict=True)}
-        return self._objective(FunctionalNet(self._module, tensors), Batch(*batch), context)
+        return self._objective(Net(partial(functional_call, self._module, tensors), tensors), batch, context)
+
+
+Models = LoopedModels | StackedModels
 
 
 def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
@@ -237,7 +200,30 @@ def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
     return [e.name for e in layout.entries if e.trainable and rates.get(e.layer, 1.0) != 0.0]
 
 
-def _rows(values: Sequence[Tensor], models: int) -> Tensor:
-    """Return one ``(d,)`` or ``(K, d)`` a client as ``(P, K, d)``; what all share is not copied."""
-    rows = [value.expand(models, -1) for value in values[: 1 if all(v is values[0] for v in values) else None]]
-    return torch.stack(rows) if len(rows) == len(values) else rows[0].expand(len(values), -1, -1)
+def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
+    """Return one ``(d,)`` or ``(K, d)`` a client as ``(P, K, d)``; what all share is not copied.
+
+    Parameters
+    ----------
+    values : sequence of Tensor
+        The clients' vectors.
+    models : int, optional
+        K, if it is not what the values say: a single vector then stands for all K models.
+    """
+    models = models or (1 if values[0].dim() == 1 else len(values[0]))
+    if is_shared(values) and len(values) > 1:
+        return values[0].expand(models, -1).expand(len(values), -1, -1)
+    return torch.stack([value.expand(models, -1) for value in values])
+
+
+def _bound(module: nn.Module, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Let a module's parameters and buffers be some views, and return them by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, view in views.items():
+        owner, _, attribute = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        if attribute in holder._parameters:
+            tensors[name] = holder._parameters[attribute] = nn.Parameter(view, requires_grad=True)
+        else:
+            tensors[name] = holder._buffers[attribute] = view
+    return tensors

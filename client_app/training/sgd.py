@@ -18,47 +18,42 @@ class SGD:
     """
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
-        work = jobs[0].work
-        self.momentum = settings.momentum
-        self.weight_decay = settings.weight_decay
-        self.max_grad_norm = settings.max_grad_norm
+        self.settings = settings
         self._clipped = models.clipped
-        groups: dict[float, list[int]] = {}
+        self._groups: dict[float, list[int]] = {}
         for index, rate in enumerate(models.rates):
-            groups.setdefault(jobs[0].lr * rate, []).append(index)
-        self.groups = list(groups.items())
+            self._groups.setdefault(jobs[0].lr * rate, []).append(index)
         self.parameters = models.parameters
-        self.buffers: list[Tensor] = []
-        self.strength = 0.0
-        if work.pull is not None and work.pull.strength:
-            self.strength = work.pull.strength
-            self.anchors = models.parts([job.work.pull.anchor for job in jobs if job.work.pull is not None])
-        self.masks: list[Tensor] = []
-        if work.mask is not None:
-            self.masks = models.parts([job.work.mask for job in jobs if job.work.mask is not None])
+        self._buffers: list[Tensor] = []
+        pulls = [job.work.pull for job in jobs if job.work.pull is not None]
+        masks = [job.work.mask for job in jobs if job.work.mask is not None]
+        self._strength = pulls[0].strength if pulls else 0.0
+        self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
+        self._masks = models.parts(masks) if masks else []
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor]) -> None:
         """Update the parameters in place."""
-        gradients = self._clipped(grads, self.max_grad_norm) if self.max_grad_norm else list(grads)
+        settings = self.settings
+        gradients = self._clipped(grads, settings.max_grad_norm) if settings.max_grad_norm else list(grads)
         parameters = _first(self.parameters, gradients)
-        if self.weight_decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=self.weight_decay))
-        if self.strength:
-            distance = torch._foreach_sub(parameters, _first(self.anchors, gradients))
-            gradients = list(torch._foreach_add(gradients, distance, alpha=self.strength))
-        if self.masks:
-            gradients = list(torch._foreach_mul(gradients, _first(self.masks, gradients)))
-        if self.momentum:
-            if self.buffers:
-                buffers = _first(self.buffers, gradients)
-                torch._foreach_mul_(buffers, self.momentum)
+        if settings.weight_decay:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=settings.weight_decay))
+        if self._anchors:
+            distance = torch._foreach_sub(parameters, _first(self._anchors, gradients))
+            gradients = list(torch._foreach_add(gradients, distance, alpha=self._strength))
+        if self._masks:
+            gradients = list(torch._foreach_mul(gradients, _first(self._masks, gradients)))
+        if settings.momentum:
+            if self._buffers:
+                buffers = _first(self._buffers, gradients)
+                torch._foreach_mul_(buffers, settings.momentum)
                 torch._foreach_add_(buffers, gradients)
                 gradients = buffers
             else:
-                self.buffers = gradients = [g.clone() for g in gradients]
-        for rate, members in self.groups:
-            if len(self.groups) == 1:
+                self._buffers = gradients = [g.clone() for g in gradients]
+        for rate, members in self._groups.items():
+            if len(self._groups) == 1:
                 torch._foreach_add_(parameters, gradients, alpha=-rate)
             else:
                 torch._foreach_add_([parameters[i] for i in members], [gradients[i] for i in members], alpha=-rate)

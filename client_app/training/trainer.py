@@ -7,17 +7,18 @@ other with resident modules, or as one computation under :func:`torch.func.vmap`
 one more axis.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posy.client_app.training.batches import Samples, Schedule, Share, batches, plan_epochs
-from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, _rows
+from posy.client_app.training.batches import Samples, Schedule, Share, plan_passes
+from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, rows_of
 from posy.client_app.training.sgd import SGD
 from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
+from posy.sharing import is_shared
 from posy.strategies.settings import TrainSettings
 
 EVALUATION_BATCH = 512
@@ -80,7 +81,7 @@ class Trainer:
         Parameters
         ----------
         jobs : sequence of Job
-            All of one :func:`kind`; more than one are a stacked computation.
+            All of one :attr:`Train.kind` and one learning rate; more than one are a stacked computation.
         network : Network
             The network that they train.
 
@@ -91,37 +92,32 @@ class Trainer:
         TrainingInterruptedError
             If :attr:`interrupted` is set meanwhile.
         """
-        smallest = network.smallest_batch
         for job in jobs:
-            if len(job.samples.y) < smallest:
+            if len(job.samples.y) < network.smallest_batch:
                 raise ValueError(
                     f"no mini-batch to train on: {len(job.samples.y)} samples, and BatchNorm needs two in a batch"
                 )
         single = jobs[0].work.start.dim() == 1
+        shares = [self.share(job, network.smallest_batch) for job in jobs]
+        models: Models
+        schedule: Share | Schedule
         if len(jobs) > 1 or self.stacks(network, 1 if single else len(jobs[0].work.start)):
-            schedule = Schedule(
-                [self._share(job, smallest) for job in jobs], self.settings.batch_size, smallest, self.device
-            )
+            schedule = Schedule(shares)
             places = schedule.order
-            jobs = [jobs[i] for i in places]
-            models: Models = StackedModels(network, [job.work for job in jobs])
-            loss = self._run(models, jobs, schedule) / schedule.seen
+            models = StackedModels(network, [jobs[place].work for place in places])
         else:
-            places = [0]
+            schedule, places = shares[0], [0]
             models = LoopedModels(network, jobs[0].work)
-            loss = self._run_alone(models, jobs[0], smallest)
+        loss = self._run(models, [jobs[place] for place in places], schedule) / schedule.seen
         finite = (torch.isfinite(loss) & torch.isfinite(models.flat.sum(dim=-1))).all(dim=1).tolist()
-        results: list[Trained | TrainingDivergedError] = [TrainingDivergedError()] * len(jobs)
+        results: list[Any] = [None] * len(jobs)
         for row, place in enumerate(places):
-            if finite[row]:
-                parameters = models.flat[row].clone()
-                results[place] = Trained(
-                    parameters[0] if single else parameters, loss[row, 0] if single else loss[row].clone()
-                )
-            else:
+            own = (models.flat[row, 0], loss[row, 0]) if single else (models.flat[row], loss[row])
+            results[place] = Trained(*(tensor.clone() for tensor in own))
+            if not finite[row]:
                 results[place] = TrainingDivergedError(
                     f"training diverged: the loss of the last epoch is {loss[row].tolist()}; "
-                    f"a smaller lr than {jobs[row].lr:g} may help"
+                    f"a smaller lr than {jobs[place].lr:g} may help"
                 )
         return results
 
@@ -130,7 +126,7 @@ class Trainer:
         enabled = self.settings.precision == "bfloat16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
-    def _run(self, models: Models, jobs: Sequence[Job], schedule: Schedule) -> Tensor:
+    def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
         optimiser = SGD(self.settings, models, jobs)
         total = torch.zeros(models.flat.shape[:2], device=self.device)
@@ -138,42 +134,20 @@ class Trainer:
             with self._autocast():
                 losses, gradients = models.gradients(batch)
             optimiser.step(gradients)
-            total[: len(losses)] += losses * counted
-            self._check_interrupted()
+            if counted is not None:
+                total[: len(losses)] += losses * counted
+            if self.interrupted.is_set():
+                raise TrainingInterruptedError("local training was told to stop")
         return total
 
-    def _run_alone(self, models: Models, job: Job, smallest: int) -> Tensor:
-        """Train one client's models and return the mean losses ``(1, K)`` of the last epoch."""
-        optimiser = SGD(self.settings, models, [job])
-        share = self._share(job, smallest)
-        total = torch.zeros(models.flat.shape[:2], device=self.device)
-        seen = 0
-        for steps in share.epochs:
-            total.zero_()
-            seen = 0
-            for batch in batches(
-                job.samples, share.weight, self.settings.batch_size, steps, job.generator, smallest, share.odds,
-                job.augment,
-            ):  # fmt: skip
-                with self._autocast():
-                    losses, gradients = models.gradients(batch)
-                optimiser.step(gradients)
-                total += losses * len(batch.y)
-                seen += len(batch.y)
-                self._check_interrupted()
-        return total / seen
-
-    def _share(self, job: Job, smallest: int) -> Share:
-        work, count, size = job.work, len(job.samples.y), self.settings.batch_size
+    def share(self, job: Job, smallest: int = 1) -> Share:
+        """Return a job's passes over its samples, as many as the job or the settings ask for."""
+        work, size = job.work, self.settings.batch_size
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
-        plan = plan_epochs(epochs, steps, count, size, smallest)
+        passes = plan_passes(epochs, steps, len(job.samples.y), size, smallest)
         weight, odds = (None, work.sample_weight) if work.resample else (work.sample_weight, None)
-        return Share(job.samples, weight, plan, job.generator, job.augment, odds)
-
-    def _check_interrupted(self) -> None:
-        if self.interrupted.is_set():
-            raise TrainingInterruptedError("local training was told to stop")
+        return Share(job.samples, passes, job.generator, size, smallest, weight, odds, job.augment)
 
     def forward(self, work: Forward, network: Network, samples: Samples) -> Any:
         """Return the outputs of the model or models in evaluation mode."""
@@ -186,31 +160,34 @@ class Trainer:
         Where all have the same parameters, their samples are one sequence; else the models, of one shape,
         are one stacked computation.
         """
-        first = works[0].parameters
         with self._autocast():
-            if all(work.parameters is first for work in works):
+            if is_shared([work.parameters for work in works]):
                 inputs = samples[0].x if len(samples) == 1 else torch.cat([each.x for each in samples])
+                lengths = [len(each.y) for each in samples]
                 outputs = self._forward_alone(works[0], network, inputs)
-                results = _cut(outputs, [len(each.y) for each in samples])
+                results = [list(own) for own in zip(*(torch.split(t, lengths, dim=-2) for t in outputs), strict=True)]
             else:
                 results = self._forward_stacked(works, network, samples)
-        return [_map(torch.Tensor.float, result) for result in results]
+        return [result[0].float() if len(result) == 1 else tuple(t.float() for t in result) for result in results]
 
-    def _forward_alone(self, work: Forward, network: Network, inputs: Tensor) -> Any:
+    def _forward_alone(self, work: Forward, network: Network, inputs: Tensor) -> list[Tensor]:
         single = work.parameters.dim() == 1
         parameters = work.parameters.unsqueeze(0) if single else work.parameters
         network.stack(len(parameters)).copy_(parameters)
         outputs = []
-        for net in network.nets[: len(parameters)]:
-            net.module.eval()
-            outputs.append(_join([net(x) for x in torch.split(inputs, EVALUATION_BATCH)], 0))
-        return outputs[0] if single else _map(torch.stack, outputs)
+        for module in network.modules[: len(parameters)]:
+            module.eval()
+            pieces = [_tuple(module(x)) for x in torch.split(inputs, EVALUATION_BATCH)]
+            outputs.append([torch.cat(column) for column in zip(*pieces, strict=True)])
+        return outputs[0] if single else [torch.stack(column) for column in zip(*outputs, strict=True)]
 
-    def _forward_stacked(self, works: Sequence[Forward], network: Network, samples: Sequence[Samples]) -> list[Any]:
+    def _forward_stacked(
+        self, works: Sequence[Forward], network: Network, samples: Sequence[Samples]
+    ) -> list[list[Tensor]]:
         single = works[0].parameters.dim() == 1
         order = sorted(range(len(works)), key=lambda i: -len(samples[i].y))
         counts = torch.tensor([len(samples[i].y) for i in order])
-        flat = _rows([works[i].parameters for i in order], 1 if single else len(works[0].parameters))
+        flat = rows_of([works[i].parameters for i in order])
         inputs = torch.cat([samples[i].x for i in order])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)[:-1]])
         module = network.template.eval()
@@ -220,40 +197,21 @@ class Trainer:
 
         compute = torch.func.vmap(torch.func.vmap(outputs, in_dims=(0, None)), in_dims=(0, 0))
         width = max(1, EVALUATION_BATCH // len(works))
-        pieces: list[list[Any]] = [[] for _ in works]
+        pieces: list[list[list[Tensor]]] = [[] for _ in works]
         for begin in range(0, int(counts[0]), width):
             active = int((counts > begin).sum())
             columns = torch.arange(begin, min(begin + width, int(counts[0])))
             index = starts[:active, None] + torch.minimum(columns[None, :], counts[:active, None] - 1)
-            result = compute(flat[:active], inputs[index.to(inputs.device)])
+            result = _tuple(compute(flat[:active], inputs[index.to(inputs.device)]))
             for place in range(active):
                 held = min(int(counts[place]) - begin, width)
-                pieces[order[place]].append(_map(lambda t, p=place, h=held: t[p, :, :h], result))
-        joined = [_join(piece, 1) if piece else None for piece in pieces]
+                pieces[order[place]].append([t[place, :, :held] for t in result])
         # A client without samples has outputs of no rows, like those of the others.
-        like = next(piece for piece in joined if piece is not None)
-        full = [_map(lambda t: t[:, :0], like) if piece is None else piece for piece in joined]
-        return [_map(lambda t: t[0], piece) for piece in full] if single else full
+        nothing = [t[:, :0] for t in pieces[order[0]][0]]
+        joined = [[torch.cat(column, dim=1) for column in zip(*(own or [nothing]), strict=True)] for own in pieces]
+        return [[t[0] for t in own] for own in joined] if single else joined
 
 
-def _map(function: Callable[..., Any], output: Any) -> Any:
-    """Apply a function to an output, to each tensor of one that is a tuple, or across a list of them."""
-    if isinstance(output, list):
-        if isinstance(output[0], tuple):
-            return tuple(function(list(column)) for column in zip(*output, strict=True))
-        return function(output)
-    return tuple(map(function, output)) if isinstance(output, tuple) else function(output)
-
-
-def _join(pieces: list[Any], dim: int) -> Any:
-    """Concatenate the outputs of several batches."""
-    return _map(lambda tensors: torch.cat(tensors, dim=dim), pieces)
-
-
-def _cut(output: Any, lengths: list[int]) -> list[Any]:
-    """Cut outputs along the samples, which are the last axis but one."""
-    if len(lengths) == 1:
-        return [output]
-    if isinstance(output, tuple):
-        return list(zip(*(tensor.split(lengths, dim=-2) for tensor in output), strict=True))
-    return list(output.split(lengths, dim=-2))
+def _tuple(output: Any) -> tuple[Tensor, ...]:
+    """Return the outputs of a network, of which most have one."""
+    return output if isinstance(output, tuple) else (output,)

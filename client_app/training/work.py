@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +19,22 @@ class TrainingInterruptedError(Exception):
     """Local training was told to stop."""
 
 
-class Net(Protocol):
-    """What an objective sees of a model: its output and its parameters by name."""
+@dataclass(frozen=True)
+class Net:
+    """What an objective sees of a model: its outputs for a batch, ``net(x)``, and its tensors, ``net[name]``."""
+
+    outputs: Callable[[Tensor], Any]
+    tensors: Mapping[str, Tensor]
 
     def __call__(self, x: Tensor) -> Any:
         """Return the outputs for a batch of inputs."""
+        return self.outputs(x)
 
-    def __getitem__(self, name: str) -> Tensor: ...
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
 
 
 Context = Mapping[str, Tensor]
-
-
 Objective = Callable[[Net, Batch, Context], Tensor]
 
 
@@ -64,7 +68,7 @@ class Train:
     objective : callable
         ``objective(net, batch, context)``, differentiated by the parameters of ``net``.
     context : Mapping of str to Tensor
-        What the objective needs besides, constant during the round.
+        What else the objective needs, constant during the round.
     sample_weight : Tensor or None
         ``(n,)`` weight of each training sample.
     resample : bool
@@ -73,9 +77,9 @@ class Train:
     pull : Pull or None
         Proximal term.
     rates : Mapping of str to float
-        Factor on the learning rate by layer; 0 freezes a layer. Layers not named have 1.
+        Factor on the learning rate by layer; 0 freezes a layer. Layers that are not named have 1.
     mask : Tensor or None
-        ``(d,)`` 0/1 mask; masked parameters do not move.
+        ``(d,)`` 0/1 mask; parameters whose entry is 0 do not move.
     epochs, steps : int or None
         Instead of the settings' ``local-epochs`` and ``local-steps``.
     network : Any
@@ -97,6 +101,18 @@ class Train:
     network: Any = None
     stream: int = 0
 
+    @property
+    def kind(self) -> Hashable:
+        """What must be equal in trainings that are one computation, besides network and learning rate."""
+        return (
+            self.objective,
+            self.start.shape,
+            tuple(sorted((name, value.shape, value.dtype) for name, value in self.context.items())),
+            None if self.pull is None else (self.pull.strength, self.pull.anchor.dim()),
+            tuple(sorted(self.rates.items())),
+            self.mask is None,
+        )
+
 
 class Trained(NamedTuple):
     """Result of :class:`Train`: parameters like ``start``, mean loss of the last epoch ``()`` or ``(K,)``."""
@@ -115,7 +131,7 @@ class Forward:
 
 
 class Job(NamedTuple):
-    """One client's local training: the work, its samples, and where its randomness comes from.
+    """One client's local training.
 
     Attributes
     ----------
@@ -136,19 +152,3 @@ class Job(NamedTuple):
     generator: torch.Generator
     lr: float
     augment: Augment | None = None
-
-
-def kind(job: Job, network: Any) -> Hashable:
-    """Return what must agree between jobs that are trained together."""
-    work = job.work
-    return (
-        network,
-        work.objective,
-        tuple(work.start.shape),
-        tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in work.context.items())),
-        None if work.pull is None else (work.pull.strength, work.pull.anchor.dim()),
-        tuple(sorted(work.rates.items())),
-        work.mask is None,
-        job.lr,
-        job.augment is None,
-    )

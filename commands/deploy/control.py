@@ -1,24 +1,45 @@
-"""What a SuperLink tells of its runs and nodes, and the order to stop one, through Flower's own client.
+"""What a SuperLink is asked to do: list its runs and nodes, register keys, take a run, show its log, stop it.
 
-Flower's command line tells neither the names that nodes were registered under nor the settings of a run.
+All through Flower's own client of its Control API. Flower's command line does the same in processes of their own, and
+tells neither the names that nodes were registered under nor the settings of a run.
 """
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping
+import ssl
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
-from flwr.common.serde import user_config_from_proto
-from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StopRunRequest
+from flwr.common.serde import user_config_from_proto, user_config_to_proto
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StopRunRequest,
+    StreamLogsRequest,
+)
+from flwr.proto.fab_pb2 import Fab
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-from posy.commands.launch import Connection, LaunchError, no_proxy
-from posy.settings import SettingsError
+from posy.commands.launch import APP, INTERRUPTED, Connection, LaunchError, resume_command, without_proxy
+from posy.commands.runlog import RunLog
+from posy.settings import Scalar, SettingsError
 from posy.strategies.settings import RunSettings
+
+OUTAGE_SECONDS = 600.0
+"""Seconds that a SuperLink may stay out of reach while a run on it is followed: the run itself may outlive that."""
+LOOK_SECONDS = 1.0
+"""Seconds between two attempts to reach a SuperLink, or two looks at a run that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,7 @@ class Run:
     since : str
         When that began, in local time.
     seconds : float
-        For how long it has run.
+        How long it has run.
     details : str
         Why it failed.
     """
@@ -77,7 +98,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Its method, if the settings that were given tell."""
+        """Its method, as far as the settings that were given say it."""
         unknown = self.config.get("resume") or self.config.get("experiment")
         return str(self.config.get("method", "" if unknown else RunSettings.method))
 
@@ -147,27 +168,80 @@ class Control:
         known = ", ".join(run.name or run.number for run in runs[:5]) or "none"
         raise SettingsError(f"{word!r}: no such run at {self.address}; the newest are: {known}")
 
-    def stop(self, run: Run) -> None:
+    def register(self, name: str, public_key: bytes) -> None:
+        """Let the node that has a key (PEM) take part, under a name."""
+        self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
+
+    def submit(self, given: Mapping[str, Scalar]) -> str:
+        """Submit this very code with settings as a run, and return its number.
+
+        Raises
+        ------
+        LaunchError
+            If the SuperLink does not take it.
+        """
+        from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - takes half a second
+
+        content = build_fab_from_disk(APP)
+        bundle = Fab(hash_str=hashlib.sha256(content).hexdigest(), content=content)
+        request = StartRunRequest(fab=bundle, override_config=user_config_to_proto(dict(given)))
+        answer = self._client.StartRun(request)
+        if not answer.run_id:
+            raise LaunchError(f"the SuperLink at {self.address} does not take the app: it has {len(content)} bytes")
+        return str(answer.run_id)
+
+    def stop(self, number: str) -> None:
         """Stop a run."""
-        self._client.StopRun(StopRunRequest(run_id=int(run.number)))
+        self._client.StopRun(StopRunRequest(run_id=int(number)))
+
+    def follow(self, number: str, show: Callable[[str], object], patience: float = OUTAGE_SECONDS) -> Run:
+        """Hand over the log of a run line by line until the run ends, and return the run.
+
+        Parameters
+        ----------
+        number : str
+            Number of the run.
+        show : callable
+            Is given each line.
+        patience : float
+            Seconds that the SuperLink may stay out of reach, each time.
+        """
+        after, rest, deadline = 0.0, "", None
+        while True:
+            try:
+                for part in self._client.StreamLogs(StreamLogsRequest(run_id=int(number), after_timestamp=after)):
+                    after, deadline = part.latest_timestamp, None
+                    *lines, rest = (rest + part.log_output).split("\n")
+                    for line in lines:
+                        show(line + "\n")
+                run = self.find(number)
+                deadline = None
+                if run.ended:
+                    if rest:
+                        show(rest + "\n")
+                    return run
+            except httpx.TransportError:
+                deadline = deadline or time.monotonic() + patience
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(LOOK_SECONDS)
 
 
 @contextmanager
 def control(superlink: Connection) -> Iterator[Control]:
-    """Provide a SuperLink to ask.
+    """Provide a SuperLink to give orders to.
 
     Raises
     ------
-    SettingsError, LaunchError
+    LaunchError
         If it cannot be reached, its certificate is not trusted, or it refuses.
     """
-    superlink.check()
-    os.environ |= no_proxy()
+    os.environ |= without_proxy()
     ca = superlink.root_certificates
     client = ControlHttpClient.from_server_address(
         superlink.address,
         insecure=ca is None,
-        root_certificates=None if ca is None else str(ca),
+        root_certificates=None if ca is None else ca.read_bytes(),
         interceptors=[RuntimeVersionHttpInterceptor(component_name="posy")],
     )
     try:
@@ -175,12 +249,110 @@ def control(superlink: Connection) -> Iterator[Control]:
     except httpx.HTTPStatusError as error:
         text = " ".join(error.response.text.split())
         raise LaunchError(f"the SuperLink at {superlink.address} refuses: {text[:300] or error}") from error
-    except (httpx.HTTPError, ValueError) as error:
-        if isinstance(error, SettingsError):
-            raise
-        raise LaunchError(f"the SuperLink at {superlink.address} did not answer: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise LaunchError(_unreached(superlink, error)) from error
     finally:
         client.close()
+
+
+def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verbose: bool = False) -> int:
+    """Submit a run to a SuperLink with SuperNodes, follow it, and return the exit status; Ctrl-C stops the run.
+
+    Parameters
+    ----------
+    given : Mapping
+        Settings that differ from their defaults; paths are those of the SuperLink's machine.
+    superlink : Connection
+        The SuperLink.
+    verbose : bool
+        Show Flower's whole log.
+
+    Raises
+    ------
+    LaunchError
+        If the SuperLink cannot be reached or refuses the run.
+    """
+    _check_app(given)
+    log = RunLog(verbose)
+    with control(superlink) as asked:
+        number = asked.submit(given)
+        try:
+            status = _exit_status(asked.follow(number, log.add), log)
+        except KeyboardInterrupt:
+            log.end()
+            print("\nposy: stopping the run", file=sys.stderr)
+            asked.stop(number)
+            status = INTERRUPTED
+    if status:  # the checkpoints lie on the SuperLink's machine
+        how = "stopped" if status == INTERRUPTED else "failed"
+        if log.rounds or (log.results and given.get("resume")):
+            folder = [f"output-dir={given['output-dir']}"] if "output-dir" in given else []
+            after = f" after round {log.rounds}" if log.rounds else ""
+            command = resume_command(Path(log.results).name, *folder, *superlink.words())
+            print(f"posy: {how}{after}; go on with: {command}", file=sys.stderr)
+        elif status == INTERRUPTED:
+            print("posy: stopped before a round was finished; start it anew", file=sys.stderr)
+    return status
+
+
+def show_run(superlink: Connection, word: str, *, verbose: bool = False) -> int:
+    """Show the log of a run from its beginning until the run ends, and return the exit status.
+
+    Ctrl-C leaves the run alone.
+    """
+    log = RunLog(verbose)
+    with control(superlink) as asked:
+        run = asked.find(word)
+        try:
+            return _exit_status(asked.follow(run.number, log.add), log)
+        except KeyboardInterrupt:
+            log.end()
+            command = " ".join(["posy", "stop", run.number, *superlink.words()])
+            print(f"\nposy: the run goes on\nposy: this stops it: {command}", file=sys.stderr)
+            return INTERRUPTED
+
+
+def _check_app(given: Mapping[str, Scalar]) -> None:
+    """Check what Flower would refuse without saying why.
+
+    Raises
+    ------
+    LaunchError
+        If the app is not there, or does not admit a setting.
+    """
+    path = APP / "pyproject.toml"
+    if not path.is_file():
+        raise LaunchError(f"the Flower app is not in {APP}: submit runs from a checkout (`pip install -e .`)")
+    admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    for key in given.keys() - admitted.keys():
+        raise LaunchError(
+            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
+            "docs/generate.py` brings that table up to date"
+        )
+
+
+def _exit_status(run: Run, log: RunLog) -> int:
+    """Show the end of a log, and how the run has ended unless it is completed; return the exit status."""
+    completed = run.status == "completed"
+    log.end(failed=not completed)
+    if not completed:
+        details = f": {run.details}" if run.details else ""
+        print(f"posy: the run {run.number} has ended as {run.status}{details}", file=sys.stderr)
+    return 0 if completed else 1
+
+
+def _unreached(superlink: Connection, error: BaseException) -> str:
+    """Return why a SuperLink cannot be reached."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        hint = "" if superlink.root_certificates else ", or does it want certificates (without --insecure)"
+        return f"no SuperLink answers at {superlink.address} ({error}); does `posy superlink` run there{hint}?"
+    if cause.reason == "WRONG_VERSION_NUMBER":
+        return f"the SuperLink at {superlink.address} speaks no TLS; was it started with --insecure?"
+    why = getattr(cause, "verify_message", "") or cause.reason or str(cause)
+    return f"the SuperLink at {superlink.address} is not trusted by {superlink.root_certificates}: {why}"
 
 
 def _local(time: str) -> str:

@@ -1,0 +1,392 @@
+"""The task of a run over sites: what the settings give of it, and what the sites agree on where they are silent.
+
+The server has no samples. It asks each site to describe its own, writes what they agree on into the run's settings
+(:func:`agreed`), and from then on the settings alone give the task (:func:`task_of`).
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from posy.data.augment import check_augment
+from posy.data.errors import DataError
+from posy.data.labels import label_name, listed, nearly_equal, sorted_names
+from posy.data.settings import DataSettings
+from posy.data.task import Task
+from posy.data.values import deviation
+from posy.settings import SettingsError
+
+TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", "text": "text", "tokens": "text"}
+"""Kind of the task for each kind of samples."""
+MODES = {1: "L", 3: "RGB"}
+"""Pillow's mode for a number of channels."""
+_MAX_SIZE = 1 << 28  # numbers in one sample
+_MAX_NAME = 300
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a site tells of its data, so that the sites can agree on a task.
+
+    Attributes
+    ----------
+    kind : str
+        As in :class:`posy.data.dataset.Content`.
+    shape : tuple of int
+        Of one sample, as in the setting ``input-shape``.
+    fixed : bool
+        Whether the shape is that of the data; image files and texts are brought to any.
+    classes : tuple of str
+        Names of its classes; empty where the settings give those of the run.
+    count : int
+        Training samples behind the next two.
+    mean, squares : np.ndarray
+        float64 ``(F,)``: mean of each feature, and sum of its squared deviations from it. Empty where the
+        samples are no features, or the settings give mean and standard deviation.
+    columns : tuple of str
+        Names of the features, where the data gives them.
+    warnings : tuple of str
+        What a person should know of the data. It is sent, but not read from an answer.
+    skipped : int
+        Files that could not be read and are left out; not read from an answer either.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    fixed: bool
+    classes: tuple[str, ...]
+    count: int
+    mean: np.ndarray
+    squares: np.ndarray
+    columns: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    skipped: int = 0
+
+    def as_answer(self) -> dict[str, Any]:
+        """Return it as the values of a Flower ConfigRecord."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        arrays = {"mean": self.mean.tolist(), "squares": self.squares.tolist()}
+        return values | arrays | told_of(self.warnings, self.skipped)
+
+    @classmethod
+    def from_answer(cls, answer: Mapping[str, Any]) -> "Description":
+        """Read what a site has answered.
+
+        Raises
+        ------
+        DataError
+            If it makes no sense.
+        KeyError, TypeError, ValueError
+            If it is not of the form that :meth:`as_answer` gives.
+        """
+        kind, shape = answer["kind"], tuple(int(size) for size in answer["shape"])
+        mean, squares = (np.array(answer[key], np.float64) for key in ("mean", "squares"))
+        count, classes = int(answer["count"]), tuple(dict.fromkeys(label_name(str(c)) for c in answer["classes"]))
+        columns = tuple(str(name) for name in answer.get("columns", ()))
+        sensible = (
+            kind in TASK_KINDS
+            and _suits(shape, kind)
+            and count > 0
+            and mean.shape == squares.shape
+            and mean.shape in ((0,), shape)
+            and all(0 < len(name) <= _MAX_NAME for name in classes)
+            and len(columns) in (0, shape[0])
+            and len(set(columns)) == len(columns)
+            and all(len(name) <= _MAX_NAME for name in columns)
+            and bool(np.isfinite(mean).all() and np.isfinite(squares).all() and (squares >= 0).all())
+        )
+        if not sensible:
+            raise DataError("its description of its data makes no sense")
+        return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns)
+
+
+def told_of(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
+    """Return what a site tells people of its data: at most 20 warnings of 300 characters each."""
+    return {"warnings": [warning[:_MAX_NAME] for warning in warnings[:20]], "skipped": skipped}
+
+
+# -- what the settings give ------------------------------------------------------------------------------
+
+
+def open_settings(settings: DataSettings, kind: str) -> list[str]:
+    """Return the keys of the settings that leave the task of samples of a kind to the sites."""
+    given = {
+        "sample-kind": settings.sample_kind != "auto",
+        "input-shape": settings.input_shape,
+        "classes": settings.classes,
+    }
+    if kind == "features":
+        given |= {"feature-mean": settings.feature_mean, "feature-std": settings.feature_std}
+    return [key for key, value in given.items() if not value]
+
+
+def is_complete(settings: DataSettings) -> bool:
+    """Tell whether the settings alone give the task, so that no site has to describe its data."""
+    return not open_settings(settings, settings.sample_kind)
+
+
+def task_of(settings: DataSettings) -> Task:
+    """Return the task that complete settings give.
+
+    Raises
+    ------
+    SettingsError
+        If a value is malformed, there are fewer than two classes, or the augmentation is not for such samples.
+    """
+    kind, classes = TASK_KINDS[settings.sample_kind], _names_in("classes", settings.classes)
+    if len(classes) < 2:
+        raise SettingsError(f"classes = {settings.classes!r}: needed are two or more names, each once")
+    shape = shape_in(settings, settings.sample_kind)
+    if kind == "features":
+        statistics_in(settings, shape[0])
+        columns_in(settings, shape[0])
+    check_augment(settings.augment, kind)
+    return Task(kind, shape, classes, settings.vocabulary if kind == "text" else 0)
+
+
+def shape_in(settings: DataSettings, kind: str) -> tuple[int, ...]:
+    """Return the setting ``input-shape`` as numbers that suit a kind of samples, or raise :class:`SettingsError`."""
+    try:
+        shape = tuple(int(size) for size in settings.input_shape.split("x"))
+    except ValueError:
+        shape = ()
+    if not _suits(shape, kind):
+        form = "channels x height x width, as in 3x64x64" if TASK_KINDS[kind] == "image" else "one whole number"
+        raise SettingsError(f"input-shape = {settings.input_shape!r}: for sample-kind = {kind!r} it must be {form}")
+    if kind == "image" and shape[0] not in MODES:
+        raise SettingsError(f"input-shape = {settings.input_shape!r}: images have 1 or 3 channels, which come first")
+    return shape
+
+
+def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the settings ``feature-mean`` and ``feature-std``, float64 ``(F,)``, or raise :class:`SettingsError`."""
+    pair = []
+    for key, text in (("feature-mean", settings.feature_mean), ("feature-std", settings.feature_std)):
+        try:
+            values = np.array([float(word) for word in text.split(",")])
+        except ValueError:
+            values = np.empty(0)
+        usable = np.isfinite(values).all() and (key == "feature-mean" or (values > 0).all())
+        if len(values) not in (1, width) or not usable:
+            bound = " above 0" if key == "feature-std" else ""
+            raise SettingsError(f"{key} = {text!r:.60}: it must be one number{bound}, or {width} with commas between")
+        pair.append(np.broadcast_to(values, (width,)).copy())
+    return pair[0], pair[1]
+
+
+def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
+    """Return the names in the setting ``feature-names``, none where it is empty, or raise :class:`SettingsError`."""
+    names = _names_in("feature-names", settings.feature_names) if settings.feature_names else ()
+    if len(names) not in (0, width):
+        raise SettingsError(f"feature-names = {settings.feature_names!r:.200}: needed are {width} names, each once")
+    return names
+
+
+def _names_in(key: str, text: str) -> tuple[str, ...]:
+    """Return the names of a setting that lists them with commas between, or as JSON."""
+    names: Any = text.split(",")
+    if text.lstrip().startswith("["):
+        try:
+            names = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SettingsError(f"{key} = {text!r:.200}: not a JSON list ({error})") from error
+    if not all(isinstance(name, str) for name in names):
+        raise SettingsError(f"{key} = {text!r:.200}: needed is a list of texts")
+    found = tuple(label_name(name) for name in names)
+    if len(set(found)) < len(found) or (key == "classes" and not all(found)):
+        raise SettingsError(f"{key} = {text!r:.200}: needed are names, each once")
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as :func:`_names_in` reads them."""
+    plain = all(name and "," not in name and name == name.strip() and not name.startswith("[") for name in names)
+    return ",".join(names) if plain else json.dumps(list(names), ensure_ascii=False)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as the setting ``input-shape`` has it."""
+    return "x".join(map(str, shape))
+
+
+def difference(own: Sequence[str], names: Sequence[str]) -> str:
+    """Tell which columns are missing and which are unknown, if any."""
+    missing, unknown = (set(names) - set(own), set(own) - set(names))
+    found = [("missing", [name for name in names if name in missing])]
+    found += [("unknown", [name for name in own if name in unknown])]
+    return "; ".join(f"{what}: {', '.join(some[:5])}{' …' if len(some) > 5 else ''}" for what, some in found if some)
+
+
+def _suits(shape: tuple[int, ...], kind: str) -> bool:
+    axes = 3 if TASK_KINDS[kind] == "image" else 1
+    return len(shape) == axes and min(shape) > 0 and math.prod(shape) <= _MAX_SIZE
+
+
+# -- what the sites agree on -----------------------------------------------------------------------------
+
+
+def agreed(
+    settings: DataSettings, descriptions: Sequence[Description], names: Sequence[str]
+) -> tuple[DataSettings, list[str]]:
+    """Return the settings with the task that the sites agree on, and what a person should know of it.
+
+    What the settings give stands. Else the kind, the shape and the columns that most sites have are taken, the
+    classes of all sites that have them, sorted, and mean and standard deviation of each feature over their
+    training samples. Where as many sites have another, or the images of one would lose their colours, a person
+    has to decide.
+
+    Parameters
+    ----------
+    settings : DataSettings
+        Those of the run.
+    descriptions : sequence of Description
+        What each site tells.
+    names : sequence of str
+        Names of the sites, for messages.
+
+    Returns
+    -------
+    tuple
+        The settings, and warnings that name sites, a sentence each.
+
+    Raises
+    ------
+    SettingsError
+        If there is no site of the kind and shape that the settings ask for, equally many sites have another, or
+        there is only one class.
+    """
+    sites = _Sites(list(zip(names, descriptions, strict=True)))
+    kind, shape = settings.sample_kind, settings.input_shape
+    if kind == "auto":
+        kind = sites.most("sample-kind", "hold different kinds of samples", lambda d: d.kind)
+    sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, those of the run {kind}")
+    shape = shape or sites.shape()
+    sites.keep(
+        lambda d: not d.fixed or shape_text(d.shape) == shape,
+        lambda d: f"its samples have the shape {shape_text(d.shape)}, those of the run {shape}",
+    )
+    if not sites.told:
+        raise SettingsError(f"sample-kind = {kind!r} with input-shape = {shape!r}: no site has such samples")
+    for own in sorted({d.shape for _, d in sites.told if TASK_KINDS[kind] == "image"}):
+        if (text := shape_text(own)) != shape:
+            some = _shown(name for name, d in sites.told if d.shape == own)
+            sites.warnings.append(f"{some}: images of shape {text} are brought to {shape}, that of the run")
+    columns = sites.columns(columns_in(settings, sites.told[0][1].shape[0])) if kind == "features" else ()
+    known = {name for _, d in sites.told for name in d.classes}
+    if not settings.classes:
+        for twins in nearly_equal(known):
+            found = [
+                f"{listed([twin])} ({_shown(name for name, d in sites.told if twin in d.classes)})" for twin in twins
+            ]
+            sites.warnings.append(
+                f"classes that nearly agree are taken for different ones: {', '.join(found)}; if they are one, rename "
+                "it at a site"
+            )
+    classes = settings.classes or _listed(sorted_names(known))
+    result = replace(settings, sample_kind=kind, input_shape=shape, classes=classes, feature_names=_listed(columns))
+    if kind == "features":
+        result = with_statistics(result, [_in_order(d, columns) for _, d in sites.told if d.mean.size])
+    task_of(result)
+    return result, sites.warnings
+
+
+def with_statistics(settings: DataSettings, descriptions: Sequence[Description]) -> DataSettings:
+    """Return the settings with mean and standard deviation of each feature over all samples, where they give none.
+
+    A constant feature has the standard deviation 1.
+    """
+    if not descriptions:
+        return settings
+    counts = np.array([d.count for d in descriptions], np.float64)[:, None]
+    means = np.stack([d.mean for d in descriptions])
+    mean = (counts * means).sum(0) / counts.sum()
+    mean = np.where((means == means[0]).all(0), means[0], mean)
+    squares = np.stack([d.squares for d in descriptions]).sum(0) + (counts * (means - mean) ** 2).sum(0)
+    texts = [",".join(map(repr, v.tolist())) for v in (mean, deviation(mean, squares / counts.sum()))]
+    return replace(
+        settings, feature_mean=settings.feature_mean or texts[0], feature_std=settings.feature_std or texts[1]
+    )
+
+
+class _Sites:
+    """The sites that take part so far, and the warnings about them and the others.
+
+    Parameters
+    ----------
+    told : list of (str, Description)
+        Name and description of each site.
+    """
+
+    def __init__(self, told: list[tuple[str, Description]]) -> None:
+        self.told, self.warnings = told, list[str]()
+
+    def keep(self, fits: Callable[[Description], bool], why_not: Callable[[Description], str]) -> None:
+        """Leave out the sites that do not fit, with a warning for each."""
+        self.warnings += [f"{name}: {why_not(d)}; it cannot take part" for name, d in self.told if not fits(d)]
+        self.told = [(name, d) for name, d in self.told if fits(d)]
+
+    def most(self, key: str, what: str, value_of: Callable[[Description], str]) -> str:
+        """Return what most sites have, or raise :class:`SettingsError` if as many have another."""
+        counts = Counter(value_of(d) for _, d in self.told).most_common()
+        if len(counts) > 1 and counts[0][1] == counts[1][1]:
+            found = [f"{v} ({_shown(name for name, d in self.told if value_of(d) == v)})" for v in sorted(dict(counts))]
+            raise SettingsError(f"the sites {what}, and none is that of most: {'; '.join(found)}; set {key}")
+        return counts[0][0] if counts else ""
+
+    def shape(self) -> str:
+        """Return the shape that most sites with a fixed one have; without any, that of most image files."""
+        deciding = _Sites([entry for entry in self.told if entry[1].fixed] or self.told)
+        shape = deciding.most("input-shape", "have samples of different shapes", lambda d: shape_text(d.shape))
+        channels = int(shape.split("x")[0]) if shape else 0
+        coloured = [name for name, d in self.told if not d.fixed and len(d.shape) == 3 and d.shape[0] > channels]
+        if coloured:
+            raise SettingsError(
+                f"the images of most sites are grey, {shape}; those of {_shown(coloured)} would lose their colours: "
+                f"set input-shape (3x{shape.partition('x')[2]} keeps them)"
+            )
+        return shape
+
+    def columns(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of the run's columns in their order, and leave out the sites that have others."""
+        named = [(name, d) for name, d in self.told if d.columns]
+        if not columns and named:
+            orders = Counter(d.columns for _, d in named)
+            sets = Counter(frozenset(d.columns) for _, d in named).most_common()
+            if len(sets) > 1 and sets[0][1] == sets[1][1]:
+                (first, a), (second, b) = (next((n, d) for n, d in named if set(d.columns) == s) for s, _ in sets[:2])
+                raise SettingsError(
+                    f"the columns of {second} differ from those of {first} ({difference(b.columns, a.columns)}), and "
+                    "none are those of most sites: rename them, or set feature-names"
+                )
+            columns = next(order for order, _ in orders.most_common() if set(order) == sets[0][0])
+        self.keep(
+            lambda d: not d.columns or set(d.columns) == set(columns),
+            lambda d: f"its columns are not those of the run ({difference(d.columns, columns)})",
+        )
+        if swapped := [name for name, d in self.told if d.columns not in ((), columns)]:
+            self.warnings.append(f"{_shown(swapped)}: columns stand in another order, and are put into that of the run")
+        if columns and (nameless := [name for name, d in self.told if not d.columns]):
+            self.warnings.append(
+                f"{_shown(nameless)}: data without names of columns, taken to be {', '.join(columns[:5])}"
+                f"{' …' if len(columns) > 5 else ''} in this order"
+            )
+        return columns
+
+
+def _shown(sites: Iterable[str]) -> str:
+    """Return names of sites for a message, the first five."""
+    names = list(sites)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _in_order(description: Description, columns: tuple[str, ...]) -> Description:
+    """Return a description with its features in the order of the run."""
+    if description.columns in ((), columns):
+        return description
+    order = [description.columns.index(name) for name in columns]
+    return replace(description, mean=description.mean[order], squares=description.squares[order], columns=columns)

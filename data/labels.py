@@ -1,0 +1,189 @@
+"""Labels: what the cells and arrays that hold them mean, and the names of the classes."""
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from posy.data.errors import DataError
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
+_INTEGER_OR_FLOAT = re.compile(r"([+-]?[0-9]{1,4000})(?:\.0*)?")
+_CANONICAL = re.compile(r"(?:\+|(-))?(0|[1-9][0-9]{0,3999})(?:\.0*)?")
+_EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]+")
+_GAP = re.compile(r"[\s_-]+")
+_ABSENT = frozenset({"nan", "na", "n/a", "none", "null", "missing", "?"})
+
+
+def as_labels(y: np.ndarray, where: str) -> np.ndarray:
+    """Return ``(N,)`` labels that keep their identity: int64, or texts where int64 cannot hold all of them.
+
+    Whole numbers of every type, also floats that are whole, stay what they are, beyond int64 as their digits.
+    Texts lose spaces around them and get accents in one spelling; bytes are read as UTF-8.
+
+    Raises
+    ------
+    DataError
+        If there is not one label for each sample, or one is empty, has a fraction, is no number, or is a float
+        so large that its type cannot tell it from the next whole number.
+    """
+    y = np.asarray(y)
+    if y.ndim > 1 and y.size == len(y):
+        y = y.reshape(-1)
+    if y.ndim != 1:
+        raise DataError(f"{where}: labels of shape {y.shape}; one label for each sample is allowed, (N,)")
+    kind = y.dtype.kind
+    if kind in "SU":
+        return _as_names(y, where)
+    if kind in "ibu":
+        return y.astype(str if kind == "u" and len(y) and y.max() > np.iinfo(np.int64).max else np.int64)
+    if kind != "f":
+        raise DataError(f"{where}: labels of type {y.dtype}; whole numbers and texts are allowed")
+    bad = np.flatnonzero(~np.isfinite(y) | (y != np.floor(y)))
+    if bad.size:
+        first: Any = y[bad[0]]
+        raise DataError(f"{where}: label {first} at index {bad[0]}; whole numbers are allowed")
+    limit = min(2.0 ** (np.finfo(y.dtype).nmant + 1), 2.0**53)
+    large = np.flatnonzero(np.abs(y) >= limit)
+    if large.size:
+        raise DataError(
+            f"{where}: label {y[large[0]]} at index {large[0]}; {y.dtype} cannot tell whole numbers apart from "
+            f"{limit:.0f} on: store labels as whole numbers or texts"
+        )
+    return y.astype(np.int64)
+
+
+def _as_names(y: np.ndarray, where: str) -> np.ndarray:
+    values, places = np.unique(y, return_inverse=True)
+    names = []
+    for value in values.tolist():
+        try:
+            names.append(label_name(value.decode() if isinstance(value, bytes) else value))
+        except UnicodeError as error:
+            raise DataError(f"{where}: label {value!r:.60} is not UTF-8 ({error})") from error
+    if "" in names:
+        first = int(np.flatnonzero(places == names.index(""))[0])
+        raise DataError(f"{where}: the label at index {first} is empty; numbers and texts are allowed")
+    return np.array(names, str)[places] if names else y.astype(str)
+
+
+def joined_labels(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join labels as :func:`as_labels` returns them; numbers beside texts become texts."""
+    if len({part.dtype.kind for part in parts}) > 1:
+        parts = [part.astype(str) for part in parts]
+    return np.concatenate(parts)
+
+
+def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
+    """Return the labels of data with known classes as int64.
+
+    Raises
+    ------
+    DataError
+        If a label is not a whole number in 0..C-1, with its index.
+    """
+    labels = as_labels(y, where)
+    if labels.dtype.kind != "i":
+        raise DataError(f"{where}: the label {labels[0]!s:.60} is a text; allowed are 0 to {num_classes - 1}")
+    bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if bad.size:
+        raise DataError(f"{where}: label {labels[bad[0]]} at index {bad[0]}; allowed are 0 to {num_classes - 1}")
+    return labels
+
+
+def distinct_labels(labels: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Map the distinct labels of a user's data to 0..C-1: numbers by value if all are, else texts in order.
+
+    Parameters
+    ----------
+    labels : np.ndarray
+        ``(N,)`` labels, as :func:`as_labels` returns them.
+
+    Returns
+    -------
+    tuple
+        ``(N,)`` int64 labels, and the C names.
+    """
+    values, places = np.unique(labels, return_inverse=True)
+    found = [str(value) for value in values]
+    names = sorted_names(found)
+    number = {name: place for place, name in enumerate(names)}
+    return np.array([number[name] for name in found], np.int64)[places], tuple(names)
+
+
+def sorted_names(names: Collection[str]) -> list[str]:
+    """Sort names of classes: by value if all are whole numbers, else as texts."""
+    if all(_INTEGER.fullmatch(name) for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
+
+
+def numbered(values: np.ndarray) -> np.ndarray:
+    """Return the place of each value among the distinct values in order, int64."""
+    return np.unique(values, return_inverse=True)[1].astype(np.int64)
+
+
+def label_name(text: str) -> str:
+    """Return a text as the name of a class: without spaces around it, accents in one spelling (NFC)."""
+    return unicodedata.normalize("NFC", text.strip())
+
+
+def written_label(cell: str) -> str:
+    """Return the label that a cell of a table holds.
+
+    A whole number means itself, also where it is written as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are
+    the class 1. Every other text means itself, spaces around it aside: ``01`` is not 1. What a cell means does
+    not depend on the other cells, so that it is the same at every site.
+    """
+    name = label_name(cell)
+    if whole := _CANONICAL.fullmatch(name):
+        return "0" if whole[2] == "0" else (whole[1] or "") + whole[2]
+    if _EXPONENT.fullmatch(name):
+        value = float(name)
+        if value.is_integer() and abs(value) < 2**53:
+            return str(int(value))
+    return name
+
+
+def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None = None) -> list[str]:
+    """Return what may be a mistake in the labels of a user's data.
+
+    Parameters
+    ----------
+    y : np.ndarray
+        ``(N,)`` int64 labels 0..C-1.
+    names : sequence of str
+        The C names.
+    is_test : np.ndarray or None
+        ``(N,)`` bool: the samples of the data's own test set, if it has one.
+    """
+    notes = []
+    if all(map(_INTEGER.fullmatch, names)) and (below := [name for name in names if name.startswith("-")]):
+        notes.append(f"negative labels are classes of their own: {', '.join(below)}")
+    if absent := [name for name in names if name.casefold() in _ABSENT]:
+        notes.append(f"a missing value is a class of its own: {', '.join(absent)}")
+    notes += [f"{listed(twins)} are classes of their own, though they nearly agree" for twins in nearly_equal(names)]
+    if is_test is not None and (unseen := np.setdiff1d(y[is_test], y[~is_test])).size:
+        notes.append(f"classes of the test set alone: {', '.join(names[label] for label in unseen)}")
+    if len(y) >= 20 and 2 * len(names) > len(y):
+        notes.append(f"{len(y)} samples have {len(names)} different labels: they may be no names of classes")
+    return notes
+
+
+def nearly_equal(names: Collection[str]) -> list[list[str]]:
+    """Return the groups of names that differ in case, spaces or spelling alone, as Cat and cat, or 1 and 01."""
+    alike = defaultdict(list)
+    for name in sorted(set(names)):
+        key = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf").casefold()
+        number = _INTEGER_OR_FLOAT.fullmatch(key)
+        alike[str(int(number[1])) if number else _GAP.sub(" ", key)].append(name)
+    return [twins for twins in alike.values() if len(twins) > 1]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message, with what cannot be seen in them escaped."""
+    quoted = [ascii(name) if len(name.encode("ascii", "ignore")) < len(name) else repr(name) for name in names]
+    return ", ".join(quoted[:-1]) + (" and " if len(quoted) > 1 else "") + quoted[-1]

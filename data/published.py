@@ -1,0 +1,163 @@
+"""The published data sets: one table to look up and to add to. It is read without importing NumPy."""
+
+import string
+from dataclasses import dataclass
+
+CIFAR20 = {
+    "aquatic_mammals": "beaver dolphin otter seal whale",
+    "fish": "aquarium_fish flatfish ray shark trout",
+    "flowers": "orchid poppy rose sunflower tulip",
+    "food_containers": "bottle bowl can cup plate",
+    "fruit_and_vegetables": "apple mushroom orange pear sweet_pepper",
+    "household_electrical_devices": "clock keyboard lamp telephone television",
+    "household_furniture": "bed chair couch table wardrobe",
+    "insects": "bee beetle butterfly caterpillar cockroach",
+    "large_carnivores": "bear leopard lion tiger wolf",
+    "large_man-made_outdoor_things": "bridge castle house road skyscraper",
+    "large_natural_outdoor_scenes": "cloud forest mountain plain sea",
+    "large_omnivores_and_herbivores": "camel cattle chimpanzee elephant kangaroo",
+    "medium_mammals": "fox porcupine possum raccoon skunk",
+    "non-insect_invertebrates": "crab lobster snail spider worm",
+    "people": "baby boy girl man woman",
+    "reptiles": "crocodile dinosaur lizard snake turtle",
+    "small_mammals": "hamster mouse rabbit shrew squirrel",
+    "trees": "maple_tree oak_tree palm_tree pine_tree willow_tree",
+    "vehicles_1": "bicycle bus motorcycle pickup_truck train",
+    "vehicles_2": "lawn_mower rocket streetcar tank tractor",
+}
+"""The superclasses of CIFAR-100, each with its classes."""
+CIFAR100_NAMES = tuple(sorted(" ".join(CIFAR20.values()).split()))
+KVASIR = (
+    "dyed-lifted-polyps",
+    "dyed-resection-margins",
+    "esophagitis",
+    "normal-cecum",
+    "normal-pylorus",
+    "normal-z-line",
+    "polyps",
+    "ulcerative-colitis",
+)
+DIGITS = tuple(string.digits)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published data set.
+
+    Attributes
+    ----------
+    about : str
+        What it holds.
+    where : str
+        What to put where, below the data directory.
+    classes : tuple of str
+        Names of its classes in the order of the labels. Where they are given, ``<name>.npz`` is read instead of the
+        published files if it is there.
+    shape : tuple of int or None
+        ``(H, W, C)`` of its images; ``None``: any.
+    words : int or None
+        Length of its texts; ``None``: as of people's own texts.
+    torchvision : tuple of str or None
+        Class in ``torchvision.datasets`` that reads and downloads it, and the folder where that keeps it.
+    reader : str
+        Function in :mod:`posy.data.read_published` that reads the published files.
+    """
+
+    about: str
+    where: str
+    classes: tuple[str, ...] = ()
+    shape: tuple[int, int, int] | None = None
+    words: int | None = None
+    torchvision: tuple[str, str] | None = None
+    reader: str = "read_torchvision"
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """Return a row for each data set: name, what it holds, what to put where, whether it downloads."""
+    return [(name, s.about, s.where, "yes" if s.torchvision else "no") for name, s in DATASETS.items()]
+
+
+DATASETS = {
+    "digits": Published("1,797 grey 8x8 digits", "nothing: comes with scikit-learn", reader="read_digits"),
+    "mnist": Published(
+        "70,000 grey 28x28 digits",
+        "mnist.npz, or MNIST/raw/",
+        DIGITS,
+        (28, 28, 1),
+        torchvision=("MNIST", "MNIST/raw"),
+    ),
+    "fmnist": Published(
+        "70,000 grey 28x28 images of clothes, 10 classes",
+        "fmnist.npz, or FashionMNIST/raw/",
+        ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
+        (28, 28, 1),
+        torchvision=("FashionMNIST", "FashionMNIST/raw"),
+    ),
+    "cifar10": Published(
+        "60,000 RGB 32x32 images, 10 classes",
+        "cifar10.npz, or cifar-10-batches-py/",
+        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        (32, 32, 3),
+        torchvision=("CIFAR10", "cifar-10-batches-py"),
+    ),
+    "cifar100": Published(
+        "60,000 RGB 32x32 images, 100 classes",
+        "cifar100.npz, or cifar-100-python/",
+        CIFAR100_NAMES,
+        (32, 32, 3),
+        torchvision=("CIFAR100", "cifar-100-python"),
+    ),
+    "cifar20": Published(
+        "CIFAR-100 with its 20 superclasses",
+        "cifar20.npz, or what cifar100 needs",
+        tuple(CIFAR20),
+        (32, 32, 3),
+        torchvision=("CIFAR100", "cifar-100-python"),
+        reader="read_cifar20",
+    ),
+    "emnist-letters": Published(
+        "145,600 grey 28x28 letters, 26 classes",
+        "emnist-letters.npz, or EMNIST/raw/",
+        tuple(string.ascii_lowercase),
+        (28, 28, 1),
+        torchvision=("EMNIST", "EMNIST/raw"),
+        reader="read_emnist",
+    ),
+    "femnist": Published(
+        "grey 28x28 digits and letters, 62 classes; groups: writers",
+        "LEAF's femnist/train/*.json and femnist/test/*.json, or femnist.npz",
+        tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
+        reader="read_femnist",
+    ),
+    "tiny-imagenet": Published(
+        "110,000 RGB 64x64 images, 200 classes",
+        "tiny-imagenet-200/train/<wnid>/images/ and val/ with val_annotations.txt, or tiny-imagenet.npz",
+        tuple(map(str, range(200))),
+        (64, 64, 3),
+        reader="read_tiny_imagenet",
+    ),
+    "agnews": Published(
+        "127,600 news texts, 4 classes, 100 words each",
+        "agnews/train.csv and agnews/test.csv, or agnews.csv (class 1-4, title, description)",
+        words=100,
+        reader="read_agnews",
+    ),
+    "sent140": Published(
+        "tweets, 2 classes, 64 words each; groups: users with 8 or more test samples",
+        "sent140/training.1600000.processed.noemoticon.csv, or sent140.csv",
+        words=64,
+        reader="read_sent140",
+    ),
+    "kvasir": Published(
+        "RGB endoscopic images, 8 classes, resized to 64x64",
+        "kvasir/<class>/*.jpg, or kvasir.npz",
+        KVASIR,
+        reader="read_kvasir",
+    ),
+    "fedisic": Published(
+        "23,247 RGB skin lesions, 8 classes, resized to 64x64; groups: 6 centres",
+        "FLamby's fedisic/train_test_split and fedisic/ISIC_2019_Training_Input_preprocessed/*.jpg, or fedisic.npz",
+        ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC"),
+        reader="read_fedisic",
+    ),
+}

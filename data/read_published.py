@@ -1,0 +1,306 @@
+"""What reads the files of the published data sets."""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from logging import getLogger
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from posy.data.dataset import Content, Dataset
+from posy.data.errors import DataError
+from posy.data.files import read_json
+from posy.data.image import DEFAULT_SIDE, image_files, read_images
+from posy.data.labels import as_labels, known_labels, numbered
+from posy.data.own import as_dataset, read_npz
+from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, DIGITS, KVASIR
+from posy.data.settings import DataSettings
+from posy.data.tables import rows_of
+from posy.data.text import MAX_LENGTH
+from posy.data.values import as_float32, check_lengths
+
+TO_SUPERCLASS = np.array(
+    [next(place for place, names in enumerate(CIFAR20.values()) if name in names.split()) for name in CIFAR100_NAMES]
+)
+_UNREADABLE = (RuntimeError, OSError, ValueError, TypeError, LookupError, AssertionError)  # raised by torchvision
+_MIN_TEST = 8  # PPFE, appendix A.2: users with fewer test samples are removed
+_SQUARE = (DEFAULT_SIDE, DEFAULT_SIDE)
+
+
+def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset:
+    """Load a data set of :data:`posy.data.published.DATASETS` from the data directory, or download it if allowed.
+
+    Raises
+    ------
+    DataError
+        If it is neither there nor to be had, or is damaged.
+    """
+    source = DATASETS[name]
+    content = _from_npz(name, data_dir) if source.classes else None
+    if content is None:
+        content = globals()[source.reader](name, data_dir, settings)
+    content = replace(content, class_names=content.class_names or source.classes)
+    return as_dataset(content, name, source.words or MAX_LENGTH)
+
+
+def _from_npz(name: str, data_dir: Path) -> Content | None:
+    """Read ``<data-dir>/<name>.npz`` if it is there."""
+    path = data_dir / f"{name}.npz"
+    if not os.path.lexists(path):  # also a link that leads nowhere is meant to be read
+        return None
+    content, shape = read_npz(path), DATASETS[name].shape
+    if not content.kind.startswith("image"):
+        raise DataError(f"{path}: samples of kind {content.kind}; those of {name} are images")
+    if shape is not None and content.x.shape[1:] != shape:
+        raise DataError(
+            f"{path}: images of shape {content.x.shape[1:]}; those of {name} are {shape} (height, width, channels)"
+        )
+    return content
+
+
+def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Take scikit-learn's digits; grey values 0..16 become 0..255."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415 - needed by this set alone
+
+    bunch = load_digits()
+    x = np.rint(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
+    return Content(data_dir, "image", x, bunch.target.astype(np.int64), class_names=DIGITS)
+
+
+def read_torchvision(
+    name: str, data_dir: Path, settings: DataSettings, also: Sequence[Path] = (), **options: str
+) -> Content:
+    """Read what a class of ``torchvision.datasets`` does; it checks CIFAR's files by MD5 before unpickling them.
+
+    ``also`` are further files that would have served as well, for the message if there are none.
+    """
+    from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
+
+    source = DATASETS[name]
+    assert source.torchvision is not None
+    reader, folder = source.torchvision
+    path = data_dir / folder
+
+    def read(fetch: bool) -> Content:
+        xs, ys = [], []
+        for train in (True, False):
+            part = getattr(datasets, reader)(str(data_dir), train=train, download=fetch, **options)
+            xs.append(np.asarray(part.data))
+            ys.append(as_labels(np.asarray(part.targets), str(path)))
+            check_lengths(f"{path}: {'train' if train else 'test'}", images=len(xs[-1]), labels=len(ys[-1]))
+        x = np.concatenate(xs)
+        return Content(path, "image", x.reshape(*x.shape[:3], -1), np.concatenate(ys))
+
+    is_there = path.is_dir() and any(path.iterdir())
+    try:
+        return read(False)
+    except DataError:
+        raise
+    except _UNREADABLE as error:
+        problem: Exception = error
+    if settings.download:
+        getLogger("flwr").info("Downloading %s to %s", reader, data_dir.absolute())
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            with FileLock(data_dir / f".{reader}.lock"):  # clients in other processes may want it as well
+                return read(True)
+        except _UNREADABLE as error:
+            problem = error
+    if is_there:
+        raise DataError(
+            f"{path.absolute()}: cannot be read ({problem}); needed are the published files in torchvision's layout"
+        ) from problem
+    raise _missing(
+        name,
+        [data_dir / f"{name}.npz", *also, path],
+        "put there either an .npz with x_train, y_train, x_test, y_test or the published files in torchvision's "
+        f"layout{'' if settings.download else ', or set download = true'} ({problem})",
+    ) from problem
+
+
+def read_cifar20(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read CIFAR-100 with the superclasses as labels."""
+    fine = _from_npz("cifar100", data_dir)
+    if fine is None:
+        fine = read_torchvision(name, data_dir, settings, also=[data_dir / "cifar100.npz"])
+    return replace(fine, labels=TO_SUPERCLASS[known_labels(fine.labels, len(TO_SUPERCLASS), str(fine.path))])
+
+
+def read_emnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read EMNIST's letters, whose files hold the images transposed and count the letters from 1."""
+    raw = read_torchvision(name, data_dir, settings, split="letters")
+    return replace(raw, x=np.ascontiguousarray(raw.x.swapaxes(1, 2)), labels=raw.labels - 1)
+
+
+def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read FEMNIST from LEAF's JSON files; the writer is the group."""
+    folders = [data_dir / place / split for place in ("femnist", "femnist/data") for split in ("train", "test")]
+    files = {folder: sorted(folder.glob("*.json")) for folder in folders}
+    if len({folder.name for folder, paths in files.items() if paths}) < 2:
+        absent = [folder / "*.json" for folder, paths in files.items() if not paths]
+        raise _missing(
+            name,
+            [data_dir / f"{name}.npz", *absent],
+            "put there the .json files that LEAF's preprocessing writes, of train and of test",
+        )
+    images, labels, writers = [], [], []
+    for path in itertools.chain(*files.values()):
+        for user, x, y in _leaf_users(path):
+            where = f"{path}: user {user}"
+            check_lengths(where, x=len(x), y=len(y))
+            try:
+                pixels, classes = np.array(x, np.float64), np.array(y)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{where}: not 784 numbers and one label a sample ({error})") from error
+            if pixels.shape != (len(y), 784) or classes.shape != (len(y),):
+                raise DataError(
+                    f"{where}: x of shape {pixels.shape}, y of shape {classes.shape}; needed are 784 pixels and one "
+                    "label a sample"
+                )
+            pixels = as_float32(pixels, where)
+            if pixels.min() < 0 or pixels.max() > 1:
+                raise DataError(f"{where}: pixels from {pixels.min()} to {pixels.max()}; allowed are 0 to 1")
+            images.append(np.rint(pixels * 255).astype(np.uint8).reshape(-1, 28, 28, 1))
+            labels.append(known_labels(classes, len(DATASETS[name].classes), where))
+            writers += [user] * len(y)
+    check_lengths(str(data_dir / "femnist"), samples=len(writers))
+    groups = numbered(np.array(writers))
+    return Content(data_dir / "femnist", "image", np.concatenate(images), np.concatenate(labels), groups)
+
+
+def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
+    content = read_json(path)
+    try:
+        found = [(user, content["user_data"][user]["x"], content["user_data"][user]["y"]) for user in content["users"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f'{path}: not a LEAF file with "users" and "user_data" ({error!r})') from error
+    for user, x, y in found:
+        if not isinstance(x, list) or not isinstance(y, list):
+            kinds = ", ".join(f"{name} is of type {type(part).__name__}" for name, part in (("x", x), ("y", y)))
+            raise DataError(f"{path}: user {user}: {kinds}; needed are two lists")
+    return [entry for entry in found if entry[1] or entry[2]]
+
+
+def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read the published folders: ``train/<wnid>/images`` and ``val`` with ``val_annotations.txt``."""
+    roots = [data_dir / "tiny-imagenet-200", data_dir / "tiny-imagenet"]
+    root = next((root for root in roots if (root / "train").is_dir()), None)
+    if root is None:
+        looked_for = [data_dir / f"{name}.npz", *(root / "train" for root in roots)]
+        raise _missing(name, looked_for, "unpack tiny-imagenet-200.zip there")
+    wnids = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
+    found = [(path, wnid) for wnid in wnids for path in image_files(root / "train" / wnid / "images")]
+    annotations = root / "val" / "val_annotations.txt"
+    if not annotations.is_file():
+        raise _missing(name, [annotations], "the archive's validation images belong there")
+    for number, fields in rows_of(annotations, delimiter="\t"):
+        if len(fields) < 2 or fields[1] not in wnids:
+            raise DataError(
+                f"{annotations}: row {number}: {fields!r:.80}; needed are an image and one of the folders' wnids"
+            )
+        found.append((root / "val" / "images" / fields[0], fields[1]))
+    x = read_images([path for path, _ in found], (64, 64), "RGB")
+    y = np.searchsorted(wnids, [wnid for _, wnid in found])
+    return Content(root, "image", x, y, class_names=tuple(wnids))
+
+
+def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read Kvasir's class folders; images are cropped to a centred square and resized to 64x64."""
+    roots = [data_dir / "kvasir", data_dir / "kvasir-dataset-v2", data_dir / "kvasir-dataset"]
+    root = next((root for root in roots if root.is_dir()), None)
+    if root is None:
+        looked_for = [data_dir / f"{name}.npz", *roots]
+        raise _missing(name, looked_for, "unpack the Kvasir data set there: one folder of images a class")
+    if absent := [root / name for name in KVASIR if not (root / name).is_dir()]:
+        raise _missing(name, absent, "all 8 classes belong there")
+    found = [(path, label) for label, name in enumerate(KVASIR) for path in image_files(root / name)]
+    x = read_images([path for path, _ in found], _SQUARE)
+    return Content(root, "image", x, np.array([label for _, label in found]))
+
+
+def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read Fed-ISIC2019 as FLamby prepares it: the images and its ``train_test_split``.
+
+    The centre of each image is its group; images are cropped to a centred square and resized to 64x64.
+    """
+    root = data_dir / "fedisic"
+    tables = [root / "train_test_split", root / "train_test_split.csv", root / "train_test_folds.csv"]
+    folders = [root / "ISIC_2019_Training_Input_preprocessed", root / "ISIC_2019_Training_Input"]
+    table = next((path for path in tables if path.is_file()), None)
+    folder = next((path for path in folders if path.is_dir()), None)
+    if table is None or folder is None:
+        looked_for = [data_dir / f"{name}.npz", *tables, *folders]
+        raise _missing(name, looked_for, "put FLamby's train_test_split and one of its image folders there")
+    rows = rows_of(table)
+    _, header = next(rows, (0, []))
+    files, labels, centres = [], [], []
+    for number, fields in rows:
+        row = dict(zip(header, fields, strict=False))
+        try:
+            labels.append(int(row["target"]))
+            centres.append(int(row["center"]))
+            files.append(folder / f"{row['image']}.jpg")
+        except (KeyError, ValueError) as error:
+            raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
+    check_lengths(str(table), rows=len(files))
+    y = known_labels(np.array(labels), len(DATASETS[name].classes), str(table))
+    return Content(table, "image", read_images(files, _SQUARE, "RGB"), y, np.array(centres, np.int64))
+
+
+def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read AG News: rows of class 1-4, title, description."""
+    pair = [data_dir / "agnews" / "train.csv", data_dir / "agnews" / "test.csv"]
+    files = pair if any(path.is_file() for path in pair) else [data_dir / "agnews.csv"]
+    if absent := [path for path in files if not path.is_file()]:
+        looked_for = absent if files is pair else [*pair, *absent]
+        raise _missing(name, looked_for, "put there the rows: class 1-4, title, description")
+    labels, texts = [], []
+    for path in files:
+        for number, row in rows_of(path):
+            if number == 1 and row[0].strip().lower() in ("class index", "class", "label"):
+                continue  # some mirrors add a header
+            if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
+                raise DataError(f"{path}: row {number}: {row!r:.80}; needed are class 1 to 4, title, description")
+            labels.append(int(row[0]) - 1)
+            texts.append(f"{row[1]} {row[2]}")
+    check_lengths(str(files[0]), rows=len(labels))
+    names = ("World", "Sports", "Business", "Sci/Tech")
+    return Content(files[0], "text", texts, np.array(labels), class_names=names)
+
+
+def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
+    """Read Sentiment140: polarity 0 or 4, id, date, query, user, text.
+
+    The user is the group; users whose test split would have fewer than 8 samples are left out (PPFE,
+    appendix A.2).
+    """
+    published = "training.1600000.processed.noemoticon.csv"
+    places = [data_dir / "sent140" / published, data_dir / published, data_dir / "sent140.csv"]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise _missing(name, places, "unpack trainingandtestdata.zip there")
+    rows = []
+    for number, row in rows_of(path, "latin-1"):
+        if len(row) != 6 or row[0] not in ("0", "4"):
+            raise DataError(
+                f"{path}: row {number}: {row!r:.80}; needed are polarity 0 or 4, id, date, query, user, text"
+            )
+        rows.append((row[4], row[0] == "4", row[5]))
+    tweets = Counter(user for user, _, _ in rows)
+    rows = [row for row in rows if round(tweets[row[0]] * settings.test_fraction) >= _MIN_TEST]
+    if not rows:
+        fraction = settings.test_fraction
+        raise DataError(f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {fraction}; raise it")
+    users, labels, texts = zip(*rows, strict=True)
+    groups = numbered(np.array(users))
+    return Content(path, "text", texts, np.array(labels, np.int64), groups, class_names=("negative", "positive"))
+
+
+def _missing(name: str, looked_for: Iterable[Path], what: str) -> DataError:
+    """Return the error for data that was not found: the paths looked for, and what belongs there."""
+    paths = "\n".join(f"  {path.absolute()}" for path in looked_for)
+    return DataError(f"the data of {name} was not found; looked for\n{paths}\n{what}")

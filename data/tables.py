@@ -1,0 +1,206 @@
+"""Tables: the rows of .csv files, and people's own tables of features or texts."""
+
+import csv
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from logging import getLogger
+from pathlib import Path
+
+import numpy as np
+
+from posy.data.dataset import Content
+from posy.data.errors import DataError
+from posy.data.files import check_fits, check_regular
+from posy.data.labels import as_labels, label_name, nearly_equal, numbered, written_label
+from posy.data.values import FLOAT32_MAX, LOST, as_features
+
+_GROWTH = 4  # how much larger a table becomes, at the least, when its cells become Python's texts
+_MAX_LINE = 1 << 25
+_SPECIAL = ("label", "group", "text")
+_LOG = getLogger("flwr")  # the logger of a run
+
+
+def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
+    """Yield number (from 1) and fields of the rows of a .csv file; empty lines are passed over.
+
+    Raises
+    ------
+    DataError
+        If it is no regular file, more than fits into memory, or cannot be read as text or as .csv.
+    """
+    number = 0
+    try:
+        for number, row in enumerate(csv.reader(_lines(path, encoding), delimiter=delimiter), 1):
+            if row:
+                yield number, row
+    except csv.Error as error:
+        raise DataError(f"{path}: row {number + 1}: not a .csv file that can be read ({error})") from error
+
+
+def read_csv(path: Path) -> Content:
+    """Read a table with a header, in which every name stands once.
+
+    The labels are the column ``label``, else the last, which is noted (see :func:`posy.data.labels.written_label`
+    for what a cell means); a column ``group`` gives natural groups. A column ``text``, or the only other column
+    if it does not hold numbers, is the text, and the columns that are not used then are noted; otherwise all
+    other columns are features.
+
+    Raises
+    ------
+    DataError
+        If a row or a cell is not what it should be, with its number and column.
+    """
+    header = _header(path)
+    lower = [title.lower() for title in header]
+    notes = []
+    label = lower.index("label") if "label" in lower else len(header) - 1
+    if "label" not in lower:
+        notes.append(f"no column is named label; the last one, {header[label]}, is taken for it")
+    inputs = [place for place in range(len(header)) if place != label and lower[place] != "group"]
+    if not inputs:
+        raise DataError(f"{path}: no column beside the label; at least one is needed")
+    features = [] if any(lower[place] == "text" for place in inputs) else inputs
+    cells = _cells(path, header, features)
+    if cells is None and len(inputs) == 1:
+        features, cells = [], _cells(path, header, [])
+    if cells is None:
+        raise _problem(path, header, features, {})
+    labels, wrong = _names(cells, label, "label")
+    groups = None
+    if "group" in lower and lower.index("group") != label:
+        groups, wrong_groups = _names(cells, lower.index("group"), "group")
+        wrong |= wrong_groups
+    if wrong or not all((np.abs(cells[str(place)]) <= FLOAT32_MAX).all() for place in features):
+        raise _problem(path, header, features, wrong)
+    y = as_labels(np.array(labels), str(path))
+    numbers = None if groups is None else numbered(np.array(groups))
+    if not features:
+        text = lower.index("text") if "text" in lower else inputs[0]
+        if unused := [header[place] for place in inputs if place != text]:
+            notes.append(f"columns beside the text are not used: {', '.join(unused)}")
+        _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[label])
+        return Content(path, "text", cells[str(text)].tolist(), y, numbers, read_notes=tuple(notes))
+    _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[label])
+    columns = tuple(header[place] for place in features)
+    notes += [f"column {1 + header.index('')} has no name and is a feature"] if "" in columns else []
+    notes += [f"columns of nearly the same name: {', '.join(twins)}" for twins in nearly_equal(columns)]
+    notes += _lost_digits(path, header, cells, features)
+    x, more = as_features(np.column_stack([cells[str(place)] for place in features]), str(path))
+    return Content(path, "features", x, y, numbers, columns=columns, read_notes=(*notes, *more))
+
+
+def _lines(path: Path, encoding: str) -> Iterator[str]:
+    """Yield the lines of a text file, none longer than one of a table can be."""
+    check_fits(_GROWTH * check_regular(path), str(path))
+    try:
+        with path.open(encoding=encoding, newline="") as file:
+            for number in itertools.count(1):
+                line = file.readline(_MAX_LINE)
+                if "\0" in line:
+                    raise DataError(f"{path}: line {number} holds a NUL byte; it is not a text file")
+                if len(line) == _MAX_LINE:
+                    raise DataError(f"{path}: line {number} is longer than {_MAX_LINE:,} characters; it is not a table")
+                if not line:
+                    return
+                yield line
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a text file in {encoding} ({error})") from error
+
+
+def _header(path: Path) -> list[str]:
+    rows = rows_of(path)
+    header = [label_name(title) for title in next(rows, (0, []))[1]]
+    if len(header) < 2:
+        raise DataError(f"{path}: header {header}; needed is a header row with two columns or more")
+    if all(_number(title) is not None for title in header):
+        raise DataError(f"{path}: the first row holds only numbers; needed is a header row with the columns' names")
+    seen: dict[str, str] = {}
+    for title in header:
+        key = title.lower() if title.lower() in _SPECIAL else title
+        if key in seen:
+            raise DataError(f"{path}: columns named {seen[key]!r} and {title!r}; each name must stand there once")
+        seen[key] = title
+    if next(rows, None) is None:
+        raise DataError(f"{path}: no rows below the header; at least one is needed")
+    return header
+
+
+def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.ndarray | None:
+    """Return the columns, named "0", "1", ...: features as float64, others as texts; ``None`` if that is not possible.
+
+    NumPy reads a table a few times faster than the csv module, to the same cells, and refuses rows of another length;
+    pandas would fill them up.
+    """
+    numeric = set(features)
+    kinds = np.dtype([(str(place), float if place in numeric else object) for place in range(len(header))])
+    lines = _lines(path, "utf-8-sig")
+    next(row for row in csv.reader(lines) if row)
+    try:
+        return np.loadtxt(lines, kinds, comments=None, delimiter=",", quotechar='"', ndmin=1)
+    except DataError:
+        raise
+    except ValueError:
+        return None
+
+
+def _names(cells: np.ndarray, column: int, what: str) -> tuple[list[str], dict[tuple[int, str], str]]:
+    """Return the names in a column; and by column and cell what is wrong, if anything is."""
+    known = {cell: written_label(cell) for cell in set(cells[str(column)])}
+    wrong = {(column, cell): f"the {what} is missing" for cell, name in known.items() if not name}
+    values = {cell: _number(cell) for cell in known}
+    if what == "label" and None not in values.values():
+        wrong |= {
+            (column, cell): f"{cell.strip()!r}; labels are whole numbers or texts"
+            for cell, value in values.items()
+            if value is not None and not value.is_integer()
+        }
+    return [known[cell] for cell in cells[str(column)]], wrong
+
+
+def _problem(
+    path: Path, header: Sequence[str], features: Sequence[int], wrong: Mapping[tuple[int, str], str]
+) -> DataError:
+    """Return the error for the first row or cell that cannot be used; ``wrong`` tells what is wrong with names."""
+    for number, row in itertools.islice(rows_of(path), 1, None):
+        if len(row) != len(header):
+            return DataError(f"{path}: row {number} has {len(row)} columns; the header has {len(header)}")
+        for place, cell in enumerate(row):
+            where = f"{path}: row {number}, column {header[place]}"
+            if (place, cell) in wrong:
+                return DataError(f"{where}: {wrong[place, cell]}")
+            value = _number(cell)
+            if place in features and (value is None or not abs(value) <= FLOAT32_MAX):
+                return DataError(
+                    f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "
+                    "be named text)"
+                )
+    return DataError(f"{path}: not a .csv file that can be read")
+
+
+def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features: Sequence[int]) -> list[str]:
+    """Return a note if cells differ in digits that float64 does not hold."""
+    spread = {place: np.ptp(cells[str(place)]) for place in features}
+    coarse = {
+        place: set[str]() for place in features if np.spacing(np.abs(cells[str(place)]).max()) > LOST * spread[place]
+    }
+    if not coarse:
+        return []
+    for _, row in itertools.islice(rows_of(path), 1, None):
+        for place, seen in coarse.items():
+            seen.add(row[place].strip())
+    lost = [
+        header[place]
+        for place, seen in coarse.items()
+        if max(abs(Fraction(cell) - Fraction(float(cell))) for cell in seen) > LOST * spread[place]
+    ]
+    if not lost:
+        return []
+    return [f"float64 cannot tell values of these columns apart: {', '.join(lost)}; cut what all share"]
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell) if cell.isascii() and "_" not in cell else None
+    except ValueError:
+        return None

@@ -1,0 +1,177 @@
+"""The numbers in samples: which are allowed, which belong together, how precisely they are held."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from posy.data.errors import DataError
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+LOST = 1e-3
+"""Fraction of a feature's range by which rounding may move a value before a person is warned."""
+_BLOCK = 1 << 22  # numbers that are copied at once while an array is looked through
+_ROUNDING = 4 * float(np.finfo(np.float64).eps)  # standard deviation, relative to the mean, of a constant feature
+
+
+def check_lengths(where: str, **lengths: int) -> None:
+    """Raise :class:`DataError` unless all lengths are one and the same and not 0."""
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise DataError(f"{where}: arrays of unequal length ({found}); each sample needs one entry in each")
+    if not all(lengths.values()):
+        raise DataError(f"{where}: no samples; at least one is needed")
+
+
+def check_shape(shape: tuple[int, ...], where: str) -> None:
+    """Raise :class:`DataError` for an array ``(N, ...)`` whose samples hold nothing."""
+    if 0 in shape[1:]:
+        raise DataError(f"{where}: samples of shape {shape[1:]}; at least one number in each is needed")
+
+
+def check_alike(
+    where: str, parts: Mapping[str, tuple[np.dtype[Any], np.ndarray]], *, pixels: bool, strict: bool = False
+) -> None:
+    """Raise :class:`DataError` unless arrays hold numbers of one kind, and pixels of one scale.
+
+    Parameters
+    ----------
+    where : str
+        File or directory, for the message.
+    parts : Mapping
+        Arrays that are to be pooled, by name, each with the type in which it is stored.
+    pixels : bool
+        Whether they are images: 0 to 255 beside 0 to 1 is refused then also where both are of one type.
+    strict : bool
+        Whether floating-point features are refused beside whole numbers even if they are whole.
+    """
+    texts, whole, scales = [], [], []
+    for name, (dtype, x) in parts.items():
+        low, high = x.min().item(), x.max().item()
+        whole.append(dtype.kind in "biu")
+        scales.append(max(abs(low), abs(high)))
+        kind = "whole numbers" if whole[-1] else "floating-point numbers"
+        texts.append(f"{name} holds {kind} ({dtype}) from {low:.6g} to {high:.6g}")
+    mixed = len(set(whole)) > 1
+    if mixed and (pixels or strict or any(_has_fractions(x) for dtype, x in parts.values() if dtype.kind == "f")):
+        pair = whole.index(True), whole.index(False)
+    else:
+        small = [place for place, scale in enumerate(scales) if 0 < scale <= 1]
+        large = [place for place, scale in enumerate(scales) if scale >= 16]
+        if not ((mixed or pixels) and small and large):
+            return
+        pair = small[0], large[0]
+    raise DataError(f"{where}: {texts[min(pair)]}, {texts[max(pair)]}; both must be of one kind and scale")
+
+
+def as_float32(x: np.ndarray, where: str) -> np.ndarray:
+    """Return numbers as float32.
+
+    Raises
+    ------
+    DataError
+        If one is NaN or infinite or too large, with its index.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = x.astype(np.float32, copy=False)
+        if not np.isfinite(result.sum(dtype=np.float64)):  # one NaN or infinity makes the sum one
+            _check_range(x, np.isfinite(result), where)
+    return result
+
+
+def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
+    """Return ``(N, F)`` numbers of any type as float32 where that changes none, else as float64; and what to note.
+
+    A whole number beyond 2**53 is rounded to the next one that float64 has; it is noted where that moves it
+    by more than a thousandth of its feature's range.
+
+    Raises
+    ------
+    DataError
+        If one is NaN or infinite, or beyond the range of float32, with its index.
+    """
+    result = x.astype(np.float32 if np.can_cast(x.dtype, np.float32) else np.float64, copy=False)
+    if x.size and not (result.max() <= FLOAT32_MAX and result.min() >= -FLOAT32_MAX):
+        _check_range(x, np.abs(result) <= FLOAT32_MAX, where)
+    notes = precision_notes(x, np.float64)
+    if result.dtype == np.float64 and all((block.astype(np.float32) == block).all() for block in _rows(result)):
+        result = result.astype(np.float32)
+    return result, notes
+
+
+def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = ()) -> list[str]:
+    """Return a note if a type of floats cannot tell values of ``(N, F)`` features apart."""
+    if np.can_cast(x.dtype, kind) and x.dtype.kind not in "iu":
+        return []
+    coarse = []
+    for first, block in _columns(x):
+        high, low = block.max(0).astype(np.longdouble), block.min(0).astype(np.longdouble)
+        step = np.spacing(np.maximum(np.abs(high), np.abs(low)).astype(kind)).astype(np.longdouble)
+        for place in np.flatnonzero(step > LOST * (high - low)):
+            values = block[:, place].astype(np.longdouble)
+            if np.abs(values - values.astype(kind)).max() > LOST * (high - low)[place]:
+                coarse.append(first + int(place))
+    if not coarse:
+        return []
+    shown = ", ".join(str(names[place] if names else place) for place in coarse[:5])
+    more = f" and {len(coarse) - 5} more" if len(coarse) > 5 else ""
+    return [
+        f"{np.dtype(kind)} cannot tell values of these features apart: {shown}{more}; subtract what all of them share"
+    ]
+
+
+def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each feature and the sum of its squared deviations from it, float64 ``(F,)`` each.
+
+    Those of a constant feature are exactly its value and 0.
+
+    Parameters
+    ----------
+    x : np.ndarray
+        ``(N, F)`` features.
+    rows : np.ndarray or None
+        Indices of the samples that count; ``None``: all.
+    """
+    mean, squares = np.empty(x.shape[1]), np.empty(x.shape[1])
+    for first, columns in _columns(x):
+        block = (columns if rows is None else columns[rows]).astype(np.float64)
+        constant = block.max(0) == block.min(0)
+        centre = np.where(constant, block[0], block.mean(0))
+        mean[first : first + block.shape[1]] = centre
+        squares[first : first + block.shape[1]] = np.where(constant, 0.0, ((block - centre) ** 2).sum(0))
+    return mean, squares
+
+
+def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """Return the standard deviation of each feature; 1 where it differs from a constant in the last bits alone."""
+    std = np.sqrt(variance)
+    return np.where(std <= _ROUNDING * np.abs(mean), 1.0, std)
+
+
+def _check_range(x: np.ndarray, allowed: np.ndarray, where: str) -> None:
+    """Raise :class:`DataError` for the first number that is not allowed."""
+    if not allowed.all():
+        position = tuple(np.argwhere(~allowed)[0].tolist())
+        raise DataError(
+            f"{where}: {x[position]} at index {position}; only finite numbers are allowed, in the range of float32"
+        )
+
+
+def _has_fractions(x: np.ndarray) -> bool:
+    return any(bool((block % 1 != 0).any()) for block in _rows(x))
+
+
+def _columns(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield blocks of columns, each with the number of its first."""
+    width = max(1, _BLOCK // max(1, len(x)))
+    for first in range(0, x.shape[1], width):
+        yield first, x[:, first : first + width]
+
+
+def _rows(x: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield blocks of rows; the first is small, because it mostly settles the question."""
+    yield x[:64]
+    height = max(1, _BLOCK // max(1, x[:1].size))
+    for first in range(64, len(x), height):
+        yield x[first : first + height]

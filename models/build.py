@@ -1,0 +1,74 @@
+"""Networks built by name, with initial weights that depend on a seed alone."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import RLock
+
+import torch
+
+from posy.data.task import Task
+from posy.models.catalogue import MODELS
+from posy.models.chain import ChainModel
+from posy.settings import SettingsError
+
+_LOCK = RLock()  # the generator is one for all threads
+
+
+def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
+    """Build a network with initial weights that depend on the seed alone.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`posy.models.catalogue.MODELS`, or ``auto``.
+    task : Task
+        Kind, shape and classes of the data.
+    seed : int
+        Seed of the initial weights; the global generators are left as they are.
+    ranks : Mapping of str to int, optional
+        Ranks of fully connected layers by name (PPFE), each capped at what still saves parameters;
+        layers not named, and those that no rank makes smaller, are dense.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such network, or it does not suit the task.
+    ValueError
+        If a rank is below 1 or names a layer that is not fully connected.
+    """
+    name = resolve(name, task)
+    ranks = ranks or {}
+    with seeded(seed):
+        model = MODELS[name].build(task, ranks)
+    if unknown := sorted(set(ranks) - set(model.fully_connected)):
+        allowed = ", ".join(model.fully_connected)
+        raise ValueError(f"ranks of {', '.join(unknown)}: the fully connected layers of {name} are {allowed}")
+    return model
+
+
+def resolve(name: str, task: Task) -> str:
+    """Return the name of the network, with ``auto`` replaced by one that suits the task.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such network, or it does not suit the task.
+    """
+    if name == "auto":
+        if task.kind == "text":
+            return "fasttext"
+        return "cnn" if task.kind == "image" and min(task.input_shape[1:]) >= 20 else "mlp"
+    if name not in MODELS or not MODELS[name].suits(task):
+        suited = ", ".join(["auto", *(other for other, network in MODELS.items() if network.suits(task))])
+        shape = "×".join(map(str, task.input_shape))
+        raise SettingsError(f"model = {name!r}: for {task.kind} data of shape {shape} it must be one of {suited}")
+    return name
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from the CPU generator as seeded here, and give it back as it was found."""
+    with _LOCK, torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would seed the accelerators' generators too.
+        torch.default_generator.manual_seed(seed)
+        yield

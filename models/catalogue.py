@@ -1,0 +1,58 @@
+"""The networks: one table to look up and to add to. It is read without importing PyTorch."""
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from posy.data.task import Task
+
+if TYPE_CHECKING:
+    from posy.models.chain import ChainModel
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network.
+
+    Attributes
+    ----------
+    about : str
+        What it is, and where it comes from.
+    kinds : tuple of str
+        Kinds of samples that it takes: image, features, text.
+    builder : str
+        ``module:function`` in this package; the function takes the task and the ranks of its fully connected layers.
+    minimum_size : int
+        Least height and width of images, or length of texts and features.
+    """
+
+    about: str
+    kinds: tuple[str, ...]
+    builder: str
+    minimum_size: int = 1
+
+    def suits(self, task: Task) -> bool:
+        """Tell whether it can be built for a task."""
+        sizes = task.input_shape[1:] if task.kind == "image" else task.input_shape
+        return task.kind in self.kinds and min(sizes) >= self.minimum_size
+
+    def build(self, task: Task, ranks: Mapping[str, int]) -> "ChainModel":
+        """Build it with initial weights from the global generator; layers without a rank are dense."""
+        model: ChainModel = pkgutil.resolve_name(f"{__package__}.{self.builder}")(task, ranks)
+        return model
+
+
+MODELS = {
+    "linear": Network("linear classifier of the flattened input", ("image", "features"), "dense:linear_model"),
+    "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "dense:mlp"),
+    "cnn": Network(
+        "two 5x5 convolutions of 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)", ("image",), "cnn:cnn", 16
+    ),
+    "cnn-3fc": Network("two convolutions, three fully connected layers (PPFE)", ("image",), "cnn:cnn_3fc", 16),
+    "resnet18-gn": Network("ResNet-18 with GroupNorm (He et al., 2016; FedDRM)", ("image",), "resnet:resnet18_gn"),
+    "resnet18-bn": Network("ResNet-18 with BatchNorm (He et al., 2016)", ("image",), "resnet:resnet18_bn"),
+    "lenet-gn": Network("LeNet-5 with GroupNorm, for FedDRM's sharing levels", ("image",), "cnn:lenet_gn", 16),
+    "fasttext": Network("fastText with one hidden layer (Joulin et al., 2017; cwFedAvg)", ("text",), "text:fasttext"),
+    "textcnn": Network("TextCNN (Kim, 2014; FedFew)", ("text",), "text:textcnn", 5),
+}
