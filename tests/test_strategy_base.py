@@ -272,7 +272,7 @@ def test_an_error_is_told_in_plain_words_with_the_name_of_the_site(
 ) -> None:
     sent, words = ERRORS[error]
     strategy = make_strategy("fedavg")
-    strategy.members[2].name = "site-c"
+    strategy.clients[2].name = "site-c"
     messages, replies = send(strategy)
     take(strategy, [*(replies[c] for c in (0, 1, 3)), Message(sent, reply_to=messages[2])])
     messages, replies = send(strategy, phase="evaluate")
@@ -300,7 +300,7 @@ def test_clients_that_are_left_out_for_one_reason_are_told_together(
         "round 1: client 0 and client 1 are left out: NaN or Inf in the reply",
         f"round 1: client 2 and client 3 are left out: {late}",
     ]
-    for client, member in strategy.members.items():
+    for client, member in strategy.clients.items():
         member.name = f"site-{'abcd'[client]}"
     send(strategy, server_round=2)
     warnings.clear()
@@ -314,11 +314,11 @@ def lines_of(warnings: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_client_that_was_not_asked_is_not_missing(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5)
-    member = strategy.members.pop(3)
+    member = strategy.clients.pop(3)
     _, replies = send(strategy)
     take(strategy, replies)
     assert strategy.record.missing == [3]
-    strategy.members[3] = member
+    strategy.clients[3] = member
     _, replies = send(strategy, server_round=2)
     take(strategy, replies[1:], server_round=2)
     assert strategy.record.missing == [strategy.cohort(2)[0]]
@@ -498,7 +498,7 @@ def test_only_the_cohort_trains_and_all_are_evaluated(make_strategy: MakeStrateg
 
 def test_a_client_without_a_node_is_not_asked(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
-    del strategy.members[2]
+    del strategy.clients[2]
     messages, _ = send(strategy)
     assert [m.content.config_records["config"]["client"] for m in messages] == [0, 1, 3]
     assert strategy.record.cohort == (0, 1, 3)
