@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,23 +23,13 @@ from posy.paths import expanded
 NODE_KEYS = ("data", "name", "skip-unreadable", "state-dir", "models", "partition-id", "num-partitions")
 """Words of the command that are node config; the others are settings."""
 FAR = 10.0
-"""A value so many standard deviations from the mean of its feature is worth a look."""
+"""Standard deviations from the mean of its feature beyond which a value is worth a look."""
 SHOWN = 20
+"""Lines of a list that are shown at most."""
 
 
-@dataclass(frozen=True)
-class Feature:
-    """A feature that is worth a look.
-
-    Attributes
-    ----------
-    name : str
-        Of its column, else its number.
-    low, high : float
-        Smallest and largest value.
-    why : str
-        What is special about it.
-    """
+class Feature(NamedTuple):
+    """A feature that is worth a look: the name or number of its column, its smallest and largest value, and why."""
 
     name: str
     low: float

@@ -77,17 +77,14 @@ def run_in_process(given: Mapping[str, Any], where: str) -> int:
     begun: list[Path] = []
     try:
         record_in_process(given, where, begun.append)
-    except KeyboardInterrupt:
-        _print_how_to_resume("stopped", begun)
-        raise
-    except RunError as error:
-        print(f"posy: {error}", file=sys.stderr)
-        if begun:
-            _print_how_to_resume("failed", begun)
-        return 1
-    except Exception:
-        if begun:
-            _print_how_to_resume("failed", begun)
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, RunError):
+            print(f"posy: {error}", file=sys.stderr)
+        stopped = isinstance(error, KeyboardInterrupt)
+        if stopped or begun:
+            _print_how_to_resume("stopped" if stopped else "failed", begun)
+        if isinstance(error, RunError):
+            return 1
         raise
     return 0
 

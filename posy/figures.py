@@ -50,24 +50,7 @@ _STYLE: Any = {
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "grid.color": _FAINT,
-    "xtick.color": _AXIS,
-    "xtick.labelcolor": _INK,
-    "ytick.color": _AXIS,
-    "ytick.labelcolor": _INK,
     "legend.frameon": False,
-}
-_HEATMAP_STYLE: Any = {
-    "axes.titlesize": 11,
-    "axes.titlelocation": "center",
-    "axes.titlepad": 6,
-    "axes.edgecolor": _FAINT,
-    "axes.spines.top": True,
-    "axes.spines.right": True,
-    "axes.grid": False,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
 }
 _COUNTS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))  # 1 sample differs from none
 _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
@@ -136,8 +119,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
                 axes.vlines(x, mean - std, mean + std, color=colour, alpha=0.3, linewidth=8)
             last = f"{100 * mean[-1]:.2f} %" if percent else f"{mean[-1]:.3g}"
             axes.plot(x, mean, label=f"{name}, last {last}", zorder=3, **_line_style(index, 2, len(x)))
-        axes.set_xlabel("round")
-        axes.set_ylabel("accuracy on the client's test split" if percent else "cross-entropy")
+        axes.set(xlabel="round", ylabel="accuracy on the client's test split" if percent else "cross-entropy")
         if len(rounds) == 1:
             axes.set_xlim(rounds[0] - 1, rounds[0] + 1)
             axes.set_xticks(rounds)
@@ -150,9 +132,7 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
     return True
 
 
-def client_accuracies(
-    served: Sequence[float | None], local: Sequence[float | None], path: Path, *, title: str = "Accuracy of each client"
-) -> bool:
+def client_accuracies(served: Sequence[float | None], local: Sequence[float | None], path: Path) -> bool:
     """Draw each client's accuracy before and after its training, clients in order of accuracy.
 
     Parameters
@@ -167,7 +147,7 @@ def client_accuracies(
         return False
     x = np.arange(len(order))
     dot = float(np.clip(400 / len(order), 2.5, 9))
-    with _axes(path, title) as axes:
+    with _axes(path, "Accuracy of each client") as axes:
         grey = "#b0b0b0" if len(order) <= 100 else _FAINT
         axes.vlines(x, before[order], after[order], color=grey, linewidth=min(2.0, dot / 4), zorder=1)
         for values, name, colour, marker, size in (
@@ -179,13 +159,11 @@ def client_accuracies(
                 label = f"{name}, mean {100 * mean:.2f} %"
                 axes.plot(x, values[order], marker, color=colour, markersize=size, markeredgewidth=0, label=label)
                 axes.axhline(mean, color=colour, linewidth=1, linestyle="--", zorder=0)
-        if len(order) <= 40:
+        few = len(order) <= 40
+        if few:
             axes.set_xticks(x, [str(i) for i in order], fontsize=9 if len(order) <= 25 else 7)
-            axes.set_xlabel("client, by accuracy")
-        else:
-            axes.set_xlabel(f"{len(order)} clients, by accuracy")
+        axes.set(xlabel=f"{'client' if few else f'{len(order)} clients'}, by accuracy", ylabel="accuracy")
         axes.set_xlim(-0.6, len(order) - 0.4)
-        axes.set_ylabel("accuracy")
         axes.yaxis.set_major_formatter(_PERCENT)
         _legend(axes, 2, markerscale=max(1.0, 6 / dot))
     return True
@@ -234,7 +212,7 @@ def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> bool:
     rows, columns = np.shape(panels[0].matrix)
     inner = width / across - 1.5  # width of the cells alone, in inches
     height = inner * float(np.clip(rows / columns, *((0.5, 0.8) if across == 1 else (0.75, 1.0))))
-    with _figure(path, width, (height + 0.8) * down + 0.4, _HEATMAP_STYLE) as figure:
+    with _figure(path, width, (height + 0.8) * down + 0.4) as figure:
         figure.suptitle(title, x=0.01, ha="left")
         grid = figure.subplots(down, across, squeeze=False)
         for axes, panel in zip(grid.flat, panels, strict=False):
@@ -281,8 +259,7 @@ def lines(
             axes.set_yscale("log")
         if percent:
             axes.yaxis.set_major_formatter(_PERCENT)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
         if 1 < len(drawn) <= 20:
             _legend(axes, min(4, len(drawn)))
     return True
@@ -310,8 +287,7 @@ def scatter(
         axes.plot(ends, ends, color=_INK, linewidth=1, linestyle="--", label="y = x", zorder=1)
         if len(a) > 2 and a.std() > 0 and b.std() > 0:
             _note(axes, f"correlation {np.corrcoef(a, b)[0, 1]:.3f}")
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
         _legend(axes, 1)
     return True
 
@@ -345,13 +321,17 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
     hidden = np.isnan(matrix) | (panel.blank_zeros & (matrix == 0))
     low = float(np.nanmin(matrix)) if panel.low is None else panel.low
     high = float(np.nanmax(matrix))
-    colours = (_COUNTS if panel.blank_zeros else colormaps["viridis"]).with_extremes(
-        bad="white" if panel.blank_zeros else _MISSING
-    )
+    blank, colours = ("white", _COUNTS) if panel.blank_zeros else (_MISSING, colormaps["viridis"])
     norm = Normalize(low, high if high > low else low + 1)
     # Nearest: a cell stays a cell, also where there are more of them than pixels.
-    image = axes.imshow(np.ma.array(matrix, mask=hidden), colours, norm, aspect="auto", interpolation="nearest")
-    axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+    image = axes.imshow(
+        np.ma.array(matrix, mask=hidden), colours.with_extremes(bad=blank), norm, aspect="auto", interpolation="nearest"
+    )
+    axes.set_title(panel.title, loc="center", fontsize=11, pad=6)
+    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+    axes.grid(visible=False)
+    axes.spines[:].set(visible=True, color=_FAINT)
+    axes.tick_params(length=0, labelsize=9)
     for axis, names in ((axes.xaxis, panel.xticks), (axes.yaxis, panel.yticks)):
         texts = [name[:24].replace("$", r"\$") for name in names or ()]  # a class may be named $a$, which is no formula
         if 0 < len(texts) <= 30:
@@ -393,9 +373,9 @@ def _line_style(index: int, count: int, points: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _figure(path: Path, width: float, height: float, style: Any) -> Iterator[Figure]:
+def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """Provide a figure of some inches and write it to the path."""
-    with rc_context({**_STYLE, **style}):
+    with rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         yield figure
         figure.savefig(path, format="png")
@@ -404,9 +384,10 @@ def _figure(path: Path, width: float, height: float, style: Any) -> Iterator[Fig
 @contextmanager
 def _axes(path: Path, title: str) -> Iterator[Axes]:
     """Provide the axes of a figure that has no others."""
-    with _figure(path, _WIDTH, _HEIGHT, {}) as figure:
+    with _figure(path, _WIDTH, _HEIGHT) as figure:
         axes = figure.subplots()
         axes.set_title(title)
+        axes.tick_params(color=_AXIS)
         yield axes
 
 

@@ -1,4 +1,4 @@
-"""What Posy needs to know of the Flower runtime that it runs in."""
+"""What Posy knows about the Flower runtime that it runs in, its private parts included."""
 
 import os
 import re
@@ -23,9 +23,9 @@ from posy.paths import START_DIRECTORY
 from posy.words import one_line
 
 CLOCK_SECONDS = 60.0
-"""By how much the clocks of two machines may differ: a message lives for round-timeout and so much more."""
-
+"""Seconds by which the clocks of two machines may differ; a message lives that much longer than round-timeout."""
 MAX_REASON = 300
+"""Number of characters of a reason that are shown."""
 FAILURES = {
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app could not be loaded: {}",
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "it failed: {}",
@@ -36,7 +36,7 @@ FAILURES = {
     ErrorCode.INVALID_FAB: "its copy of the app is not valid: {}",
     ErrorCode.CLIENT_APP_CRASHED: "its app crashed: {}",
 }
-"""What Flower's errors mean for a client; where Flower's own words tell no more, they are left out."""
+"""What Flower's errors mean for a client; Flower's own words follow where they say more."""
 
 
 def isolate_simulation() -> None:
@@ -108,16 +108,16 @@ def answer_to(message_id: str, reply: Message) -> Message:
 
 
 BACKOFF_SECONDS = 0.05
-"""First pause before Flower looks again for a part of a message that is still on its way; its own is 1 s."""
+"""Seconds before Flower first looks again for a part of a message that is still on its way; its own value is 1."""
 
 
-def hasten_pulls(patience: float | None = None) -> None:
-    """Shorten the pause before a part of a message is asked for again; Flower works without it, only slower.
+def look_for_parts_sooner(patience: float | None = None) -> None:
+    """Let Flower look sooner again for a missing part of a message; without this it works too, only slower.
 
     Parameters
     ----------
     patience : float, optional
-        After so many seconds a part that is still missing is given up; Flower's own limit is two hours.
+        Seconds after which a part that is still missing is given up; Flower's own limit is two hours.
     """
     changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
     for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):

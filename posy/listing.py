@@ -18,13 +18,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     Parameters
     ----------
     title : str
-        What stands above it.
+        Its title.
     columns : sequence of str
         Names of the columns.
     rows : sequence of sequences of str
         Rows, each with a text for every column.
     """
-    if not sys.stdout.isatty():  # what a person greps must not be broken into pieces
+    if not sys.stdout.isatty():  # a row that is looked for with grep must stay on one line
         widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
         print(title)
         for row in (columns, *rows):

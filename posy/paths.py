@@ -1,4 +1,4 @@
-"""Paths as people write them: one that cannot be is one that is not there, and never a traceback."""
+"""Paths as people write them: an impossible path counts as one that does not exist, and is never a traceback."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def expanded(text: str) -> Path:
 
 
 def resolved(path: Path) -> Path:
-    """Return a path without links in it; one that leads in a circle, or cannot be, is only made absolute."""
+    """Return a path without links in it; a circular or impossible one is only made absolute."""
     try:
         return path.resolve()
     except (OSError, RuntimeError, ValueError):
@@ -37,7 +37,7 @@ def absolute(text: str) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Tell whether there is something; of a name that is too long there is nothing, where pathlib raises."""
+    """Tell whether a path exists; one with a name that is too long does not, where pathlib raises."""
     try:
         return path.exists()
     except OSError:
@@ -45,5 +45,5 @@ def exists(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Tell whether there is a file; of a name that is too long there is none, where pathlib raises."""
+    """Tell whether a path is a file; one with a name that is too long is not, where pathlib raises."""
     return exists(path) and path.is_file()

@@ -1,15 +1,15 @@
-"""How clients are called, and how texts from elsewhere are shown."""
+"""Names of clients in sentences, and texts from elsewhere on one line."""
 
 from collections.abc import Iterable, Mapping
 
 
 def title(client: int, name: str = "") -> str:
-    """Return what a person calls a client: ``site-c (client 2)``, or ``client 2`` where it has no name."""
+    """Return the name of a client for people: ``site-c (client 2)``, or ``client 2`` where it has no name."""
     return f"{name} (client {client})" if name else f"client {client}"
 
 
 def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
-    """Return the beginning of a sentence about some clients, which are named up to a number of them.
+    """Return the beginning of a sentence about some clients: all their names, or, of many clients, the first few.
 
     Parameters
     ----------
@@ -20,7 +20,7 @@ def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int 
     total : int
         Number of clients of the run.
     most : int
-        Where there are more, the first of them are listed in brackets.
+        If there are more, the first of them are listed in brackets.
 
     Returns
     -------
@@ -36,7 +36,7 @@ def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int 
 
 
 def one_line(text: str, most: int) -> str:
-    """Return a text from elsewhere as one printable line of at most so many characters."""
+    """Return a text from elsewhere as one printable line of at most ``most`` characters."""
     line = "".join(c if c.isprintable() else " " for c in text)
     line = " ".join(line.split())
     return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,4 +1,4 @@
-"""YAML as people write it: scalars mean what they do in YAML 1.2, and no file does harm or hangs.
+"""YAML as people write it: scalars mean what YAML 1.2 says, and no file does harm or hangs the reader.
 
 PyYAML by itself reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is true and ``1e-3`` is a text.
 """
@@ -14,10 +14,10 @@ from yaml.constructor import ConstructorError
 from posy.settings import SettingsError
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES = 4 << 20, 50, 200_000
-"""Limits of what is read; what an alias stands for counts each time."""
+"""Limits of what is read; the content of an anchor counts once for each alias."""
 
 _TAG = "tag:yaml.org,2002:"
-# In this order: the first that fits the whole of a plain scalar says what it is; what none fits is a text.
+# The first pattern that matches a whole plain scalar is its type; without a match it is a text.
 _KINDS = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -25,11 +25,11 @@ _KINDS = {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
 _WRONG = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-"""What PyYAML raises: tags such as !!int and !!timestamp are believed until the text proves to be something else."""
+"""What PyYAML raises: it believes a tag such as !!int or !!timestamp until the text turns out to be something else."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads the core schema of YAML 1.2; a key stands once, and nothing is nested without end."""
+    """Reads the core schema of YAML 1.2; refuses keys given twice and endless nesting."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Read a mapping; the last of two equal keys would win without a word."""
+        """Read a mapping; PyYAML would silently take the last of two equal keys."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
             raise ConstructorError(None, None, f"{', '.join(twice)} given twice", node.start_mark)
@@ -76,7 +76,7 @@ _Loader.add_constructor(_TAG + "int", _Loader.construct_yaml_int)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts so that readers of YAML 1.1 and 1.2 both take them for texts."""
+    """Writes texts so that readers of YAML 1.1 and of 1.2 read them as texts."""
 
 
 for _tag, _pattern in _PATTERNS:
@@ -89,7 +89,7 @@ def parse(text: str) -> Any:
     Raises
     ------
     ValueError
-        If it is no YAML, or holds more than it may; in one line.
+        If it is not YAML, or exceeds the limits; the message is one line.
     """
     loader = None
     try:
@@ -115,7 +115,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises
     ------
     SettingsError
-        If it cannot be read, is no file of at most 4 MiB, or holds something else.
+        If it cannot be read, is not a file of at most 4 MiB, or holds something else.
     """
     try:
         found = path.stat()

@@ -34,9 +34,9 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     if not in_simulation():
-        from posy.flower import hasten_pulls  # noqa: PLC0415 - what only a run over a network needs
+        from posy.flower import look_for_parts_sooner  # noqa: PLC0415 - what only a run over a network needs
 
-        hasten_pulls()
+        look_for_parts_sooner()
     run(grid, given_in(context.run_config, grid.run.override_config))
 
 

@@ -40,19 +40,19 @@ def pause(waited: float) -> float:
 
 
 class OwnGrid(Grid):
-    """A grid of ours; what Flower's interface asks for besides, and no strategy here uses, is not there."""
+    """A grid of ours, without the parts of Flower's interface that nothing here uses."""
 
     def set_run(self, run: Any) -> None:
-        """Refuse: a grid of ours is given its run when it is made."""
+        """Not supported."""
         raise NotImplementedError
 
     @property
     def run(self) -> Any:
-        """No run information."""
+        """Not supported."""
         raise NotImplementedError
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Refuse: messages are made with Flower's own class."""
+        """Not supported."""
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ class WaveGrid(OwnGrid):
     outages : Outages
         How often the SuperLink was out of reach.
     gone : set of int
-        Nodes that were gone when they were to answer; whoever takes note of them clears it.
+        Nodes that were gone when they should have answered; whoever reads it clears it.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -123,9 +123,9 @@ class WaveGrid(OwnGrid):
 class PollingGrid(WaveGrid):
     """The same for a grid of real nodes: it asks for replies up to ten times a second, Flower's own every 3 s.
 
-    A SuperLink hands out each message once, also where it dies before the other side has got it. So what is
-    unanswered after an outage, or answered as lost, is sent again as soon as its node is there. A node that has
-    got both answers both; one answer is taken.
+    A SuperLink hands out each message once, even if it dies before the other side has received it. So messages that
+    are unanswered after an outage, or answered as lost, are sent again as soon as their nodes are there. A node that
+    has received both answers both; one answer is used.
     """
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -138,7 +138,7 @@ class PollingGrid(WaveGrid):
                 if not (attempts := attempts - 1):
                     raise
                 log(WARNING, "the SuperLink has lost messages on their way, they are sent again: %s", error)
-                for message in wave:  # as others: those before are known to it, without their content
+                for message in wave:  # under new ids: the SuperLink knows the old ones, without their content
                     message.metadata.created_at = time.time()
 
     def _deliver(self, wave: list[Message], timeout: float | None) -> Iterable[Message]:

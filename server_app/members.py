@@ -124,7 +124,7 @@ class Federation:
     def agree(self) -> Settings:
         """Let sites with their own data agree on a task; return the settings with it.
 
-        Settings that leave nothing open, and those of benchmark data, are returned as they are.
+        Settings that give the task already, and those of benchmark data, are returned as they are.
 
         Raises
         ------
@@ -176,10 +176,10 @@ class Federation:
         return self.clients
 
     def refresh(self) -> list[int]:
-        """Take note of the nodes that have come or gone since the last round.
+        """Note which nodes have connected or gone since the last round.
 
-        It waits for the answers of new nodes only for a moment. Where fewer clients than ``min-clients``
-        are left (or none), it waits for them for up to ``join-timeout``.
+        New nodes have only a moment to answer. If fewer clients than ``min-clients`` are left (or none), it waits for
+        more for up to ``join-timeout``.
 
         Returns
         -------
@@ -298,7 +298,7 @@ class Federation:
             self._look()
             now = time.monotonic()
             waited, silent = now - self._started, [node for node in self._nodes.values() if node.question]
-            # Nodes that were there in time have a moment for their answer.
+            # A node that connects at the last moment has some time to answer.
             late = waited > run.join_timeout and (not silent or now - begun > REFRESH_SECONDS)
             if late or not silent:
                 for node in silent:
@@ -328,10 +328,10 @@ class Federation:
         )
 
     def _look(self) -> list[Node]:
-        """See which nodes are connected, ask those that have not answered yet, and read answers; return those asked.
+        """See which nodes are connected, ask those that have not answered, and read answers; return the nodes asked.
 
-        A node that was away is asked again: it may have been restarted, with other data. So is one that is silent:
-        a node that ends takes a question with it, and has the same id when it is back.
+        A node that was away is asked again: it may have been restarted with other data. So is one that is silent: a
+        node that stops loses its question, and has the same id when it is back.
         """
         connected = {info.node_id: info.name for info in self.grid.get_nodes()}
         lost = self._outages != self.grid.outages.count  # what was under way
@@ -378,7 +378,7 @@ class Federation:
                 self._leave_out(node, str(error) if understood else f"malformed answer: {error!r}")
 
     def _leave_out(self, node: Node, reason: str) -> None:
-        """Tell, once as long as the node stays, why it cannot take part or not with all its clients."""
+        """Note and log why a node cannot take part, or not with all its clients, once while it is connected."""
         name, reason = node.name, one_line(reason, MAX_REASON)
         if reason in node.reasons:
             return
@@ -432,7 +432,7 @@ class Federation:
         return client
 
     def _warn(self, node: Node, answer: Mapping[str, Any]) -> int:
-        """Log, once, what a site has found in its data that a person should know; return the files it has skipped."""
+        """Log a site's warnings about its data, each once; return the number of files that it has skipped."""
         warnings, skipped = answer.get("warnings", []), answer.get("skipped", 0)
         if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
             raise BadReplyError("its warnings are not a list of texts")
@@ -450,11 +450,11 @@ class Federation:
     # -- which node hosts which client -----------------------------------------------------------------
 
     def _claims(self) -> dict[int, list[ClientInfo]]:
-        """Return who claims each client, in the order of names; claims to what belongs to others are refused.
+        """Return the claims to each client, in the order of names; claims to a client of somebody else are refused.
 
         Sites that have no partition-id are numbered in the order of their names, after those that have one; those
-        that no number of the run is left for get one from M on. A site has one client, whatever several nodes of
-        its name say.
+        for which the run has no client left get an index from M on. A site has one client, even if several nodes
+        of its name claim others.
 
         Raises
         ------
@@ -500,7 +500,7 @@ class Federation:
         return ""
 
     def _settle(self) -> None:
-        """Give each client to one node that claims it; the node it is on keeps it as long as it does."""
+        """Give each client to one node that claims it; its present node keeps it as long as it claims it."""
         self.clients.clear()
         for client, claims in sorted(self._claims().items()):
             if client >= self._num_clients:

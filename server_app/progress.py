@@ -20,7 +20,7 @@ from rich.progress import Progress as Bar
 from posy.listing import WIDTH, as_lines, laid_out
 
 MAX_LINES = 200
-"""Lines that a log gets of a run of any length, about."""
+"""Lines that a run of any length writes to a log, approximately."""
 MAX_NAMED = 10
 """Most missing clients that the table at the end names."""
 MAX_ROWS = 50
@@ -34,7 +34,7 @@ class Progress:
     """Show the rounds of a run: a live bar in a terminal, plain lines in a log.
 
     Flower copies what the server process writes to ``flwr log``; there, and wherever the stream is
-    no terminal, one line is printed a round, or every n-th so that about 200 come out.
+    no terminal, every round prints a line, or every n-th round so that there are about 200 lines.
 
     Parameters
     ----------

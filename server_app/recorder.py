@@ -80,11 +80,10 @@ class Recorder:
             strategy.models_folder = self.directory.models
         self.totals = Totals()
         self.rounds = 0
+        # After the last finished round; the server's state is None while one is being finished, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
-        """The strategy's state after the last finished round; None while one is being finished, or if it is large."""
-        self._system_accuracy: float | None = None
         self._versions: dict[int, str] = {}
-        """The versions of the clients' states after the last finished round."""
+        self._system_accuracy: float | None = None
         self.summary: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._drawn = 0.0
@@ -112,13 +111,13 @@ class Recorder:
             try:
                 self._write_last_checkpoint()
                 self._write_end(_status(kind))
-            except OSError as failed:  # as on a full disk, which may be what has ended the run
+            except OSError as failed:  # the disk may be full, which may be what has ended the run
                 log(WARNING, "not all of the run could be written: %s", failed)
         if self.summary:
             print(results_table(self.summary, self.directory.path), flush=True)
 
     def _write_end(self, status: Status) -> None:
-        self._write_summary(status)  # should what follows fail or be interrupted
+        self._write_summary(status)  # in case what follows fails or is interrupted
         if self.settings.run.save_models:
             self._save(self._server_state or self.strategy.server_state())
         if status == "completed":
@@ -127,7 +126,7 @@ class Recorder:
         self._write_summary(status)
 
     def check_outcome(self) -> None:
-        """Judge the run by what its rounds have brought.
+        """Raise an error if the rounds have brought no usable result.
 
         Raises
         ------
@@ -240,13 +239,13 @@ class Recorder:
             self.strategy.states.needed.append(self._versions)
 
     def _write_last_checkpoint(self) -> None:
-        """Have a run that was interrupted, or has failed, go on from its last finished round when it is resumed."""
+        """Let a run that was interrupted, or has failed, be resumed from its last finished round."""
         if self._server_state is None or self.rounds in self.checkpoints.versions:
             return
         self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
     def _so_far(self) -> dict[str, Any]:
-        """Return all that is to be known of the finished rounds when the run is resumed, as JSON holds it."""
+        """Return what a resumed run must know of the finished rounds, as JSON holds it."""
         return plain(
             {
                 **self.totals.as_json(),
@@ -261,7 +260,7 @@ class Recorder:
         )
 
     def _take_up(self, checkpoint: Checkpoint) -> None:
-        """Go on where a checkpoint was written; what came after it is taken back."""
+        """Continue from a checkpoint: what the files hold of later rounds is removed."""
         so_far = checkpoint.progress
         self.directory.cut_back(so_far["files"])
         self.rounds = checkpoint.server_round
@@ -273,7 +272,7 @@ class Recorder:
         self.strategy.record = RoundRecord(checkpoint.server_round, clients=rows)
         self.strategy.resumed_after = checkpoint.server_round
 
-    def _write_summary(self, status: Any) -> None:
+    def _write_summary(self, status: Status) -> None:
         settings = self.settings
         self.summary = self.directory.write_summary(
             {
@@ -306,7 +305,7 @@ class Recorder:
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def _draw(self, *, final: bool = False) -> None:
-        """Draw the pictures; a run must not end because one could not be drawn."""
+        """Draw the pictures; one that cannot be drawn must not end the run."""
         folder = self.directory.figures
         try:
             figures.over_rounds(self.totals.accuracy, folder / "accuracy.png")

@@ -151,7 +151,7 @@ class RunDirectory:
     Attributes
     ----------
     grown : dict
-        Of each file that grows by each round: its size and checksum after every round.
+        Size and checksum, after every round, of each file that grows.
 
     Raises
     ------
@@ -268,10 +268,9 @@ class RunDirectory:
             sync(self.path / name)
 
     def cut_back(self, grown: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Take the files that grow by each round back to where ``grown`` was what it is given.
+        """Cut the files that grow by each round back to the rounds in ``grown``.
 
-        Of a file that does not hold what was written, the rounds before the damage are kept, and it is said that the
-        others are lost.
+        If a file does not hold what was written, the rounds before the damage are kept, and a warning names the others.
         """
         for name in GROWING:
             path, rounds = self.path / name, grown[name]

@@ -95,12 +95,12 @@ def test_status_log_and_stop(deployment: Deployment) -> None:
     assert "is stopped" in done.stdout
     assert "resume=long output-dir=runs" in done.stdout
     assert process.wait(60) == 1
-    assert "finished:stopped" in deployment.log("run-long")
+    assert "has ended as stopped" in deployment.log("run-long")
     assert [line.split()[3] for line in status() if line.split()[:1] == [number]] == ["stopped"]
     for word, named in ((number, "has ended already"), ("nosuch", "'nosuch': no such run at 127.0.0.1")):
         with pytest.raises(LaunchError, match=named):
             deployment.posy("stop", word, *where)
-    with pytest.raises(LaunchError, match="the run ended as finished:stopped") as error:
+    with pytest.raises(LaunchError, match="has ended as stopped") as error:
         deployment.posy("log", "long", *where)
     assert "Results of this run: " in str(error.value)
     assert "round     1/10000" in str(error.value)

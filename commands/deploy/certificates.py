@@ -6,7 +6,6 @@ import os
 import re
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -20,34 +19,22 @@ from posy.settings import SettingsError
 LOOPBACK = ("localhost", "127.0.0.1")
 """Names that every server certificate holds: Flower's own processes reach the SuperLink under them."""
 SKEW = datetime.timedelta(minutes=10)
-"""By how much a certificate is valid before it was made, for machines whose clocks are behind."""
+"""Time before its making from which a certificate is valid, for machines whose clocks are behind."""
 
 
-@dataclass(frozen=True)
 class Files:
     """The files of a directory of certificates."""
 
-    folder: Path
-
-    @property
-    def ca(self) -> Path:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca = folder / "ca.pem"
         """Certificate of the authority: every machine gets it, to check the SuperLink."""
-        return self.folder / "ca.pem"
-
-    @property
-    def ca_key(self) -> Path:
+        self.ca_key = folder / "ca.key"
         """Key of the authority, for later server certificates; no machine of the federation needs it."""
-        return self.folder / "ca.key"
-
-    @property
-    def server(self) -> Path:
+        self.server = folder / "server.pem"
         """Certificate of the SuperLink."""
-        return self.folder / "server.pem"
-
-    @property
-    def server_key(self) -> Path:
+        self.server_key = folder / "server.key"
         """Key of the SuperLink."""
-        return self.folder / "server.key"
 
     def node_key(self, name: str) -> Path:
         """Private key of a node, which only that node gets."""
@@ -59,12 +46,12 @@ class Files:
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
-    """Make what a directory lacks: an authority, the SuperLink's certificate, and a key pair for each node.
+    """Make what is missing in a directory: an authority, the SuperLink's certificate, a key pair for each node.
 
     Parameters
     ----------
     folder : Path
-        Directory to write to; made if need be. What is there stays as it is.
+        Directory to write to; made if it does not exist. Existing files stay as they are.
     hosts : sequence of str
         Names and IP addresses under which nodes reach the SuperLink, besides ``localhost``.
     nodes : sequence of str
@@ -80,8 +67,8 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
     Raises
     ------
     SettingsError
-        If the directory cannot be written to, holds only a part of a pair or a certificate for other hosts, or a name
-        is none.
+        If the directory cannot be written to, holds only one half of a pair or a certificate for other hosts, or a
+        name is not allowed.
     """
     files, written = Files(folder), []
     for host in hosts:
@@ -93,7 +80,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
         folder.mkdir(parents=True, exist_ok=True)
         if _lacks(files.ca, files.ca_key, or_only=files.ca):
             key = ec.generate_private_key(ec.SECP256R1())
-            written += [_write_key(files.ca_key, key), _write(files.ca, _pem(_authority(key, days)))]
+            written += [_write_key(files.ca_key, key), _write(files.ca, _certificate(key, "Posy federation", days))]
         if _lacks(files.server, files.server_key):
             if not files.ca_key.exists():
                 raise SettingsError(f"{files.ca_key} is missing: it signs {files.server.name}, which is to be made")
@@ -101,9 +88,10 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
             assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
             authority = x509.load_pem_x509_certificate(files.ca.read_bytes())
             key = ec.generate_private_key(ec.SECP256R1())
-            certificate = _server(key, [*LOOPBACK, *hosts], authority, authority_key, days)
-            written += [_write_key(files.server_key, key), _write(files.server, _pem(certificate))]
-        elif lacking := set(map(_general_name, hosts)) - _names(files.server):
+            names = x509.SubjectAlternativeName(list(map(_general_name, dict.fromkeys([*LOOPBACK, *hosts]))))
+            content = _certificate(key, "Posy SuperLink", days, names, authority.subject, authority_key)
+            written += [_write_key(files.server_key, key), _write(files.server, content)]
+        elif lacking := set(map(_general_name, hosts)) - _hosts(files.server):
             raise SettingsError(
                 f"{files.server} is there and is not for {', '.join(sorted(str(name.value) for name in lacking))}; "
                 f"delete it and {files.server_key.name} to have them made anew"
@@ -124,7 +112,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
     return written
 
 
-def _names(certificate: Path) -> set[x509.GeneralName]:
+def _hosts(certificate: Path) -> set[x509.GeneralName]:
     """Return the hosts that a certificate is for."""
     extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
     return set(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
@@ -184,65 +172,29 @@ def check_node_key(path: Path) -> None:
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
-    """Tell whether a pair is missing; the public half alone will do where it is ``or_only``."""
+    """Tell whether a pair is missing; the public half alone is enough if it is ``or_only``."""
     there = [path for path in (public, private) if path.exists()]
     if len(there) == 1 and there != [or_only]:
         raise SettingsError(f"{there[0]} is there without its other half; delete it, or bring {public} and {private}")
     return not there
 
 
-def _authority(key: ec.EllipticCurvePrivateKey, days: int) -> x509.Certificate:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Posy federation")])
-    return (
-        _builder(name, name, key, days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-
-
-def _server(
+def _certificate(
     key: ec.EllipticCurvePrivateKey,
-    hosts: Sequence[str],
-    authority: x509.Certificate,
-    authority_key: ec.EllipticCurvePrivateKey,
+    name: str,
     days: int,
-) -> x509.Certificate:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Posy SuperLink")])
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    return (
-        _builder(name, authority.subject, key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([_general_name(h) for h in dict.fromkeys(hosts)]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(issuer, critical=False)
-        .sign(authority_key, hashes.SHA256())
-    )
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
-) -> x509.CertificateBuilder:
+    hosts: x509.SubjectAlternativeName | None = None,
+    issuer: x509.Name | None = None,
+    issuer_key: ec.EllipticCurvePrivateKey | None = None,
+) -> bytes:
+    """Return a server's certificate for some hosts, signed by an issuer; or, without one, that of an authority."""
     now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - SKEW)
-        .not_valid_after(now + datetime.timedelta(days=days))
-    )
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    authority = issuer_key is None
+    usage = x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -250,6 +202,24 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer or subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    if hosts is not None and issuer_key is not None:
+        by = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+        server = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        for extension in (server, hosts, by):
+            builder = builder.add_extension(extension, critical=False)
+    return builder.sign(issuer_key or key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -264,17 +234,13 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, *, ssh: bool = False) -> Path:
     form = serialization.PrivateFormat.OpenSSH if ssh else serialization.PrivateFormat.PKCS8
     return _write(path, key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()), mode=0o600)
 
 
 def _write(path: Path, content: bytes, mode: int = 0o644) -> Path:
-    """Write a new file, which nobody else can read before it has its mode."""
+    """Write a new file; it has its mode from the start, so nobody else can read it in between."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
     return path

@@ -220,15 +220,17 @@ def status(
     superlink: SuperLink = CONTROL, root_certificates: RootCertificates = None, insecure: Insecure = False
 ) -> int:
     """List the runs of a federation, the newest first, and its nodes by name."""
-    from posy.commands.deploy.control import control  # noqa: PLC0415
+    from posy.commands.deploy.control import control, local_time  # noqa: PLC0415
 
     with control(connection(superlink, root_certificates, insecure)) as asked:
         runs, nodes = asked.runs(), asked.nodes()
     columns = ("run id", "run-name", "method", "status", "since", "time")
     rows = [(run.number, run.name, run.method, run.status, run.since, duration(run.seconds)) for run in runs]
     print_table("runs" if rows else "no run was submitted", columns, rows)
-    known = [(node.name, node.status, node.since) for node in nodes]
-    print_table("nodes" if nodes else "no node is registered", ("name", "status", "since"), known)
+    # Nodes that were never online have no time.
+    since = [{"online": n.last_activated_at, "offline": n.last_deactivated_at}.get(n.status, "") for n in nodes]
+    states = [(node.name, node.status, local_time(time)) for node, time in zip(nodes, since, strict=True)]
+    print_table("nodes" if nodes else "no node is registered", ("name", "status", "since"), states)
     return 0
 
 

@@ -28,6 +28,7 @@ from flwr.proto.control_pb2 import (
     StreamLogsRequest,
 )
 from flwr.proto.fab_pb2 import Fab
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
@@ -40,28 +41,6 @@ OUTAGE_SECONDS = 600.0
 """Seconds that a SuperLink may stay out of reach while a run on it is followed: the run itself may outlive that."""
 LOOK_SECONDS = 1.0
 """Seconds between two attempts to reach a SuperLink, or two looks at a run that has not ended."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A SuperNode that a SuperLink knows.
-
-    Attributes
-    ----------
-    name : str
-        The name that its key was registered under; the number of the node if it has none.
-    status : str
-        ``registered`` (not seen yet), ``online`` or ``offline``.
-    since : str
-        Time of that, in local time; empty if it is not known.
-    public_key : bytes
-        Its public key as PEM.
-    """
-
-    name: str
-    status: str
-    since: str
-    public_key: bytes
 
 
 @dataclass(frozen=True)
@@ -123,19 +102,12 @@ class Control:
         self._client = client
         self.address = address
 
-    def nodes(self) -> list[Node]:
-        """Return the nodes that are registered, by name."""
-        found = [
-            Node(
-                info.name or str(info.node_id),
-                info.status,
-                _local({"online": info.last_activated_at, "offline": info.last_deactivated_at}.get(info.status, "")),
-                info.public_key,
-            )
-            for info in self._client.ListNodes(ListNodesRequest()).nodes_info
-            if info.status != "unregistered"
-        ]
-        return sorted(found, key=lambda node: node.name)
+    def nodes(self) -> list[NodeInfo]:
+        """Return the nodes that are registered, by name; one without a name has its number for it."""
+        found = self._client.ListNodes(ListNodesRequest()).nodes_info
+        for node in found:
+            node.name = node.name or str(node.node_id)
+        return sorted((node for node in found if node.status != "unregistered"), key=lambda node: node.name)
 
     def runs(self) -> list[Run]:
         """Return all runs, the newest first."""
@@ -146,7 +118,7 @@ class Control:
                 number=str(run.run_id),
                 config=user_config_from_proto(run.override_config),
                 status=run.status.sub_status or run.status.status,
-                since=_local(run.finished_at or run.running_at or run.starting_at or run.pending_at),
+                since=local_time(run.finished_at or run.running_at or run.starting_at or run.pending_at),
                 seconds=_seconds(run.running_at, run.finished_at or answer.now),
                 details=run.status.details,
             )
@@ -312,6 +284,11 @@ def show_run(superlink: Connection, word: str, *, verbose: bool = False) -> int:
             return INTERRUPTED
 
 
+def local_time(time: str) -> str:
+    """Return a time that the SuperLink names in local time; empty if it names none."""
+    return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else ""
+
+
 def _check_app(given: Mapping[str, Scalar]) -> None:
     """Check what Flower would refuse without saying why.
 
@@ -353,10 +330,6 @@ def _unreached(superlink: Connection, error: BaseException) -> str:
         return f"the SuperLink at {superlink.address} speaks no TLS; was it started with --insecure?"
     why = getattr(cause, "verify_message", "") or cause.reason or str(cause)
     return f"the SuperLink at {superlink.address} is not trusted by {superlink.root_certificates}: {why}"
-
-
-def _local(time: str) -> str:
-    return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else ""
 
 
 def _seconds(begin: str, end: str) -> float:

@@ -1,9 +1,8 @@
-"""What warm SuperNodes take from inside Flower 1.39, beyond its public interface.
+"""What warm SuperNodes use of the internals of Flower 1.39, beyond its public interface.
 
-Stock Flower starts an interpreter for every message that a node gets, and its loops sleep for up to three
-seconds between two looks. What is needed to keep a node warm stands here, and nowhere else: the node's main
-loop with other waits (:func:`run_node`) and the Runtime API through which a task is taken, carried out and
-answered (:class:`Tasks`, :class:`Task`).
+Stock Flower starts an interpreter for every message that a node gets, and its loops sleep for up to three seconds
+between two looks. All that it takes to keep a node warm is here: the node's main loop with other sleeps
+(:func:`run_node`), and the Runtime API by which tasks are taken and answered (:func:`acquire_task`, :class:`Task`).
 """
 
 import sys
@@ -11,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import flwr
 import flwr.supercore.inflatable.inflatable_utils as pulling
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
@@ -33,16 +32,14 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from posy.commands.launch import LaunchError
-from posy.flower import hasten_pulls
+from posy.flower import look_for_parts_sooner
 
 FLOWER = "1.39"
-BEAT_SECONDS = 15
-"""A node that is silent for twice as long counts as gone, and its key can come back; with Flower's own 30 s
-both take a minute."""
-PULL_SECONDS = 30.0
-"""So long a node waits for a part of a message that the SuperLink does not have; Flower's own limit is two hours."""
-IDLE_SECONDS = 1.0
-"""A wait of Flower's node that is at least so long is one for the next message, a shorter one for a reply."""
+HEARTBEAT_SECONDS = 15
+"""Seconds between two heartbeats of a node. One that is silent for twice as long counts as gone, and its key can come
+back; with Flower's own 30 s both take a minute."""
+NODE_PATIENCE = 30.0
+"""Seconds a node waits for a part of a message that the SuperLink does not have; Flower's own limit is two hours."""
 
 
 def require_version() -> None:
@@ -60,62 +57,33 @@ def require_version() -> None:
         )
 
 
-class Waits(Protocol):
-    """How a node waits: until it asks for the next message, and until a reply is there."""
-
-    def idle(self) -> None:
-        """Wait a while before asking for a message."""
-
-    def reply(self, seconds: float) -> None:
-        """Wait for the reply of a task, not much longer than ``seconds``."""
-
-
-def run_node(arguments: list[str], waits: Waits) -> None:
-    """Run ``flower-supernode`` in this process, its sleeps replaced; it ends the process.
+def run_node(arguments: list[str], sleep: Callable[[float], None]) -> None:
+    """Run ``flower-supernode`` in this process, which it ends.
 
     Parameters
     ----------
     arguments : list of str
         Arguments of ``flower-supernode``, with ``--isolation process``.
-    waits : Waits
-        What stands in for the sleeps of its main loop.
+    sleep : callable
+        Takes the place of ``time.sleep`` in the node's main loop.
     """
-    require_version()
     from flwr.client.grpc_rere_client import connection  # noqa: PLC0415 - a second to import
     from flwr.supercore import heartbeat  # noqa: PLC0415
     from flwr.supernode import start_client_internal  # noqa: PLC0415
     from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
 
-    def sleep(seconds: float) -> None:
-        if seconds >= IDLE_SECONDS:
-            waits.idle()
-        else:
-            waits.reply(seconds)
-
-    hasten_pulls(PULL_SECONDS)
+    look_for_parts_sooner(NODE_PATIENCE)
     for module in (connection, heartbeat):
-        vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = BEAT_SECONDS
+        vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT_SECONDS
     start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
     sys.argv = ["flower-supernode", *arguments]
     flower_supernode()
 
 
-class Tasks:
-    """The tasks of one SuperNode, as ``flower-superexec`` takes them.
-
-    Parameters
-    ----------
-    address : str
-        Host and port of the node's Runtime API, plain HTTP on the same machine.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._client = _client(address)
-
-    def acquire(self) -> str | None:
-        """Take the oldest task that waits, and return its token, or None."""
-        answer = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
-        return answer.token if answer.HasField("task") and answer.token else None
+def acquire_task(node: RuntimeHttpClient) -> str | None:
+    """Take the oldest task that waits at a node, as ``flower-superexec`` does, and return its token, or None."""
+    answer = node.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
+    return answer.token if answer.HasField("task") and answer.token else None
 
 
 class Task:
@@ -126,19 +94,19 @@ class Task:
     address : str
         Host and port of the node's Runtime API.
     token : str
-        What :meth:`Tasks.acquire` has returned.
+        What :func:`acquire_task` has returned.
     """
 
     def __init__(self, address: str, token: str) -> None:
-        self._client = _client(address, token)
+        self._client = runtime_client(address, token)
 
     def pull(self) -> tuple[Message, Context, Run, Fab]:
-        """Return the message, the node's context, the run and the code that belongs to it; possible once.
+        """Return the message, the node's context, the run and its code; this can be done once.
 
         Raises
         ------
         RuntimeError
-            If the message is not there: Flower's node leaves a task behind when its run ends while it receives.
+            If the message is missing: Flower's node leaves a task behind if its run ends while the message arrives.
         """
         try:
             return pull_task_input(self._client)
@@ -146,11 +114,11 @@ class Task:
             raise RuntimeError(f"the message of a task is not there: {error}") from error
 
     def beat(self) -> None:
-        """Tell the node that the task is alive; after 60 s without it, the node answers with an error."""
+        """Tell the node that the task is alive; 60 s after the last such call the node answers with an error."""
         self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
     def push(self, reply: Message, context: Context) -> None:
-        """Hand in the reply; of the context only run and node count."""
+        """Hand in the reply; only the context's run and node matter here."""
         push_message(self._client, reply, context)
 
     def finish(self, context: Context | None, error: str = "") -> None:
@@ -163,7 +131,7 @@ class Task:
 
 
 def error_reply(message: Message, reason: str, *, crashed: bool = False) -> Message:
-    """Return the reply that says why there is no other."""
+    """Return an error reply with its reason."""
     code = ErrorCode.CLIENT_APP_CRASHED if crashed else ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     return Message(Error(code=code, reason=reason), reply_to=message)
 
@@ -180,12 +148,8 @@ def from_envelope(data: bytes) -> Message:
 
 def context_for(message: Message) -> Context:
     """Return an empty context for the run and node of a message."""
-    from flwr.app import RecordDict  # noqa: PLC0415
-
-    metadata = message.metadata
-    return Context(
-        run_id=metadata.run_id, node_id=metadata.dst_node_id, node_config={}, state=RecordDict(), run_config={}
-    )
+    run_id, node_id = message.metadata.run_id, message.metadata.dst_node_id
+    return Context(run_id=run_id, node_id=node_id, node_config={}, state=RecordDict(), run_config={})
 
 
 class Apps:
@@ -211,7 +175,7 @@ class Apps:
 
 
 def _forget(old: Path | None, new: Path) -> None:
-    """Forget imported packages that the new code brings in its own version, this package among them."""
+    """Forget the imported packages that the new code has its own version of, this one included."""
     if old is not None and str(old) in sys.path:
         sys.path.remove(str(old))
     own = {path.stem for path in new.iterdir() if path.is_dir() or path.suffix == ".py"}
@@ -219,7 +183,8 @@ def _forget(old: Path | None, new: Path) -> None:
         del sys.modules[name]
 
 
-def _client(address: str, token: str = "") -> RuntimeHttpClient:
+def runtime_client(address: str, token: str = "") -> RuntimeHttpClient:
+    """Return a connection to a node's Runtime API at ``host:port``: plain HTTP on the same machine."""
     interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
     if token:
         interceptors.append(RuntimeTokenHttpInterceptor(token))

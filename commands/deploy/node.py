@@ -1,9 +1,9 @@
 """A warm SuperNode: ``python -m posy.commands.deploy.node`` takes the arguments of ``flower-supernode``.
 
-This process is Flower's own node. A thread of it, the :class:`Executor`, takes the node's tasks and hands
-them to one worker process that keeps PyTorch, code and data loaded. A worker that dies is replaced, and its
-task is answered with an error at once; one that takes longer than the reply is worth something is ended.
-When the node ends the worker ends with it.
+This process is Flower's own node. One of its threads, the :class:`Executor`, takes the node's tasks and hands them
+to one worker process that keeps PyTorch, code and data loaded. If the worker dies, its task is answered with an error
+at once, and a new worker is started; a worker still busy when a reply would be too late is killed. The worker ends
+when the node ends.
 """
 
 import argparse
@@ -33,29 +33,36 @@ from flwr.common.logger import log
 
 from posy.commands.deploy.internals import (
     Task,
-    Tasks,
+    acquire_task,
     context_for,
     error_reply,
     from_envelope,
     require_version,
     run_node,
+    runtime_client,
 )
 from posy.commands.launch import LaunchError, free_port
 
 POLL_SECONDS = 0.1
-"""Pause before a node that was busy a moment ago asks for the next message."""
+"""Shortest pause before the node asks for the next message, just after it was busy."""
 MAX_POLL_SECONDS = 1.0
-PATIENCE = 0.02
-"""A node that has waited t seconds asks again after t times this, within the two limits above."""
+"""Longest pause."""
+POLL_SHARE = 0.02
+"""Pause as a share of the time for which no message has come, within these limits."""
+IDLE_SECONDS = 1.0
+"""Shortest sleep by which Flower's node waits for its next message; by shorter ones it waits for a reply."""
 BEAT_SECONDS = 15.0
+"""Seconds between two signs of life of a task."""
 LOOK_SECONDS = 5.0
-"""How often a node with nothing to do looks whether its worker is alive."""
-START_SECONDS = 300.0
+"""Seconds between two looks at whether an idle worker is alive, or the SuperLink within reach."""
+WORKER_START_SECONDS = 300.0
+"""Seconds that a worker may take to load PyTorch."""
 MAX_FAILED_STARTS = 3
+"""Number of workers in a row that may fail to start."""
 
 
 class Waits:
-    """The pauses of the node's main loop: short while there is work, and woken by it."""
+    """The pauses of the node's main loop: short while there is work, and ended by it."""
 
     def __init__(self) -> None:
         self.work = threading.Event()
@@ -64,17 +71,16 @@ class Waits:
         """Set when the worker has handed in its reply."""
         self._busy = time.monotonic()
 
-    def idle(self) -> None:
-        """Wait before asking for a message; the longer nothing came, the longer."""
-        waited = time.monotonic() - self._busy
-        time.sleep(min(MAX_POLL_SECONDS, max(POLL_SECONDS, PATIENCE * waited)))
-
-    def reply(self, seconds: float) -> None:
-        """Wait until the worker has handed in its reply, or for ``seconds``."""
+    def sleep(self, seconds: float) -> None:
+        """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply is there."""
+        if seconds >= IDLE_SECONDS:
+            waited = time.monotonic() - self._busy
+            time.sleep(min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited)))
+            return
         self._busy = time.monotonic()
         self.work.set()
         if self.replied.wait(seconds):
-            time.sleep(0.005)  # should the reply be for another message
+            time.sleep(0.005)  # in case the reply is for another message
 
 
 @dataclass
@@ -85,7 +91,7 @@ class Worker:
     connection: socket.socket
     home: Path
     events: "queue.Queue[dict[str, Any] | None]"
-    """What it has told; None: its end of the connection is closed."""
+    """What it has reported; None: its end of the connection is closed."""
 
     @classmethod
     def start(cls, address: str) -> "Worker":
@@ -97,7 +103,10 @@ class Worker:
                 [sys.executable, "-P", "-m", "posy.commands.deploy.worker", address, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "FLWR_HOME": str(home)},  # its own: nodes that share one install over each other
+                env={
+                    **os.environ,
+                    "FLWR_HOME": str(home),
+                },  # its own: nodes would install over each other in a shared one
             )
         worker = cls(process, ours, home, queue.Queue())
         threading.Thread(target=worker._listen, daemon=True).start()
@@ -105,7 +114,7 @@ class Worker:
 
     def hand(self, token: str) -> None:
         """Hand over a task."""
-        with contextlib.suppress(OSError):  # its death is told by an event
+        with contextlib.suppress(OSError):  # an event reports its death
             self.connection.sendall(f"{token}\n".encode())
 
     def end(self) -> str:
@@ -147,27 +156,27 @@ class Executor(threading.Thread):
     def run(self) -> None:
         """Serve until the process ends; end it if no worker can be started."""
         try:
-            tasks = Tasks(self._address)
+            node = runtime_client(self._address)
             while True:
                 worker = self._warm()
                 if worker is not None and self._waits.work.wait(LOOK_SECONDS):
                     self._waits.work.clear()
-                    if token := tasks.acquire():
+                    if token := acquire_task(node):
                         self._carry_out(worker, token)
-                        self._waits.work.clear()  # whatever comes next is not whole before the node waits for a reply
+                        self._waits.work.clear()  # a next message is complete only when the node waits for its reply
         except Exception as error:
             log(ERROR, "the node ends, because its tasks cannot be carried out", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _warm(self) -> Worker | None:
-        """Return a worker that is ready, a new one if need be; None if that died before it was."""
+        """Return a worker that is ready, a new one if necessary; None if that one died before it was ready."""
         if self._worker is not None:
             if self._worker.process.poll() is None:
                 return self._worker
             log(WARNING, "the worker process died with nothing to do (%s); a new one is started", self._worker.end())
         self._worker = worker = Worker.start(self._address)
         with contextlib.suppress(queue.Empty):
-            if event := worker.events.get(timeout=START_SECONDS):
+            if event := worker.events.get(timeout=WORKER_START_SECONDS):
                 self._failed_starts = 0
                 log(INFO, "worker process %s is ready", event["process"])
                 return worker
@@ -179,10 +188,10 @@ class Executor(threading.Thread):
         return None
 
     def _carry_out(self, worker: Worker, token: str) -> None:
-        """Have one task done; answer it with an error if the worker dies over it or takes too long."""
+        """Have one task carried out; answer it with an error if the worker dies or takes too long."""
         self._waits.replied.clear()
         with contextlib.closing(Task(self._address, token)) as task:
-            message, limit, end = None, 0.0, math.inf
+            message, limit, end, reason = None, 0.0, math.inf, ""
             worker.hand(token)
             while True:
                 try:
@@ -196,7 +205,6 @@ class Executor(threading.Thread):
                         task.beat()
                     continue
                 if event is None:
-                    reason = ""
                     break
                 if event["event"] == "message":
                     message, limit = from_envelope(base64.b64decode(event["envelope"])), event["seconds"]
@@ -226,15 +234,15 @@ class Executor(threading.Thread):
 class Watch(threading.Thread):
     """Ends the node when its SuperLink has been out of reach for too long.
 
-    Flower counts ``--max-wait-time`` for each of its requests anew, so that a node alone may go on for ever; and
-    a node that ends tells its SuperLink so, for which it waits again.
+    Flower applies ``--max-wait-time`` to each of its requests separately, so a node alone may go on for ever; and a
+    node that ends reports this to its SuperLink, for which it waits again.
 
     Parameters
     ----------
     address : str
         Host and port of the SuperLink.
     seconds : float
-        For so long it may be out of reach.
+        Seconds for which it may be out of reach.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -244,7 +252,7 @@ class Watch(threading.Thread):
         self._seconds = seconds
 
     def run(self) -> None:
-        """Look every few seconds until it is time to end."""
+        """Try to connect every few seconds until it is time to end."""
         reached = time.monotonic()
         while time.monotonic() - reached <= self._seconds:
             with contextlib.suppress(OSError), socket.create_connection(self._address, LOOK_SECONDS):
@@ -260,27 +268,25 @@ def main() -> None:
         require_version()
     except LaunchError as error:
         sys.exit(f"posy: {error}")
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--host", default="127.0.0.1")
-    own.add_argument("--port", default="")
-    own.add_argument("--isolation", default="process", choices=["process"])
-    options, arguments = own.parse_known_args()
-    seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    seen.add_argument("--superlink", default="")
-    seen.add_argument("--max-wait-time", type=float)
-    limits, _ = seen.parse_known_args(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", default="")
+    parser.add_argument("--isolation", default="process", choices=["process"])
+    options, arguments = parser.parse_known_args()
+    parser.add_argument("--superlink", default="")
+    parser.add_argument("--max-wait-time", type=float)
+    limits, _ = parser.parse_known_args(arguments)  # these two are Flower's as well
     if limits.max_wait_time is not None:
         Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
     waits = Waits()
     Executor(f"{options.host}:{port}", waits).start()
     try:
-        run_node([*arguments, "--isolation", "process", "--host", options.host, "--port", port], waits)
+        run_node([*arguments, "--isolation", "process", "--host", options.host, "--port", port], waits.sleep)
     except SystemExit as ended:
-        # The interpreter's own end was seen to hang, with Flower's guard against that already gone.
+        # The interpreter was seen to hang at its end, after Flower's guard against that was gone.
         logging.shutdown()
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
 
 

@@ -1,8 +1,8 @@
 """The SuperLink and the process that runs ServerApps, kept apart so that a run outlives a SuperLink.
 
-``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the
-ServerApp beside it. If the SuperLink dies it is started again with its state, the ServerApp goes on asking
-until it answers, and so do the nodes: the run goes on.
+``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the ServerApp
+beside it. A SuperLink that dies is started again with its state. The ServerApp and the nodes ask again until it
+answers, and the run goes on.
 """
 
 import contextlib
@@ -13,14 +13,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from posy.commands.launch import LaunchError
 
 LOOK_SECONDS = 0.2
+"""Seconds between two looks at whether the processes are alive."""
 HEALTHY_SECONDS = 30.0
+"""Seconds after which a process counts as well started."""
 MAX_STARTS = 5
-"""So many times in a row a process is started again that lives for less than HEALTHY_SECONDS."""
+"""Number of starts in a row after which a process that never gets that far is given up."""
 STOP_SECONDS = 10.0
+"""Seconds that a process has to end by itself."""
 
 
 @dataclass
@@ -33,36 +37,27 @@ class _Kept:
     started: float = 0.0
     starts: int = 0
 
-    @property
-    def name(self) -> str:
-        return os.path.basename(self.command[0])  # noqa: PTH119 - a name, not a path
-
     def start(self) -> None:
         self.started = time.monotonic()
         self.starts += 1
         # In a session of its own, so that a Ctrl-C reaches it only through this process, in the right order.
         self.process = subprocess.Popen(self.command, env=dict(self.environment), start_new_session=True)
 
-    def look(self) -> None:
-        """Start the process again if it has died.
-
-        Raises
-        ------
-        LaunchError
-            If it died too often.
-        """
+    def restart_if_dead(self) -> None:
+        """Start the process again if it has died; raise :class:`LaunchError` if it died too often."""
         if self.process is None or self.process.poll() is None:
             return
+        name = Path(self.command[0]).name
         if time.monotonic() - self.started > HEALTHY_SECONDS:
             self.starts = 0
         if self.starts >= MAX_STARTS or (self.starts == 1 and self.process.returncode > 0):  # e.g. the port is taken
-            raise LaunchError(f"{self.name} ended with status {self.process.returncode}; its messages stand above")
-        print(f"posy: {self.name} died ({self.process.returncode}) and is started again", file=sys.stderr, flush=True)
+            raise LaunchError(f"{name} ended with status {self.process.returncode}; see its messages above")
+        print(f"posy: {name} died ({self.process.returncode}) and is started again", file=sys.stderr, flush=True)
         time.sleep(LOOK_SECONDS * 2 ** (self.starts - 1))
         self.start()
 
     def stop(self) -> None:
-        """End the process and all that it has started, a ServerApp among them, which would go on asking for ever."""
+        """End the process and all that it has started; a ServerApp among them would ask for ever."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):  # the group is no more
@@ -82,7 +77,7 @@ def keep(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> N
     Parameters
     ----------
     commands : sequence of sequence of str
-        What to run, in this order; it is ended in the reverse order.
+        What to run, in this order; the processes are ended in the reverse order.
     environment : Mapping
         Their environment.
 
@@ -97,7 +92,7 @@ def keep(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> N
             one.start()
         while True:
             for one in kept:
-                one.look()
+                one.restart_if_dead()
             time.sleep(LOOK_SECONDS)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,104 @@
+"""What the README and the pages of docs/ show works as it stands there."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NODE_CONFIG = {"partition-id", "num-partitions", "state-dir", "skip-unreadable"}
+PACKAGES = ("posy", "data", "models", "strategies", "client_app", "server_app", "commands", "experiments")
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/results/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
+def test_the_readme_is_one_screen() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert max(len(line) for line in lines if not line.startswith(("|", "```"))) <= 120
+
+
+def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs/own-method.md").read_text(encoding="utf-8")
+    fedper = next(block for block in blocks(page) if "FedPerSettings" in block)
+    assert fedper in blocks(README)
+    assert fedper.count("\n") <= 15
+    line = re.search(r'`("fedper": "FedPer",)`', page)
+    command = re.search(r"^posy run (.*)$", page, flags=re.MULTILINE)
+    assert line is not None and line[0] in README
+    assert command is not None and f"`posy run {command[1]}`" in README
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "strategies/fedper.py").write_text(fedper, encoding="utf-8")
+    registry = tmp_path / "strategies/methods.py"
+    registry.write_text(registry.read_text().replace("METHODS = {\n", f"METHODS = {{\n    {line[1]}\n", 1))
+    words = [*command[1].split(), "num-server-rounds=2", "num-clients=3", "run-name=readme", "output-dir=runs"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "posy.commands.cli", "run", *words],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "runs/readme/summary.json").read_text())
+    assert (summary["method"], summary["status"], summary["dropped"]) == ("fedper", "completed", {})
+    assert summary["local"]["last"]["mean"] > 0.2
+    rounds = [json.loads(row) for row in (tmp_path / "runs/readme/rounds.jsonl").read_text().splitlines()]
+    assert rounds[0]["bytes_up"] < rounds[0]["bytes_down"]  # only the base travels, and evaluation sends it again
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_file_and_setting_that_a_page_names_exists(page: Path) -> None:
+    from posy.strategies.registry import defaults
+
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        if name.startswith("https:"):
+            continue
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, target
+    for path in re.findall(r"(?:benchmarks|experiments|docs|tests|commands|strategies|posy)/[\w./-]+\.\w+", text):
+        assert (ROOT / path).exists() or "fedper" in path or "METHOD" in path, path
+    for key in re.findall(r"`([a-z]+(?:-[a-z]+)+)=", text):
+        assert key in defaults().keys() | NODE_CONFIG | {"fedper-layers"}, key
+    assert "@@" not in text
+
+
+def test_every_method_is_in_the_tables_of_what_it_keeps_and_reveals() -> None:
+    from posy.strategies.methods import METHODS
+
+    for name in ("methods", "privacy"):
+        text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+        kept = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
+        assert set(METHODS) <= set(re.findall(r"`([\w-]+)`", kept)), name
+
+
+def test_how_far_stacked_models_part_is_what_was_measured() -> None:
+    from posy.strategies.methods import METHODS
+
+    rows = (ROOT / "benchmarks/results/stacking.txt").read_text(encoding="utf-8").splitlines()[1:]
+    worst = {row.split()[0]: max(map(float, row.split()[1:])) for row in rows}
+    assert worst.keys() == set(METHODS)
+    page = " ".join((ROOT / "docs/speed.md").read_text(encoding="utf-8").split())
+    claimed = re.search(
+        r"models of nine methods are within (\S+) of .* PPFE within (\S+), and those of FedFew, FedAMP and cwFedAvg, "
+        r"whose weights amplify rounding, within (\S+), (\S+) and (\S+) \(",
+        page,
+    )
+    assert claimed is not None
+    most, *others = map(float, claimed.groups())
+    assert others == [worst.pop(method) for method in ("ppfe", "fedfew", "fedamp", "cwfedavg")]
+    assert len(worst) == 9
+    assert max(worst.values()) <= most
