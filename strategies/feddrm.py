@@ -59,7 +59,7 @@ class FedDRM(PersonalisedStrategy):
 
     def choose(self, client_logits: Tensor) -> Tensor:
         """Return the client ``(n,)`` that each query is sent to, from the outputs ``(n, M)`` of the client branch."""
-        sizes = np.array([self.members[c].num_train for c in sorted(self.members)], np.float64)
+        sizes = np.array([self.clients[c].num_train for c in sorted(self.clients)], np.float64)
         return route_queries(client_logits, sizes, self.method.routing)
 
     def note_routing(self, owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> None:
