@@ -29,6 +29,7 @@ from posy.client_app.workspace import Workspace
 from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
+from posy.server_app.recorder import Recorder
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import pertinent, read_settings
@@ -42,6 +43,9 @@ Key = tuple[str, int, int]
 TINY_CLASSES = ((0, 1, 2), (0, 1), (2,), (1,))
 TINY_TRAIN = (21, 12, 8, 1)
 TINY_TEST = (9, 6, 4, 0)
+
+
+DRAWING = {name: getattr(Recorder, name) for name in ("_draw", "_draw_partition")}
 
 
 @dataclass
@@ -83,9 +87,30 @@ class FailingGrid(InProcessGrid):
         return super()._receive(message)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker more than there are cores, since tests of real processes mostly wait; each takes a gigabyte."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """Leave out the drawing, which takes longer than the runs, where a test is not about it."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in DRAWING:
+            patched.setattr(Recorder, name, lambda self, **_: None)
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test's runs draw their pictures."""
+    for name, draw in DRAWING.items():
+        monkeypatch.setattr(Recorder, name, draw)
 
 
 @pytest.fixture

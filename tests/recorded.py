@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posy.storage import load_arrays
+
+Config = dict[str, Any]
+
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, str]]]:
     """Return summary, rounds and rows of the clients; a NaN or infinity in JSON is an error."""
@@ -53,3 +57,39 @@ def check_numbers(folder: Path) -> None:
             comparable = [spread for spread in comparable if spread["clients"] >= 0.9 * most]
             assert summary[point]["best"]["mean"] == max(spread["mean"] for spread in comparable)
     assert summary["system-accuracy"] is None or 0 <= summary["system-accuracy"] <= 1
+
+
+def rounds_of(path: Path) -> list[Config]:
+    """Return the rows of the rounds without their times."""
+    rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def clients_of(path: Path) -> list[Config]:
+    """Return the clients' rows."""
+    with (path / "clients.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def summary_of(path: Path) -> Config:
+    """Return the summary without its time."""
+    summary = json.loads((path / "summary.json").read_text())
+    return {key: value for key, value in summary.items() if key != "seconds"}
+
+
+def models_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the models by file."""
+    return {file.name: load_arrays(file) for file in sorted((path / "models").glob("*.safetensors"))}
+
+
+def assert_same_results(path: Path, whole: Path) -> None:
+    """Compare all that two runs have left, bit for bit."""
+    assert rounds_of(path) == rounds_of(whole)
+    assert (path / "clients.csv").read_bytes() == (whole / "clients.csv").read_bytes()
+    assert summary_of(path) == summary_of(whole)
+    models, others = models_of(path), models_of(whole)
+    assert models.keys() == others.keys()
+    for name, arrays in models.items():
+        assert arrays.keys() == others[name].keys()
+        for key, array in arrays.items():
+            np.testing.assert_array_equal(array, others[name][key], err_msg=f"{name}, {key}")

@@ -1,12 +1,9 @@
 """The `posy` command: settings from the command line, exit statuses, and real runs."""
 
-import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +19,10 @@ from posy.commands.deploy import control
 from posy.commands.deploy.certificates import make_certificates
 from posy.commands.launch import APP, Connection, LaunchError, toml
 from posy.commands.table import Plan
-from posy.server_app.resume import reached
 from posy.settings import SettingsError
 from posy.strategies.registry import defaults, parse_words, read_settings, with_experiment
 
 WHERE = "the test"
-COMMON = ["dataset=digits", "num-clients=3", "model=linear", "method=fedavg", "device=cpu"]
-TINY = [*COMMON, "num-server-rounds=2"]
-ENDLESS = [*COMMON, "num-server-rounds=100000", "output-dir=.", "run-name=one"]
 
 
 @pytest.mark.parametrize(
@@ -336,34 +329,9 @@ def test_a_setting_that_the_app_does_not_admit_is_named_before_anybody_is_asked(
         control.run_on_superlink({"lr": 0.1, "fedper-personal": 2}, Connection("127.0.0.1:1"))
 
 
-def test_in_process_run(tmp_path: Path) -> None:
-    process = _start("run", *TINY, "output-dir=here", "run-name=one", cwd=tmp_path)
-    output, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    assert "round 2/2" in output
-    assert "INFO" not in output + error
-    assert json.loads((tmp_path / "here/one/summary.json").read_text())["status"] == "completed"
-
-
 def test_python_runs_refuse_another_methods_settings(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"fedfew-models in the arguments of posy\.run is a setting of fedfew"):
         posy.run(method="fedavg", fedfew_models=5, output_dir=str(tmp_path))
-
-
-def test_interrupted_in_process_run_keeps_its_results(tmp_path: Path) -> None:
-    process = _start("run", *ENDLESS, cwd=tmp_path)
-    _wait_for(tmp_path / "one/rounds.jsonl", process)
-    process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Traceback" not in error
-    assert f"results          {tmp_path / 'one'}" in output
-    assert json.loads((tmp_path / "one/summary.json").read_text())["status"] == "stopped"
-    finished = len((tmp_path / "one/rounds.jsonl").read_text().splitlines())
-    assert error.splitlines()[-1] == (
-        f"posy: stopped after round {finished}; go on with: posy run resume=one output-dir={tmp_path}"
-    )
-    assert reached(tmp_path / "one") == (finished, 100_000)
 
 
 class Unsteady:
@@ -406,22 +374,3 @@ def test_a_long_run_outlives_outages_of_the_superlink(monkeypatch: pytest.Monkey
 
 def _environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
-
-
-def _start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "posy", *words],
-        cwd=cwd,
-        env=_environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
-    end = time.monotonic() + 120
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end, f"no {path}"
-        time.sleep(0.05)

@@ -11,18 +11,11 @@ from recorded import check_numbers, read
 
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
-from posy.server_app.recorder import Recorder
 from posy.strategies.methods import METHODS
 
 Config = dict[str, Any]
 Data = tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]]
 every_method = pytest.mark.parametrize("method", METHODS)
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
 
 
 @pytest.fixture

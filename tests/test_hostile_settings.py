@@ -21,7 +21,6 @@ from recorded import check_numbers
 from posy.commands import cli
 from posy.data.errors import DataError
 from posy.server_app.app import run
-from posy.server_app.recorder import Recorder
 from posy.settings import MOST, RunError, Setting, SettingsError, checked, key_of
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import declared, parse_words, read_settings, with_experiment
@@ -266,10 +265,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tried(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path | str]:
+def tried(data: Path, tmp_path: Path) -> Callable[..., Path | str]:
     """Return what runs and checks a run, and returns its folder, or the line it ended in."""
-    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
 
     def attempt(method: str, settings: dict[str, Any]) -> Path | str:
         common = {

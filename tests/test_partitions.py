@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from posy.data.dataset import make_dataset
-from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import partition
 from posy.data.settings import DataSettings
@@ -78,20 +74,6 @@ def test_the_seed_makes_the_partition(kind):
     for a, b in zip(one.train + one.test, again.train + again.test, strict=True):
         assert np.array_equal(a, b)
     assert any(not np.array_equal(a, b) for a, b in zip(one.train, other.train, strict=True))
-
-
-def test_another_process_makes_the_same_partition():
-    code = (
-        "from pathlib import Path; from posy.data.settings import DataSettings;"
-        "from posy.data.datasets import load_dataset;"
-        "from posy.data.partitions import partition; s = DataSettings();"
-        "print([t.tolist() for t in partition(load_dataset(s, Path('.'), 0), s, 5).train])"
-    )
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
-    s = DataSettings()
-    here = partition(load_dataset(s, Path(), 0), s, 5)
-    assert json.loads(run.stdout) == [train.tolist() for train in here.train]
 
 
 @hypothesis_settings(max_examples=40, deadline=None)

@@ -7,7 +7,7 @@ safetensors files, and forward passes, ensembles, routing and statistics are pla
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from safetensors import safe_open
 
 from posy.server_app.app import run
-from posy.server_app.recorder import Recorder
 from posy.strategies.methods import METHODS
 
 Arrays = dict[str, np.ndarray]
@@ -274,7 +273,7 @@ CASES = [*EVERY, *SOME, *FURTHER]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ran]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
     """Return what runs a case once."""
     folder, done = tmp_path_factory.mktemp("recompute"), dict[str, Ran]()
     tasks = dict[Any, tuple[Path, Task]]()
@@ -300,10 +299,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ran
             done[name] = Ran(method, own, task, recorder.directory.path)
         return done[name]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-        patch.setattr(Recorder, "_draw_partition", lambda self: None)
-        yield ran
+    return ran
 
 
 @pytest.fixture

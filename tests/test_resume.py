@@ -1,14 +1,11 @@
 """Runs that are stopped, by whatever means, and go on as if they had not been."""
 
-import csv
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +16,11 @@ import pytest
 import yaml
 from flwr.app import Context, RecordDict
 from flwr.supercore.run import Run
+from recorded import assert_same_results, clients_of, models_of, rounds_of, summary_of
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.workspace import workspace_for
+from posy.commands import cli
 from posy.server_app import checkpoints as checkpoints_module
 from posy.server_app.app import app, run
 from posy.server_app.checkpoints import Checkpoints
@@ -29,7 +28,7 @@ from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.recorder import Recorder
 from posy.server_app.results import RunDirectory
-from posy.server_app.resume import StoredRun
+from posy.server_app.resume import StoredRun, reached
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import load_arrays, write_json
 from posy.strategies.base import PersonalisedStrategy
@@ -76,37 +75,6 @@ def grid_of(config: Config) -> InProcessGrid:
     return InProcessGrid(int(config["num-clients"]))
 
 
-def rounds_of(path: Path) -> list[Config]:
-    rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-
-
-def clients_of(path: Path) -> list[Config]:
-    with (path / "clients.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def summary_of(path: Path) -> Config:
-    summary = json.loads((path / "summary.json").read_text())
-    return {key: value for key, value in summary.items() if key != "seconds"}
-
-
-def models_of(path: Path) -> dict[str, dict[str, Any]]:
-    return {file.name: load_arrays(file) for file in sorted((path / "models").glob("*.safetensors"))}
-
-
-def assert_same_results(path: Path, whole: Path) -> None:
-    assert rounds_of(path) == rounds_of(whole)
-    assert (path / "clients.csv").read_bytes() == (whole / "clients.csv").read_bytes()
-    assert summary_of(path) == summary_of(whole)
-    models, others = models_of(path), models_of(whole)
-    assert models.keys() == others.keys()
-    for name, arrays in models.items():
-        assert arrays.keys() == others[name].keys()
-        for key, array in arrays.items():
-            np.testing.assert_array_equal(array, others[name][key], err_msg=f"{name}, {key}")
-
-
 class KilledError(BaseException):
     """Stands for the end of the process: nothing of Posy handles it."""
 
@@ -124,11 +92,6 @@ def die_in(
 
     monkeypatch.setattr(PersonalClient, phase, killed)
     monkeypatch.setattr(Recorder, "__exit__", lambda *_: None)
-
-
-@pytest.fixture(autouse=True)
-def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +195,6 @@ def test_checkpoints_that_cost_little_follow_other_rounds_too(tmp_path: Path, mo
         usual(self, checkpoint)
 
     monkeypatch.setattr(Checkpoints, "write", write)
-    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
     for share, every, expected in ((1e-9, 5, [1, 5, 6]), (1e9, 5, [1, 2, 3, 4, 5, 6]), (1e9, 0, [])):
         made.clear()
         monkeypatch.setattr(checkpoints_module, "WRITING_SHARE", share)
@@ -604,8 +566,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a whole run, one that was interrupted in round 3, and another one of other settings."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-        patched.setattr(Recorder, "_draw_partition", lambda self: None)
         run(InProcessGrid(2), settings(folder, "fedrep", "whole", **TINY))
         original = PersonalClient.fit_steps
 
@@ -634,7 +594,6 @@ def test_a_damaged_file_costs_no_good_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     warnings: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
     path = tmp_path / "cut"
     shutil.copytree(stopped / "cut", path)
     DAMAGED[damage](path / file, stopped / "other" / file)
@@ -697,7 +656,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     method: str, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Recorder, "_draw_partition", lambda self: None)
     more = {**TINY, "save_models": False}
     run(InProcessGrid(2), settings(tmp_path, method, "whole", **more))
     config = {**settings(small_disk, method, "cut", **more)}
@@ -721,88 +679,58 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 
 
-# -- real processes --------------------------------------------------------------------------------------
+# -- a real process ---------------------------------------------------------------------------------------
 
-REAL = {"num_clients": 3, "num_server_rounds": 16, "checkpoint_every": 4, "max_samples": 300, "fraction_train": 1.0}
+PROGRAM = """
+import os, sys
+from posy.commands import cli
+from posy.server_app.recorder import Recorder
 
+usual = Recorder.finish_round
+Recorder._draw = Recorder._draw_partition = lambda self, **_: None
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Return a directory for runs and temporary files, with a short path: Ray keeps Unix sockets there."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
-        yield Path(path)
+def finish_round(self, server_round, arrays):
+    result = usual(self, server_round, arrays)
+    if server_round == int(sys.argv[1]):
+        os.kill(os.getpid(), int(sys.argv[2]))
+    return result
 
-
-def posy(*words: str, cwd: Path) -> "subprocess.Popen[str]":
-    """Start `posy run`; what it starts can be told by its temporary directory."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(cwd)}
-    command = [sys.executable, "-P", "-m", "posy.commands.cli", "run", "output-dir=.", *words]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-def words(config: Config) -> list[str]:
-    known = defaults()
-    return [f"{key}={value}" for key, value in config.items() if value != known[key] and key != "output-dir"]
+Recorder.finish_round = finish_round
+sys.exit(cli.main(sys.argv[3:]))
+"""
+"""`posy`, in a process that gets a signal when a round is finished."""
 
 
-def finished(*words: str, cwd: Path) -> None:
-    process = posy(*words, cwd=cwd)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+def test_a_process_that_is_killed_and_one_that_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def posy(server_round: int, number: signal.Signals, *words: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-P", "-c", PROGRAM, str(server_round), str(int(number)), "run", "output-dir=.", *words],
+            cwd=cut.parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
 
-
-def wait_for_rounds(path: Path, count: int, process: "subprocess.Popen[str]") -> None:
-    end = time.monotonic() + 120
-    while not path.exists() or len(path.read_bytes().splitlines()) < count:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, f"no {count} rounds in {path}"
-        time.sleep(0.02)
-
-
-def simulation_of(folder: Path) -> int:
-    """Return the process that holds the server of a simulation which was started with a temporary directory."""
-    mark = f"TMPDIR={folder}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            if any(w.endswith(b"flwr-simulation") for w in words[:2]) and mark in (process / "environ").read_bytes():
-                return int(process.name)
-        except OSError:  # it has ended, or is another user's
-            continue
-    raise AssertionError("no flwr-simulation")
-
-
-@pytest.mark.slow
-def test_kill_9_in_one_process(folder: Path) -> None:
-    whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", **REAL)).directory.path
-    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), cwd=folder)
-    wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
-    process.kill()
-    process.communicate()
-    assert summary_of(folder / "cut")["status"] == "running"
-    finished("resume=cut", cwd=folder)
-    assert_same_results(folder / "cut", whole)
-    assert yaml.safe_load((folder / "cut/config.yaml").read_text())["resumed"][0]["round"] in (4, 8, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("flower")  # Ray starts slowly enough by itself
-def test_kill_9_of_the_server_in_a_simulation(folder: Path) -> None:
-    """Its clients keep their states in the run's directory; the resumed run has other workers."""
-    whole = run(InProcessGrid(3), settings(folder, "fedrep", "whole", stack="loop", **REAL)).directory.path
-    process = posy(*words(settings(folder, "fedrep", "cut", **REAL)), cwd=folder)
-    wait_for_rounds(folder / "cut/rounds.jsonl", 6, process)
-    os.kill(simulation_of(folder), signal.SIGKILL)
-    process.send_signal(signal.SIGINT)  # Flower itself notices only after a minute
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
-    assert len(rounds_of(folder / "cut")) < 16
-    refused = posy("resume=cut", "lr=0.3", cwd=folder)
-    output, _ = refused.communicate(timeout=120)
-    assert refused.returncode == 2
-    assert "lr = 0.3, the run has 0.05" in output
-    finished("resume=cut", "num-clients=3", cwd=folder)
-    assert_same_results(folder / "cut", whole)
-    assert {p.name for p in (folder / "cut/state").iterdir()} == {f"client-{c}" for c in range(3)}
+    more = {"num_clients": 3, "num_server_rounds": 12, "checkpoint_every": 4}
+    whole = run(InProcessGrid(3), settings(tmp_path, "fedrep", "whole", **more)).directory.path
+    config, cut = settings(tmp_path, "fedrep", "cut", **more), tmp_path / "runs" / "cut"
+    words = [f"{key}={value}" for key, value in config.items() if key != "output-dir"]
+    assert posy(6, signal.SIGKILL, *words).returncode == -signal.SIGKILL
+    assert summary_of(cut)["status"] == "running"
+    done = posy(9, signal.SIGINT, "resume=cut")
+    assert done.returncode == 130, done.stderr
+    assert summary_of(cut)["status"] == "stopped"
+    assert f"results          {cut}" in done.stdout
+    assert "round  8/12" in done.stdout
+    assert "INFO" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    told = f"posy: stopped after round 9; go on with: posy run resume=cut output-dir={cut.parent}"
+    assert done.stderr.splitlines()[-1] == told
+    assert reached(cut) == (9, 12)
+    assert cli.main(["run", *told.split()[-2:]]) == 0
+    assert_same_results(cut, whole)
+    assert [entry["round"] for entry in yaml.safe_load((cut / "config.yaml").read_text())["resumed"]] == [4, 9]

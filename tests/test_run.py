@@ -91,18 +91,6 @@ def column(rows: list[dict[str, str]], server_round: int, name: str) -> dict[int
     return {int(r["partition"]): float(r[name]) for r in rows if int(r["round"]) == server_round and r[name] != ""}
 
 
-@pytest.fixture
-def pictures() -> None:
-    """Let a test's runs draw their pictures."""
-
-
-@pytest.fixture(autouse=True)
-def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the drawing, a second a run, where a test is not about it."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-
-
 # -- what a run leaves -----------------------------------------------------------------------------------
 
 

@@ -49,11 +49,6 @@ def grey(n: int, side: int = 4) -> np.ndarray:
     return np.arange(n * side * side, dtype=np.uint8).reshape(n, side, side)
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "_draw", lambda self, *, final=False: None)
-
-
 # -- what a site trains on -------------------------------------------------------------------------------
 
 
@@ -473,14 +468,13 @@ def test_a_run_over_sites(
     shown = capsys.readouterr().out
     assert re.search(r"^ *site-b +1 +106 +36 +image, shape 1x8x8 +7$", shown.partition("round 1/2")[0], re.MULTILINE)
     assert [row[-1] for row in rows_of(done)] == ["site-a", "site-b", "site-c"] * 2
-    assert not (done.directory.path / "figures" / "partition.png").exists()  # the server knows no class counts
     assert [path.name for path in done.directory.models.iterdir()] == ["server.safetensors"]
     (own,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
     kept = load_arrays(own)
     assert any(array.shape == (10,) for array in kept.values())
 
 
-def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], config: Config) -> None:
+def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], config: Config, pictures: None) -> None:
     done = run(NodeGrid(*sites), config | {"method": "fedavg", "share-class-counts": True})
     counts = done.strategy.class_counts
     assert counts is not None
@@ -488,6 +482,8 @@ def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], confi
     assert counts[1, 7:].tolist() == [0, 0, 0]
     assert counts[2].tolist() == [0] * 9 + [31]
     assert (done.directory.path / "figures" / "partition.png").exists()
+    done = run(NodeGrid(*sites), config | {"method": "fedavg"})
+    assert not (done.directory.path / "figures" / "partition.png").exists()  # the server knows no class counts
 
 
 def test_who_answers_first_does_not_change_the_run(sites: list[Config], config: Config) -> None:

@@ -1,0 +1,436 @@
+"""A federation of real processes over gRPC, with TLS and node authentication: one for all tests here, in this order.
+
+To start a node costs far more than a run, so the tests share a SuperLink and its nodes, and much goes wrong in the
+course of one long run. Whatever does, never ends a run or turns into a wrong number.
+"""
+
+import csv
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nodes import pfllib, table
+from sklearn.datasets import load_digits
+
+import posy
+from benchmarks.local_federation import Deployment, children
+from posy.commands import cli
+from posy.commands.deploy.certificates import make_certificates
+from posy.storage import load_arrays
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+PUPPET = Path(__file__).resolve().parent / "puppet"
+MOST = 400.0
+"""Seconds that nothing here takes, however busy the machine is."""
+CLIENTS = 3
+"""Clients of the runs in which all goes well: so many nodes are there from the beginning."""
+NODES = 4
+"""Clients of the run in which much goes wrong: the last node joins it."""
+METHODS = ("fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe")
+
+
+class Federation(Deployment):
+    """The SuperLink and its nodes, which are told by files to misbehave."""
+
+    def __init__(self, folder: Path) -> None:
+        x, self.y = load_digits(return_X_y=True)
+        self.x = x.astype(np.float32)
+        np.savez(folder / "data.npz", x_train=self.x[:600], y_train=self.y[:600])
+        self.common = {"dataset": folder / "data.npz", "model": "mlp", "device": "cpu", "stack": "loop"}
+        super().__init__(folder, [*(f"node-{i}" for i in range(NODES)), "other"])
+        self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
+
+    def bring_up(self, number: int, *config: str) -> None:
+        """Start one of the nodes; the second and the last can be told to misbehave."""
+        words = [f"partition-id={number}", f"num-partitions={NODES}", f"state-dir=state-{number}", *config]
+        self.node(f"node-{number}", *words, python_path=PUPPET if number in (1, 3) else None)
+
+    def wait(self, true: Callable[[], Any], what: str) -> None:
+        """Wait until something is true; ``what`` names the process that makes it so, which must not end before."""
+
+        def seen() -> bool:
+            process = self.processes.get(what)
+            over = process is not None and process.poll() is not None
+            found = bool(true())
+            assert found or not over, self.log(what)[-5000:]
+            return found
+
+        self.until(seen, what, MOST)
+
+    def wait_for_rounds(self, run: str, count: int) -> None:
+        """Wait until so many rounds of a run are finished."""
+        self.wait(lambda: len(self.rounds(run)) >= count, f"run-{run}")
+
+    def ended(self, run: str) -> int:
+        """Wait for the end of a `posy run` and return its exit status."""
+        return self.processes[f"run-{run}"].wait(MOST)
+
+    def server(self) -> int:
+        """Return the process of the one run that there is."""
+        found: list[int] = []
+
+        def one() -> bool:
+            kept = children(self.processes["superlink"].pid)
+            [executor] = [number for number, command in kept.items() if "flower-superexec" in command]
+            found[:] = [number for number, command in children(executor).items() if "flwr-serverapp" in command]
+            return len(found) == 1
+
+        self.wait(one, "superlink")
+        return found[0]
+
+    def dropped(self, run: str, client: int) -> list[tuple[int, str]]:
+        """Return the rounds in which a client's replies were dropped, each with the reason."""
+        drops = [(row["round"], drop) for row in self.rounds(run) for drop in row["dropped"]]
+        return [(number, drop["reason"]) for number, drop in drops if drop["client"] == client]
+
+    def whole_since(self, run: str, count: int) -> bool:
+        """Tell whether all clients have taken part in a round after the first ``count``."""
+        return any(row["cohort"] == NODES and not row["dropped"] for row in self.rounds(run)[count:])
+
+    def start_again(self, name: str, start: Callable[[], None]) -> Callable[[], bool]:
+        """Start a node until its key is accepted: the SuperLink must first see that it was gone."""
+
+        def there() -> bool:
+            if self.processes[name].poll() is not None:
+                start()
+            return self.ready(name)
+
+        return there
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    made = Federation(tmp_path_factory.mktemp("processes"))
+    folder, x, y = made.folder, made.x, made.y
+    try:
+        np.savez(folder / "b.npz", x_train=x[:150], y_train=y[:150], x_test=x[150:200], y_test=y[150:200])
+        pfllib(folder / "a", x[400:500], y[400:500], 20)
+        broken = x[500:520].copy()
+        broken[3, 5] = np.nan
+        np.savez(folder / "c.npz", x_train=broken, y_train=y[500:520])
+        for i, data in enumerate(("a", "b.npz", "c.npz")):
+            made.bring_up(i, f"data={folder / data}")
+        made.node("stranger", "partition-id=0", f"num-partitions={NODES}")
+        make_certificates(folder / "elsewhere", [], ["other"], 1)
+        words = ["--superlink", made.fleet, "--root-certificates", str(folder / "elsewhere/ca.pem")]
+        made.start("distrust", "supernode", *words, "--key", "certificates/node-0.key")
+        for i in range(CLIENTS):
+            made.wait(lambda name=f"node-{i}": made.ready(name), f"node-{i}")
+        yield made
+    finally:
+        made.stop()
+
+
+# -- all goes well ----------------------------------------------------------------------------------------
+
+
+def settings_of(federation: Federation, method: str, **more: Any) -> dict[str, Any]:
+    own = {"method": method, "num-clients": CLIENTS, "num-server-rounds": 2, "lr": 0.05, "local-epochs": 1, "seed": 7}
+    if method == "ppfe":
+        own |= {"ppfe-stages": 2, "ppfe-stage-rounds": "1,1"}
+    return {**federation.common, **own, **{key.replace("_", "-"): value for key, value in more.items()}}
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def assert_same_models(federation: Federation, name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Compare what a run has left with the same run inside this process, bit for bit."""
+    given = {key.replace("-", "_"): str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    reference = posy.run(**given, output_dir=str(tmp_path))
+    summary = federation.summary(name)
+    assert (summary["status"], summary["dropped"]) == ("completed", {})
+    assert (summary["rounds"], summary["served"]) == (reference.summary["rounds"], reference.summary["served"])
+    there = {path.name: path for path in reference.directory.models.iterdir()}
+    files = {path.name: path for path in (federation.results(name) / "models").iterdir()}
+    assert list(files) == ["server.safetensors"]  # personal models stay on their nodes
+    own = {path.name: path for path in federation.folder.glob(f"state-*/{name}-*/models/*")}
+    assert sorted(own) == [f"client-{i}.safetensors" for i in range(CLIENTS)]
+    files |= own
+    assert files.keys() == there.keys()
+    for file, path in files.items():
+        ours, expected = load_arrays(path), load_arrays(there[file])
+        assert ours.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(ours[key], array, err_msg=f"{file}: {key}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_grpc_gives_the_models_of_one_process(method: str, federation: Federation, tmp_path: Path) -> None:
+    settings = settings_of(federation, method)
+    federation.run(method, *words(settings))
+    assert_same_models(federation, method, settings, tmp_path)
+
+
+def test_a_run_that_fails_says_so(federation: Federation) -> None:
+    settings = settings_of(federation, "fedavg", partition="classes", classes_per_client=11)
+    federation.submit("wrong", *words(settings))
+    assert federation.ended("wrong") == 1
+    log = federation.log("run-wrong")
+    assert "finished:failed" in log
+    assert "classes-per-client = 11" in log
+
+
+def test_nodes_keep_one_worker_for_all_runs(federation: Federation) -> None:
+    for i in range(CLIENTS):
+        assert federation.log(f"node-{i}").count("is ready") == 1
+
+
+def test_who_is_not_known_or_does_not_trust_takes_no_part(federation: Federation) -> None:
+    for name in ("stranger", "distrust"):  # a key that is not registered; another authority
+        assert federation.processes[name].wait(MOST) != 0
+        assert "SuperNode ID" not in federation.log(name)
+
+
+def test_keys_are_registered_once_and_no_two_under_one_name(
+    federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = [str(federation.folder / f"certificates/node-{i}.pub") for i in (0, 1)]
+    make_certificates(tmp_path, [], ["node-0"], 1)
+    (tmp_path / "copy.pub").write_bytes(Path(known[0]).read_bytes())
+    assert cli.main(["register", *known, str(tmp_path / "copy.pub"), *federation.where]) == 0
+    output, error = capsys.readouterr()
+    assert output.splitlines() == [
+        "node-0 is registered already",
+        "node-1 is registered already",
+        "copy is registered already, as node-0",
+    ]
+    assert "$" not in error  # what names no SuperLink cannot be typed
+    assert cli.main(["register", str(tmp_path / "node-0.pub"), *federation.where]) == 1
+    assert "posy: node-0 is not registered: another key has this name" in capsys.readouterr().err
+
+
+def test_sites_and_one_whose_data_is_bad(federation: Federation) -> None:
+    """Three nodes with data of their own, one of them Flower's own node, and one whose data holds a NaN."""
+    y = federation.y
+    few = np.flatnonzero(y[200:400] < 7) + 200
+    table(federation.folder / "d.csv", federation.x[few], y[few])
+    node = federation.node("other", "--stock", f"data={federation.folder / 'd.csv'}", "state-dir=state-other")
+    federation.wait(lambda: "SuperNode ID" in federation.log("other"), "other")
+    settings = settings_of(
+        federation, "fedavg", dataset="sites", num_clients=4, min_clients=3, join_timeout=300,
+        num_server_rounds=1, local_epochs=20,
+    )  # fmt: skip
+    summary = federation.run("sites", *words(settings))
+    node.terminate()
+    assert (summary["status"], summary["dropped"], summary["system-accuracy"]) == ("completed", {}, None)
+    assert summary["sites"] == ["node-0", "node-1", "other", None]
+    (left_out,) = summary["left-out"]
+    assert (left_out["site"], left_out["times"]) == ("node-2", 1)
+    bad = federation.folder / "c.npz"
+    assert left_out["reason"].startswith(f"{bad}: nan at index (3, 5); only finite numbers are allowed")
+    assert federation.log("run-sites").count("node-2 is left out") == 1
+    assert summary["served"]["last"]["mean"] > 0.6
+    with (federation.results("sites") / "clients.csv").open() as file:
+        counts = {int(row["partition"]): (int(row["n_train"]), int(row["n_test"])) for row in csv.DictReader(file)}
+    tested = round(len(few) / 4)
+    assert {c: n for c, n in counts.items() if c != 3} == {0: (80, 20), 1: (150, 50), 2: (len(few) - tested, tested)}
+    node.wait(MOST)
+
+
+# -- one long run in which much goes wrong ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long(federation: Federation) -> Iterator[Federation]:
+    """Begin a run with all nodes but the last; the second is slow, and a liar for seven rounds."""
+    for word in ("slow", "lie"):
+        (federation.folder / word).touch()
+    settings = settings_of(
+        federation, "fedrep", lr=0.1, local_epochs=3, num_clients=NODES, min_clients=NODES - 1, join_timeout=20,
+        num_server_rounds=10_000, round_timeout=12,
+    )  # fmt: skip
+    federation.submit("long", *words(settings))
+    yield federation
+    (federation.folder / "slow").unlink(missing_ok=True)
+
+
+def test_lies_of_a_node_are_dropped(long: Federation) -> None:
+    long.wait_for_rounds("long", 8)
+    reasons = ["NaN or Inf", "NaN or Inf", "arrays of shapes [(", "malformed reply: KeyError('train-loss')"]
+    reasons += ["num-examples = 0", "num-examples = -1", "num-examples = 1000000000000"]
+    dropped = long.dropped("long", 1)
+    assert [number for number, _ in dropped] == [1, 2, 3, 4, 5, 6, 7]
+    for (_, told), reason in zip(dropped, reasons, strict=True):
+        assert reason in told
+    assert long.log("run-long").count("node-1 (client 1) is left out: ") == len(reasons)
+    with (long.results("long") / "clients.csv").open() as file:
+        assert all(np.isfinite(float(row["served_loss"])) for row in csv.DictReader(file) if row["served_loss"])
+
+
+def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(long: Federation) -> None:
+    assert [row["cohort"] for row in long.rounds("long")[:2]] == [NODES - 1] * 2
+    seen = len(long.rounds("long"))
+    long.bring_up(NODES - 1)
+    long.wait(lambda: long.whole_since("long", seen), "run-long")
+    assert "node-3 (client 3) is new; 4 of 4 clients are there" in long.log("run-long")
+
+
+def test_a_worker_that_dies_loses_one_reply(long: Federation) -> None:
+    before = len(long.dropped("long", 1))
+    worker = long.worker("node-1")
+    (long.folder / "die").touch()
+    long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
+    number, reason = long.dropped("long", 1)[before]
+    assert "the worker process died while it worked on this message (signal 9)" in reason
+    long.wait(lambda: long.whole_since("long", number), "run-long")
+    assert long.worker("node-1") != worker
+
+
+def test_a_worker_that_hangs_is_left_out_by_the_timeout_and_replaced(long: Federation) -> None:
+    before = len(long.dropped("long", 1))
+    (long.folder / "hang").touch()
+    long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
+    number, reason = long.dropped("long", 1)[before]
+    assert reason == "no reply within round-timeout = 12 s"
+    assert f"node-1 (client 1) is left out: {reason}" in long.log("run-long")
+    long.wait(lambda: long.whole_since("long", number), "run-long")
+    assert "the worker process was killed: no answer after" in long.log("node-1")
+
+
+def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federation) -> None:
+    before = len(long.rounds("long"))
+    long.wait_for_rounds("long", before + 5)
+    before = len(long.dropped("long", 3))
+    long.kill("node-3")
+    long.wait(lambda: len(long.dropped("long", 3)) > before, "run-long")
+    assert "node-3 (client 3) is left out: " in long.log("run-long")
+    seen = len(long.rounds("long"))
+    long.wait(long.start_again("node-3", lambda: long.bring_up(3)), "node-3's return")
+    long.wait(lambda: long.whole_since("long", seen), "run-long")
+    assert "node-3 (client 3) is back; 4 of 4 clients are there" in long.log("run-long")
+    with (long.results("long") / "clients.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["partition"] == "3" and row["served_accuracy"]]
+    first = next(row for row in rows if int(row["round"]) > seen)
+    # The shared body with a new head would answer like a coin with ten sides.
+    assert float(first["served_accuracy"]) > 0.5
+
+
+def test_a_run_outlives_its_superlink(long: Federation) -> None:
+    seen = len(long.rounds("long"))
+    [superlink] = [
+        pid for pid, command in children(long.processes["superlink"].pid).items() if "flower-superlink" in command
+    ]
+    os.kill(superlink, signal.SIGKILL)
+    long.wait(lambda: long.whole_since("long", seen + 1), "run-long")
+    assert [row["round"] for row in long.rounds("long")] == list(range(1, len(long.rounds("long")) + 1))
+    assert "flower-superlink died (-9) and is started again" in long.log("superlink")
+
+
+def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str]) -> None:
+    def posy(*words: str, status: int = 0) -> str:
+        """Carry out a command; return what it has said, its error if it has failed."""
+        assert cli.main([*words, *long.where]) == status
+        output, error = capsys.readouterr()
+        return error if status == 2 else output + error
+
+    shown = [line.split() for line in posy("status").splitlines()]
+    [(number, *told)] = [words[:4] for words in shown if words[1:2] == ["long"]]
+    assert told == ["long", "fedrep", "running"]
+    assert len([words for words in shown if words[1:2] == ["online"]]) == NODES
+    shown = posy("stop", "long")
+    assert "is stopped" in shown
+    assert "resume=long output-dir=runs" in shown
+    assert long.ended("long") == 1
+    assert "finished:stopped" in long.log("run-long")
+    assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
+    assert "has ended already" in posy("stop", number, status=2)
+    assert "'nosuch': no such run at 127.0.0.1" in posy("stop", "nosuch", status=2)
+    shown = posy("log", "long", status=1)
+    assert "the run ended as finished:stopped" in shown
+    assert "Results of this run: " in shown
+    assert "round     1/10000" in shown
+    assert "INFO" not in shown
+
+
+# -- what ends, and what is left --------------------------------------------------------------------------
+
+
+def test_a_killed_server_process_is_resumed(federation: Federation, tmp_path: Path) -> None:
+    settings = settings_of(federation, "fedrep", num_server_rounds=8, checkpoint_every=2)
+    (federation.folder / "slow").touch()
+    process = federation.submit("cut", *words(settings))
+    federation.wait_for_rounds("cut", 3)
+    os.kill(federation.server(), signal.SIGKILL)
+    (federation.folder / "slow").unlink()
+    process.send_signal(signal.SIGINT)
+    assert federation.ended("cut") == 130
+    assert federation.summary("cut")["status"] == "running"
+    assert len(federation.rounds("cut")) < 8
+    # What the run that was stopped has left on the nodes does not hold up the next one.
+    federation.submit("again", "resume=cut")
+    assert federation.ended("again") == 0, federation.log("run-again")
+    assert_same_models(federation, "cut", settings, tmp_path)
+
+
+def test_worker_and_node_end_together(federation: Federation) -> None:
+    process = federation.processes["node-0"]
+    ready = federation.log("node-0").count("is ready")
+    os.kill(federation.worker("node-0"), signal.SIGKILL)
+    federation.wait(lambda: federation.log("node-0").count("is ready") == ready + 1, "node-0")
+    assert "a new one is started" in federation.log("node-0")
+    assert process.poll() is None
+    worker = federation.worker("node-0")
+    federation.kill("node-0")
+    federation.wait(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")
+
+
+def test_a_superlink_that_is_ended_leaves_no_run_behind(federation: Federation) -> None:
+    """From here on the SuperLink is gone; one node has been told how long to wait for it."""
+    federation.node("other", "--wait", "4", "partition-id=0", f"num-partitions={NODES}")
+    federation.wait(lambda: federation.ready("other"), "other")
+    settings = settings_of(federation, "fedavg", num_clients=1, num_server_rounds=3000)
+    process = federation.submit("ended", *words(settings))
+    federation.wait_for_rounds("ended", 2)
+    server, superlink = federation.server(), federation.processes["superlink"]
+    superlink.terminate()
+    assert superlink.wait(MOST) == 130
+    assert not Path(f"/proc/{server}").exists()
+    assert federation.summary("ended")["status"] == "stopped"
+    assert federation.summary("ended")["rounds"] == len(federation.rounds("ended"))
+    process.kill()
+    process.wait()
+
+
+def test_a_node_ends_when_its_superlink_is_gone_for_too_long(federation: Federation) -> None:
+    worker = federation.worker("other")
+    assert federation.processes["other"].wait(MOST) == 1
+    assert "the SuperLink has been out of reach for 4 s" in federation.log("other")
+    federation.wait(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")
+    assert federation.processes["node-1"].poll() is None  # it was not told so
+
+
+def test_printed_commands_can_be_typed(federation: Federation) -> None:
+    """The SuperLink and a node have ended, and are started by hand with what was printed."""
+    printed = [line[2:] for line in federation.log("superlink").splitlines() if line.startswith("$ ")]
+    printed += [line[2:] for line in federation.log("other").splitlines() if line.startswith("$ ")][-1:]
+    superlink, superexec, list_runs, node = printed
+
+    def typed(name: str, line: str) -> "subprocess.Popen[bytes]":
+        with (federation.folder / f"{name}.log").open("wb") as log:
+            federation.processes[name] = subprocess.Popen(
+                ["sh", "-c", f"exec env {line}"],
+                cwd=federation.folder,
+                env=federation.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        federation._before[name] = 0
+        return federation.processes[name]
+
+    typed("typed-superlink", superlink)
+    federation.wait(lambda: "Starting Fleet API" in federation.log("typed-superlink"), "typed-superlink")
+    typed("typed-superexec", superexec)
+    assert typed("typed-list", list_runs).wait(MOST) == 0
+    assert "Listing all runs" in federation.log("typed-list")
+    typed("typed-node", node)
+    again = federation.start_again("typed-node", lambda: typed("typed-node", node) and None)
+    federation.wait(again, "the node's return")
