@@ -51,9 +51,9 @@ class Description:
     columns : tuple of str
         Names of the features, where the data gives them.
     warnings : tuple of str
-        What a person should know of the data. It is sent, but not read from an answer.
+        What a person should know of the data. An answer carries it, but :meth:`from_answer` does not read it.
     skipped : int
-        Files that could not be read and are left out; not read from an answer either.
+        Files that could not be read and are left out; likewise.
     """
 
     kind: str
@@ -238,7 +238,7 @@ def agreed(
     What the settings give stands. Else the kind, the shape and the columns that most sites have are taken, the
     classes of all sites that have them, sorted, and mean and standard deviation of each feature over their
     training samples. Where as many sites have another, or the images of one would lose their colours, a person
-    has to decide.
+    must decide.
 
     Parameters
     ----------
@@ -386,7 +386,7 @@ def _shown(sites: Iterable[str]) -> str:
 
 def _in_order(description: Description, columns: tuple[str, ...]) -> Description:
     """Return a description with its features in the order of the run."""
-    if description.columns in ((), columns):
+    if not description.columns:
         return description
     order = [description.columns.index(name) for name in columns]
     return replace(description, mean=description.mean[order], squares=description.squares[order], columns=columns)

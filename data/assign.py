@@ -1,4 +1,4 @@
-"""Assignment of samples to clients by the partitioners of flwr-datasets."""
+"""Assignment of samples to clients; the drawn ones come from the partitioners of flwr-datasets."""
 
 import contextlib
 import io
@@ -10,8 +10,6 @@ import datasets
 import numpy as np
 from flwr_datasets.partitioner import (
     DirichletPartitioner,
-    IidPartitioner,
-    NaturalIdPartitioner,
     Partitioner,
     PathologicalPartitioner,
     ShardPartitioner,
@@ -23,8 +21,8 @@ from posy.settings import SettingsError
 
 Parts = list[np.ndarray]
 
-_FEW = 10  # samples that every client of a Dirichlet partition should have
-_DRAWS = 8  # partitioners tried, each of which draws 11 times
+_FEW = 10  # least number of samples that each client of a Dirichlet partition should have
+_DRAWS = 8  # number of partitioners that are tried; each draws 11 times
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
@@ -61,7 +59,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 
 def iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Share out all samples at random, in parts as equal as can be."""
-    return _divide(IidPartitioner(settings.num_clients), dataset.y, rng.permutation(len(dataset)))
+    return np.array_split(rng.permutation(len(dataset)), settings.num_clients)
 
 
 def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
@@ -109,8 +107,7 @@ def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) ->
     assert dataset.groups is not None
     groups, sizes = np.unique(dataset.groups, return_counts=True)
     chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]
-    order = np.flatnonzero(np.isin(dataset.groups, chosen))
-    return _divide(NaturalIdPartitioner("label"), dataset.groups, order)
+    return [np.flatnonzero(dataset.groups == group) for group in np.sort(chosen)]
 
 
 ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]] = {
@@ -123,7 +120,7 @@ ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]]
 
 
 class _Table(datasets.Dataset):  # type: ignore[misc]
-    """A table that hands whole columns and index arrays around, which the partitioners do value by value."""
+    """A table whose columns and indices stay arrays; the partitioners would go through them value by value."""
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)

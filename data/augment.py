@@ -6,17 +6,17 @@ from torch.nn import functional
 
 from posy.settings import SettingsError
 
-_SMALLEST = 0.9  # part of the image's area that a crop keeps at least (FedDRM)
+_SMALLEST = 0.9  # least fraction of the image's area that a crop keeps (FedDRM)
 
 
 def check_augment(augment: str, kind: str) -> None:
-    """Raise :class:`SettingsError` for an augmentation of samples that are no images."""
+    """Raise :class:`SettingsError` for an augmentation of samples that are not images."""
     if augment != "none" and kind != "image":
         raise SettingsError(f"augment = {augment!r} needs images; the samples of this data set are of kind {kind!r}")
 
 
 def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
-    """Return what :func:`crop` needs to know of so many images' boxes: ``(count, 3)`` numbers in [0, 1)."""
+    """Draw the boxes of a number of images for :func:`crop`: ``(count, 3)`` numbers in [0, 1)."""
     return torch.rand(3, count, generator=generator).T
 
 

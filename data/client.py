@@ -9,7 +9,7 @@ from torch import Tensor
 from posy.data.dataset import Dataset
 from posy.data.partitions import Partition
 from posy.data.settings import DataSettings
-from posy.data.shifts import apply_shift, check_shift, shift_of
+from posy.data.shifts import SHIFTS, apply_shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +37,9 @@ class ClientData:
 def client_data(
     dataset: Dataset, part: Partition, client: int, settings: DataSettings, device: torch.device
 ) -> ClientData:
-    """Gather, shift and normalise the samples of one client.
-
-    Raises
-    ------
-    SettingsError
-        If a covariate shift is asked for that the data or the number of clients does not allow.
-    IndexError
-        If there is no such client.
-    """
+    """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if there is none."""
     if not 0 <= client < len(part.train):
         raise IndexError(f"client {client}: there are {len(part.train)} clients, numbered from 0")
-    if settings.shift != "none":
-        is_pixels = dataset.task.kind == "image" and dataset.x.dtype == np.uint8
-        check_shift(settings.shift, len(part.train), dataset.x.shape[-1] if is_pixels else 0)
     tensors = []
     for indices in (part.train[client], part.test[client]):
         tensors += [_inputs(dataset, indices, client, settings, device), torch.from_numpy(dataset.y[indices])]
@@ -64,7 +53,7 @@ def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSe
         return x.to(device)
     if dataset.task.kind == "image" and settings.shift != "none":
         # On the CPU, so that every device trains on the same pixels.
-        shifted = apply_shift(x.permute(0, 3, 1, 2), shift_of(settings.shift, client))
+        shifted = apply_shift(x.permute(0, 3, 1, 2), SHIFTS[settings.shift][client])
         x = shifted.permute(0, 2, 3, 1).contiguous()
     x = x.to(device)
     mean, std = torch.from_numpy(dataset.mean).to(device), torch.from_numpy(dataset.std).to(device)

@@ -8,7 +8,7 @@ import numpy as np
 
 from posy.data.dataset import Dataset
 from posy.data.errors import DataError
-from posy.data.own import load_own
+from posy.data.own import as_dataset, read_own
 from posy.data.published import DATASETS
 from posy.data.read_published import load_published
 from posy.data.settings import DataSettings
@@ -47,7 +47,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         if name in DATASETS:
             found = load_published(name, data_dir, settings)
         else:
-            found = load_own(_path_of(name, data_dir), name)
+            found = as_dataset(read_own(_path_of(name, data_dir)), name)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
     except MemoryError as error:

@@ -1,4 +1,4 @@
-"""Files as people have them: what is no regular file is not opened, and what does not fit into memory is not read."""
+"""Files as people have them: only regular files are opened, and only what fits into memory is read."""
 
 import json
 import os
@@ -8,10 +8,8 @@ from typing import Any
 
 from posy.data.errors import DataError
 
-ROOM = 0.8
-"""Of the memory that is free, what data may take."""
-JSON_GROWTH = 4
-"""By how much JSON and tables grow, at the least, when their numbers become Python's."""
+_ROOM = 0.8  # fraction of the free memory that data may take
+_JSON_GROWTH = 4  # least factor by which JSON grows when its numbers become Python's
 
 
 def check_regular(path: Path) -> int:
@@ -32,9 +30,9 @@ def check_regular(path: Path) -> int:
 
 
 def check_fits(size: float, where: str) -> None:
-    """Raise :class:`DataError` if so many bytes are more than may be taken of the free memory."""
+    """Raise :class:`DataError` if a number of bytes is more than data may take of the free memory."""
     free = free_memory()
-    if size > ROOM * free:
+    if size > _ROOM * free:
         raise DataError(f"{where}: more than fits into memory ({size / 1e9:.3g} GB; {free / 1e9:.3g} GB are free)")
 
 
@@ -46,7 +44,7 @@ def read_json(path: Path) -> Any:
     DataError
         If it is no regular file, more than fits into memory, or not JSON.
     """
-    check_fits(JSON_GROWTH * check_regular(path), str(path))
+    check_fits(_JSON_GROWTH * check_regular(path), str(path))
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -54,7 +52,7 @@ def read_json(path: Path) -> Any:
 
 
 def free_memory() -> float:
-    """Return the bytes of memory that are free for this process; infinity where the system does not tell."""
+    """Return the bytes of memory that this process may still take; infinity where the system does not tell."""
     found = [float("inf")]
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

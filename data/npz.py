@@ -1,4 +1,7 @@
-"""Reading .npz files: straight into place, and without NumPy's own unpickling."""
+"""Reads .npz files straight into the memory where they stay.
+
+NumPy's own reader would trust the sizes that a file claims, and copy what is pooled.
+"""
 
 import lzma
 import math
@@ -16,8 +19,8 @@ from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
 
 _CHUNK = 1 << 22
-_MAX_RATIO, _MAX_SQUEEZED = 100, 1 << 30
-"""An array of more bytes than the second that compression has made smaller by more than the first is refused."""
+_MAX_RATIO = 100  # largest compression of an array of more than _MAX_SQUEEZED bytes; no real data reaches it
+_MAX_SQUEEZED = 1 << 30
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -65,7 +68,7 @@ class NpzFile:
         return shape, dtype
 
     def read(self, name: str, out: np.ndarray | None = None) -> Any:
-        """Return one array, in ``out`` if that is given (or what ``unpickle`` makes of an array of objects)."""
+        """Return one array, in ``out`` if that is given (an array of objects as ``unpickle`` returns it)."""
         with self._open(name) as stream:
             shape, fortran, dtype = self._header(stream, name)
             if dtype.hasobject:

@@ -20,21 +20,10 @@ from posy.data.values import as_features, check_alike, check_lengths, check_shap
 _LOG = getLogger("flwr")  # the logger of a run
 
 
-def load_own(path: Path, name: str) -> Dataset:
-    """Read a file or directory of one of the four formats as a data set of its own.
-
-    Features are standardised, but for PFLlib's, which are taken as they are. What may be a mistake is logged.
-
-    Raises
-    ------
-    DataError
-        If it is none of them, or holds what cannot be used.
-    """
-    return as_dataset(read_own(path), name)
-
-
 def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
     """Make a data set of what was read; ``length`` is that of texts, in words.
+
+    Features are standardised; PFLlib's are taken as they are. What may be a mistake is logged.
 
     Raises
     ------
@@ -75,7 +64,7 @@ def read_own(
     size, mode
         Of the images of class folders, as for :func:`posy.data.image.readable_images`.
     skip_unreadable : bool or None
-        Whether to go on without image files that cannot be read; ``None``: no, and nobody can choose it.
+        Whether to go on without image files that cannot be read; ``None``: no, and the error does not offer it.
 
     Raises
     ------

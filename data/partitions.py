@@ -141,32 +141,24 @@ def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.rando
     if kind == "file":
         return _from_file(dataset, settings, rng)
     if settings.samples_per_client:
-        return (_equal_classes if kind == "classes" else _equal_iid)(dataset, settings, rng)
+        return _equal(dataset, settings, rng)
     from posy.data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
 
     return split(ASSIGN[kind](dataset, settings, rng), settings, rng)
 
 
-def _equal_iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Give each client the same number of samples, at random."""
-    train, test = _sizes(settings)
-    size = train + test
-    needed = settings.num_clients * size
-    if needed > len(dataset):
-        raise _too_few(settings, f"{needed} samples (train and test), {dataset.name} has {len(dataset)}")
-    parts = rng.permutation(len(dataset))[:needed].reshape(settings.num_clients, size)
-    return tuple((part[:train], part[train:]) for part in parts)
-
-
-def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
     """Give each client the same number of samples, equally from each of its S classes (PPFE, appendix A.2).
 
-    ``samples_per_client`` are for training; so many more are for the test, from the same classes, that
-    it is ``test_fraction`` of the whole. Every class is given to nearly the same number of clients: each
-    client takes the classes given out least so far, in random order.
+    ``samples_per_client`` are for training; the test samples come on top, from the same classes: they are
+    ``test_fraction`` of the whole. Every class is given to nearly the same number of clients: each client
+    takes the classes given out least so far, in random order. With ``partition = "iid"`` there is one class.
     """
-    num_classes, per_client = dataset.task.num_classes, settings.classes_per_client
-    train, test = _sizes(settings)
+    by_class = settings.partition == "classes"
+    y, num_classes = (dataset.y, dataset.task.num_classes) if by_class else (np.zeros(len(dataset)), 1)
+    per_client = settings.classes_per_client if by_class else 1
+    train = settings.samples_per_client
+    test = max(1, round(train * settings.test_fraction / (1 - settings.test_fraction)))
     if train < per_client:
         raise SettingsError(
             f"samples-per-client = {train} cannot hold classes-per-client = {per_client}; at least {per_client} needed"
@@ -174,7 +166,7 @@ def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Gene
     # The two remainders of the division go to different classes, as far as there are enough.
     take_train = np.array([len(part) for part in np.array_split(np.arange(train), per_client)])
     take_test = np.array([len(part) for part in np.array_split(np.arange(test), per_client)])[::-1]
-    pools = [rng.permutation(np.flatnonzero(dataset.y == label)) for label in range(num_classes)]
+    pools = [rng.permutation(np.flatnonzero(y == label)) for label in range(num_classes)]
     times = np.zeros(num_classes, np.int64)
     used = np.zeros(num_classes, np.int64)
     pairs = []
@@ -187,14 +179,14 @@ def _equal_classes(dataset: Dataset, settings: DataSettings, rng: np.random.Gene
                 part.append(pools[label][used[label] : used[label] + count])
                 used[label] += count
         pairs.append((np.concatenate(parts[0]), np.concatenate(parts[1])))
-    short = [label for label in range(num_classes) if used[label] > len(pools[label])]
-    if short:
-        label = short[0]
-        raise _too_few(
-            settings,
-            f"{used[label]} samples (train and test) of class {dataset.task.class_names[label]}, {dataset.name} has "
-            f"{len(pools[label])}",
-        )
+    for label, pool in enumerate(pools):
+        if used[label] > len(pool):
+            of_class = f" of class {dataset.task.class_names[label]}" if by_class else ""
+            raise SettingsError(
+                f"samples-per-client = {train} with num-clients = {settings.num_clients} and test-fraction = "
+                f"{settings.test_fraction:g} needs {used[label]} samples (train and test){of_class}, {dataset.name} "
+                f"has {len(pool)}; lower one of them"
+            )
     return tuple(pairs)
 
 
@@ -242,19 +234,6 @@ def split(parts: Sequence[np.ndarray], settings: DataSettings, rng: np.random.Ge
         test = min(max(test, 1), len(part) - 1) if len(part) > 1 else 0
         pairs.append((shuffled[test:], shuffled[:test]))
     return tuple(pairs)
-
-
-def _sizes(settings: DataSettings) -> tuple[int, int]:
-    """Return the training and test samples of each client when their number is set."""
-    train = settings.samples_per_client
-    return train, max(1, round(train * settings.test_fraction / (1 - settings.test_fraction)))
-
-
-def _too_few(settings: DataSettings, needed: str) -> SettingsError:
-    return SettingsError(
-        f"samples-per-client = {settings.samples_per_client} with num-clients = {settings.num_clients} and "
-        f"test-fraction = {settings.test_fraction:g} needs {needed}; lower one of them"
-    )
 
 
 def _indices(listed: Any, size: int, where: str) -> np.ndarray:

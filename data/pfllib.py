@@ -2,7 +2,7 @@
 
 PFLlib stores a pickled dict in each .npz file. It is read by an unpickler that builds nothing but
 dicts, lists, tuples, numbers, texts and plain NumPy arrays: the few NumPy names that such a pickle
-calls are answered by our own, and every other name is refused.
+calls are replaced by our own, and every other name is refused.
 """
 
 import os
@@ -21,9 +21,9 @@ from posy.data.labels import as_labels, joined_labels, known_labels
 from posy.data.npz import NpzFile
 from posy.data.values import as_features, as_float32, check_alike, check_shape, precision_notes
 
-_MANY_CLASSES = 10_000
+_MANY_CLASSES = 10_000  # that config.json may name although there are fewer samples
 _MAX_TOKEN = 10**7  # a network has a row of weights for each token
-_MAX_DEPTH = 8  # of lists in lists
+_MAX_DEPTH = 8  # levels of lists in lists
 _MAX_SHARED = 10**7  # numbers in lists that stand in several places of a pickle, unless the file itself is larger
 
 

@@ -9,7 +9,7 @@ from posy.settings import SettingsError
 
 
 class Shift(NamedTuple):
-    """What is done to a client's images, in FedDRM's order: saturation, hue, gamma, then posterising."""
+    """How a client's images are changed, in FedDRM's order: saturation, hue, gamma, then posterising."""
 
     gamma: float
     hue: float
@@ -31,18 +31,6 @@ SHIFTS = {
     )
     for name, (gammas, hues, saturations, all_bits) in _LEVELS.items()
 }
-
-
-def shift_of(level: str, client: int) -> Shift:
-    """Return the shift of one client.
-
-    Raises
-    ------
-    SettingsError
-        If the level has fewer shifts than the client's index asks for.
-    """
-    check_shift(level, client + 1)
-    return SHIFTS[level][client]
 
 
 def check_shift(level: str, num_clients: int, channels: int = 3) -> None:

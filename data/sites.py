@@ -83,7 +83,7 @@ def describe_site(content: Content, settings: DataSettings, seed: int) -> Descri
 
 
 def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
-    """Make of a site's data what it trains on in the run; the partition has this one client.
+    """Return the samples that a site trains on in the run, and a partition with this one client.
 
     The data's own test set is used where it has one, else ``test_fraction`` of the samples, drawn by the seed of
     the run. Columns are put into the order of the run.
@@ -171,11 +171,12 @@ def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
 def _in_columns(content: Content, settings: DataSettings) -> np.ndarray:
     """Return a site's features in the order of the run's columns."""
     names = columns_in(settings, content.x.shape[1])
-    if not names or not content.columns or content.columns == names:
-        return np.asarray(content.x)
+    x: np.ndarray = content.x
+    if not names or content.columns in ((), names):
+        return x
     if unlike := difference(content.columns, names):
         raise DataError(f"{content.path}: its columns are not the run's feature-names ({unlike})")
-    return np.asarray(content.x[:, [content.columns.index(name) for name in names]])
+    return x[:, [content.columns.index(name) for name in names]]
 
 
 def _check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, path: Path) -> None:

@@ -15,8 +15,8 @@ from posy.data.files import check_fits, check_regular
 from posy.data.labels import as_labels, label_name, nearly_equal, numbered, written_label
 from posy.data.values import FLOAT32_MAX, LOST, as_features
 
-_GROWTH = 4  # how much larger a table becomes, at the least, when its cells become Python's texts
-_MAX_LINE = 1 << 25
+_GROWTH = 4  # least factor by which a table grows when its cells become Python's texts
+_MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
 _LOG = getLogger("flwr")  # the logger of a run
 
@@ -196,7 +196,7 @@ def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features:
     ]
     if not lost:
         return []
-    return [f"float64 cannot tell values of these columns apart: {', '.join(lost)}; cut what all share"]
+    return [f"float64 cannot tell values of these columns apart: {', '.join(lost)}; cut off what all values share"]
 
 
 def _number(cell: str) -> float | None:

@@ -45,9 +45,9 @@ def methods() -> str:
     rows = []
     for method in METHODS:
         text = " ".join((import_module(f"posy.strategies.{method.replace('-', '_')}").__doc__ or "").split())
-        name, _, idea = text.partition(". ")[0].partition(": ")
-        paper = re.search(r'"([^"]+)"', text)
-        rows.append([f"`{method}`", name, idea.rstrip("."), paper[1] if paper else ""])
+        name, _, idea = re.split(r"\.(?: |$)", text)[0].partition(": ")
+        paper = re.search(r'"(.+?)"', text) or re.search(r"\((.+?)\)", name)
+        rows.append([f"`{method}`", name.partition(" (")[0], idea, paper[1] if paper else ""])
     return table(["`method`", "name", "idea", "paper"], rows)
 
 

@@ -11,9 +11,7 @@ from posy.data.task import Task
 from posy.models.build import build_model, resolve
 from posy.models.chain import ChainModel
 from posy.models.parameters import FloatArray, Layout, layout_of
-from posy.models.two_branch import TwoBranch, shared_blocks
-
-CLIENT_BRANCH = "client-branch"
+from posy.models.two_branch import TwoBranch
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Architecture:
         chain = build_model(self.model, self.task, seed=seed, ranks=dict(self.ranks))
         if not self.clients:
             return chain
-        return TwoBranch(chain, self.clients, shared_blocks(chain, self.sharing), seed=seed)
+        return TwoBranch(chain, self.clients, self.sharing, seed=seed)
 
     def initial(self, seed: int) -> FloatArray:
         """Return freshly initialised parameters as a flat vector ``(d,)``."""
@@ -100,7 +98,7 @@ def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
     """Return a network's layers by name."""
     if isinstance(module, TwoBranch):
         branch = nn.ModuleList([module.client_blocks, module.client_head])
-        return {**layers_of(module.model), CLIENT_BRANCH: branch}
+        return {**layers_of(module.model), "client-branch": branch}
     assert isinstance(module, ChainModel)
     return {name: module.layer(name) for name in module.layer_names}
 

@@ -1,4 +1,4 @@
-"""The form that all networks share: a chain of named blocks and a linear head."""
+"""The form that all networks share: a chain of named blocks with a linear head."""
 
 from collections.abc import Iterable, Mapping
 

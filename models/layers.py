@@ -75,11 +75,6 @@ def linear(in_features: int, out_features: int, rank: int | None = None) -> nn.L
     return nn.Linear(in_features, out_features) if capped is None else LowRankLinear(in_features, out_features, capped)
 
 
-def low_rank_saves(in_features: int, out_features: int, rank: int) -> bool:
-    """Tell whether two factors of this rank hold fewer weights than the dense matrix."""
-    return rank * (in_features + out_features) < in_features * out_features
-
-
 def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
     """Return the largest rank up to `rank` that still saves parameters; None if none does.
 

@@ -1,4 +1,4 @@
-"""FedDRM's network: one body, a branch that tells classes and a branch that tells clients."""
+"""FedDRM's network: one body, a branch that tells classes apart and one that tells clients apart."""
 
 import copy
 
@@ -24,27 +24,18 @@ class TwoBranch(nn.Module):
         The class branch and the shared body; kept, not copied.
     num_clients : int
         Number of clients M.
-    shared_blocks : int, optional
-        How many blocks the branches share, see :func:`shared_blocks`; None: all but the last.
+    sharing : str
+        How many blocks the branches share: one of :data:`SHARING`, see :func:`shared_blocks`.
     seed : int
         Seed of the client branch's initial weights.
-
-    Raises
-    ------
-    ValueError
-        If the model has fewer blocks than are to be shared.
     """
 
-    def __init__(self, model: ChainModel, num_clients: int, shared_blocks: int | None = None, *, seed: int = 0) -> None:
+    def __init__(self, model: ChainModel, num_clients: int, sharing: str = "deep", *, seed: int = 0) -> None:
         super().__init__()
-        available = len(model.blocks)
-        shared = max(available - 1, 0) if shared_blocks is None else shared_blocks
-        if not 0 <= shared <= available:
-            raise ValueError(f"shared_blocks = {shared}: the model has {available} blocks, so 0 to {available} can be")
-        self.shared_blocks = shared
+        self.shared_blocks = shared_blocks(model, sharing)
         self.model = model
         self.client_blocks = nn.ModuleDict(
-            {name: copy.deepcopy(block) for name, block in list(model.blocks.items())[shared:]}
+            {name: copy.deepcopy(block) for name, block in list(model.blocks.items())[self.shared_blocks :]}
         )
         with seeded(seed_of(seed, "client-branch")):  # a stream apart from the class branch's
             reset_parameters(self.client_blocks)
@@ -57,10 +48,6 @@ class TwoBranch(nn.Module):
         classes = run_blocks(blocks[self.shared_blocks :], shared).flatten(1)
         clients = run_blocks(self.client_blocks.values(), shared).flatten(1)
         return self.model.head(classes), self.client_head(clients)
-
-    def class_features(self, x: Tensor) -> Tensor:
-        """Return the embedding ``(B, E)`` to which any client's classifier can be applied."""
-        return self.model.body(x)
 
 
 def shared_blocks(model: ChainModel, level: str) -> int:

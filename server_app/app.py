@@ -114,7 +114,7 @@ def run(
             resumed = resumption(stored, changed, settings, strategy, workspace)
             stack.callback(resumed.directory.release)
             federation.restore(resumed.checkpoint.progress["sites"])
-        strategy.members = federation.join()
+        strategy.clients = federation.join()
         strategy.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed)
         stack.callback(recorder.directory.release)

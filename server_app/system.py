@@ -76,7 +76,7 @@ def routed_accuracy(strategy: FedDRM, workspace: Workspace, models: Path, x: Ten
     network = workspace.network(strategy.architecture)
     chosen: Tensor | None = None
     correct = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-    for client in sorted(strategy.members):
+    for client in sorted(strategy.clients):
         arrays = load_arrays(models / f"client-{client}.safetensors")
         head.put(whole, head.take(layout.flatten(arrays)))
         parameters = torch.from_numpy(whole).to(workspace.device)

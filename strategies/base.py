@@ -81,10 +81,10 @@ class PersonalisedStrategy(Strategy):
                 f"model = {plain.model!r}: {settings.run.method} keeps its only layer on the clients, "
                 "so nothing is left to share; it must be a network with more layers"
             )
-        self.members: dict[int, ClientInfo] = {}
+        self.clients: dict[int, ClientInfo] = {}
         """The clients that can be reached, by index."""
         self.refresh: Callable[[], list[int]] | None = None
-        """Brings :attr:`members` up to date before a round."""
+        """Brings :attr:`clients` up to date before a round."""
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
         self.resumed_after = 0
@@ -229,9 +229,9 @@ class PersonalisedStrategy(Strategy):
     ) -> list[Message]:
         """Make one message for each client of the round's cohort."""
         self._begin_round(server_round, grid)
-        clients = [c for c in self.cohort(server_round) if c in self.members]
+        clients = [c for c in self.cohort(server_round) if c in self.clients]
         self.record.cohort = tuple(clients)
-        log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.members))
+        log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.clients))
         evaluates = self.evaluates(server_round)
         return self._messages(
             MessageType.TRAIN, server_round, config, {client: {"evaluate-local": evaluates} for client in clients}
@@ -264,7 +264,7 @@ class PersonalisedStrategy(Strategy):
         if not self.evaluates(server_round):
             return []
         trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
-        flags = {client: {"evaluate-personal": client not in trained} for client in sorted(self.members)}
+        flags = {client: {"evaluate-personal": client not in trained} for client in sorted(self.clients)}
         return self._messages(MessageType.EVALUATE, server_round, config, flags)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -305,7 +305,7 @@ class PersonalisedStrategy(Strategy):
     def _begin_round(self, server_round: int, grid: Grid) -> None:
         if self.refresh:
             self.refresh()
-        away = tuple(client for client in range(self.num_clients) if client not in self.members)
+        away = tuple(client for client in range(self.num_clients) if client not in self.clients)
         self.record = RoundRecord(server_round, away=away)
         self._clock = time.perf_counter()
         last = server_round == self.settings.run.num_server_rounds
@@ -326,7 +326,7 @@ class PersonalisedStrategy(Strategy):
         pack = Once(Array)  # an array that several clients are sent is serialised once
         self._sent = []
         for client, own in flags.items():
-            served, info, row = self.serve(client), self.members[client], self.record.row(client)
+            served, info, row = self.serve(client), self.clients[client], self.record.row(client)
             arrays = record_of_arrays({str(i): pack(array) for i, array in enumerate(served)})
             state = self.states.config(kind, server_round, client)
             method = self.train_config(server_round, client)
@@ -375,7 +375,7 @@ class PersonalisedStrategy(Strategy):
         reasons: dict[str, list[int]] = defaultdict(list)
         for client, reason in sorted(dropped):
             reasons[reason].append(client)
-        names = {client: member.name for client, member in self.members.items() if member.name}
+        names = {client: info.name for client, info in self.clients.items() if info.name}
         for reason, clients in list(reasons.items())[:MAX_REASONS]:
             known = [client for client in clients if client >= 0]
             who = f"{are(known, names, self.num_clients)} left out" if known else "dropped"

@@ -1,7 +1,8 @@
 """cwFedAvg: class-wise federated averaging with a weight distribution regulariser (WDR).
 
-"cwFedAvg: class-wise FedAvg": every class has a global model, averaged over the clients in proportion to
-their share of the class; every client is served the mix of class models that fits its own distribution.
+"Class-Wise Federated Averaging for Efficient Personalization": every class has a global model, averaged over the
+clients in proportion to their share of the class; every client is served the mix of class models that fits its own
+distribution.
 """
 
 from pathlib import Path
@@ -95,7 +96,7 @@ class CwFedAvg(PersonalisedStrategy):
         """Average class-wise (Eqs. 5, 6) and read the clients' class distributions anew (Eq. 4)."""
         models = stacked(updates)
         n = num_examples(updates)
-        weights = models[:, self.output.start : self.output.stop].reshape(len(updates), *self.output.shape)
+        weights = self._output_weights(models)
         norms = np.linalg.norm(weights.astype(np.float64), axis=2)
         if self.method.distribution == "empirical":
             distributions = stacked(updates, 1).astype(np.float64)
@@ -122,15 +123,14 @@ class CwFedAvg(PersonalisedStrategy):
                 xlabel="empirical p",
                 ylabel="read off the weights",
             )
-        norms = np.linalg.norm(self._class_heads(), axis=2)
+        whole = self.classwise.put(np.zeros((self.num_classes, self.size), np.float32), self.class_models)
+        norms = np.linalg.norm(self._output_weights(whole), axis=2)
         panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
         figures.heatmaps(panels, folder / "norms.png", title="Data and output weights")
 
-    def _class_heads(self) -> FloatArray:
-        """Return the output weights of the class models ``(C, C, E)``."""
-        whole = np.zeros((self.num_classes, self.size), np.float32)
-        self.classwise.put(whole, self.class_models)
-        return whole[:, self.output.start : self.output.stop].reshape(self.num_classes, *self.output.shape)
+    def _output_weights(self, models: FloatArray) -> FloatArray:
+        """Return the output weights ``(M, C, E)`` of whole models ``(M, d)``."""
+        return models[:, self.output.start : self.output.stop].reshape(len(models), *self.output.shape)
 
 
 def weight_distribution(output_weights: FloatArray) -> Float64:

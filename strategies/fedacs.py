@@ -1,6 +1,6 @@
 """FedACS: attention between client models by cosine similarity.
 
-"Federated learning with attention-based client selection": the server compares the clients' models and
+"Personalized Federated Learning with Attention-Based Client Selection": the server compares the clients' models and
 sends each client the average of those that resemble its own.
 """
 

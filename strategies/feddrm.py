@@ -1,7 +1,7 @@
 """FedDRM: a density ratio model whose routing head guides each query to the best client.
 
-"FedDRM: federated density ratio model": one body, a class branch with personal classifiers, and a client
-branch that tells whose data a sample looks like.
+"Beyond Aggregation: Guiding Clients in Heterogeneous Federated Learning": one body, a class branch with personal
+classifiers, and a client branch that tells whose data a sample looks like.
 """
 
 from pathlib import Path
@@ -59,7 +59,7 @@ class FedDRM(PersonalisedStrategy):
 
     def choose(self, client_logits: Tensor) -> Tensor:
         """Return the client ``(n,)`` that each query is sent to, from the outputs ``(n, M)`` of the client branch."""
-        sizes = np.array([self.members[c].num_train for c in sorted(self.members)], np.float64)
+        sizes = np.array([self.clients[c].num_train for c in sorted(self.clients)], np.float64)
         return route_queries(client_logits, sizes, self.method.routing)
 
     def note_routing(self, owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> None:

@@ -1,8 +1,9 @@
 """PPFE: progressive personalised federated ensembles.
 
-Training goes through T stages. Stage 1 is FedAvg; in stage t the last t − 1 layers are personal, made
-smaller when they become personal. Between stages each client reweights its samples by the errors of the
-ensemble so far, as AdaBoost does, and gives the finished stage its coefficient.
+"Federated Ensemble Learning with Progressive Model Personalization": training goes through T stages. Stage 1 is
+FedAvg; in stage t the last t − 1 layers are personal, made smaller when they become personal. Between stages each
+client reweights its samples by the errors of the ensemble so far, as AdaBoost does, and gives the finished stage its
+coefficient.
 """
 
 from collections.abc import Mapping

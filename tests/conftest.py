@@ -189,7 +189,7 @@ def federate() -> Callable[..., Finished]:
         clients = grid(settings.data.num_clients)
         waves = WaveGrid(clients)
         federation = Federation(waves, settings)
-        strategy.members, strategy.refresh = federation.join(), federation.refresh
+        strategy.clients, strategy.refresh = federation.join(), federation.refresh
         strategy.models_folder = models_folder
         prepare(strategy)
         records: list[RoundRecord] = []
@@ -230,7 +230,7 @@ def make_strategy(make_config: Callable[..., Config]) -> Callable[..., Any]:
         workspace = Workspace(resolved)
         strategy = strategy_class(method)(resolved, workspace.architecture)
         parts = zip(workspace.partition.train, workspace.partition.test, strict=True)
-        strategy.members = {c: ClientInfo(c, c + 1, len(train), len(test)) for c, (train, test) in enumerate(parts)}
+        strategy.clients = {c: ClientInfo(c, c + 1, len(train), len(test)) for c, (train, test) in enumerate(parts)}
         return strategy
 
     return make

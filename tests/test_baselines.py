@@ -11,7 +11,7 @@ from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.strategies.fedamp import message_weights, squared_distances
 from posy.strategies.methods import strategy_class
-from posy.strategies.replies import BadReplyError, weighted_mean
+from posy.strategies.replies import BadReplyError
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
@@ -34,18 +34,6 @@ def gradient_of(softmax_regression):
 
 
 # -- FedAvg --------------------------------------------------------------------------------------------
-
-
-def test_weighted_mean_by_hand():
-    rows = np.array([[1, 2], [5, 10]], np.float32)
-    np.testing.assert_allclose(weighted_mean(rows, [1, 3]), [4, 8])
-    np.testing.assert_allclose(weighted_mean(rows, [0, 3]), [5, 10])
-
-
-@pytest.mark.parametrize("weights", [[0, 0], [-1, 3]])
-def test_weighted_mean_needs_weights(weights):
-    with pytest.raises(ValueError, match="non-negative with a positive sum"):
-        weighted_mean(np.ones((2, 2), np.float32), weights)
 
 
 def test_fedavg_averages_by_samples(make_strategy, update):

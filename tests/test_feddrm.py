@@ -209,7 +209,7 @@ def known(make_config, tmp_path):
         settings = read_settings(make_config("feddrm", data=(X, Y, TRAIN, TEST), model="linear", **extra))
         workspace = Workspace(settings)
         strategy = strategy_class("feddrm")(settings, workspace.architecture)
-        strategy.members = {c: ClientInfo(c, c + 1, len(TRAIN[c]), len(TEST[c])) for c in (0, 1)}
+        strategy.clients = {c: ClientInfo(c, c + 1, len(TRAIN[c]), len(TEST[c])) for c in (0, 1)}
         strategy.record.clients = {c: {"n_train": len(TRAIN[c])} for c in (0, 1)}
         layout = strategy.architecture.layout
         named = {name: np.zeros(e.shape, np.float32) for e in layout.entries for name in [e.name]}

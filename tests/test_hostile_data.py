@@ -26,7 +26,7 @@ from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.labels import as_labels, nearly_equal, written_label
 from posy.data.npz import NpzFile
-from posy.data.own import load_own, read_own
+from posy.data.own import as_dataset, read_own
 from posy.data.partitions import Partition, partition
 from posy.data.settings import DataSettings
 from posy.data.sites import load_site, read_site
@@ -45,6 +45,10 @@ def save(path, **arrays):
 def write(path, text):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+def load_own(path, name):
+    return as_dataset(read_own(path), name)
 
 
 def own_site(path, settings, skip=False):

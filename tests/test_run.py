@@ -65,7 +65,7 @@ class Failing(InProcessGrid):
 
 
 def started(config: Config, grid: InProcessGrid | None = None) -> Recorder:
-    return run(grid or InProcessGrid(config.get("num-clients", 4)), config)
+    return run(grid, config)
 
 
 def only_run(config: Config) -> Path:

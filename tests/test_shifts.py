@@ -8,9 +8,9 @@ import torch
 
 from posy.data.client import client_data
 from posy.data.dataset import make_dataset
-from posy.data.partitions import Partition
+from posy.data.partitions import Partition, partition
 from posy.data.settings import DataSettings
-from posy.data.shifts import SHIFTS, Shift, apply_shift, check_shift, shift_of
+from posy.data.shifts import SHIFTS, Shift, apply_shift, check_shift
 from posy.settings import SettingsError
 
 CPU = torch.device("cpu")
@@ -21,13 +21,13 @@ def pixel(*rgb):
 
 
 def test_the_bits_of_the_client_pick_the_shift():
-    assert shift_of("high", 0) == Shift(0.6, -0.1, 0.5)
-    assert shift_of("high", 1) == Shift(1.4, -0.1, 0.5)
-    assert shift_of("high", 2) == Shift(0.6, 0.1, 0.5)
-    assert shift_of("high", 4) == Shift(0.6, -0.1, 1.5)
-    assert shift_of("high", 7) == Shift(1.4, 0.1, 1.5)
-    assert shift_of("low", 5) == Shift(1.1, -0.01, 1.1)
-    assert shift_of("mid", 6) == Shift(0.75, 0.05, 1.3)
+    assert SHIFTS["high"][0] == Shift(0.6, -0.1, 0.5)
+    assert SHIFTS["high"][1] == Shift(1.4, -0.1, 0.5)
+    assert SHIFTS["high"][2] == Shift(0.6, 0.1, 0.5)
+    assert SHIFTS["high"][4] == Shift(0.6, -0.1, 1.5)
+    assert SHIFTS["high"][7] == Shift(1.4, 0.1, 1.5)
+    assert SHIFTS["low"][5] == Shift(1.1, -0.01, 1.1)
+    assert SHIFTS["mid"][6] == Shift(0.75, 0.05, 1.3)
 
 
 def test_the_grid_has_54_different_shifts():
@@ -84,7 +84,7 @@ def test_levels_have_as_many_clients_as_shifts():
     with pytest.raises(SettingsError, match=r"'high' has 8 shifts.*num-clients = 9"):
         check_shift("high", 9)
     with pytest.raises(SettingsError, match="'grid' has 54 shifts"):
-        shift_of("grid", 54)
+        check_shift("grid", 55)
     with pytest.raises(SettingsError, match="needs RGB images of 8-bit pixels; this data set has images of 1 channels"):
         check_shift("low", 2, 1)
 
@@ -116,6 +116,5 @@ def test_a_client_is_shifted_in_train_and_test_alike():
 
 
 def test_scaled_images_are_not_shifted():
-    part = Partition((np.arange(2),), (np.arange(2),))
     with pytest.raises(SettingsError, match="of 8-bit pixels; this data set has other samples"):
-        client_data(rgb(2, np.float32), part, 0, DataSettings(shift="low"), CPU)
+        partition(rgb(2, np.float32), DataSettings(shift="low", num_clients=1, partition="iid"), 0)

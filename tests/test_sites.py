@@ -521,7 +521,7 @@ def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], conf
     settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
     done = run(NodeGrid(*sites), settings)
     reasons = " ".join(reason for _, reason in done.federation.left_out)
-    assert done.strategy.members.keys() == {0}  # site-b alone knows no nine
+    assert done.strategy.clients.keys() == {0}  # site-b alone knows no nine
     assert f"{tmp_path / 'a.npz'}: label '9' of sample 9 is not a class of the run" in reasons
     assert f"{tmp_path / 'c'}: label '9'" in reasons
 

@@ -272,7 +272,7 @@ def test_an_error_is_told_in_plain_words_with_the_name_of_the_site(
 ) -> None:
     sent, words = ERRORS[error]
     strategy = make_strategy("fedavg")
-    strategy.members[2].name = "site-c"
+    strategy.clients[2].name = "site-c"
     messages, replies = send(strategy)
     take(strategy, [*(replies[c] for c in (0, 1, 3)), Message(sent, reply_to=messages[2])])
     messages, replies = send(strategy, phase="evaluate")
@@ -300,7 +300,7 @@ def test_clients_that_are_left_out_for_one_reason_are_told_together(
         "round 1: client 0 and client 1 are left out: NaN or Inf in the reply",
         f"round 1: client 2 and client 3 are left out: {late}",
     ]
-    for client, member in strategy.members.items():
+    for client, member in strategy.clients.items():
         member.name = f"site-{'abcd'[client]}"
     send(strategy, server_round=2)
     warnings.clear()
@@ -314,11 +314,11 @@ def lines_of(warnings: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_client_that_was_not_asked_is_not_missing(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", fraction_train=0.5)
-    member = strategy.members.pop(3)
+    member = strategy.clients.pop(3)
     _, replies = send(strategy)
     take(strategy, replies)
     assert strategy.record.missing == [3]
-    strategy.members[3] = member
+    strategy.clients[3] = member
     _, replies = send(strategy, server_round=2)
     take(strategy, replies[1:], server_round=2)
     assert strategy.record.missing == [strategy.cohort(2)[0]]
@@ -498,7 +498,7 @@ def test_only_the_cohort_trains_and_all_are_evaluated(make_strategy: MakeStrateg
 
 def test_a_client_without_a_node_is_not_asked(make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg")
-    del strategy.members[2]
+    del strategy.clients[2]
     messages, _ = send(strategy)
     assert [m.content.config_records["config"]["client"] for m in messages] == [0, 1, 3]
     assert strategy.record.cohort == (0, 1, 3)
@@ -559,18 +559,26 @@ def test_scores_of_the_training_stand_before_those_of_the_evaluation(make_strate
     assert strategy.record.row(0)["local_accuracy"] == 0.125
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_state_can_be_taken_up_again(method: str, make_strategy: MakeStrategy) -> None:
-    settings = {"model": "mlp", "num_server_rounds": 8}
-    strategy, other = make_strategy(method, **settings), make_strategy(method, **settings)
-    _, replies = send(strategy)
-    take(strategy, replies)
-    copies = {name: array.copy() for name, array in strategy.server_state().items()}
-    other.load_server_state(copies)
-    assert state_of(other) == state_of(strategy)
-    for client in range(4):
-        for a, b in zip(strategy.serve(client), other.serve(client), strict=True):
-            assert np.array_equal(a, b)
+@pytest.mark.parametrize(
+    ("method", "name", "spoil"),
+    [
+        ("fedavg", "model", lambda a: a[:-1]),
+        ("fedavg", "model", lambda a: a.astype(np.float64)),
+        ("fedacs", "models", lambda a: np.zeros((3, a.shape[1] - 1), np.float32)),
+        ("ifca", "models", lambda a: a[0]),
+    ],
+)
+def test_a_state_of_another_shape_or_type_is_not_taken_up(
+    method: str, name: str, spoil: Callable[[np.ndarray], np.ndarray], make_strategy: MakeStrategy
+) -> None:
+    strategy = make_strategy(method)
+    state = strategy.server_state()
+    served = strategy.serve(0)[0].copy()
+    with pytest.raises(ValueError, match=f"{name}: float"):
+        strategy.load_server_state({**state, name: spoil(state[name])})
+    with pytest.raises(KeyError, match=name):
+        strategy.load_server_state({other: array for other, array in state.items() if other != name})
+    assert np.array_equal(strategy.serve(0)[0], served)
 
 
 def test_the_summary_names_network_clients_and_training(
@@ -605,17 +613,6 @@ def test_replies_are_stacked_in_float32() -> None:
     assert stacked(updates).dtype == np.float32
     assert stacked(updates, 1).tolist() == [0, 1, 2]
     assert num_examples(updates).tolist() == [1, 2, 3]
-
-
-def test_fedavg_by_hand(make_strategy: MakeStrategy) -> None:
-    strategy = make_strategy("fedavg")
-    size = strategy.size
-    updates = [
-        Update([np.full(size, value, np.float32)], 0.0, client=c, num_examples=n)
-        for c, (value, n) in enumerate([(1, 1), (5, 3)])
-    ]
-    strategy.aggregate(1, updates)
-    assert np.array_equal(strategy.model, np.full(size, 4, np.float32))
 
 
 @pytest.mark.parametrize(

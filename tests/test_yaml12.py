@@ -33,8 +33,6 @@ SCALARS: dict[str, Any] = {
     "": None,
     "<<": "<<",
 }
-OF_TYPE = {bool: "download", int: "num-clients", float: "lr", str: "run-name"}
-"""A setting of each type."""
 
 
 @pytest.mark.parametrize("text", SCALARS)
@@ -45,8 +43,9 @@ def test_scalars_are_those_of_yaml_1_2(text: str, tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "one.yaml") == {"key": value}
     kind = type(value)
     if value is not None:
-        (read,) = parse_words([f"{OF_TYPE[kind]}={text}"], "the command line").values()
-        assert read == value and type(read) is kind
+        key = {bool: "download", int: "seed", float: "lr", str: "run-name"}[kind]
+        [typed] = parse_words([f"{key}={text}"], "the test").values()
+        assert typed == value and type(typed) is kind
     if kind in (bool, int, float):
         assert node_config([f"key={text}"]) == f"key={str(value).lower()}"
     else:

@@ -200,8 +200,8 @@ def register(
 
     pems = [(path.stem, public_pem(_file(path, "the command line"))) for path in keys]
     status = 0
-    with control(connection(superlink, root_certificates, insecure)) as asked:
-        nodes = asked.nodes()
+    with control(connection(superlink, root_certificates, insecure)) as api:
+        nodes = api.nodes()
         for name, pem in pems:
             known = next((node.name for node in nodes if node.public_key == pem), None)
             if known is not None:
@@ -210,7 +210,7 @@ def register(
                 print(f"posy: {name} is not registered: another key has this name", file=sys.stderr)
                 status = 1
             else:
-                asked.register(name, pem)
+                api.register(name, pem)
                 print(f"{name} is registered")
     return status
 
@@ -222,8 +222,8 @@ def status(
     """List the runs of a federation, the newest first, and its nodes by name."""
     from posy.commands.deploy.control import control, local_time  # noqa: PLC0415
 
-    with control(connection(superlink, root_certificates, insecure)) as asked:
-        runs, nodes = asked.runs(), asked.nodes()
+    with control(connection(superlink, root_certificates, insecure)) as api:
+        runs, nodes = api.runs(), api.nodes()
     columns = ("run id", "run-name", "method", "status", "since", "time")
     rows = [(run.number, run.name, run.method, run.status, run.since, duration(run.seconds)) for run in runs]
     print_table("runs" if rows else "no run was submitted", columns, rows)
@@ -267,11 +267,11 @@ def stop(
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
     reached = connection(superlink, root_certificates, insecure)
-    with control(reached) as asked:
-        found = asked.find(run)
+    with control(reached) as api:
+        found = api.find(run)
         if found.ended:
             raise SettingsError(f"run {run} has ended already ({found.status}, {found.since})")
-        asked.stop(found.number)
+        api.stop(found.number)
     folder = [f"output-dir={found.config['output-dir']}"] if "output-dir" in found.config else []
     command = resume_command(found.name or "RUN-NAME", *folder, *reached.words())
     print(f"run {found.number} is stopped\nfrom its last checkpoint it goes on with: {command}")

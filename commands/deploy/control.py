@@ -246,17 +246,17 @@ def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verb
     """
     _check_app(given)
     log = RunLog(verbose)
-    with control(superlink) as asked:
-        number = asked.submit(given)
+    with control(superlink) as api:
+        number = api.submit(given)
         try:
-            status = _exit_status(asked.follow(number, log.add), log)
+            run = api.follow(number, log.add)
+            status, how = _exit_status(run, log), run.status
         except KeyboardInterrupt:
             log.end()
             print("\nposy: stopping the run", file=sys.stderr)
-            asked.stop(number)
-            status = INTERRUPTED
+            api.stop(number)
+            status, how = INTERRUPTED, "stopped"
     if status:  # the checkpoints lie on the SuperLink's machine
-        how = "stopped" if status == INTERRUPTED else "failed"
         if log.rounds or (log.results and given.get("resume")):
             folder = [f"output-dir={given['output-dir']}"] if "output-dir" in given else []
             after = f" after round {log.rounds}" if log.rounds else ""
@@ -273,10 +273,10 @@ def show_run(superlink: Connection, word: str, *, verbose: bool = False) -> int:
     Ctrl-C leaves the run alone.
     """
     log = RunLog(verbose)
-    with control(superlink) as asked:
-        run = asked.find(word)
+    with control(superlink) as api:
+        run = api.find(word)
         try:
-            return _exit_status(asked.follow(run.number, log.add), log)
+            return _exit_status(api.follow(run.number, log.add), log)
         except KeyboardInterrupt:
             log.end()
             command = " ".join(["posy", "stop", run.number, *superlink.words()])

@@ -198,7 +198,7 @@ class Executor(threading.Thread):
                     event = worker.events.get(timeout=max(0.0, min(BEAT_SECONDS, end - time.monotonic())))
                 except queue.Empty:
                     if time.monotonic() >= end:
-                        reason = f"the worker process was killed: no answer after {limit:g} s, when it is of no use"
+                        reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
                         worker.process.kill()
                         break
                     with contextlib.suppress(httpx.HTTPError):  # the next one may come through
