@@ -39,7 +39,7 @@ def both(split: Path, make_config: Callable[..., Any], federate: Callable[..., A
     def run(method: str) -> tuple[Any, list[np.ndarray]]:
         config = make_config(
             method, dataset=str(split), partition="given", partition_file="", num_clients=3, model="cnn",
-            num_server_rounds=ROUNDS, batch_size=200, lr=LR, **curves.METHODS[method],
+            num_server_rounds=ROUNDS, batch_size=200, lr=LR, seed=42, **curves.METHODS[method],
         )  # fmt: skip
         architecture = Workspace(read_settings(config)).architecture
         seeds = [model_seed(config["seed"], k) for k in range(curves.MODELS)]
