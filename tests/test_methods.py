@@ -5,11 +5,11 @@ The four clients of the tiny data set have three classes, two, one, and a single
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from posy.client_app.registry import client_class
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError, settings_of
+from posy.storage import read_arrays, write_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.registry import defaults, read_settings
@@ -119,8 +119,8 @@ def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, m
     strategy = federate(config).strategy
     state = strategy.server_state()
     if state:
-        save_file({name: np.ascontiguousarray(array) for name, array in state.items()}, tmp_path / "state.safetensors")
-        state = load_file(tmp_path / "state.safetensors")
+        write_arrays(tmp_path / "state.safetensors", state)
+        state, _ = read_arrays(tmp_path / "state.safetensors")
     fresh = strategy_class(method)(read_settings(config), strategy.architecture)
     fresh.load_server_state(state)
     changed = False

@@ -23,7 +23,7 @@ from posy.commands import cli
 from posy.commands.deploy.certificates import make_certificates
 from posy.storage import load_arrays
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("processes")]
 
 PUPPET = Path(__file__).resolve().parent / "puppet"
 MOST = 400.0

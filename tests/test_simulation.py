@@ -25,7 +25,7 @@ import posy
 from posy.commands.launch import free_port
 from posy.strategies.methods import METHODS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("simulation")]
+pytestmark = pytest.mark.xdist_group("simulation")
 
 CLIENTS = 4
 MOST = 400.0
