@@ -164,8 +164,9 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
             f"samples-per-client = {train} cannot hold classes-per-client = {per_client}; at least {per_client} needed"
         )
     # The two remainders of the division go to different classes, as far as there are enough.
-    take_train = np.array([len(part) for part in np.array_split(np.arange(train), per_client)])
-    take_test = np.array([len(part) for part in np.array_split(np.arange(test), per_client)])[::-1]
+    places = np.arange(per_client)
+    take_train = train // per_client + (places < train % per_client)
+    take_test = test // per_client + (places[::-1] < test % per_client)
     pools = [rng.permutation(np.flatnonzero(y == label)) for label in range(num_classes)]
     times = np.zeros(num_classes, np.int64)
     used = np.zeros(num_classes, np.int64)

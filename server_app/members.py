@@ -30,6 +30,8 @@ from posy.words import are, one_line, title
 
 ASK_SECONDS = 60.0
 """Seconds a node may leave a question unanswered before it is asked again; they double each time."""
+SILENT_SECONDS = 10.0
+"""Seconds that the first round waits for nodes that do not answer when the others host every client."""
 REFRESH_SECONDS = 2.0
 """Seconds a round waits for the answers of nodes that have just connected; later ones join in the next round."""
 
@@ -294,10 +296,15 @@ class Federation:
             If fewer than ``min-clients`` are claimed, or two nodes of different names claim one client.
         """
         clients, run, begun = self._num_clients, self.settings.run, time.monotonic()
+        complete = math.inf  # when every client was claimed
         while True:
             self._look()
             now = time.monotonic()
             waited, silent = now - self._started, [node for node in self._nodes.values() if node.question]
+            found = sum(client < clients for client in self._claims())
+            complete = min(complete, now) if found >= clients else math.inf
+            if now - complete > SILENT_SECONDS:
+                return
             # A node that connects at the last moment has some time to answer.
             late = waited > run.join_timeout and (not silent or now - begun > REFRESH_SECONDS)
             if late or not silent:

@@ -257,6 +257,7 @@ def test_lies_of_a_node_are_dropped(long: Federation) -> None:
     reasons = ["NaN or Inf", "NaN or Inf", "arrays of shapes [(", "malformed reply: KeyError('train-loss')"]
     reasons += ["num-examples = 0", "num-examples = -1", "num-examples = 1000000000000"]
     dropped = long.dropped("long", 1)
+    (long.folder / "lie").unlink()  # later runs have rounds of these numbers too
     assert [number for number, _ in dropped] == [1, 2, 3, 4, 5, 6, 7]
     for (_, told), reason in zip(dropped, reasons, strict=True):
         assert reason in told
