@@ -888,6 +888,17 @@ def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings) -> None
     assert hosts(found)[1] == 9  # its late answer counts
 
 
+def test_a_silent_node_does_not_hold_up_a_run_whose_clients_others_host(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(federation, "SILENT_SECONDS", 0.1)
+    grid = Script(*parts(4), parts(4)[0])
+    grid.silent = {5}
+    found = grid.joined(replace(settings, run=replace(settings.run, join_timeout=300.0)))
+    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert not found.left_out
+
+
 def test_a_node_that_ended_with_its_question_is_asked_again(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
