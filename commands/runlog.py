@@ -6,6 +6,7 @@ import sys
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _RESULTS = re.compile(r"Results of this run: (.+)")
 _ROUND = re.compile(r"round +(\d+)/(\d+) ")
+_BEGUN = re.compile(r"\[ROUND (\d+)/")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*: ?")
 _TRACEBACK = "Traceback (most recent call last):"
 _OF_ERROR = re.compile(
@@ -58,6 +59,8 @@ class RunLog:
         plain = _COLOUR.sub("", line)
         if found := _ROUND.match(plain):
             self.rounds = int(found[1]) if found[1] != found[2] else 0
+        elif found := _BEGUN.search(plain):  # of many rounds only some are told when they are finished
+            self.rounds = int(found[1]) - 1
         if not self.results and (found := _RESULTS.search(plain)):
             self.results = found[1].strip()
             self._hidden.clear()

@@ -75,7 +75,9 @@ def test_whatever_the_order_all_news_and_no_noise_are_shown(lines: list[str]) ->
 
 def test_the_last_finished_round_is_known_unless_there_is_nothing_more_to_do() -> None:
     log = RunLog(verbose=False)
-    for line, rounds in (("round  9/12 served\n", 9), ("round 10/12  served\n", 10), ("round 12/12  served\n", 0)):
+    begun = INFO + "[ROUND 6/12]\n"
+    ends = (("round  9/12 served\n", 9), ("round 10/12  served\n", 10), (begun, 5), ("round 12/12  served\n", 0))
+    for line, rounds in ends:
         log.add(line)
         assert log.rounds == rounds
 
