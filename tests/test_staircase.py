@@ -111,8 +111,9 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
 
 
 @pytest.mark.parametrize("package", [name for name in STAIRCASE if name not in ("posy", "benchmarks")])
-def test_each_package_is_in_the_wheel(package: str) -> None:
+def test_each_package_is_in_the_wheel_and_in_the_image(package: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packaged = set(project["tool"]["setuptools"]["packages"])
     ours = {name for name, file in modules().items() if file.name == "__init__.py"}
     assert {name for name in ours if name.startswith(f"posy.{package}")} <= packaged
+    assert f"!{package}" in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
