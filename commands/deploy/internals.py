@@ -75,6 +75,20 @@ def run_node(arguments: list[str], sleep: Callable[[float], None]) -> None:
     look_for_parts_sooner(NODE_PATIENCE)
     for module in (connection, heartbeat):
         vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT_SECONDS
+    pull = start_client_internal._pull_and_store_message
+
+    def pull_or_push(*, state: Any, **parts: Any) -> int | None:
+        run = pull(state=state, **parts)
+        # The node sends what replies there are after a message has come. One that comes later than it was waited for,
+        # as after a run that was stopped, would otherwise be sent with the next message's, and so on ever after.
+        with state.lock_msg_store:
+            waiting = any(
+                entry.message.metadata.reply_to_message_id and not entry.is_retrieved
+                for entry in state.msg_store.values()
+            )
+        return 0 if run is None and waiting else run
+
+    vars(start_client_internal)["_pull_and_store_message"] = pull_or_push
     start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
     sys.argv = ["flower-supernode", *arguments]
     flower_supernode()
