@@ -239,6 +239,8 @@ class MemoryStore(DirectoryStore):
         self.nbytes = 0
         self._limit = limit
         self._held: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
+        # By client, in memory or in files: to look into a folder for each message would cost more than all else here.
+        self._known: dict[int, set[str]] = {}
         self._unwritten: set[tuple[int, str]] = set()
         self._unsynced: set[tuple[int, str]] = set()
         self._warned = False
@@ -247,7 +249,7 @@ class MemoryStore(DirectoryStore):
     def versions(self, client: int) -> set[str]:
         """Return the versions of a client in memory and in files."""
         with self._lock:
-            return super().versions(client) | self._held.get(client, {}).keys()
+            return self._known_of(client).copy()
 
     def read(self, client: int, version: str) -> Arrays:
         """Return a version; its arrays are those that were kept, not copies."""
@@ -263,6 +265,7 @@ class MemoryStore(DirectoryStore):
         with self._lock:
             self._unwritten.add((client, version))
             self._unsynced.add((client, version))
+            self._known_of(client).add(version)
             self._hold(client, version, dict(arrays))
 
     def remove(self, client: int, version: str) -> None:
@@ -273,6 +276,7 @@ class MemoryStore(DirectoryStore):
                 super().remove(client, version)
             self._unwritten.discard((client, version))
             self._unsynced.discard((client, version))
+            self._known_of(client).discard(version)
 
     def flush(self, versions: Mapping[int, str]) -> None:
         """Wait until the disk has a version of each client, so that a checkpoint can be made."""
@@ -281,6 +285,11 @@ class MemoryStore(DirectoryStore):
                 self._write_file(client, version)
                 self.sync(client, version)
                 self._unsynced.discard((client, version))
+
+    def _known_of(self, client: int) -> set[str]:
+        if client not in self._known:
+            self._known[client] = super().versions(client)
+        return self._known[client]
 
     def _hold(self, client: int, version: str, arrays: Arrays) -> None:
         held = self._held.setdefault(client, {})

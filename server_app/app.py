@@ -15,7 +15,7 @@ from posy.client_app.privacy import check_privacy
 from posy.client_app.state import MemoryStore
 from posy.client_app.workspace import workspace_for
 from posy.data.settings import SITES
-from posy.flower import in_simulation
+from posy.flower import in_simulation, look_for_parts_sooner
 from posy.server_app.checkpoints import resumption
 from posy.server_app.grids import PollingGrid, WaveGrid
 from posy.server_app.in_process import InProcessGrid
@@ -34,8 +34,6 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
     if not in_simulation():
-        from posy.flower import look_for_parts_sooner  # noqa: PLC0415 - what only a run over a network needs
-
         look_for_parts_sooner()
     run(grid, given_in(context.run_config, grid.run.override_config))
 

@@ -17,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from posy.flower import Outages, answer_to
 
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
-"""Shortest and longest pause before replies are asked for again."""
+"""Shortest and longest pause before messages are asked for again."""
 POLL_SHARE = 0.02
 """The pause between the two limits, as a share of the time waited so far."""
 PUSHES = 5
@@ -29,7 +29,7 @@ LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REP
 
 
 def pause(waited: float) -> float:
-    """Return the seconds to wait before replies are asked for again: phases of minutes need no ten requests a second.
+    """Return the seconds to wait before messages are asked for again: waits of minutes need no ten requests a second.
 
     Parameters
     ----------

@@ -288,7 +288,9 @@ class Federation:
         return self._of_sites and not is_complete(self.settings.data)
 
     def _gather(self) -> None:
-        """Wait until M clients are claimed and no answer is awaited, no more can come, or the time is up.
+        """Wait until M clients are claimed, no more can come, or the time is up.
+
+        Nodes that have not answered yet are waited for even then, but only for a moment.
 
         Raises
         ------
@@ -310,7 +312,6 @@ class Federation:
             if late or not silent:
                 for node in silent:
                     self._leave_out(node, "no answer in time")
-                found = sum(client < clients for client in self._claims())
                 refused = sum(bool(node.reasons) for node in self._nodes.values())
                 # Benchmark clients are all needed, and their data is the same everywhere: one that fails is enough.
                 hopeless = refused and not self._of_sites and not run.min_clients

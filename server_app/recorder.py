@@ -72,7 +72,10 @@ class Recorder:
         else:
             self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
         self._resumed = [] if resumption is None else resumption.history
-        self._data = data_digests(workspace) if self.checkpoints.every else {}
+        if resumption is not None:  # which has compared the data with these
+            self._data = resumption.checkpoint.progress["data"]
+        else:
+            self._data = data_digests(workspace) if self.checkpoints.every else {}
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)

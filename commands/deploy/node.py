@@ -42,13 +42,8 @@ from posy.commands.deploy.internals import (
     runtime_client,
 )
 from posy.commands.launch import LaunchError, free_port
+from posy.server_app.grids import pause
 
-POLL_SECONDS = 0.1
-"""Shortest pause before the node asks for the next message, just after it was busy."""
-MAX_POLL_SECONDS = 1.0
-"""Longest pause."""
-POLL_SHARE = 0.02
-"""Pause as a share of the time for which no message has come, within these limits."""
 IDLE_SECONDS = 1.0
 """Shortest sleep by which Flower's node waits for its next message; by shorter ones it waits for a reply."""
 BEAT_SECONDS = 15.0
@@ -74,8 +69,7 @@ class Waits:
     def sleep(self, seconds: float) -> None:
         """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply is there."""
         if seconds >= IDLE_SECONDS:
-            waited = time.monotonic() - self._busy
-            time.sleep(min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited)))
+            time.sleep(pause(time.monotonic() - self._busy))
             return
         self._busy = time.monotonic()
         self.work.set()
