@@ -61,18 +61,18 @@ class Waits:
 
     def __init__(self) -> None:
         self.work = threading.Event()
-        """Set when the node waits for a reply: there is a task to take."""
+        """Set when the node pauses: the messages it has are complete, and tasks can be taken."""
         self.replied = threading.Event()
         """Set when the worker has handed in its reply."""
         self._busy = time.monotonic()
 
     def sleep(self, seconds: float) -> None:
         """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply is there."""
+        self.work.set()  # also where it waits for no reply: one to an older message may have ended its wait
         if seconds >= IDLE_SECONDS:
             time.sleep(pause(time.monotonic() - self._busy))
             return
         self._busy = time.monotonic()
-        self.work.set()
         if self.replied.wait(seconds):
             time.sleep(0.005)  # in case the reply is for another message
 
@@ -157,7 +157,7 @@ class Executor(threading.Thread):
                     self._waits.work.clear()
                     if token := acquire_task(node):
                         self._carry_out(worker, token)
-                        self._waits.work.clear()  # a next message is complete only when the node waits for its reply
+                        self._waits.work.clear()  # a next message is complete only when the node pauses
         except Exception as error:
             log(ERROR, "the node ends, because its tasks cannot be carried out", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
