@@ -162,18 +162,25 @@ def assert_same_models(federation: Federation, name: str, settings: dict[str, An
             np.testing.assert_array_equal(ours[key], array, err_msg=f"{file}: {key}")
 
 
+@pytest.fixture(scope="module")
+def together(federation: Federation) -> Federation:
+    """Submit a run of each method, and one that fails, all at once: the nodes serve them in turn."""
+    for method in METHODS:
+        federation.submit(method, *words(settings_of(federation, method)))
+    wrong = settings_of(federation, "fedavg", partition="classes", classes_per_client=11)
+    federation.submit("wrong", *words(wrong))
+    return federation
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_grpc_gives_the_models_of_one_process(method: str, federation: Federation, tmp_path: Path) -> None:
-    settings = settings_of(federation, method)
-    federation.run(method, *words(settings))
-    assert_same_models(federation, method, settings, tmp_path)
+def test_grpc_gives_the_models_of_one_process(method: str, together: Federation, tmp_path: Path) -> None:
+    assert together.ended(method) == 0, together.log(f"run-{method}")
+    assert_same_models(together, method, settings_of(together, method), tmp_path)
 
 
-def test_a_run_that_fails_says_so(federation: Federation) -> None:
-    settings = settings_of(federation, "fedavg", partition="classes", classes_per_client=11)
-    federation.submit("wrong", *words(settings))
-    assert federation.ended("wrong") == 1
-    log = federation.log("run-wrong")
+def test_a_run_that_fails_says_so(together: Federation) -> None:
+    assert together.ended("wrong") == 1
+    log = together.log("run-wrong")
     assert "has ended as failed" in log
     assert "classes-per-client = 11" in log
 
