@@ -30,7 +30,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 import posy
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from posy import figures
 from posy.client_app.workspace import cores
 from posy.data.datasets import load_dataset

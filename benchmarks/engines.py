@@ -5,26 +5,24 @@ the bare loop over the same batches, the overhead of a message, start-up, and th
 overhead is what a message costs beyond one step on one sample: it is measured in runs that train no more
 than that. Beside it stands what no engine can save: to copy the model once to where it is trained, and the
 result once to the reply. Of 1,000 clients 10 % train in a round. Workloads for which a CPU is too slow are
-left out there unless ``--slow`` is given. Then the cost of one server step at M = 20, 100 and 1,000. Prints JSON.
+left out there unless ``--slow`` is given. Prints JSON.
 """
 
 import json
-import math
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from subprocess import run as run_command
 from threading import local
 from typing import Any
 
+import pandas as pd
 import torch
 import typer
 
-from benchmarks.machine import machine
-from benchmarks.measure import bare_speed, federated
+from benchmarks.measure import bare_speed, federated, machine
 from posy.client_app.workspace import Workspace
 from posy.strategies.registry import read_settings
 
@@ -42,7 +40,6 @@ ENGINES: dict[str, tuple[str, bool]] = {
 }
 """The setting ``stack``, and whether Ray carries the messages."""
 TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
-SERVER_CLIENTS = (20, 100, 1000)
 
 
 def settings(workload: str, clients: int, data_dir: str) -> dict[str, Any]:
@@ -97,35 +94,21 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: i
     print(workload, clients, table, file=sys.stderr, flush=True)
     for name, (stack, ray) in ENGINES.items():
         stacked = config | {"stack": stack}
-        runs = [federated(stacked, rounds, ray=ray) for _ in range(repeats)]
-        speed = statistics.median(run["samples"] / run["seconds"] for run in runs)
+        runs = pd.DataFrame([federated(stacked, rounds, ray=ray) for _ in range(repeats)])
+        middle = runs.median().to_dict()
+        speed = float((runs["samples"] / runs["seconds"]).median())
         table[name] = {
             "samples_per_second": round(speed),
             "of_bare_loop": round(speed / limit, 3),
             "overhead_ms_a_message": round(overhead(stacked, rounds, ray=ray), 2),
-            "round_seconds": round(statistics.median(run["seconds"] for run in runs), 3),
-            "evaluation_seconds": round(statistics.median(run["evaluation"] for run in runs), 3),
-            "start_up_seconds": round(statistics.median(run["start_up"] for run in runs), 1),
-            "imports_seconds": round(statistics.median(run["imports"] for run in runs), 1),
-            "peak_mib": max(run["peak_mib"] for run in runs),
+            "round_seconds": round(middle["seconds"], 3),
+            "evaluation_seconds": round(middle["evaluation"], 3),
+            "start_up_seconds": round(middle["start_up"], 1),
+            "imports_seconds": round(middle["imports"], 1),
+            "peak_mib": int(runs["peak_mib"].max()),
         }
         print(workload, clients, name, table[name], file=sys.stderr, flush=True)
     return table
-
-
-def server_steps(parameters: int) -> list[dict[str, Any]]:
-    """Return each server step's seconds at several M, and how it grows: the exponent of M."""
-    rows: dict[str, dict[str, Any]] = {}
-    for clients in SERVER_CLIENTS:
-        words = [sys.executable, "-m", "benchmarks.server_step", "--clients", str(clients), "--repeats", "3"]
-        answer = run_command([*words, "--parameters", str(parameters)], check=True, capture_output=True, text=True)
-        for step in json.loads(answer.stdout)["steps"]:
-            rows.setdefault(step["step"], {})[f"seconds_M={clients}"] = step["seconds"]
-    first, last = SERVER_CLIENTS[0], SERVER_CLIENTS[-1]
-    for row in rows.values():
-        ratio = max(row[f"seconds_M={last}"], 1e-4) / max(row[f"seconds_M={first}"], 1e-4)
-        row["growth_exponent"] = round(math.log(ratio) / math.log(last / first), 2)
-    return [{"step": name, **row} for name, row in rows.items()]
 
 
 def main(
@@ -135,17 +118,14 @@ def main(
     only: list[str] = typer.Option(list(WORKLOADS), help="which workloads"),  # noqa: B008 - typer's form
     clients: list[int] = typer.Option([10, 100, 1000]),  # noqa: B008
     slow: bool = typer.Option(False, help="also what takes a CPU many minutes"),
-    server_parameters: int = typer.Option(600_000, help="d of the server steps; 0: none"),
 ) -> None:
     """Measure and print JSON."""
-    report: dict[str, Any] = {"machine": machine(), "workloads": {}, "server_steps": []}
+    report: dict[str, Any] = {"machine": machine(), "workloads": {}}
     try:
         for workload, count in product(only, clients):
             if slow or (workload, count) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
                 table = measured(workload, count, str(data_dir.absolute()), rounds, repeats)
                 report["workloads"][f"{workload}, {count} clients"] = table
-        if server_parameters:
-            report["server_steps"] = server_steps(server_parameters)
     except KeyboardInterrupt:
         print("stopped: what was measured until here", file=sys.stderr)
     print(json.dumps(report, indent=2))

@@ -13,7 +13,6 @@ memory that grows by at most 10 %.
 import contextlib
 import io
 import json
-import os
 import socket
 import statistics
 import tempfile
@@ -26,8 +25,8 @@ from typing import Any
 import typer
 
 from benchmarks.local_federation import Deployment, children
-from benchmarks.machine import machine
-from benchmarks.measure import as_words
+from benchmarks.measure import machine
+from posy.client_app.workspace import cores
 from posy.commands.launch import run_in_process
 
 WARM_ROUNDS = 2
@@ -73,18 +72,18 @@ def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> di
     config: dict[str, Any] = {
         "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 2000,
         "model": "cnn", "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds,
-        "lr": 0.01, "save-models": False, "device": "cpu",
+        "lr": 0.01, "device": "cpu",
     }  # fmt: skip
-    deployment.run("speed", *as_words(config), timeout=1800.0)
+    words = [f"{key}={value}" for key, value in config.items()]
+    deployment.run("speed", *words, "save-models=false", timeout=1800.0)
+    own = {"save-models": False, "output-dir": str(deployment.folder / "runs"), "run-name": "plain"}
     with contextlib.redirect_stdout(io.StringIO()):
-        run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"}, "this benchmark")
-    path = deployment.folder / "plain/rounds.jsonl"
-    plain = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    over_grpc = [sum(row["seconds"].values()) for row in deployment.rounds("speed")[WARM_ROUNDS:]]
-    one_process = statistics.median(sum(row["seconds"].values()) for row in plain[WARM_ROUNDS:])
-    cores = min(nodes, len(os.sched_getaffinity(0)))
+        run_in_process(config | own, "this benchmark")
+    over_grpc, one_process = (
+        [sum(row["seconds"].values()) for row in deployment.rounds(name)[WARM_ROUNDS:]] for name in ("speed", "plain")
+    )
     last = deployment.rounds("speed")[-1]
-    round_seconds, training = statistics.median(over_grpc), one_process / cores
+    round_seconds, training = statistics.median(over_grpc), statistics.median(one_process) / min(nodes, cores())
     messages = 2 * nodes  # one for the training of each client, one for its evaluation
     return {
         "round-seconds": round(round_seconds, 3),

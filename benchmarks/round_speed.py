@@ -14,8 +14,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.machine import machine
-from benchmarks.measure import bare_speed, federated
+from benchmarks.measure import bare_speed, federated, machine
 from posy.client_app.workspace import Workspace
 from posy.strategies.registry import read_settings
 
@@ -30,26 +29,20 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(data_dir: str, samples: int) -> dict[str, Any]:
-    """Return the settings that all runs share."""
-    return {
-        "dataset": "cifar10", "data-dir": data_dir, "max-samples": samples, "num-clients": 20, "dirichlet-alpha": 0.1,
-        "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "save-models": False, "seed": 1,
-    }  # fmt: skip
-
-
 def main(
     data_dir: Path = Path("datasets"),
     samples: int = 12_000,
     rounds: int = 4,
     ray: bool = typer.Option(False, help="in Flower's simulation instead of one process"),
-    only: list[str] = typer.Option(list(RUNS), help="which of the runs"),  # noqa: B008 - typer's form
 ) -> None:
     """Measure and print JSON."""
-    config = settings(str(data_dir.absolute()), samples)
+    config: dict[str, Any] = {
+        "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": samples, "num-clients": 20,
+        "dirichlet-alpha": 0.1, "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "seed": 1,
+    }  # fmt: skip
     trained = sum(map(len, Workspace(read_settings(config)).partition.train))
     before = bare_speed(config)
-    results = {name: federated(config | RUNS[name], rounds, ray=ray) for name in only}
+    results = {name: federated(config | RUNS[name], rounds, ray=ray) for name in RUNS}
     bare = max(before, bare_speed(config))
     table: dict[str, dict[str, Any]] = {
         name: {
@@ -59,13 +52,11 @@ def main(
         }
         for name, result in results.items()
     }
-    if "feddrm" in table:
-        own_loop = bare_speed(config | RUNS["feddrm"])
-        table["feddrm"]["of_bare_loop_with_client_branch"] = round(trained / results["feddrm"]["seconds"] / own_loop, 3)
+    own_loop = bare_speed(config | RUNS["feddrm"])
+    table["feddrm"]["of_bare_loop_with_client_branch"] = round(trained / results["feddrm"]["seconds"] / own_loop, 3)
 
-    def ratio(slow: str, fast: str) -> float | None:
-        both = {slow, fast} <= results.keys()
-        return round(results[slow]["seconds"] / results[fast]["seconds"], 2) if both else None
+    def ratio(slow: str, fast: str) -> float:
+        return round(results[slow]["seconds"] / results[fast]["seconds"], 2)
 
     report = {
         "where": "Flower's simulation" if ray else "one process",

@@ -8,13 +8,12 @@ import contextlib
 import io
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import typer
 
 import posy
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
 
@@ -44,16 +43,13 @@ def main(methods: list[str] = typer.Argument(list(METHODS)), rounds: int = 5) ->
         found = []
         for seed in SEEDS:
             with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
-                common: dict[str, Any] = {
-                    "method": method,
-                    "seed": seed,
-                    "output_dir": folder,
-                    "num_server_rounds": rounds,
-                }
                 pair = [
-                    posy.run(**common, stack=stack, device="cpu", max_samples=600).directory.models
+                    posy.run(
+                        method=method, seed=seed, num_server_rounds=rounds, stack=stack, device="cpu", max_samples=600,
+                        output_dir=folder,
+                    ).directory.models
                     for stack in ("loop", "vmap")
-                ]
+                ]  # fmt: skip
                 found.append(difference(*pair))
         print(f"{method:10} " + "  ".join(f"{value:.1e}" for value in found), flush=True)
 
