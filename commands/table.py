@@ -50,22 +50,13 @@ LEGEND = (
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a table.
-
-    Attributes
-    ----------
-    variant, row : str
-        Names of the variant (data set, partition; may be empty) and of the row (method).
-    seed : int
-        Seed of the run.
-    config : Mapping
-        Its settings that differ from the defaults.
-    """
+    """One run of a table: of a variant (data set, partition; its name may be empty), a row (method) and a seed."""
 
     variant: str
     row: str
     seed: int
     config: Mapping[str, Scalar]
+    """The settings that are given to it."""
 
     @property
     def name(self) -> str:
@@ -118,14 +109,7 @@ def affects_results(setting: Setting) -> bool:
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     """Run what a table lacks, print it, and write it to ``table.md`` and ``table.csv``; return the exit status.
 
-    Parameters
-    ----------
-    plan : Plan
-        The table.
-    jobs : int
-        Runs at a time.
-    only_print : bool
-        Run nothing.
+    So many ``jobs`` run at a time; with ``only_print`` none does.
 
     Raises
     ------
@@ -157,16 +141,8 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     It holds ``runs`` (rows: ``name`` and ``settings``), ``seeds``, and, if need be, ``variants`` (as
     ``runs``), ``settings`` for all cells, ``title``, ``output`` (directory; default ``results/`` and
     the file's name) and ``keep-models`` (default false: a finished cell's models are deleted).
-    Settings of a row stand over those of a variant, and these over the common ones.
-
-    Parameters
-    ----------
-    file : Path
-        The YAML file.
-    given : Mapping, optional
-        Settings from the command line, over those of the file.
-    output : str, optional
-        Directory of the results in place of the file's.
+    Settings of a row stand over those of a variant, and these over the common ones. What was ``given`` on the
+    command line stands over all of them, and ``output`` over the file's.
 
     Raises
     ------
@@ -391,11 +367,8 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
         found = summary[where][which] or {}
         if which == "last" and found.get("round") != summary["rounds"]:
             found = {}
-        figures[point] = _number(found.get("mean"))
-        figures |= {
-            f"{point}-{name}": _number(found.get(key))
-            for name, key in (("clients-std", "std"), ("weighted", "weighted"), ("round", "round"))
-        }
+        keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round"}
+        figures |= {point + name: _number(found.get(key)) for name, key in keys.items()}
     return figures
 
 
@@ -424,7 +397,7 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
     """Return in how many seeds a point was measured, where not in all that have finished."""
-    measured, best = row[f"{point}-measured"], row[f"{point.removesuffix('-last').removesuffix('-best')}-best-measured"]
+    measured, best = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-best-measured"]
     if measured == row["seeds"] or not (measured or best):  # the method has no such point
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")

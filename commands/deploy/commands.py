@@ -109,7 +109,7 @@ def superlink(
         for option, place in (("--control", control), ("--fleet", fleet)):
             _check_loopback(option, place)
         reached = Connection(address)
-        trust = trusted = ["--insecure"]
+        trust = ["--insecure"]
     else:
         from posy.commands.deploy.certificates import Files, check_authority, check_server  # noqa: PLC0415
 
@@ -120,7 +120,7 @@ def superlink(
         reached = Connection(address, ca)
         trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
         trust += ["--enable-supernode-auth"]
-        trusted = ["--root-certificates", str(ca)]
+    _, _, *trusted = reached.words()
     home = state.absolute() / "flower"
     try:
         home.mkdir(parents=True, exist_ok=True)
