@@ -1,6 +1,5 @@
 """Tables: a grid of methods x variants x seeds, each cell a run in a process of its own, and what came out."""
 
-import fcntl
 import itertools
 import json
 import os
@@ -10,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from posy.commands.launch import APP
 from posy.server_app.progress import duration, size
@@ -29,7 +28,6 @@ from posy.yaml12 import dump, read_yaml
 PARTS: dict[str, type] = {
     "title": str,
     "output": str,
-    "keep-models": bool,
     "settings": dict,
     "runs": list,
     "variants": list,
@@ -97,7 +95,6 @@ class Plan:
 
     title: str
     output: Path
-    keep_models: bool
     cells: tuple[Cell, ...]
 
 
@@ -119,8 +116,11 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     failures: dict[str, str] = {}
     if not only_print:
         plan.output.mkdir(parents=True, exist_ok=True)
-        with _locked(plan.output):
-            failures = run_cells(plan, jobs)
+        try:
+            with FileLock(plan.output / ".lock", timeout=0):
+                failures = run_cells(plan, jobs)
+        except Timeout:
+            raise SettingsError(f"another `posy table` is at work in {plan.output}") from None
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
     for cell in plan.cells:
         if cell not in results:
@@ -139,8 +139,8 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     """Read a table file and check the settings of all its cells.
 
     It holds ``runs`` (rows: ``name`` and ``settings``), ``seeds``, and, if need be, ``variants`` (as
-    ``runs``), ``settings`` for all cells, ``title``, ``output`` (directory; default ``results/`` and
-    the file's name) and ``keep-models`` (default false: a finished cell's models are deleted).
+    ``runs``), ``settings`` for all cells, ``title`` and ``output`` (directory; default ``results/`` and the
+    file's name).
     Settings of a row stand over those of a variant, and these over the common ones. What was ``given`` on the
     command line stands over all of them, and ``output`` over the file's.
 
@@ -182,7 +182,7 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     for key in sorted(given):
         if owner(key) not in (None, *methods):
             raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
-    return Plan(content.get("title", file.stem), folder, content.get("keep-models", False), tuple(cells))
+    return Plan(content.get("title", file.stem), folder, tuple(cells))
 
 
 def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
@@ -207,9 +207,10 @@ def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
                 summary = cell.summary()
                 if summary is None:
                     failures[cell.name] = f"{_reason(process.returncode, cell.log)} ({cell.log})"
-                elif not plan.keep_models:
+                    outcome = f"failed, {failures[cell.name]}"
+                else:
                     shutil.rmtree(cell.path / "models", ignore_errors=True)
-                outcome = f"failed, {failures[cell.name]}" if summary is None else _outcome(summary)
+                    outcome = _outcome(summary)
                 print(f"[{done}/{total}] {cell.name}: {outcome}", flush=True)
             time.sleep(0.05)
     finally:
@@ -274,18 +275,11 @@ def markdown(
         lines = [header, ["---", *["---:"] * (len(header) - 1)]]
         for row in rows.to_dict("records"):
             seeds = sum((cell.variant, cell.row) == (variant, row["method"]) for cell in plan.cells)
-            lines.append(
-                [
-                    row["method"],
-                    f"{row['seeds']}/{seeds}",
-                    *(_percent(row, point, clients=True) + _measured(row, point) for point in POINTS),
-                    *(_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")),
-                    duration(row["seconds"]),
-                    size(row["bytes-up"]),
-                    size(row["bytes-down"]),
-                    str(row["dropped"]),
-                ]
-            )
+            cells = [row["method"], f"{row['seeds']}/{seeds}"]
+            cells += [_percent(row, point, clients=True) + _measured(row, point) for point in POINTS]
+            cells += [_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")]
+            cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
+            lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     parts.append(LEGEND)
     parts += [f"Machine: {line}." for line in _machines(results)]
@@ -311,16 +305,6 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     if not named:
         raise SettingsError(f"{key} in {file} is empty; at least one entry is needed")
     return named
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(f"another `posy table` is at work in {folder}") from None
-        yield
 
 
 def _start(cell: Cell) -> "subprocess.Popen[bytes]":
