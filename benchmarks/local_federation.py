@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -146,7 +145,7 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """Kill a process with -9; what it started must end by itself."""
-        os.kill(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].kill()
         self.processes[name].wait()
 
     def worker(self, node: str) -> int:

@@ -120,10 +120,9 @@ def bare_speed(config: dict[str, Any]) -> float:
     processes = cores() if workspace.device.type == "cpu" else 1
     parts = workspace.partition.train
     cohort = range(max(1, round(workspace.settings.run.fraction_train * len(parts))))
-    shares: list[list[int]] = [[] for _ in range(processes)]
+    shares: list[list[int]] = [[] for _ in range(min(processes, len(cohort)))]
     for client in sorted(cohort, key=lambda c: -len(parts[c])):  # largest first, to the process with the least work
         min(shares, key=lambda share: sum(len(parts[c]) for c in share)).append(client)
-    shares = [share for share in shares if share]
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(len(shares)), context.Queue()
     started = [context.Process(target=bare_loop, args=(config, share, barrier, queue)) for share in shares]

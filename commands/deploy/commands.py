@@ -98,15 +98,15 @@ def superlink(
     from posy.commands.deploy.superlink import keep  # noqa: PLC0415
 
     fleet = fleet or (LOCAL_FLEET if insecure else FLEET)
-    host, port = _host_and_port("--control", control)
-    _host_and_port("--fleet", fleet)
+    places = (("--control", control), ("--fleet", fleet))
+    (host, port), _ = (_host_and_port(option, place) for option, place in places)
     if not is_loopback(control):
         _check_control(control, allowed=control_open_to_network)
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
     _exclude(insecure, "--certificates", folder)
     if insecure:
-        for option, place in (("--control", control), ("--fleet", fleet)):
+        for option, place in places:
             _check_loopback(option, place)
         reached = Connection(address)
         trust = ["--insecure"]
@@ -134,7 +134,7 @@ def superlink(
         [script("flower-superlink"), *served],
         [script("flower-superexec"), "--runtime-api-address", address, *trusted, "--parent-pid", str(os.getpid())],
     ]
-    for option, place in (("--control", control), ("--fleet", fleet)):
+    for option, place in places:
         _check_free(option, place)
     _write_connection(home, reached)
     environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
