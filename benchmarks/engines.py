@@ -18,7 +18,6 @@ from pathlib import Path
 from threading import local
 from typing import Any
 
-import pandas as pd
 import torch
 import typer
 
@@ -83,10 +82,10 @@ def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> flo
         return 1000 * statistics.median(a_round(pool) for _ in range(rounds))
 
 
-def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: int) -> dict[str, Any]:
+def measured(workload: str, clients: int, data_dir: str, rounds: int) -> dict[str, Any]:
     """Measure all engines on one workload."""
     config = settings(workload, clients, data_dir)
-    limit = max(bare_speed(config) for _ in range(repeats))
+    limit = bare_speed(config)
     table: dict[str, Any] = {
         "bare_loop_samples_per_second": round(limit),
         "copies_ms_a_message": round(copying(config), 2),
@@ -94,18 +93,17 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: i
     print(workload, clients, table, file=sys.stderr, flush=True)
     for name, (stack, ray) in ENGINES.items():
         stacked = config | {"stack": stack}
-        runs = pd.DataFrame([federated(stacked, rounds, ray=ray) for _ in range(repeats)])
-        middle = runs.median().to_dict()
-        speed = float((runs["samples"] / runs["seconds"]).median())
+        run = federated(stacked, rounds, ray=ray)
+        speed = run["samples"] / run["seconds"]
         table[name] = {
             "samples_per_second": round(speed),
             "of_bare_loop": round(speed / limit, 3),
             "overhead_ms_a_message": round(overhead(stacked, rounds, ray=ray), 2),
-            "round_seconds": round(middle["seconds"], 3),
-            "evaluation_seconds": round(middle["evaluation"], 3),
-            "start_up_seconds": round(middle["start_up"], 1),
-            "imports_seconds": round(middle["imports"], 1),
-            "peak_mib": int(runs["peak_mib"].max()),
+            "round_seconds": round(run["seconds"], 3),
+            "evaluation_seconds": round(run["evaluation"], 3),
+            "start_up_seconds": round(run["start_up"], 1),
+            "imports_seconds": round(run["imports"], 1),
+            "peak_mib": run["peak_mib"],
         }
         print(workload, clients, name, table[name], file=sys.stderr, flush=True)
     return table
@@ -114,7 +112,6 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, repeats: i
 def main(
     data_dir: Path = Path("datasets"),
     rounds: int = 4,
-    repeats: int = 1,
     only: list[str] = typer.Option(list(WORKLOADS), help="which workloads"),  # noqa: B008 - typer's form
     clients: list[int] = typer.Option([10, 100, 1000]),  # noqa: B008
     slow: bool = typer.Option(False, help="also what takes a CPU many minutes"),
@@ -124,7 +121,7 @@ def main(
     try:
         for workload, count in product(only, clients):
             if slow or (workload, count) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
-                table = measured(workload, count, str(data_dir.absolute()), rounds, repeats)
+                table = measured(workload, count, str(data_dir.absolute()), rounds)
                 report["workloads"][f"{workload}, {count} clients"] = table
     except KeyboardInterrupt:
         print("stopped: what was measured until here", file=sys.stderr)

@@ -3,11 +3,10 @@
 Real processes on this machine: a SuperLink with TLS, node authentication and its database, and SuperNodes.
 It trains the 4-layer CNN (0.6 M parameters) on CIFAR-10 with FedAvg. The overhead of a round is its
 time less that of the same rounds inside one process, spread over as many processes as there are cores; the cost
-of moving the same bytes once is measured over a socket of this machine. ``--stock`` uses Flower's own nodes,
-``--volatile`` a SuperLink that keeps its state in memory instead of its database. ``--memory`` trains a linear
-model on digits and compares the memory (RSS) of the SuperLink and of the nodes with their workers after round 5
-and after the last. Prints JSON. Targets: less than 3 s a round beyond the training for 5 nodes on 2 cores, and
-memory that grows by at most 10 %.
+of moving the same bytes once is measured over a socket of this machine. ``--volatile`` uses a SuperLink that
+keeps its state in memory instead of its database. ``--memory`` trains a linear model on digits and compares the
+memory (RSS) of the SuperLink and of the nodes with their workers after round 5 and after the last. Prints JSON.
+Targets: less than 3 s a round beyond the training for 5 nodes on 2 cores, and memory that grows by at most 10 %.
 """
 
 import contextlib
@@ -39,7 +38,6 @@ def main(
     data_dir: Path = Path("datasets"),
     nodes: int = 0,
     rounds: int = 0,
-    stock: bool = typer.Option(False, help="Flower's own SuperNodes"),
     volatile: bool = typer.Option(False, help="a SuperLink without a database"),
     memory: bool = typer.Option(False, help="growth of memory instead of time"),
 ) -> None:
@@ -49,22 +47,20 @@ def main(
         options = ["--volatile"] if volatile else []
         deployment = Deployment(Path(folder), [f"node-{i}" for i in range(nodes)], *options)
         try:
-            start(deployment, nodes, stock=stock)
+            start(deployment, nodes)
             found = growth(deployment, nodes, rounds) if memory else speed(deployment, nodes, rounds, data_dir)
         finally:
             deployment.stop()
-    kinds = {"nodes": "stock" if stock else "warm", "superlink": "in memory" if volatile else "database"}
+    kinds = {"nodes": "warm", "superlink": "in memory" if volatile else "database"}
     print(json.dumps({**found, **kinds, "machine": machine()}, indent=2))
 
 
-def start(deployment: Deployment, nodes: int, *, stock: bool) -> None:
+def start(deployment: Deployment, nodes: int) -> None:
     """Start the nodes, a few at a time, and wait for them."""
     for i in range(nodes):
-        words = [f"partition-id={i}", f"num-partitions={nodes}", *(["--stock"] if stock else [])]
-        deployment.node(f"node-{i}", *words)
+        deployment.node(f"node-{i}", f"partition-id={i}", f"num-partitions={nodes}")
         if i % 4 == 3 or i == nodes - 1:
-            there = (lambda name: "SuperNode ID" in deployment.log(name)) if stock else deployment.ready
-            deployment.until(partial(there, f"node-{i}"), f"node-{i}", 300.0)
+            deployment.until(partial(deployment.ready, f"node-{i}"), f"node-{i}", 300.0)
 
 
 def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> dict[str, Any]:

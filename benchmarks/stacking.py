@@ -10,14 +10,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import typer
 
 import posy
 from benchmarks.measure import machine
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
 
-SEEDS = (0, 1, 2)
+SEEDS, ROUNDS = (0, 1, 2), 5
 
 
 def vector(file: Path) -> np.ndarray:
@@ -28,24 +27,20 @@ def vector(file: Path) -> np.ndarray:
 
 def difference(first: Path, other: Path) -> float:
     """Return the largest difference between two folders of stored models, relative to the norm of the first."""
-    largest = 0.0
-    for path in sorted(first.glob("*.safetensors")):
-        one, two = vector(path), vector(other / path.name)
-        if one.any():
-            largest = max(largest, float(np.linalg.norm(one - two) / np.linalg.norm(one)))
-    return largest
+    pairs = [(vector(path), vector(other / path.name)) for path in first.glob("*.safetensors")]
+    return max((float(np.linalg.norm(a - b) / np.linalg.norm(a)) for a, b in pairs if a.any()), default=0.0)
 
 
-def main(methods: list[str] = typer.Argument(list(METHODS)), rounds: int = 5) -> None:  # noqa: B008 - typer's form
+def main() -> None:
     """Print a row for each method."""
-    print(f"{machine()}, {rounds} rounds", flush=True)
-    for method in methods:
+    print(f"{machine()}, {ROUNDS} rounds", flush=True)
+    for method in METHODS:
         found = []
         for seed in SEEDS:
             with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
                 pair = [
                     posy.run(
-                        method=method, seed=seed, num_server_rounds=rounds, stack=stack, device="cpu", max_samples=600,
+                        method=method, seed=seed, num_server_rounds=ROUNDS, stack=stack, device="cpu", max_samples=600,
                         output_dir=folder,
                     ).directory.models
                     for stack in ("loop", "vmap")
@@ -55,4 +50,4 @@ def main(methods: list[str] = typer.Argument(list(METHODS)), rounds: int = 5) ->
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -8,11 +8,9 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
-import typer
 from PIL import Image
 
 from benchmarks.local_federation import Deployment
@@ -101,14 +99,12 @@ def page(shown: list[tuple[str, str]], folder: Path) -> str:
     return "\n".join(parts)
 
 
-def main(output: Path = Path("docs/three-sites.md")) -> None:
+def main() -> None:
     """Write the page."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="posy-sites-", ignore_cleanup_errors=True) as folder:
-        output.write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
-    print(f"{output}: {time.monotonic() - started:.0f} s")
+        Path("docs/three-sites.md").write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

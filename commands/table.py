@@ -1,7 +1,6 @@
 """Tables: a grid of methods x variants x seeds, each cell a run in a process of its own, and what came out."""
 
 import itertools
-import json
 import os
 import shutil
 import statistics
@@ -76,17 +75,19 @@ class Cell:
 
         A run has finished if its status is ``completed``, or one of those that are given.
         """
+        summary = read_summary(self.path)
+        if summary.get("status") not in (status or ("completed",)):
+            return None
         try:
-            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
             ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
-        except (OSError, ValueError, LookupError):  # not there, or damaged: it is run again
+        except (SettingsError, LookupError):  # not there, or damaged: it is run again
             return None
         wanted, known = read_settings(self.config, self.name).as_config(), declared()
         # A run that is older than a setting had its default.
         differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if affects_results(known[key]))
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
-        return None if differ or lacks or summary["status"] not in (status or ("completed",)) else summary
+        return None if differ or lacks else summary
 
 
 @dataclass(frozen=True)
