@@ -31,7 +31,6 @@ from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from posy.commands.launch import LaunchError
 from posy.flower import look_for_parts_sooner
 
 FLOWER = "1.39"
@@ -43,10 +42,10 @@ NODE_PATIENCE = 30.0
 
 
 def require_version() -> None:
-    """Raise :class:`LaunchError` if the installed Flower is not 1.39."""
+    """End the process if the installed Flower is not 1.39."""
     if not flwr.__version__.startswith(f"{FLOWER}."):
-        raise LaunchError(
-            f"warm SuperNodes use internals of Flower {FLOWER}, but {flwr.__version__} is installed: install "
+        sys.exit(
+            f"posy: warm SuperNodes use internals of Flower {FLOWER}, but {flwr.__version__} is installed: install "
             f"'flwr>={FLOWER},<1.40', or start the stock command, `flower-supernode`, which works with any version"
         )
 

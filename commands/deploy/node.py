@@ -41,7 +41,7 @@ from posy.commands.deploy.internals import (
     run_node,
     runtime_client,
 )
-from posy.commands.launch import LaunchError, free_port
+from posy.commands.launch import free_port
 from posy.server_app.grids import pause
 
 IDLE_SECONDS = 1.0
@@ -241,10 +241,7 @@ class Watch(threading.Thread):
 
 def main() -> None:
     """Run a warm node; the arguments are those of ``flower-supernode``."""
-    try:
-        require_version()
-    except LaunchError as error:
-        sys.exit(f"posy: {error}")
+    require_version()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="")
