@@ -30,7 +30,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 import posy
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from posy import figures
 from posy.client_app.workspace import cores
 from posy.data.datasets import load_dataset
@@ -244,15 +244,10 @@ def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) ->
 def compared(plain: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> dict[str, Any]:
     """Return both curves ``(seeds, points)`` as means, their gap, and the standard deviation over the seeds."""
     spread = np.sqrt((plain.var(axis=0, ddof=1) + ours.var(axis=0, ddof=1)) / 2)
-    gap = ours.mean(axis=0) - plain.mean(axis=0)
-    return {
-        "plain": plain.mean(axis=0).round(4).tolist(),
-        "posy": ours.mean(axis=0).round(4).tolist(),
-        "gap": gap.round(4).tolist(),
-        "spread_over_seeds": spread.round(4).tolist(),
-        "mean_gap": round(float(gap.mean()), 4),
-        "mean_spread": round(float(spread.mean()), 4),
-    }
+    means = {"plain": plain.mean(axis=0), "posy": ours.mean(axis=0)}
+    gap = means["posy"] - means["plain"]
+    curves = means | {"gap": gap, "spread_over_seeds": spread, "mean_gap": gap.mean(), "mean_spread": spread.mean()}
+    return {name: np.round(curve, 4).tolist() for name, curve in curves.items()}
 
 
 def main(

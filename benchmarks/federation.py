@@ -3,17 +3,15 @@
 Real processes on this machine: a SuperLink with TLS, node authentication and its database, and SuperNodes.
 It trains the 4-layer CNN (0.6 M parameters) on CIFAR-10 with FedAvg. The overhead of a round is its
 time less that of the same rounds inside one process, spread over as many processes as there are cores; the cost
-of moving the same bytes once is measured over a socket of this machine. ``--stock`` uses Flower's own nodes,
-``--volatile`` a SuperLink that keeps its state in memory instead of its database. ``--memory`` trains a linear
-model on digits and compares the memory (RSS) of the SuperLink and of the nodes with their workers after round 5
-and after the last. Prints JSON. Targets: less than 3 s a round beyond the training for 5 nodes on 2 cores, and
-memory that grows by at most 10 %.
+of moving the same bytes once is measured over a socket of this machine. ``--volatile`` uses a SuperLink that
+keeps its state in memory instead of its database. ``--memory`` trains a linear model on digits and compares the
+memory (RSS) of the SuperLink and of the nodes with their workers after round 5 and after the last. Prints JSON.
+Targets: less than 3 s a round beyond the training for 5 nodes on 2 cores, and memory that grows by at most 10 %.
 """
 
 import contextlib
 import io
 import json
-import os
 import socket
 import statistics
 import tempfile
@@ -26,8 +24,8 @@ from typing import Any
 import typer
 
 from benchmarks.local_federation import Deployment, children
-from benchmarks.machine import machine
-from benchmarks.measure import as_words
+from benchmarks.measure import machine
+from posy.client_app.workspace import cores
 from posy.commands.launch import run_in_process
 
 WARM_ROUNDS = 2
@@ -40,7 +38,6 @@ def main(
     data_dir: Path = Path("datasets"),
     nodes: int = 0,
     rounds: int = 0,
-    stock: bool = typer.Option(False, help="Flower's own SuperNodes"),
     volatile: bool = typer.Option(False, help="a SuperLink without a database"),
     memory: bool = typer.Option(False, help="growth of memory instead of time"),
 ) -> None:
@@ -50,22 +47,20 @@ def main(
         options = ["--volatile"] if volatile else []
         deployment = Deployment(Path(folder), [f"node-{i}" for i in range(nodes)], *options)
         try:
-            start(deployment, nodes, stock=stock)
+            start(deployment, nodes)
             found = growth(deployment, nodes, rounds) if memory else speed(deployment, nodes, rounds, data_dir)
         finally:
             deployment.stop()
-    kinds = {"nodes": "stock" if stock else "warm", "superlink": "in memory" if volatile else "database"}
+    kinds = {"nodes": "warm", "superlink": "in memory" if volatile else "database"}
     print(json.dumps({**found, **kinds, "machine": machine()}, indent=2))
 
 
-def start(deployment: Deployment, nodes: int, *, stock: bool) -> None:
+def start(deployment: Deployment, nodes: int) -> None:
     """Start the nodes, a few at a time, and wait for them."""
     for i in range(nodes):
-        words = [f"partition-id={i}", f"num-partitions={nodes}", *(["--stock"] if stock else [])]
-        deployment.node(f"node-{i}", *words)
+        deployment.node(f"node-{i}", f"partition-id={i}", f"num-partitions={nodes}")
         if i % 4 == 3 or i == nodes - 1:
-            there = (lambda name: "SuperNode ID" in deployment.log(name)) if stock else deployment.ready
-            deployment.until(partial(there, f"node-{i}"), f"node-{i}", 300.0)
+            deployment.until(partial(deployment.ready, f"node-{i}"), f"node-{i}", 300.0)
 
 
 def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> dict[str, Any]:
@@ -73,18 +68,18 @@ def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> di
     config: dict[str, Any] = {
         "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 2000,
         "model": "cnn", "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds,
-        "lr": 0.01, "save-models": False, "device": "cpu",
+        "lr": 0.01, "device": "cpu",
     }  # fmt: skip
-    deployment.run("speed", *as_words(config), timeout=1800.0)
+    words = [f"{key}={value}" for key, value in config.items()]
+    deployment.run("speed", *words, "save-models=false", timeout=1800.0)
+    own = {"save-models": False, "output-dir": str(deployment.folder / "runs"), "run-name": "plain"}
     with contextlib.redirect_stdout(io.StringIO()):
-        run_in_process({**config, "output-dir": str(deployment.folder), "run-name": "plain"}, "this benchmark")
-    path = deployment.folder / "plain/rounds.jsonl"
-    plain = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    over_grpc = [sum(row["seconds"].values()) for row in deployment.rounds("speed")[WARM_ROUNDS:]]
-    one_process = statistics.median(sum(row["seconds"].values()) for row in plain[WARM_ROUNDS:])
-    cores = min(nodes, len(os.sched_getaffinity(0)))
+        run_in_process(config | own, "this benchmark")
+    over_grpc, one_process = (
+        [sum(row["seconds"].values()) for row in deployment.rounds(name)[WARM_ROUNDS:]] for name in ("speed", "plain")
+    )
     last = deployment.rounds("speed")[-1]
-    round_seconds, training = statistics.median(over_grpc), one_process / cores
+    round_seconds, training = statistics.median(over_grpc), statistics.median(one_process) / min(nodes, cores())
     messages = 2 * nodes  # one for the training of each client, one for its evaluation
     return {
         "round-seconds": round(round_seconds, 3),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from posy.commands.launch import APP, LaunchError, free_port
 
+POSY = (sys.executable, "-P", "-m", "posy.commands.cli")
 START_SECONDS = 90.0
 
 
@@ -32,26 +32,21 @@ class Deployment:
         self.folder = folder
         self.control, self.fleet = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self.ca = folder / "certificates/ca.pem"
+        self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._before: dict[str, int] = {}  # characters in a log when its process was started
         self.posy("certificates", "certificates", *names, "stranger")
         words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet, *options]
         self.start("superlink", "superlink", *words)
         self.until(lambda: "Starting Fleet API" in self.log("superlink"), "the SuperLink")
-        public = [str(folder / f"certificates/{name}.pub") for name in names]
-        self.posy("register", *public, "--superlink", self.control, "--root-certificates", str(self.ca))
+        self.posy("register", *(f"certificates/{name}.pub" for name in names), *self.where)
 
     def environment(self) -> dict[str, str]:
         """Return what processes need to run this code, apart from other tests."""
-        temporary = self.folder / "tmp"
+        temporary, home = self.folder / "tmp", self.folder / "home"
         temporary.mkdir(exist_ok=True)
-        return {
-            **os.environ,
-            "PYTHONPATH": str(APP),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(temporary),
-            "FLWR_HOME": str(self.folder / "home"),
-        }
+        own = {"PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "FLWR_HOME": str(home)}
+        return {**os.environ, **own}
 
     def start(self, name: str, *words: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
         """Start a `posy` command that goes on; its log bears the name, and ``python_path`` comes before the code."""
@@ -61,7 +56,7 @@ class Deployment:
         self._before[name] = len(self.log(name))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "posy.commands.cli", *words],
+                [*POSY, *words],
                 cwd=self.folder,
                 env=environment,
                 stdout=log,
@@ -71,7 +66,7 @@ class Deployment:
         self.processes[name] = process
         return process
 
-    def posy(self, *words: str, timeout: float = 400.0) -> "subprocess.CompletedProcess[str]":
+    def posy(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Carry out a `posy` command that ends.
 
         Raises
@@ -80,14 +75,9 @@ class Deployment:
             If it fails.
         """
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "posy.commands.cli", *words],
-            cwd=self.folder,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+            [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=400.0,
             check=False,
-        )
+        )  # fmt: skip
         if done.returncode:
             raise LaunchError(f"`posy {words[0]}` ended with status {done.returncode}: {done.stdout}{done.stderr}")
         return done
@@ -104,10 +94,9 @@ class Deployment:
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
         """Submit a run and go on; its results lie in :meth:`results` of the name, or of the run that it resumes."""
-        words = ["--superlink", self.control, "--root-certificates", str(self.ca), "--verbose", "output-dir=runs"]
-        if not any(setting.startswith("resume=") for setting in settings):
-            words.append(f"run-name={name}")
-        return self.start(f"run-{name}", "run", *words, *settings)
+        resumed = any(setting.startswith("resume=") for setting in settings)
+        words = ["--verbose", "output-dir=runs", *([] if resumed else [f"run-name={name}"]), *settings]
+        return self.start(f"run-{name}", "run", *self.where, *words)
 
     def run(self, name: str, *settings: str, timeout: float = 400.0) -> dict[str, Any]:
         """Carry out a run and return its summary.
@@ -156,7 +145,7 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """Kill a process with -9; what it started must end by itself."""
-        os.kill(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].kill()
         self.processes[name].wait()
 
     def worker(self, node: str) -> int:

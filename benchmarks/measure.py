@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from posy.client_app.registry import client_class
 from posy.client_app.state import State
 from posy.client_app.workspace import Workspace, cores
+from posy.server_app.results import cpu_model
 from posy.strategies.registry import read_settings
 
 COMMON = """
@@ -57,6 +59,19 @@ print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.s
 )
 """Runs in one process, and in Flower's simulation, that tell the seconds of imports and of all that follows."""
 CLIENTS_PER_GPU = 4
+
+
+def machine() -> dict[str, Any]:
+    """Return processor, cores, accelerator, versions and date."""
+    return {
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
@@ -105,10 +120,9 @@ def bare_speed(config: dict[str, Any]) -> float:
     processes = cores() if workspace.device.type == "cpu" else 1
     parts = workspace.partition.train
     cohort = range(max(1, round(workspace.settings.run.fraction_train * len(parts))))
-    shares: list[list[int]] = [[] for _ in range(processes)]
+    shares: list[list[int]] = [[] for _ in range(min(processes, len(cohort)))]
     for client in sorted(cohort, key=lambda c: -len(parts[c])):  # largest first, to the process with the least work
         min(shares, key=lambda share: sum(len(parts[c]) for c in share)).append(client)
-    shares = [share for share in shares if share]
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(len(shares)), context.Queue()
     started = [context.Process(target=bare_loop, args=(config, share, barrier, queue)) for share in shares]
@@ -126,9 +140,9 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
     Returns
     -------
     dict
-        ``seconds`` of the training phase, median without the first round; ``spread`` between its fastest and
-        slowest; ``messages`` of the phase; ``samples`` trained in it; ``evaluation`` seconds; seconds of ``imports``,
-        and of ``start_up`` and end outside the rounds; ``peak_mib`` of the largest process.
+        ``seconds`` of the training phase, median without the first round; ``messages`` of the phase; ``samples``
+        trained in it; ``evaluation`` seconds; seconds of ``imports``, and of ``start_up`` and end outside the rounds;
+        ``peak_mib`` of the largest process.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
@@ -147,11 +161,9 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
         path = Path(folder) / "run"
         rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
         clients = pd.read_csv(path / "clients.csv")
-    seconds = [row["seconds"]["train"] for row in rows[1:]]
     trained = clients[(clients["round"] == rounds) & clients["train_loss"].notna()]
     return {
-        "seconds": statistics.median(seconds),
-        "spread": max(seconds) - min(seconds),
+        "seconds": statistics.median(row["seconds"]["train"] for row in rows[1:]),
         "messages": rows[-1]["cohort"],
         "samples": int(trained["n_train"].sum()),
         "evaluation": rows[-1]["seconds"].get("evaluate"),
@@ -159,8 +171,3 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
         "start_up": wall - sum(sum(row["seconds"].values()) for row in rows),
         "peak_mib": round(usage.ru_maxrss / 1024),
     }
-
-
-def as_words(settings: dict[str, Any]) -> list[str]:
-    """Return settings as words of a command line."""
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]

@@ -8,17 +8,15 @@ import contextlib
 import io
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import typer
 
 import posy
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
 
-SEEDS = (0, 1, 2)
+SEEDS, ROUNDS = (0, 1, 2), 5
 
 
 def vector(file: Path) -> np.ndarray:
@@ -29,34 +27,27 @@ def vector(file: Path) -> np.ndarray:
 
 def difference(first: Path, other: Path) -> float:
     """Return the largest difference between two folders of stored models, relative to the norm of the first."""
-    largest = 0.0
-    for path in sorted(first.glob("*.safetensors")):
-        one, two = vector(path), vector(other / path.name)
-        if one.any():
-            largest = max(largest, float(np.linalg.norm(one - two) / np.linalg.norm(one)))
-    return largest
+    pairs = [(vector(path), vector(other / path.name)) for path in first.glob("*.safetensors")]
+    return max((float(np.linalg.norm(a - b) / np.linalg.norm(a)) for a, b in pairs if a.any()), default=0.0)
 
 
-def main(methods: list[str] = typer.Argument(list(METHODS)), rounds: int = 5) -> None:  # noqa: B008 - typer's form
+def main() -> None:
     """Print a row for each method."""
-    print(f"{machine()}, {rounds} rounds", flush=True)
-    for method in methods:
+    print(f"{machine()}, {ROUNDS} rounds", flush=True)
+    for method in METHODS:
         found = []
         for seed in SEEDS:
             with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
-                common: dict[str, Any] = {
-                    "method": method,
-                    "seed": seed,
-                    "output_dir": folder,
-                    "num_server_rounds": rounds,
-                }
                 pair = [
-                    posy.run(**common, stack=stack, device="cpu", max_samples=600).directory.models
+                    posy.run(
+                        method=method, seed=seed, num_server_rounds=ROUNDS, stack=stack, device="cpu", max_samples=600,
+                        output_dir=folder,
+                    ).directory.models
                     for stack in ("loop", "vmap")
-                ]
+                ]  # fmt: skip
                 found.append(difference(*pair))
         print(f"{method:10} " + "  ".join(f"{value:.1e}" for value in found), flush=True)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -8,15 +8,13 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
-import typer
 from PIL import Image
 
 from benchmarks.local_federation import Deployment
-from benchmarks.machine import machine
+from benchmarks.measure import machine
 from posy.data.datasets import load_dataset
 from posy.data.settings import DataSettings
 
@@ -64,8 +62,7 @@ def transcript(folder: Path) -> list[tuple[str, str]]:
             node(deployment, name)
         for name in NAMES:
             deployment.until(lambda name=name: deployment.ready(name), name)  # type: ignore[misc]
-        trust = ["--superlink", deployment.control, "--root-certificates", str(deployment.ca)]
-        run = deployment.start("run", "run", *trust, *SETTINGS)
+        run = deployment.start("run", "run", *deployment.where, *SETTINGS)
         deployment.until(lambda: len(deployment.rounds("three-sites")) >= 4, "run", 180)
         print("site-c is killed", file=sys.stderr)
         deployment.kill("site-c")
@@ -73,8 +70,8 @@ def transcript(folder: Path) -> list[tuple[str, str]]:
         print("site-c is started again", file=sys.stderr)
         node(deployment, "site-c")
         run.wait(600)
-        shown.append((f"posy run {' '.join([*trust, *SETTINGS])}", deployment.log("run")))
-        shown.append((f"posy status {' '.join(trust)}", deployment.posy("status", *trust).stdout))
+        shown.append((f"posy run {' '.join([*deployment.where, *SETTINGS])}", deployment.log("run")))
+        shown.append((f"posy status {' '.join(deployment.where)}", deployment.posy("status", *deployment.where).stdout))
     finally:
         deployment.stop()
     return shown
@@ -102,14 +99,12 @@ def page(shown: list[tuple[str, str]], folder: Path) -> str:
     return "\n".join(parts)
 
 
-def main(output: Path = Path("docs/three-sites.md")) -> None:
+def main() -> None:
     """Write the page."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="posy-sites-", ignore_cleanup_errors=True) as folder:
-        output.write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
-    print(f"{output}: {time.monotonic() - started:.0f} s")
+        Path("docs/three-sites.md").write_text(page(transcript(Path(folder)), Path(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -39,33 +39,7 @@ class Feature(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a node finds in a site's data.
-
-    Attributes
-    ----------
-    name : str
-        Of the site.
-    path : Path
-        Of its data.
-    kind, shape : str
-        As in the settings ``sample-kind`` and ``input-shape``.
-    train, test : int
-        Number of samples.
-    low, high : float or None
-        Smallest and largest number in the samples, where they are numbers.
-    classes : dict
-        Training and test samples of each class that the site has.
-    lacking : tuple of str
-        Classes of the run that it does not have.
-    features : tuple of Feature
-        Those worth a look.
-    warnings : tuple of str
-        What a run would be told.
-    unreadable : tuple of str
-        Files left out, each with the reason.
-    left_open : tuple of str
-        Settings that the sites would agree on.
-    """
+    """What a node finds in a site's data; kind and shape are as in ``sample-kind`` and ``input-shape``."""
 
     name: str
     path: Path
@@ -73,14 +47,18 @@ class Report:
     shape: str
     train: int
     test: int
-    low: float | None
-    high: float | None
+    values: str
+    """From the smallest to the largest number in the samples, where they are numbers."""
     classes: dict[str, tuple[int, int]]
+    """Training and test samples of each class that the site has."""
     lacking: tuple[str, ...]
+    """Classes of the run that it does not have."""
     features: tuple[Feature, ...]
     warnings: tuple[str, ...]
     unreadable: tuple[str, ...]
+    """Files left out, each with the reason."""
     left_open: tuple[str, ...]
+    """Settings that the sites would agree on."""
 
 
 def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int) -> Report:
@@ -110,7 +88,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     check_suits(content, settings)
     alone = _completed(settings, description)
     dataset, part = load_site(content, alone, seed)
-    numbers = content.x if isinstance(content.x, np.ndarray) else None
+    x = content.x
     known = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
     return Report(
@@ -120,8 +98,7 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
         shape=alone.input_shape,
         train=len(part.train[0]),
         test=len(part.test[0]),
-        low=None if numbers is None else numbers.min().item(),
-        high=None if numbers is None else numbers.max().item(),
+        values=f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
         classes=classes,
         lacking=tuple(name for name in known if name not in classes),
         features=_worth_a_look(content, dataset) if content.kind == "features" else (),
@@ -134,31 +111,25 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
 def show(report: Report, console: Console | None = None) -> None:
     """Print a report as tables."""
     console = console or Console(width=max(100, Console().width))
-    facts = [
-        ("site", report.name),
-        ("data", str(report.path)),
-        ("kind", report.kind),
-        ("shape", report.shape),
-        ("samples", f"{report.train + report.test}: {report.train} for training, {report.test} for the test"),
-    ]
-    if report.low is not None and report.high is not None:
-        facts.append(("values", f"{report.low:.6g} to {report.high:.6g}"))
-    if report.lacking:
-        facts.append(("classes it lacks", ", ".join(report.lacking[:SHOWN]) + _rest(report.lacking)))
-    if report.left_open:
-        facts.append(("agreed on in a run", ", ".join(report.left_open)))
-    console.print(laid_out(None, ("", ""), facts))
-    rows = [(name, str(train), str(test)) for name, (train, test) in report.classes.items()]
+    facts = {
+        "site": report.name,
+        "data": str(report.path),
+        "kind": report.kind,
+        "shape": report.shape,
+        "samples": f"{report.train + report.test}: {report.train} for training, {report.test} for the test",
+        "values": report.values,
+        "classes it lacks": ", ".join(report.lacking[:SHOWN]) + _rest(report.lacking),
+        "agreed on in a run": ", ".join(report.left_open),
+    }
+    console.print(laid_out(None, ("", ""), [(name, text) for name, text in facts.items() if text]))
+    rows: list[tuple[str, ...]] = [(name, str(a), str(b)) for name, (a, b) in report.classes.items()]
     console.print(laid_out(f"{len(rows)} classes", ("class", "training", "test"), rows))
     if report.features:
-        console.print(
-            laid_out(
-                "features worth a look",
-                ("feature", "from", "to", "why"),
-                [(f.name, f"{f.low:.6g}", f"{f.high:.6g}", f.why) for f in report.features],
-            )
-        )
-    for title, lines in (("warnings", report.warnings), (_unreadable(report), report.unreadable)):
+        rows = [(f.name, f"{f.low:.6g}", f"{f.high:.6g}", f.why) for f in report.features]
+        console.print(laid_out("features worth a look", ("feature", "from", "to", "why"), rows))
+    count = len(report.unreadable)
+    ones = "file that cannot be read, and is" if count == 1 else "files that cannot be read, and are"
+    for title, lines in (("warnings", report.warnings), (f"{count} {ones} left out", report.unreadable)):
         if lines:
             console.print(Text(title, style="bold"))
             for line in lines[:SHOWN]:
@@ -199,12 +170,6 @@ def _worth_a_look(content: Content, dataset: Dataset) -> tuple[Feature, ...]:
         why += [f"reaches {reach[place]:.3g} standard deviations from the mean"] if reach[place] > FAR else []
         found.append(Feature(names[place], low[place].item(), high[place].item(), "; ".join(why)))
     return tuple(found[:SHOWN])
-
-
-def _unreadable(report: Report) -> str:
-    count = len(report.unreadable)
-    what = "file that cannot be read, and is" if count == 1 else "files that cannot be read, and are"
-    return f"{count} {what} left out"
 
 
 def _rest(lines: Sequence[str]) -> str:

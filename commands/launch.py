@@ -40,18 +40,11 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Connection:
-    """Where a SuperLink takes orders, and how it is recognised.
-
-    Attributes
-    ----------
-    address : str
-        Host and port of its HTTP interface.
-    root_certificates : Path or None
-        Certificate of the authority that has signed the SuperLink's; None: no TLS.
-    """
+    """Host and port where a SuperLink takes orders, and how it is recognised."""
 
     address: str
     root_certificates: Path | None = None
+    """Certificate of the authority that has signed the SuperLink's; None: no TLS."""
 
     def words(self) -> list[str]:
         """Return the options that name this SuperLink on the command line."""
@@ -62,12 +55,7 @@ class Connection:
 def run_in_process(given: Mapping[str, Any], where: str) -> int:
     """Run the whole federation in this process, with a live progress bar, and return the exit status.
 
-    Parameters
-    ----------
-    given : Mapping
-        The settings that a person has given.
-    where : str
-        Where they were given, for messages.
+    ``where`` says in messages where a person has given the settings.
 
     Raises
     ------
@@ -82,7 +70,7 @@ def run_in_process(given: Mapping[str, Any], where: str) -> int:
             print(f"posy: {error}", file=sys.stderr)
         stopped = isinstance(error, KeyboardInterrupt)
         if stopped or begun:
-            _print_how_to_resume("stopped" if stopped else "failed", begun)
+            _print_how_to_resume("stopped" if stopped else "failed", begun[0] if begun else None)
         if isinstance(error, RunError):
             return 1
         raise
@@ -160,9 +148,8 @@ def resume_command(run: str, *words: str) -> str:
     return shlex.join(["posy", "run", f"resume={run}", *words])
 
 
-def _print_how_to_resume(how: str, begun: list[Path]) -> None:
+def _print_how_to_resume(how: str, run: Path | None) -> None:
     """Print how a run has ended, and the command that resumes it if that would do more rounds."""
-    run = begun[0] if begun else None
     finished, rounds = reached(run) if run else (0, 0)
     if run is None or not finished:
         print(f"posy: {how} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)

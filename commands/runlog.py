@@ -27,24 +27,15 @@ class RunLog:
 
     Flower's INFO lines are hidden, and a few of its warnings that say nothing about the run. Warnings, errors, and
     everything that is no line of a log (what Posy prints, above all) are shown. Lines that belong to another, as those
-    of a traceback, are shown or hidden with it; of equal tracebacks the first is shown.
-
-    Parameters
-    ----------
-    verbose : bool
-        Show everything as it comes.
-
-    Attributes
-    ----------
-    results : str
-        Directory of the results; empty as long as the log has not named it.
-    rounds : int
-        The last finished round that the log has named; 0 if there is none, or nothing more to do.
+    of a traceback, are shown or hidden with it; of equal tracebacks the first is shown. If it is ``verbose``,
+    everything is shown as it comes.
     """
 
     def __init__(self, verbose: bool) -> None:
         self.results = ""
+        """Directory of the results; empty as long as the log has not named it."""
         self.rounds = 0
+        """The last finished round that the log has named; 0 if there is none, or nothing more to do."""
         self._verbose = verbose
         self._shown = True
         self._error: list[str] = []

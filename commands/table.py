@@ -1,8 +1,6 @@
 """Tables: a grid of methods x variants x seeds, each cell a run in a process of its own, and what came out."""
 
-import fcntl
 import itertools
-import json
 import os
 import shutil
 import statistics
@@ -10,13 +8,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from posy.commands.launch import APP
 from posy.server_app.progress import duration, size
@@ -29,7 +27,6 @@ from posy.yaml12 import dump, read_yaml
 PARTS: dict[str, type] = {
     "title": str,
     "output": str,
-    "keep-models": bool,
     "settings": dict,
     "runs": list,
     "variants": list,
@@ -50,22 +47,13 @@ LEGEND = (
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a table.
-
-    Attributes
-    ----------
-    variant, row : str
-        Names of the variant (data set, partition; may be empty) and of the row (method).
-    seed : int
-        Seed of the run.
-    config : Mapping
-        Its settings that differ from the defaults.
-    """
+    """One run of a table: of a variant (data set, partition; its name may be empty), a row (method) and a seed."""
 
     variant: str
     row: str
     seed: int
     config: Mapping[str, Scalar]
+    """The settings that are given to it."""
 
     @property
     def name(self) -> str:
@@ -87,17 +75,19 @@ class Cell:
 
         A run has finished if its status is ``completed``, or one of those that are given.
         """
+        summary = read_summary(self.path)
+        if summary.get("status") not in (status or ("completed",)):
+            return None
         try:
-            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
             ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
-        except (OSError, ValueError, LookupError):  # not there, or damaged: it is run again
+        except (SettingsError, LookupError):  # not there, or damaged: it is run again
             return None
         wanted, known = read_settings(self.config, self.name).as_config(), declared()
         # A run that is older than a setting had its default.
         differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if affects_results(known[key]))
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
-        return None if differ or lacks or summary["status"] not in (status or ("completed",)) else summary
+        return None if differ or lacks else summary
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,6 @@ class Plan:
 
     title: str
     output: Path
-    keep_models: bool
     cells: tuple[Cell, ...]
 
 
@@ -118,14 +107,7 @@ def affects_results(setting: Setting) -> bool:
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     """Run what a table lacks, print it, and write it to ``table.md`` and ``table.csv``; return the exit status.
 
-    Parameters
-    ----------
-    plan : Plan
-        The table.
-    jobs : int
-        Runs at a time.
-    only_print : bool
-        Run nothing.
+    So many ``jobs`` run at a time; with ``only_print`` none does.
 
     Raises
     ------
@@ -135,8 +117,11 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     failures: dict[str, str] = {}
     if not only_print:
         plan.output.mkdir(parents=True, exist_ok=True)
-        with _locked(plan.output):
-            failures = run_cells(plan, jobs)
+        try:
+            with FileLock(plan.output / ".lock", timeout=0):
+                failures = run_cells(plan, jobs)
+        except Timeout:
+            raise SettingsError(f"another `posy table` is at work in {plan.output}") from None
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
     for cell in plan.cells:
         if cell not in results:
@@ -155,18 +140,10 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     """Read a table file and check the settings of all its cells.
 
     It holds ``runs`` (rows: ``name`` and ``settings``), ``seeds``, and, if need be, ``variants`` (as
-    ``runs``), ``settings`` for all cells, ``title``, ``output`` (directory; default ``results/`` and
-    the file's name) and ``keep-models`` (default false: a finished cell's models are deleted).
-    Settings of a row stand over those of a variant, and these over the common ones.
-
-    Parameters
-    ----------
-    file : Path
-        The YAML file.
-    given : Mapping, optional
-        Settings from the command line, over those of the file.
-    output : str, optional
-        Directory of the results in place of the file's.
+    ``runs``), ``settings`` for all cells, ``title`` and ``output`` (directory; default ``results/`` and the
+    file's name).
+    Settings of a row stand over those of a variant, and these over the common ones. What was ``given`` on the
+    command line stands over all of them, and ``output`` over the file's.
 
     Raises
     ------
@@ -206,7 +183,7 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     for key in sorted(given):
         if owner(key) not in (None, *methods):
             raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
-    return Plan(content.get("title", file.stem), folder, content.get("keep-models", False), tuple(cells))
+    return Plan(content.get("title", file.stem), folder, tuple(cells))
 
 
 def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
@@ -231,9 +208,10 @@ def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
                 summary = cell.summary()
                 if summary is None:
                     failures[cell.name] = f"{_reason(process.returncode, cell.log)} ({cell.log})"
-                elif not plan.keep_models:
+                    outcome = f"failed, {failures[cell.name]}"
+                else:
                     shutil.rmtree(cell.path / "models", ignore_errors=True)
-                outcome = f"failed, {failures[cell.name]}" if summary is None else _outcome(summary)
+                    outcome = _outcome(summary)
                 print(f"[{done}/{total}] {cell.name}: {outcome}", flush=True)
             time.sleep(0.05)
     finally:
@@ -298,18 +276,11 @@ def markdown(
         lines = [header, ["---", *["---:"] * (len(header) - 1)]]
         for row in rows.to_dict("records"):
             seeds = sum((cell.variant, cell.row) == (variant, row["method"]) for cell in plan.cells)
-            lines.append(
-                [
-                    row["method"],
-                    f"{row['seeds']}/{seeds}",
-                    *(_percent(row, point, clients=True) + _measured(row, point) for point in POINTS),
-                    *(_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")),
-                    duration(row["seconds"]),
-                    size(row["bytes-up"]),
-                    size(row["bytes-down"]),
-                    str(row["dropped"]),
-                ]
-            )
+            cells = [row["method"], f"{row['seeds']}/{seeds}"]
+            cells += [_percent(row, point, clients=True) + _measured(row, point) for point in POINTS]
+            cells += [_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")]
+            cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
+            lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     parts.append(LEGEND)
     parts += [f"Machine: {line}." for line in _machines(results)]
@@ -335,16 +306,6 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     if not named:
         raise SettingsError(f"{key} in {file} is empty; at least one entry is needed")
     return named
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(f"another `posy table` is at work in {folder}") from None
-        yield
 
 
 def _start(cell: Cell) -> "subprocess.Popen[bytes]":
@@ -391,11 +352,8 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
         found = summary[where][which] or {}
         if which == "last" and found.get("round") != summary["rounds"]:
             found = {}
-        figures[point] = _number(found.get("mean"))
-        figures |= {
-            f"{point}-{name}": _number(found.get(key))
-            for name, key in (("clients-std", "std"), ("weighted", "weighted"), ("round", "round"))
-        }
+        keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round"}
+        figures |= {point + name: _number(found.get(key)) for name, key in keys.items()}
     return figures
 
 
@@ -424,7 +382,7 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
     """Return in how many seeds a point was measured, where not in all that have finished."""
-    measured, best = row[f"{point}-measured"], row[f"{point.removesuffix('-last').removesuffix('-best')}-best-measured"]
+    measured, best = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-best-measured"]
     if measured == row["seeds"] or not (measured or best):  # the method has no such point
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")

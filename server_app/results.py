@@ -223,7 +223,7 @@ class RunDirectory:
             **{key: value for key, value in more.items() if value},
             "versions": {"python": platform.python_version()}
             | {name: _version(name) for name in ("posy", "flwr", "torch", "numpy")},
-            "machine": {"system": platform.platform(), "cpu": _cpu_model(), "cpus": os.cpu_count(), "gpu": gpu},
+            "machine": {"system": platform.platform(), "cpu": cpu_model(), "cpus": os.cpu_count(), "gpu": gpu},
         }
         self._write("config.yaml", dump(plain(content)))
 
@@ -307,7 +307,8 @@ def _version(package: str) -> str | None:
         return None  # an app bundle runs without being installed
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

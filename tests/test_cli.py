@@ -122,7 +122,7 @@ def test_wrong_use_is_one_clear_line(
 )
 def test_settings_stand_before_and_after_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    plan = Plan("", Path(), False, ())
+    plan = Plan("", Path(), ())
     monkeypatch.setattr("posy.commands.table.read_plan", lambda *arguments: seen.append(arguments) or plan)
     monkeypatch.setattr("posy.commands.table.run_table", lambda plan, **options: seen.append(options) or 0)
     assert cli.main(words) == 0

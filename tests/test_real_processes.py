@@ -44,7 +44,6 @@ class Federation(Deployment):
         np.savez(folder / "data.npz", x_train=self.x[:600], y_train=self.y[:600])
         self.common = {"dataset": folder / "data.npz", "model": "mlp", "device": "cpu", "stack": "loop"}
         super().__init__(folder, [*(f"node-{i}" for i in range(NODES)), "other"])
-        self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
 
     def bring_up(self, number: int, *config: str) -> None:
         """Start one of the nodes; the second and the last can be told to misbehave."""

@@ -333,5 +333,5 @@ def _results(
                     }
                 )
             )
-    plan = Plan("title", folder, False, tuple(cells.values()))
+    plan = Plan("title", folder, tuple(cells.values()))
     return plan, {cells[key]: summary for key, summary in summaries.items()}

@@ -5,7 +5,8 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from cryptography import x509
@@ -18,6 +19,8 @@ from posy.settings import SettingsError
 
 LOOPBACK = ("localhost", "127.0.0.1")
 """Names that every server certificate holds: Flower's own processes reach the SuperLink under them."""
+UNUSABLE = (OSError, ValueError, TypeError, UnsupportedAlgorithm)
+"""What reading keys and certificates raises; TypeError: it has a password."""
 SKEW = datetime.timedelta(minutes=10)
 """Time before its making from which a certificate is valid, for machines whose clocks are behind."""
 
@@ -31,10 +34,8 @@ class Files:
         """Certificate of the authority: every machine gets it, to check the SuperLink."""
         self.ca_key = folder / "ca.key"
         """Key of the authority, for later server certificates; no machine of the federation needs it."""
-        self.server = folder / "server.pem"
-        """Certificate of the SuperLink."""
-        self.server_key = folder / "server.key"
-        """Key of the SuperLink."""
+        self.server, self.server_key = folder / "server.pem", folder / "server.key"
+        """Certificate and key of the SuperLink."""
 
     def node_key(self, name: str) -> Path:
         """Private key of a node, which only that node gets."""
@@ -76,7 +77,10 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
     for name in nodes:
         if Path(name).name != name or name in ("ca", "server"):
             raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
-    try:
+    with (
+        _refused(f"{folder}: certificates cannot be written there", (OSError,)),
+        _refused(f"{folder} holds what is no certificate or key under the name of one"),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         if _lacks(files.ca, files.ca_key, or_only=files.ca):
             key = ec.generate_private_key(ec.SECP256R1())
@@ -86,10 +90,9 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
                 raise SettingsError(f"{files.ca_key} is missing: it signs {files.server.name}, which is to be made")
             authority_key = serialization.load_pem_private_key(files.ca_key.read_bytes(), None)
             assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
-            authority = x509.load_pem_x509_certificate(files.ca.read_bytes())
+            signer = x509.load_pem_x509_certificate(files.ca.read_bytes()).subject, authority_key
             key = ec.generate_private_key(ec.SECP256R1())
-            names = x509.SubjectAlternativeName(list(map(_general_name, dict.fromkeys([*LOOPBACK, *hosts]))))
-            content = _certificate(key, "Posy SuperLink", days, names, authority.subject, authority_key)
+            content = _certificate(key, "Posy SuperLink", days, signer, dict.fromkeys([*LOOPBACK, *hosts]))
             written += [_write_key(files.server_key, key), _write(files.server, content)]
         elif lacking := set(map(_general_name, hosts)) - _hosts(files.server):
             raise SettingsError(
@@ -103,19 +106,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
                     serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
                 )
                 written += [_write_key(files.node_key(name), key, ssh=True), _write(files.node_public(name), public)]
-    except SettingsError:
-        raise
-    except OSError as error:
-        raise SettingsError(f"{folder}: certificates cannot be written there: {error}") from error
-    except (ValueError, TypeError) as error:  # TypeError: a key with a password
-        raise SettingsError(f"{folder} holds what is no certificate or key under the name of one: {error}") from error
     return written
-
-
-def _hosts(certificate: Path) -> set[x509.GeneralName]:
-    """Return the hosts that a certificate is for."""
-    extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
-    return set(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def public_pem(path: Path) -> bytes:
@@ -126,33 +117,25 @@ def public_pem(path: Path) -> bytes:
     SettingsError
         If the file holds none.
     """
-    try:
+    with _refused(f"{path} is not a public key as `posy certificates` makes it"):
         content = path.read_bytes()
+        if b"PRIVATE KEY" in content:
+            raise SettingsError(f"{path} is a private key, which stays on its node; its public half is needed")
         key = serialization.load_ssh_public_key(content)
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        if not isinstance(error, OSError) and b"PRIVATE KEY" in content:
-            raise SettingsError(
-                f"{path} is a private key, which stays on its node; its public half is needed"
-            ) from error
-        raise SettingsError(f"{path} is not a public key as `posy certificates` makes it: {error}") from error
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def check_authority(path: Path) -> None:
     """Raise :class:`SettingsError` if a file holds no certificate that others can be checked against."""
-    try:
+    with _refused(f"{path} cannot be used as a certificate"):
         ssl.create_default_context(cafile=str(path))
-    except (ssl.SSLError, OSError) as error:
-        raise SettingsError(f"{path} cannot be used as a certificate: {error}") from error
 
 
 def check_server(certificate: Path, key: Path) -> None:
     """Raise :class:`SettingsError` if a certificate and a key do not belong together, or it is not valid now."""
-    try:
+    with _refused(f"{certificate} and {key} cannot be used"):
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
-    except (ssl.SSLError, OSError, ValueError) as error:
-        raise SettingsError(f"{certificate} and {key} cannot be used: {error}") from error
     if end < datetime.datetime.now(datetime.UTC):
         raise SettingsError(
             f"{certificate} has expired ({end:%Y-%m-%d}); delete it and {key.name} to have them made anew"
@@ -161,14 +144,27 @@ def check_server(certificate: Path, key: Path) -> None:
 
 def check_node_key(path: Path) -> None:
     """Raise :class:`SettingsError` if a file holds no private key of a node."""
-    try:
+    with _refused(f"--key {path}: it is not a private key as `posy certificates` makes it"):
         content = path.read_bytes()
         load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
         load(content, None)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise SettingsError(
-            f"--key {path}: it is not a private key as `posy certificates` makes it: {error}"
-        ) from error
+
+
+@contextmanager
+def _refused(what: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
+    """Turn what reading keys and certificates raises into a :class:`SettingsError` that says what is wrong."""
+    try:
+        yield
+    except SettingsError:
+        raise
+    except kinds as error:
+        raise SettingsError(f"{what}: {error}") from error
+
+
+def _hosts(certificate: Path) -> set[x509.GeneralName]:
+    """Return the hosts that a certificate is for."""
+    extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+    return set(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
@@ -183,43 +179,35 @@ def _certificate(
     key: ec.EllipticCurvePrivateKey,
     name: str,
     days: int,
-    hosts: x509.SubjectAlternativeName | None = None,
-    issuer: x509.Name | None = None,
-    issuer_key: ec.EllipticCurvePrivateKey | None = None,
+    signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
+    hosts: Iterable[str] = (),
 ) -> bytes:
-    """Return a server's certificate for some hosts, signed by an issuer; or, without one, that of an authority."""
+    """Return a server's certificate for some hosts, by a signer; or, without one, that of an authority."""
     now = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    authority = issuer_key is None
+    issuer, issuer_key = signer or (subject, key)
+    authority = signer is None
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     usage = x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
         crl_sign=authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        **dict.fromkeys((*others, "encipher_only", "decipher_only"), False),
     )
     builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer or subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
         .not_valid_before(now - SKEW)
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-    if hosts is not None and issuer_key is not None:
+    if not authority:
         by = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
         server = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-        for extension in (server, hosts, by):
+        for extension in (server, x509.SubjectAlternativeName(map(_general_name, hosts)), by):
             builder = builder.add_extension(extension, critical=False)
-    return builder.sign(issuer_key or key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -98,18 +98,18 @@ def superlink(
     from posy.commands.deploy.superlink import keep  # noqa: PLC0415
 
     fleet = fleet or (LOCAL_FLEET if insecure else FLEET)
-    host, port = _host_and_port("--control", control)
-    _host_and_port("--fleet", fleet)
+    places = (("--control", control), ("--fleet", fleet))
+    (host, port), _ = (_host_and_port(option, place) for option, place in places)
     if not is_loopback(control):
         _check_control(control, allowed=control_open_to_network)
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
     _exclude(insecure, "--certificates", folder)
     if insecure:
-        for option, place in (("--control", control), ("--fleet", fleet)):
+        for option, place in places:
             _check_loopback(option, place)
         reached = Connection(address)
-        trust = trusted = ["--insecure"]
+        trust = ["--insecure"]
     else:
         from posy.commands.deploy.certificates import Files, check_authority, check_server  # noqa: PLC0415
 
@@ -120,7 +120,7 @@ def superlink(
         reached = Connection(address, ca)
         trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
         trust += ["--enable-supernode-auth"]
-        trusted = ["--root-certificates", str(ca)]
+    _, _, *trusted = reached.words()
     home = state.absolute() / "flower"
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def superlink(
         [script("flower-superlink"), *served],
         [script("flower-superexec"), "--runtime-api-address", address, *trusted, "--parent-pid", str(os.getpid())],
     ]
-    for option, place in (("--control", control), ("--fleet", fleet)):
+    for option, place in places:
         _check_free(option, place)
     _write_connection(home, reached)
     environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}

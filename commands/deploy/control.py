@@ -45,30 +45,19 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was submitted to a SuperLink.
-
-    Attributes
-    ----------
-    number : str
-        Flower's number of it.
-    config : Mapping
-        The settings that were given.
-    status : str
-        ``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``.
-    since : str
-        When that began, in local time.
-    seconds : float
-        How long it has run.
-    details : str
-        Why it failed.
-    """
+    """A run that was submitted to a SuperLink."""
 
     number: str
     config: Mapping[str, Any]
+    """The settings that were given."""
     status: str
+    """``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``."""
     since: str
+    """When that began, in local time."""
     seconds: float
+    """How long it has run."""
     details: str
+    """Why it failed."""
 
     @property
     def name(self) -> str:
@@ -88,15 +77,7 @@ class Run:
 
 
 class Control:
-    """A SuperLink that takes orders.
-
-    Parameters
-    ----------
-    client : ControlHttpClient
-        Flower's client of it.
-    address : str
-        Host and port.
-    """
+    """A SuperLink at ``host:port`` that takes orders, through Flower's client of it."""
 
     def __init__(self, client: ControlHttpClient, address: str) -> None:
         self._client = client
@@ -150,10 +131,20 @@ class Control:
         Raises
         ------
         LaunchError
-            If the SuperLink does not take it.
+            If the app is not there or does not admit a setting, which Flower would refuse without saying why; or if
+            the SuperLink does not take it.
         """
         from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - takes half a second
 
+        path = APP / "pyproject.toml"
+        if not path.is_file():
+            raise LaunchError(f"the Flower app is not in {APP}: submit runs from a checkout (`pip install -e .`)")
+        admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+        for key in given.keys() - admitted.keys():
+            raise LaunchError(
+                f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
+                "docs/generate.py` brings that table up to date"
+            )
         content = build_fab_from_disk(APP)
         bundle = Fab(hash_str=hashlib.sha256(content).hexdigest(), content=content)
         request = StartRunRequest(fab=bundle, override_config=user_config_to_proto(dict(given)))
@@ -169,14 +160,7 @@ class Control:
     def follow(self, number: str, show: Callable[[str], object], patience: float = OUTAGE_SECONDS) -> Run:
         """Hand over the log of a run line by line until the run ends, and return the run.
 
-        Parameters
-        ----------
-        number : str
-            Number of the run.
-        show : callable
-            Is given each line.
-        patience : float
-            Seconds that the SuperLink may stay out of reach, each time.
+        The SuperLink may stay out of reach for ``patience`` seconds, each time.
         """
         after, rest, deadline = 0.0, "", None
         while True:
@@ -230,21 +214,13 @@ def control(superlink: Connection) -> Iterator[Control]:
 def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verbose: bool = False) -> int:
     """Submit a run to a SuperLink with SuperNodes, follow it, and return the exit status; Ctrl-C stops the run.
 
-    Parameters
-    ----------
-    given : Mapping
-        Settings that differ from their defaults; paths are those of the SuperLink's machine.
-    superlink : Connection
-        The SuperLink.
-    verbose : bool
-        Show Flower's whole log.
+    Paths among the settings are those of the SuperLink's machine.
 
     Raises
     ------
     LaunchError
-        If the SuperLink cannot be reached or refuses the run.
+        If the SuperLink cannot be reached or the run is refused.
     """
-    _check_app(given)
     log = RunLog(verbose)
     with control(superlink) as api:
         number = api.submit(given)
@@ -268,10 +244,7 @@ def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verb
 
 
 def show_run(superlink: Connection, word: str, *, verbose: bool = False) -> int:
-    """Show the log of a run from its beginning until the run ends, and return the exit status.
-
-    Ctrl-C leaves the run alone.
-    """
+    """Show the log of a run until the run ends, and return the exit status; Ctrl-C leaves the run alone."""
     log = RunLog(verbose)
     with control(superlink) as api:
         run = api.find(word)
@@ -287,25 +260,6 @@ def show_run(superlink: Connection, word: str, *, verbose: bool = False) -> int:
 def local_time(time: str) -> str:
     """Return a time that the SuperLink names in local time; empty if it names none."""
     return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else ""
-
-
-def _check_app(given: Mapping[str, Scalar]) -> None:
-    """Check what Flower would refuse without saying why.
-
-    Raises
-    ------
-    LaunchError
-        If the app is not there, or does not admit a setting.
-    """
-    path = APP / "pyproject.toml"
-    if not path.is_file():
-        raise LaunchError(f"the Flower app is not in {APP}: submit runs from a checkout (`pip install -e .`)")
-    admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-    for key in given.keys() - admitted.keys():
-        raise LaunchError(
-            f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
-            "docs/generate.py` brings that table up to date"
-        )
 
 
 def _exit_status(run: Run, log: RunLog) -> int:

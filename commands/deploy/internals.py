@@ -31,7 +31,6 @@ from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from posy.commands.launch import LaunchError
 from posy.flower import look_for_parts_sooner
 
 FLOWER = "1.39"
@@ -43,29 +42,18 @@ NODE_PATIENCE = 30.0
 
 
 def require_version() -> None:
-    """Refuse other versions of Flower.
-
-    Raises
-    ------
-    LaunchError
-        If the installed Flower is not 1.39.
-    """
+    """End the process if the installed Flower is not 1.39."""
     if not flwr.__version__.startswith(f"{FLOWER}."):
-        raise LaunchError(
-            f"warm SuperNodes use internals of Flower {FLOWER}, but {flwr.__version__} is installed: install "
+        sys.exit(
+            f"posy: warm SuperNodes use internals of Flower {FLOWER}, but {flwr.__version__} is installed: install "
             f"'flwr>={FLOWER},<1.40', or start the stock command, `flower-supernode`, which works with any version"
         )
 
 
 def run_node(arguments: list[str], sleep: Callable[[float], None]) -> None:
-    """Run ``flower-supernode`` in this process, which it ends.
+    """Run ``flower-supernode`` in this process, which it ends, with another ``time.sleep`` in the node's main loop.
 
-    Parameters
-    ----------
-    arguments : list of str
-        Arguments of ``flower-supernode``, with ``--isolation process``.
-    sleep : callable
-        Takes the place of ``time.sleep`` in the node's main loop.
+    The arguments are those of the command, with ``--isolation process``.
     """
     from flwr.client.grpc_rere_client import connection  # noqa: PLC0415 - a second to import
     from flwr.supercore import heartbeat  # noqa: PLC0415
@@ -101,15 +89,7 @@ def acquire_task(node: RuntimeHttpClient) -> str | None:
 
 
 class Task:
-    """One message that a node has to answer.
-
-    Parameters
-    ----------
-    address : str
-        Host and port of the node's Runtime API.
-    token : str
-        What :func:`acquire_task` has returned.
-    """
+    """One message that a node has to answer, by the node's Runtime API and what :func:`acquire_task` has returned."""
 
     def __init__(self, address: str, token: str) -> None:
         self._client = runtime_client(address, token)

@@ -41,7 +41,7 @@ from posy.commands.deploy.internals import (
     run_node,
     runtime_client,
 )
-from posy.commands.launch import LaunchError, free_port
+from posy.commands.launch import free_port
 from posy.server_app.grids import pause
 
 IDLE_SECONDS = 1.0
@@ -97,10 +97,8 @@ class Worker:
                 [sys.executable, "-P", "-m", "posy.commands.deploy.worker", address, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "FLWR_HOME": str(home),
-                },  # its own: nodes would install over each other in a shared one
+                # A home of its own: nodes would install over each other in a shared one.
+                env={**os.environ, "FLWR_HOME": str(home)},
             )
         worker = cls(process, ours, home, queue.Queue())
         threading.Thread(target=worker._listen, daemon=True).start()
@@ -130,15 +128,7 @@ class Worker:
 
 
 class Executor(threading.Thread):
-    """Takes the node's tasks, one at a time, and has the worker carry them out.
-
-    Parameters
-    ----------
-    address : str
-        Host and port of the node's Runtime API.
-    waits : Waits
-        The pauses of the node's main loop.
-    """
+    """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out."""
 
     def __init__(self, address: str, waits: Waits) -> None:
         super().__init__(name="posy-executor", daemon=True)
@@ -230,13 +220,6 @@ class Watch(threading.Thread):
 
     Flower applies ``--max-wait-time`` to each of its requests separately, so a node alone may go on for ever; and a
     node that ends reports this to its SuperLink, for which it waits again.
-
-    Parameters
-    ----------
-    address : str
-        Host and port of the SuperLink.
-    seconds : float
-        Seconds for which it may be out of reach.
     """
 
     def __init__(self, address: str, seconds: float) -> None:
@@ -258,10 +241,7 @@ class Watch(threading.Thread):
 
 def main() -> None:
     """Run a warm node; the arguments are those of ``flower-supernode``."""
-    try:
-        require_version()
-    except LaunchError as error:
-        sys.exit(f"posy: {error}")
+    require_version()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="")

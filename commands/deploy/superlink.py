@@ -33,9 +33,10 @@ class _Kept:
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    process: "subprocess.Popen[bytes] | None" = None
-    started: float = 0.0
     starts: int = 0
+
+    def __post_init__(self) -> None:
+        self.start()
 
     def start(self) -> None:
         self.started = time.monotonic()
@@ -45,7 +46,7 @@ class _Kept:
 
     def restart_if_dead(self) -> None:
         """Start the process again if it has died; raise :class:`LaunchError` if it died too often."""
-        if self.process is None or self.process.poll() is None:
+        if self.process.poll() is None:
             return
         name = Path(self.command[0]).name
         if time.monotonic() - self.started > HEALTHY_SECONDS:
@@ -58,8 +59,6 @@ class _Kept:
 
     def stop(self) -> None:
         """End the process and all that it has started; a ServerApp among them would ask for ever."""
-        if self.process is None:
-            return
         with contextlib.suppress(ProcessLookupError):  # the group is no more
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
@@ -72,24 +71,17 @@ class _Kept:
 
 
 def keep(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
-    """Run processes until this one is interrupted, and start again those that die.
-
-    Parameters
-    ----------
-    commands : sequence of sequence of str
-        What to run, in this order; the processes are ended in the reverse order.
-    environment : Mapping
-        Their environment.
+    """Run processes, in this order, until this one is interrupted, and start again those that die.
 
     Raises
     ------
     LaunchError
         If a process ends with an error at once, or dies again and again.
     """
-    kept = [_Kept(command, environment) for command in commands]
+    kept: list[_Kept] = []
     try:
-        for one in kept:
-            one.start()
+        for command in commands:
+            kept.append(_Kept(command, environment))
         while True:
             for one in kept:
                 one.restart_if_dead()

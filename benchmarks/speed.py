@@ -1,0 +1,192 @@
+"""Samples trained per second inside a round, beside a bare PyTorch loop over the same batches. Prints JSON.
+
+The bare loop runs in as many processes as there are cores, one thread each, every process on its share of the clients.
+
+``python -m benchmarks.speed methods``: CIFAR-10, 4-layer CNN, 20 clients with Dir(0.1), batch 10, one epoch. The
+better of the bare loops before and after the federated runs is the limit. Targets: FedAvg at least 0.7 of it, FedFew
+with K = 3 at most 3.2 times the time of one model, the regulariser of cwFedAvg at most 1.1 times that of FedAvg.
+FedDRM's network has a second branch; a bare loop that trains it too is its limit.
+
+``python -m benchmarks.speed engines``: for each workload, number of clients and engine also the overhead of a message
+and the peak of memory. The overhead is what a message costs beyond one step on one sample: it is measured in runs that
+train no more than that. Beside it stands what no engine can save: to copy the model once to where it is trained, and
+the result once to the reply. Of 1,000 clients 10 % train in a round. Workloads for which a CPU is too slow are left
+out there unless ``--slow`` is given.
+"""
+
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from threading import local
+from typing import Any
+
+import torch
+import typer
+
+from benchmarks.measure import bare_speed, federated, machine
+from posy.client_app.workspace import Workspace
+from posy.strategies.registry import read_settings
+
+RUNS: dict[str, dict[str, Any]] = {
+    "fedavg": {"method": "fedavg"},
+    "fedacs": {"method": "fedacs"},
+    "feddrm": {"method": "feddrm"},
+    "cwfedavg without wdr": {"method": "cwfedavg", "cwfedavg-wdr": False},
+    "cwfedavg": {"method": "cwfedavg"},
+    "fedfew, K = 1": {"method": "fedfew", "fedfew-models": 1},
+    "fedfew, K = 3": {"method": "fedfew", "fedfew-models": 3},
+}
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "cnn-10": {"dataset": "cifar10", "model": "cnn", "batch-size": 10, "samples-per-client": 100},
+    "cnn-50": {"dataset": "cifar10", "model": "cnn", "batch-size": 50, "samples-per-client": 100},
+    "mlp-digits": {"dataset": "digits", "model": "mlp", "batch-size": 10},
+    "mlp-mnist": {"dataset": "mnist", "model": "mlp", "batch-size": 10, "samples-per-client": 60},
+    "resnet18-128": {"dataset": "cifar10", "model": "resnet18-gn", "batch-size": 128, "samples-per-client": 128},
+}
+ENGINES: dict[str, tuple[str, bool]] = {
+    "ray": ("loop", True),
+    "in-process": ("loop", False),
+    "in-process, vectorised": ("vmap", False),
+}
+"""The setting ``stack``, and whether Ray carries the messages."""
+TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
+
+app = typer.Typer()
+
+
+@app.command()
+def methods(
+    data_dir: Path = Path("datasets"),
+    samples: int = 12_000,
+    rounds: int = 4,
+    ray: bool = typer.Option(False, help="in Flower's simulation instead of one process"),
+) -> None:
+    """Measure the methods."""
+    config: dict[str, Any] = {
+        "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": samples, "num-clients": 20,
+        "dirichlet-alpha": 0.1, "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "seed": 1,
+    }  # fmt: skip
+    trained = sum(map(len, Workspace(read_settings(config)).partition.train))
+    before = bare_speed(config)
+    results = {name: federated(config | RUNS[name], rounds, ray=ray) for name in RUNS}
+    bare = max(before, bare_speed(config))
+    table: dict[str, dict[str, Any]] = {
+        name: {
+            "samples_per_second": round(trained / result["seconds"]),
+            "of_bare_loop": round(trained / result["seconds"] / bare, 3),
+            **{f"{phase}_seconds": round(result[phase], 2) for phase in ("evaluation", "start_up")},
+        }
+        for name, result in results.items()
+    }
+    own_loop = bare_speed(config | RUNS["feddrm"])
+    table["feddrm"]["of_bare_loop_with_client_branch"] = round(trained / results["feddrm"]["seconds"] / own_loop, 3)
+
+    def ratio(slow: str, fast: str) -> float:
+        return round(results[slow]["seconds"] / results[fast]["seconds"], 2)
+
+    report = {
+        "where": "Flower's simulation" if ray else "one process",
+        "machine": machine(),
+        "training_samples": trained,
+        "bare_loop_samples_per_second": round(bare),
+        "runs": table,
+        "fedfew_K3_over_K1": ratio("fedfew, K = 3", "fedfew, K = 1"),
+        "wdr_over_none": ratio("cwfedavg", "cwfedavg without wdr"),
+    }
+    print(json.dumps(report, indent=2))
+
+
+@app.command()
+def engines(
+    data_dir: Path = Path("datasets"),
+    rounds: int = 4,
+    only: list[str] = typer.Option(list(WORKLOADS), help="which workloads"),  # noqa: B008 - typer's form
+    clients: list[int] = typer.Option([10, 100, 1000]),  # noqa: B008
+    slow: bool = typer.Option(False, help="also what takes a CPU many minutes"),
+) -> None:
+    """Measure the engines."""
+    report: dict[str, Any] = {"machine": machine(), "workloads": {}}
+    try:
+        for workload, count in product(only, clients):
+            if slow or (workload, count) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
+                table = measured(workload, count, str(data_dir.absolute()), rounds)
+                report["workloads"][f"{workload}, {count} clients"] = table
+    except KeyboardInterrupt:
+        print("stopped: what was measured until here", file=sys.stderr)
+    print(json.dumps(report, indent=2))
+
+
+def settings(workload: str, clients: int, data_dir: str) -> dict[str, Any]:
+    """Return the settings of a workload for so many clients."""
+    return {
+        "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
+        "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,
+        **WORKLOADS[workload],
+    }  # fmt: skip
+
+
+def overhead(config: dict[str, Any], rounds: int, *, ray: bool) -> float:
+    """Return milliseconds that a message takes beyond one step on one sample."""
+    config = config | {"local-steps": 1, "batch-size": 1}
+    rounds *= 1 if ray else 10  # of milliseconds
+    step = 1 / bare_speed(config | {"samples-per-client": 20} if "samples-per-client" in config else config)
+    result = federated(config, rounds, ray=ray)
+    return 1000 * (result["seconds"] / result["messages"] - step)
+
+
+def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> float:
+    """Return milliseconds a message that it takes to copy a model in and a result out, in as many threads as train."""
+    workspace = Workspace(read_settings(config))
+    model = torch.randn(workspace.architecture.layout.size, device=workspace.device)
+    here = local()
+
+    def message(_: int) -> torch.Tensor:
+        if not hasattr(here, "resident"):
+            here.resident = torch.empty_like(model)
+        resident: torch.Tensor = here.resident
+        return resident.copy_(model).clone()
+
+    def a_round(pool: ThreadPoolExecutor) -> float:
+        start = time.perf_counter()
+        replies = list(pool.map(message, range(messages)))
+        if workspace.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / len(replies)
+
+    with ThreadPoolExecutor(workspace.workers) as pool:
+        return 1000 * statistics.median(a_round(pool) for _ in range(rounds))
+
+
+def measured(workload: str, clients: int, data_dir: str, rounds: int) -> dict[str, Any]:
+    """Measure all engines on one workload."""
+    config = settings(workload, clients, data_dir)
+    limit = bare_speed(config)
+    table: dict[str, Any] = {
+        "bare_loop_samples_per_second": round(limit),
+        "copies_ms_a_message": round(copying(config), 2),
+    }
+    print(workload, clients, table, file=sys.stderr, flush=True)
+    for name, (stack, ray) in ENGINES.items():
+        stacked = config | {"stack": stack}
+        run = federated(stacked, rounds, ray=ray)
+        speed = run["samples"] / run["seconds"]
+        table[name] = {
+            "samples_per_second": round(speed),
+            "of_bare_loop": round(speed / limit, 3),
+            "overhead_ms_a_message": round(overhead(stacked, rounds, ray=ray), 2),
+            "round_seconds": round(run["seconds"], 3),
+            "evaluation_seconds": round(run["evaluation"], 3),
+            "start_up_seconds": round(run["start_up"], 1),
+            "imports_seconds": round(run["imports"], 1),
+            "peak_mib": run["peak_mib"],
+        }
+        print(workload, clients, name, table[name], file=sys.stderr, flush=True)
+    return table
+
+
+if __name__ == "__main__":
+    app()
