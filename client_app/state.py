@@ -72,13 +72,7 @@ class Versions(NamedTuple):
 
     @classmethod
     def take(cls, config: dict[str, Any]) -> Self:
-        """Take the versions out of a message's config.
-
-        Raises
-        ------
-        SettingsError
-            If one is not numbers joined by dashes: it comes from the server and becomes the name of a file.
-        """
+        """Take the versions out of a message's config; :class:`SettingsError` for one that may not name a file."""
         named = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
         for version in (named.to, *filter(None, (named.start, *named.keep))):
             if not _VERSION.fullmatch(version):
@@ -102,9 +96,13 @@ class StateStore(ABC):
         StateError
             If it cannot be read: another version would be a wrong state.
         """
+
+        def numbers(version: str) -> list[int]:
+            return [int(number) for number in version.split("-")]
+
         there = self.versions(client)
         for version in there - {named.start, *named.keep}:
-            if _numbers(version) < _numbers(named.to):
+            if numbers(version) < numbers(named.to):
                 self.remove(client, version)
         if named.start and named.start not in there:
             raise MissingStateError(f"the state {named.start} of client {client} is not on this node")
@@ -174,7 +172,7 @@ class DirectoryStore(StateStore):
     path : Path
         Directory of the run; made when something is kept.
     durable : bool
-        Whether each file must survive a loss of power as soon as it is written; if not, :meth:`sync` sees to it.
+        Whether each file must survive a loss of power as soon as it is written.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -206,12 +204,6 @@ class DirectoryStore(StateStore):
         """Remove the file of a version."""
         self._file(client, version).unlink(missing_ok=True)
 
-    def sync(self, client: int, version: str) -> None:
-        """Wait until the disk has the file of a version."""
-        file = self._file(client, version)
-        sync(file)
-        sync(file.parent)
-
     def _file(self, client: int, version: str) -> Path:
         return self._path / f"client-{client}" / f"{version}{_SUFFIX}"
 
@@ -227,16 +219,11 @@ class MemoryStore(DirectoryStore):
         Directory for the states beyond the limit, and for those that checkpoints need.
     limit : int
         Bytes that states may take in memory; 0: no limit.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes that the states in memory take.
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
         super().__init__(path, durable=False)
-        self.nbytes = 0
+        self.nbytes = 0  # in memory
         self._limit = limit
         self._held: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
         # By client, in memory or in files: to look into a folder for each message would cost more than all else here.
@@ -283,7 +270,9 @@ class MemoryStore(DirectoryStore):
         with self._lock:
             for client, version in self._unsynced.intersection(versions.items()):
                 self._write_file(client, version)
-                self.sync(client, version)
+                file = self._file(client, version)
+                sync(file)
+                sync(file.parent)
                 self._unsynced.discard((client, version))
 
     def _known_of(self, client: int) -> set[str]:
@@ -313,11 +302,6 @@ class MemoryStore(DirectoryStore):
         if (client, version) in self._unwritten:
             super().write(client, version, self._held[client][version])
             self._unwritten.discard((client, version))
-
-
-def _numbers(version: str) -> list[int]:
-    """Return the numbers of a version, by which older ones come first."""
-    return [int(number) for number in version.split("-")]
 
 
 def _size(arrays: Arrays) -> int:

@@ -1,10 +1,8 @@
 """Local training and inference, written once for every method.
 
-A method asks for work by yielding :class:`Train` and :class:`Forward` requests from a generator (see
-:mod:`posy.client_app.base`); :class:`Trainer` carries them out. An objective is a function of (network,
-batch, context), so the same code trains one model, or K models over a stacked axis: one after the
-other with resident modules, or as one computation under :func:`torch.func.vmap`. Several clients are
-one more axis.
+An objective is a function of (network, batch, context), so the same code trains one model, or K models over a
+stacked axis: one after the other with resident modules, or as one computation under :func:`torch.func.vmap`.
+Several clients are one more axis.
 """
 
 from collections.abc import Sequence
@@ -63,13 +61,7 @@ class Trainer:
         return max(1, int(0.8 * free) // (10 * 4 * network.layout.size))
 
     def train(self, job: Job, network: Network) -> Trained:
-        """Run one client's local SGD (momentum starts at zero).
-
-        Raises
-        ------
-        TrainingDivergedError
-            If the loss or a parameter is no longer finite.
-        """
+        """Run one client's local SGD, or raise :class:`TrainingDivergedError` if it leaves the finite numbers."""
         (result,) = self.train_together([job], network)
         if isinstance(result, TrainingDivergedError):
             raise result

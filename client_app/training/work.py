@@ -74,8 +74,6 @@ class Train:
     resample : bool
         Draw samples in proportion to their weights, with replacement, instead of weighting their losses: the
         same objective on average, without steps as large as the largest weight.
-    pull : Pull or None
-        Proximal term.
     rates : Mapping of str to float
         Factor on the learning rate by layer; 0 freezes a layer. Layers that are not named have 1.
     mask : Tensor or None
@@ -133,18 +131,8 @@ class Forward:
 class Job(NamedTuple):
     """One client's local training.
 
-    Attributes
-    ----------
-    work : Train
-        What is trained.
-    samples : Samples
-        The client's training samples.
-    generator : torch.Generator
-        Draws the order of the samples; on the CPU, so that every device sees the same batches.
-    lr : float
-        Learning rate.
-    augment : Augment or None
-        Changes the inputs of a batch; has its own generator.
+    The generator draws the order of the samples, on the CPU, so that every device sees the same batches; the
+    augmentation has its own.
     """
 
     work: Train
