@@ -24,8 +24,6 @@ class Dataset:
     ----------
     name : str
         Name or path that it was loaded under.
-    task : Task
-        Kind, shape and classes.
     x : np.ndarray
         ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` features, float32 or, where
         that would change one, float64; or ``(N, L)`` int64 tokens.
@@ -122,22 +120,10 @@ def make_dataset(
     vocabulary: int = 0,
     scale: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Dataset:
-    """Build a data set from samples and labels as :class:`Dataset` holds them.
+    """Build a data set from samples and labels as :class:`Dataset` holds them, and the parts of its :class:`Task`.
 
     uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels and tokens stay.
-
-    Parameters
-    ----------
-    name, x, y, groups
-        As in :class:`Dataset`.
-    kind : str
-        ``image``, ``features`` or ``text``.
-    class_names : sequence of str
-        Names of the C classes.
-    vocabulary : int
-        Number of tokens of texts, padding included.
-    scale : tuple or None
-        Mean and standard deviation of features; ``None``: those of ``x``. A constant one is only centred.
+    ``scale`` is mean and standard deviation of features; ``None``: those of ``x``. A constant one is only centred.
     """
     shape: tuple[int, ...] = x.shape[1:]
     if kind == "image":

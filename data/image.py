@@ -46,10 +46,8 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
     if x.dtype.kind in "iu":
         bad = np.argwhere((x < 0) | (x > 255))
         if len(bad):
-            position = tuple(bad[0].tolist())
-            raise DataError(
-                f"{where}: pixel {x[position]} at index {position}; whole numbers are allowed from 0 to 255"
-            )
+            place = tuple(bad[0].tolist())
+            raise DataError(f"{where}: pixel {x[place]} at index {place}; whole numbers are allowed from 0 to 255")
         return x.astype(np.uint8)
     if x.dtype.kind != "f":
         raise DataError(f"{where}: pixels of type {x.dtype}; allowed are uint8 or floating-point numbers")
@@ -59,21 +57,13 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
 def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Find the images of a folder of class folders, or of train/test folders of class folders.
 
-    Parameters
-    ----------
-    root : Path
-        The folder; hidden folders and files that are no images are passed over.
+    Hidden folders and files that are no images are passed over.
 
     Returns
     -------
     tuple
         The N files; ``(N,)`` names of their class folders; and ``(N,)`` bool, which of them lie in the
         folder test (without one: val), or ``None`` if there is neither.
-
-    Raises
-    ------
-    DataError
-        If there is no class folder, or one holds no image.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:

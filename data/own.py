@@ -24,11 +24,6 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     """Make a data set of what was read; ``length`` is that of texts, in words.
 
     Features are standardised; PFLlib's are taken as they are. What may be a mistake is logged.
-
-    Raises
-    ------
-    DataError
-        If there are fewer than two classes, or a label is not one of the classes that the data gives.
     """
     if content.class_names:
         names, notes = content.class_names, content.read_notes
@@ -90,12 +85,6 @@ def read_npz(path: Path) -> Content:
     Read are ``x_train, y_train`` and, if there, ``x_test, y_test`` and ``groups_train, groups_test``
     (numbers or texts). Three and four axes are images, as :func:`posy.data.image.as_images` takes them;
     ``(N, F)`` are features.
-
-    Raises
-    ------
-    DataError
-        If keys are missing, x and y differ in length, samples hold nothing, or those of train and test are of
-        different kinds.
     """
     archive = NpzFile(path)
     splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} & set(archive.names)]
@@ -144,10 +133,8 @@ def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, ski
         raise unreadable(problems, len(files), hint if skip_unreadable is False else "")
     good = np.setdiff1d(np.arange(len(files)), list(problems))
     first = ", ".join(str(files[number].relative_to(path)) for number in list(problems)[:3])
-    notes = [
-        f"{len(problems)} of {len(files)} image files cannot be read and are left out: "
-        f"{first}{', …' if len(problems) > 3 else ''}"
-    ]
+    first += ", …" * (len(problems) > 3)
+    notes = [f"{len(problems)} of {len(files)} image files cannot be read and are left out: {first}"]
     if gone := np.setdiff1d(names, names[good]).tolist():
         notes.append(f"classes without an image that can be read: {', '.join(gone)}")
     return Content(
