@@ -36,11 +36,6 @@ class Engine:
     Where stacking pays (see :meth:`Trainer.stacks`), clients advance together: what they ask for at the same
     time and is of one kind is one computation. Elsewhere each client trains by itself on a thread of its own;
     threads share data and models and wait for each other only in Python, not in PyTorch.
-
-    Parameters
-    ----------
-    workspace : Workspace
-        Data, networks and trainer of this process.
     """
 
     def __init__(self, workspace: Workspace) -> None:

@@ -103,16 +103,16 @@ class StateStore(ABC):
         there = self.versions(client)
         for version in there - {named.start, *named.keep}:
             if numbers(version) < numbers(named.to):
-                self.remove(client, version)
+                self._remove(client, version)
         if named.start and named.start not in there:
             raise MissingStateError(f"the state {named.start} of client {client} is not on this node")
-        return State(self.read(client, named.start) if named.start else None)
+        return State(self._read(client, named.start) if named.start else None)
 
     def save(self, client: int, named: Versions, state: State) -> str:
         """Keep a client's state if it has changed, and return the version that the client has now."""
         if not state.changed:
             return named.start
-        self.write(client, named.to, state)
+        self._write(client, named.to, state)
         state.changed = False
         return named.to
 
@@ -121,16 +121,13 @@ class StateStore(ABC):
         """Return the versions of a client that are there."""
 
     @abstractmethod
-    def read(self, client: int, version: str) -> Arrays:
-        """Return a version that is there."""
+    def _read(self, client: int, version: str) -> Arrays: ...
 
     @abstractmethod
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Keep a version."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None: ...
 
     @abstractmethod
-    def remove(self, client: int, version: str) -> None:
-        """Remove a version."""
+    def _remove(self, client: int, version: str) -> None: ...
 
 
 class ContextStore(StateStore):
@@ -143,7 +140,7 @@ class ContextStore(StateStore):
         self._records = context.state
 
     def load(self, client: int, named: Versions) -> State:
-        """Return the version that a message starts from; of the others none older than the one to be written stays."""
+        """Load it; of the others none older than the one to be written stays."""
         return super().load(client, named._replace(keep=()))
 
     def versions(self, client: int) -> set[str]:
@@ -151,16 +148,13 @@ class ContextStore(StateStore):
         own = f"client-{client}/"
         return {name.removeprefix(own) for name in self._records.array_records if name.startswith(own)}
 
-    def read(self, client: int, version: str) -> Arrays:
-        """Return a version in the context."""
+    def _read(self, client: int, version: str) -> Arrays:
         return {name: a.numpy() for name, a in self._records.array_records[f"client-{client}/{version}"].items()}
 
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Put a version into the context."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None:
         self._records[f"client-{client}/{version}"] = record_of({name: np.asarray(a) for name, a in arrays.items()})
 
-    def remove(self, client: int, version: str) -> None:
-        """Take a version out of the context."""
+    def _remove(self, client: int, version: str) -> None:
         del self._records[f"client-{client}/{version}"]
 
 
@@ -185,23 +179,20 @@ class DirectoryStore(StateStore):
         files = folder.iterdir() if folder.is_dir() else ()
         return {file.stem for file in files if file.suffix == _SUFFIX and _VERSION.fullmatch(file.stem)}
 
-    def read(self, client: int, version: str) -> Arrays:
-        """Map the file of a version into memory; raise :class:`StateError` if it is damaged."""
+    def _read(self, client: int, version: str) -> Arrays:
         try:
             return read_arrays(self._file(client, version))[0]
         except (DamagedFileError, OSError) as error:
             raise StateError(f"the state of client {client} cannot be read: {error}") from error
 
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Write the file of a version."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None:
         file = self._file(client, version)
         file.parent.mkdir(parents=True, exist_ok=True)
         for abandoned in file.parent.glob(".*.part"):  # by a process that was killed while it wrote
             abandoned.unlink(missing_ok=True)
         write_arrays(file, arrays, durable=self._durable)
 
-    def remove(self, client: int, version: str) -> None:
-        """Remove the file of a version."""
+    def _remove(self, client: int, version: str) -> None:
         self._file(client, version).unlink(missing_ok=True)
 
     def _file(self, client: int, version: str) -> Path:
@@ -238,29 +229,26 @@ class MemoryStore(DirectoryStore):
         with self._lock:
             return self._known_of(client).copy()
 
-    def read(self, client: int, version: str) -> Arrays:
-        """Return a version; its arrays are those that were kept, not copies."""
+    def _read(self, client: int, version: str) -> Arrays:
         with self._lock:
             arrays = self._held.get(client, {}).get(version)
             if arrays is None:
-                arrays = super().read(client, version)
+                arrays = super()._read(client, version)
             self._hold(client, version, arrays)
             return arrays
 
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Keep a version in memory."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None:
         with self._lock:
             self._unwritten.add((client, version))
             self._unsynced.add((client, version))
             self._known_of(client).add(version)
             self._hold(client, version, dict(arrays))
 
-    def remove(self, client: int, version: str) -> None:
-        """Remove a version from memory and its file."""
+    def _remove(self, client: int, version: str) -> None:
         with self._lock:
             self.nbytes -= _size(self._held.get(client, {}).pop(version, {}))
             if (client, version) not in self._unwritten:
-                super().remove(client, version)
+                super()._remove(client, version)
             self._unwritten.discard((client, version))
             self._unsynced.discard((client, version))
             self._known_of(client).discard(version)
@@ -300,7 +288,7 @@ class MemoryStore(DirectoryStore):
 
     def _write_file(self, client: int, version: str) -> None:
         if (client, version) in self._unwritten:
-            super().write(client, version, self._held[client][version])
+            super()._write(client, version, self._held[client][version])
             self._unwritten.discard((client, version))
 
 

@@ -50,10 +50,7 @@ def iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> P
 
 def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Give each client S classes; the clients that have a class share it out evenly."""
-    options = {
-        "num_classes_per_partition": settings.classes_per_client,
-        "class_assignment_mode": "first-deterministic",
-    }
+    options = {"num_classes_per_partition": settings.classes_per_client, "class_assignment_mode": "first-deterministic"}
     try:
         return _divide(PathologicalPartitioner, options, dataset, settings.num_clients, rng)
     except ValueError as error:

@@ -50,16 +50,10 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
 def read_own(
     path: Path, size: tuple[int, int] | None = None, mode: str | None = None, skip_unreadable: bool | None = None
 ) -> Content:
-    """Read a file or directory of one of the four formats.
+    """Read an .npz or .csv file, a folder of class folders, or a PFLlib directory.
 
-    Parameters
-    ----------
-    path : Path
-        An .npz or .csv file, a folder of class folders, or a PFLlib directory.
-    size, mode
-        Of the images of class folders, as for :func:`posy.data.image.readable_images`.
-    skip_unreadable : bool or None
-        Whether to go on without image files that cannot be read; ``None``: no, and the error does not offer it.
+    ``size`` and ``mode`` of the images of class folders are as for :func:`posy.data.image.readable_images`. Where
+    ``skip_unreadable`` is ``None``, images that cannot be read are an error that does not offer to skip them.
 
     Raises
     ------
@@ -69,10 +63,10 @@ def read_own(
     try:
         if path.is_dir():
             return read_pfllib(path) if is_pfllib(path) else _read_folder(path, size, mode, skip_unreadable)
-        readers = {".npz": read_npz, ".csv": read_csv}
-        if path.suffix.lower() not in readers:
+        reader = {".npz": read_npz, ".csv": read_csv}.get(path.suffix.lower())
+        if reader is None:
             raise DataError(f"{path}: allowed are .npz, .csv, a folder of class folders and a PFLlib directory")
-        return readers[path.suffix.lower()](path)
+        return reader(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     except MemoryError as error:

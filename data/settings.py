@@ -15,13 +15,7 @@ SITES = "sites"
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and how it is spread over the clients.
-
-    Raises
-    ------
-    SettingsError
-        For settings of sites without sites, or settings that sites have no use for.
-    """
+    """Which data, and how it is spread over the clients; some settings are for sites, and some are not."""
 
     dataset: str = setting(
         "digits",
@@ -118,13 +112,7 @@ class DataSettings:
 
 
 def path_of(name: str, data_dir: str | Path) -> Path:
-    """Return the path of a data set: looked for in ``data_dir`` first, then where the run was started.
-
-    Raises
-    ------
-    SettingsError
-        If it is neither here nor there.
-    """
+    """Return the path of a data set, looked for in ``data_dir`` first, then where the run was started."""
     places = dict.fromkeys(absolute(str(folder)) / expanded(name) for folder in (data_dir, "."))
     found = next((place for place in places if name and exists(place)), None)
     if found is None:

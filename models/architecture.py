@@ -15,14 +15,10 @@ from posy.models.two_branch import TwoBranch
 
 @dataclass(frozen=True)
 class Architecture:
-    """What network a method trains.
+    """What network a method trains: one of :data:`posy.models.catalogue.MODELS` for a task.
 
     Attributes
     ----------
-    model : str
-        Name of a network (:data:`posy.models.catalogue.MODELS`).
-    task : Task
-        The data it is for.
     ranks : tuple of (str, int)
         Fully connected layers that are replaced by two low-rank factors (PPFE).
     clients : int

@@ -15,24 +15,20 @@ _LOCK = RLock()  # the generator is one for all threads
 
 
 def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
-    """Build a network with initial weights that depend on the seed alone.
+    """Build a network with initial weights that depend on the seed alone; the global generators stay as they are.
 
     Parameters
     ----------
-    name : str
-        One of :data:`posy.models.catalogue.MODELS`, or ``auto``.
-    task : Task
-        Kind, shape and classes of the data.
+    name, task
+        As for :func:`resolve`.
     seed : int
-        Of the initial weights; the global generators are left as they are.
+        Of the initial weights.
     ranks : Mapping of str to int, optional
         Ranks of fully connected layers by name (PPFE), each capped at what still saves parameters;
         layers not named, and those that no rank makes smaller, are dense.
 
     Raises
     ------
-    SettingsError
-        If there is no such network, or it does not suit the task.
     ValueError
         If a rank is below 1 or names a layer that is not fully connected.
     """

@@ -65,10 +65,8 @@ class Train:
     ----------
     start : Tensor
         Parameters to start from; never changed.
-    objective : callable
-        ``objective(net, batch, context)``, differentiated by the parameters of ``net``.
-    context : Mapping of str to Tensor
-        What else the objective needs, constant during the round.
+    objective, context
+        ``objective(net, batch, context)`` is differentiated by the parameters of ``net``; the context is constant.
     sample_weight : Tensor or None
         ``(n,)`` weight of each training sample.
     resample : bool
