@@ -17,12 +17,10 @@ from posy.data.augment import check_augment
 from posy.data.errors import DataError
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
 from posy.data.settings import DataSettings
-from posy.data.task import Task
+from posy.data.task import TASK_KINDS, Task
 from posy.data.values import deviation
 from posy.settings import SettingsError, as_config
 
-TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", "text": "text", "tokens": "text"}
-"""Kind of the task for each kind of samples."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode for a number of channels."""
 _MAX_SIZE = 1 << 28  # numbers in one sample

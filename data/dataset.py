@@ -115,15 +115,15 @@ def make_dataset(
     x: np.ndarray,
     y: np.ndarray,
     class_names: Sequence[str],
-    groups: np.ndarray | None = None,
-    *,
     vocabulary: int = 0,
     scale: tuple[np.ndarray, np.ndarray] | None = None,
+    **others: Any,
 ) -> Dataset:
     """Build a data set from samples and labels as :class:`Dataset` holds them, and the parts of its :class:`Task`.
 
     uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels and tokens stay.
     ``scale`` is mean and standard deviation of features; ``None``: those of ``x``. A constant one is only centred.
+    ``others`` are further attributes of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:]
     if kind == "image":
@@ -135,4 +135,4 @@ def make_dataset(
     elif scale is None:
         mean, squares = moments(x)
         scale = mean, deviation(mean, squares / len(x))
-    return Dataset(name, Task(kind, shape, tuple(class_names), vocabulary), x, y, *scale, groups)
+    return Dataset(name, Task(kind, shape, tuple(class_names), vocabulary), x, y, *scale, **others)

@@ -1,6 +1,5 @@
 """People's own data: .npz, .csv, a folder of class folders, a PFLlib directory."""
 
-import dataclasses
 from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
@@ -14,6 +13,7 @@ from posy.data.labels import as_labels, joined_labels, known_labels, numbered
 from posy.data.npz import NpzFile
 from posy.data.pfllib import is_pfllib, read_pfllib
 from posy.data.tables import read_csv
+from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, tokenise
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
 
@@ -33,7 +33,6 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
         if len(names) < 2:
             raise DataError(f"{content.path}: the only label is {names[0]!r:.60}; at least 2 classes are needed")
     x, vocabulary, scale = content.x, 0, None
-    kind = {"image-float": "image", "tokens": "text"}.get(content.kind, content.kind)
     if content.kind == "text":
         x, vocabulary = tokenise(x, length)
     elif content.kind == "tokens":
@@ -43,8 +42,8 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
         x, scale = x.astype(np.float32, copy=False), (np.zeros(x.shape[1]), np.ones(x.shape[1]))
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    dataset = make_dataset(name, kind, x, y, names, content.groups, vocabulary=vocabulary, scale=scale)
-    return dataclasses.replace(dataset, given=content.given, notes=notes)
+    others = {"groups": content.groups, "given": content.given, "notes": notes}
+    return make_dataset(name, TASK_KINDS[content.kind], x, y, names, vocabulary, scale, **others)
 
 
 def read_own(

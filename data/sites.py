@@ -4,28 +4,18 @@ Every site reads its data against the run's settings and refuses what does not f
 """
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from posy.data.agreement import (
-    MODES,
-    TASK_KINDS,
-    Description,
-    columns_in,
-    difference,
-    shape_in,
-    shape_text,
-    statistics_in,
-    task_of,
-)
+from posy.data.agreement import MODES, Description, columns_in, difference, shape_in, shape_text, statistics_in, task_of
 from posy.data.dataset import Content, Dataset, make_dataset
 from posy.data.errors import DataError
 from posy.data.labels import renumbered
 from posy.data.own import read_own
 from posy.data.partitions import Partition, finished, split
 from posy.data.settings import SITES, DataSettings
+from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.values import FLOAT32_MAX, moments
 from posy.paths import exists
@@ -96,8 +86,8 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
         scale = statistics_in(settings, task.input_shape[0])
         _check_scaled(x, *scale, path)
     y = _numbers_in_run(content, task.class_names)
-    dataset = make_dataset(SITES, task.kind, x, y, task.class_names, vocabulary=task.vocabulary, scale=scale)
-    dataset = replace(dataset, notes=content.notes, skipped=len(content.unreadable))
+    told = {"notes": content.notes, "skipped": len(content.unreadable)}
+    dataset = make_dataset(SITES, task.kind, x, y, task.class_names, task.vocabulary, scale, **told)
     return dataset, _partition(content, settings, seed)
 
 
