@@ -40,14 +40,7 @@ def check_privacy(settings: Settings) -> None:
 def noised(arrays: NDArrays, references: NDArrays, settings: TrainSettings) -> NDArrays:
     """Clip the change Δ that a reply makes to C = ``dp_clip``, and add noise to it.
 
-    Parameters
-    ----------
-    arrays : list of numpy.ndarray
-        A client's reply.
-    references : list of numpy.ndarray
-        What the first arrays of the reply are changes of, of the same shapes.
-    settings : TrainSettings
-        Those of the training.
+    The references are what the first arrays of the reply are changes of, of the same shapes.
 
     Returns
     -------

@@ -48,13 +48,7 @@ def describe(settings_json: str, context: Context) -> dict[str, Any]:
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return the name of this node, its numbers of samples, and what is to be known of its data.
-
-    Raises
-    ------
-    DataError
-        If the node has no data, or it does not suit the run.
-    """
+    """Return name, numbers of samples and findings of this node; its data must suit the run."""
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
     answer = {

@@ -56,14 +56,8 @@ class State(UserDict[str, npt.NDArray[np.generic]]):
 class Versions(NamedTuple):
     """The versions of a client's state that a message names.
 
-    Attributes
-    ----------
-    start : str
-        The one to start from; empty if the client begins with nothing.
-    to : str
-        The one to write if the state changes.
-    keep : tuple of str
-        Others that must stay.
+    They are the one to start from (empty if the client begins with nothing), the one to write if the state changes,
+    and others that must stay.
     """
 
     start: str
@@ -159,14 +153,9 @@ class ContextStore(StateStore):
 
 
 class DirectoryStore(StateStore):
-    """Keeps one safetensors file for each client and version, whole or not there.
+    """Keeps one safetensors file for each client and version, whole or not there, in the directory of a run.
 
-    Parameters
-    ----------
-    path : Path
-        Directory of the run; made when something is kept.
-    durable : bool
-        Whether each file must survive a loss of power as soon as it is written.
+    ``durable`` says whether each file must survive a loss of power as soon as it is written.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -202,14 +191,8 @@ class DirectoryStore(StateStore):
 class MemoryStore(DirectoryStore):
     """Keeps states in memory by reference; the clients' least recently used beyond a limit go to files.
 
-    Several threads may use it. Whoever reads an array must not write into it.
-
-    Parameters
-    ----------
-    path : Path
-        Directory for the states beyond the limit, and for those that checkpoints need.
-    limit : int
-        Bytes that states may take in memory; 0: no limit.
+    Several threads may use it. Whoever reads an array must not write into it. The limit is in bytes, 0: none; the
+    directory is for the states beyond it, and for those that checkpoints need.
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:

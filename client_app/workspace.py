@@ -56,14 +56,8 @@ def cores() -> int:
 class Workspace:
     """Data, networks and trainer of one process, shared by all clients that it serves.
 
-    Parameters
-    ----------
-    settings : Settings
-        All settings of the run.
-    site : str
-        Path of the node's own data, where ``dataset`` is ``sites``; the server has none.
-    skip_unreadable : bool
-        Whether such a node goes on without image files that cannot be read.
+    Where ``dataset`` is ``sites``, ``site`` is the path of the node's own data (the server has none), and
+    ``skip_unreadable`` says whether the node goes on without image files that cannot be read.
     """
 
     def __init__(self, settings: Settings, site: str = "", skip_unreadable: bool = False) -> None:

@@ -72,18 +72,14 @@ class Content:
         As in :class:`Dataset`; of ``text`` the N texts.
     labels : np.ndarray
         ``(N,)``, as :func:`posy.data.labels.as_labels` returns them.
-    groups, given
-        As in :class:`Dataset`.
     is_test : np.ndarray or None
         ``(N,)`` bool: the samples of the data's own test set, if it has one.
     class_names : tuple of str
         Names of the classes where the data gives them; the labels are then their numbers 0..C-1.
     columns : tuple of str
         Names of the features, where the data gives them.
-    read_notes : tuple of str
-        What reading has found that a person should know, a sentence each.
-    unreadable : tuple of str
-        What is wrong with each file that was left out.
+    read_notes, unreadable : tuple of str
+        What a person should know of the data, a sentence each; and what is wrong with each file that was left out.
     """
 
     path: Path

@@ -25,12 +25,7 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
     """Bring images to ``(N, H, W, C)``: whole numbers 0..255 as uint8, other numbers as float32.
 
     ``(N, H, W)`` is taken as grey; of the others the channels are the last axis or the one after N: that
-    with 1 or 3 entries, else that with 2 or 4, and the last where both have.
-
-    Raises
-    ------
-    DataError
-        If neither has 1 to 4 entries, or a pixel is no finite number or out of range.
+    with 1 or 3 entries, else that with 2 or 4, and the last where both have. A pixel must be finite and in range.
     """
     if x.ndim == 3:
         x = x[..., None]

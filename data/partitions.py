@@ -21,13 +21,9 @@ from posy.settings import SettingsError
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Indices into the data set, for each of the M clients.
+    """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in rising order.
 
-    Attributes
-    ----------
-    train, test : tuple of np.ndarray
-        ``(n_i,)`` int64, in rising order. A test is empty only for a client with a single sample, or
-        if the partition was given so.
+    A test is empty only for a client with a single sample, or if the partition was given so.
     """
 
     train: tuple[np.ndarray, ...]

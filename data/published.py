@@ -46,8 +46,6 @@ class Published:
 
     Attributes
     ----------
-    about : str
-        What it holds.
     classes : tuple of str
         Names of its classes in the order of the labels. Where they are given, ``<name>.npz`` is read instead of the
         published files if it is there.

@@ -32,13 +32,7 @@ _SQUARE = (DEFAULT_SIDE, DEFAULT_SIDE)
 
 
 def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset:
-    """Load a data set of :data:`posy.data.published.DATASETS` from the data directory, or download it if allowed.
-
-    Raises
-    ------
-    DataError
-        If it is neither there nor to be had, or is damaged.
-    """
+    """Load a data set of :data:`posy.data.published.DATASETS` from the data directory, or download it if allowed."""
     source = DATASETS[name]
     content = _from_npz(name, data_dir) if source.classes else None
     if content is None:

@@ -37,8 +37,6 @@ def check_alike(
 
     Parameters
     ----------
-    where : str
-        File or directory, for the message.
     parts : Mapping
         The arrays by name, each with the type in which it is stored.
     pixels : bool

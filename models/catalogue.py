@@ -17,8 +17,6 @@ class Network:
 
     Attributes
     ----------
-    about : str
-        What it is, and where it comes from.
     kinds : tuple of str
         Kinds of samples that it takes: image, features, text.
     builder : str

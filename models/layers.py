@@ -87,19 +87,8 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors (V, U) of the best approximation of a weight matrix by one of lower rank.
 
     Top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor takes the square
-    root of the singular values, so that gradients reach both at the same scale.
-
-    Parameters
-    ----------
-    weight : Tensor
-        ``(out_features, in_features)``.
-    rank : int
-        At most ``min(out_features, in_features)``.
-
-    Returns
-    -------
-    down, up : Tensor
-        V ``(rank, in_features)`` and U ``(out_features, rank)``.
+    root of the singular values, so that gradients reach both at the same scale. Of a weight ``(out_features,
+    in_features)`` and a rank up to the smaller of them, V is ``(rank, in_features)`` and U ``(out_features, rank)``.
     """
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     root = s[:rank].sqrt()

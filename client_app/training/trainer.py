@@ -69,12 +69,7 @@ class Trainer:
     def train_together(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
         """Run the local SGD of several clients, every one with the steps that it would take alone.
 
-        Parameters
-        ----------
-        jobs : sequence of Job
-            All of one :attr:`Train.kind` and one learning rate; more than one are a stacked computation.
-        network : Network
-            The network that they train.
+        All jobs are of one :attr:`Train.kind` and one learning rate; more than one are a stacked computation.
 
         Raises
         ------
