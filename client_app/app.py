@@ -50,13 +50,7 @@ def query(message: Message, context: Context) -> Message:
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
-    """Return the clients of this node: every N-th of M, beginning with its partition-id.
-
-    Raises
-    ------
-    DataError
-        If the node's config does not tell them.
-    """
+    """Return the clients that a node's config gives it: every N-th of M, beginning with its partition-id."""
     try:
         first, step = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
     except (KeyError, TypeError, ValueError):
@@ -74,11 +68,6 @@ def own_places(config: dict[str, Any], context: Context) -> None:
 
     The client's state goes to ``state-dir``, the personal model to ``models``, or else beside the state: each
     in a folder of the run.
-
-    Raises
-    ------
-    SettingsError
-        If the name of the run is not that of a folder.
     """
     wanted = config.pop("save-models-to", "")
     config.pop("state-directory", None)
@@ -99,13 +88,10 @@ class Call:
 
     Parameters
     ----------
-    message : Message
-        What the server sent.
-    context : Context
-        The node's.
+    message, context
+        What the server sent, and the node's own.
     store : StateStore, optional
-        Where the client's state is kept; if not given, in the directory that the config names, or else in the
-        context.
+        Where the client's state is kept; by default in the directory that the config names, or else in the context.
     trusting : bool
         Whether the server may say where this process writes, as in a simulation; else the node's config does.
     """
@@ -142,12 +128,9 @@ class Call:
         return client, (client.fit_steps if self._training else client.evaluate_steps)(arrays, self._config)
 
     def close(self, result: tuple[Any, int, dict[str, Any]] | Exception) -> Message:
-        """Keep the client's state and return the reply; that of a client whose state is missing says just that.
+        """Keep the client's state and return the reply, or raise what the client has raised.
 
-        Raises
-        ------
-        Exception
-            What the client has raised instead of a result.
+        The reply of a client whose state is missing says just that.
         """
         state, self._state = self._state, State()  # from here on the store alone holds it in memory
         if isinstance(result, MissingStateError):

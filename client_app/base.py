@@ -51,12 +51,7 @@ class Member:
 class Predictor:
     """What a client predicts with: one model, or several whose probabilities are summed.
 
-    Attributes
-    ----------
-    members : list of Member
-        The models.
-    chosen : str
-        What the method chose for this client, for the record (FedFew: the server model's number).
+    ``chosen`` is what the method chose for this client, for the record (FedFew: the server model's number).
     """
 
     members: list[Member]
@@ -68,17 +63,7 @@ Result = tuple[Update, Predictor | None]
 
 
 class PersonalClient(NumPyClient):
-    """A NumPyClient for one client of a method.
-
-    Parameters
-    ----------
-    client : int
-        Index of the client, 0..M-1.
-    workspace : Workspace
-        Data, networks and trainer of this process.
-    state : State
-        What this client has kept.
-    """
+    """A NumPyClient for one client of a method: its index (0..M-1), this process's resources, and what it has kept."""
 
     personal_in_every_evaluation = False
     """Whether the local model is scored in evaluations, not in the training round itself."""
@@ -177,11 +162,6 @@ class PersonalClient(NumPyClient):
         """Order of the tensors in the method's flat vector."""
         return self.architecture.layout
 
-    @property
-    def num_train(self) -> int:
-        """Number of training samples n_i."""
-        return len(self.data.y_train)
-
     def plain(self, parameters: Tensor, chosen: str = "") -> Predictor:
         """Return a single model of the method's network as a predictor."""
         return Predictor([Member(parameters, self.architecture)], chosen)
@@ -206,9 +186,8 @@ class PersonalClient(NumPyClient):
 
     def samples(self, split: str) -> Samples:
         """Return the samples of a split."""
-        if split == "train":
-            return Samples(self.data.x_train, self.data.y_train)
-        return Samples(self.data.x_test, self.data.y_test)
+        data = self.data
+        return Samples(data.x_train, data.y_train) if split == "train" else Samples(data.x_test, data.y_test)
 
     def predict(self, predictor: Predictor, split: str) -> Steps[Tensor]:
         """Return log-probabilities ``(n, C)``; an ensemble averages probabilities by coefficient.
@@ -254,14 +233,13 @@ class PersonalClient(NumPyClient):
         if self.settings.train.dp_clip:
             reference = self.method.reference(self.architecture, parameters, arrays)
             arrays = noised(arrays, reference, self.settings.train)
-        return arrays, self.num_train, metrics | self.acknowledgement
+        return arrays, len(self.data.y_train), metrics | self.acknowledgement
 
     def evaluate_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
         """Do what :meth:`evaluate` does, asking whoever drives the generator for training and outputs."""
         self._begin(config)
-        metrics: dict[str, Any] = {"num-train": self.num_train}
-        received = self._received(parameters)
-        best = None
+        metrics: dict[str, Any] = {"num-train": len(self.data.y_train)}
+        received, best = self._received(parameters), None
         if received:
             best = served = yield from _result(self.served_model(received, config))
             metrics["chosen"] = served.chosen
@@ -332,28 +310,21 @@ class PersonalClient(NumPyClient):
         folder = config.get("save-models-to")
         if not folder:
             return
-        path = Path(str(folder))
-        path.mkdir(parents=True, exist_ok=True)
+        path = Path(str(folder)) / f"client-{self.client}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
         several = len(predictor.members) > 1
         arrays: dict[str, FloatArray] = {}
         for number, member in enumerate(predictor.members, start=1):
-            named = member.architecture.named_arrays(array_of(member.parameters))
             prefix = f"stage{number}." if several else ""
+            named = member.architecture.layout.views(array_of(member.parameters))
             arrays |= {prefix + name: array for name, array in named.items()}
             if several:
                 arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
-        metadata = {"client": str(self.client), "chosen": predictor.chosen}
-        write_arrays(path / f"client-{self.client}.safetensors", arrays, metadata)
+        write_arrays(path, arrays, {"client": str(self.client), "chosen": predictor.chosen})
 
 
 def scores(log_probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return the mean cross-entropy and the accuracy of log-probabilities ``(n, C)``.
-
-    Raises
-    ------
-    ArithmeticError
-        If a log-probability is NaN: a diverged model has no accuracy.
-    """
+    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``; a NaN raises :class:`ArithmeticError`."""
     if bool(torch.isnan(log_probabilities).any()):
         raise ArithmeticError("the model's outputs are not numbers (it has diverged)")
     loss = F.nll_loss(log_probabilities, labels)

@@ -36,11 +36,6 @@ class Engine:
     Where stacking pays (see :meth:`Trainer.stacks`), clients advance together: what they ask for at the same
     time and is of one kind is one computation. Elsewhere each client trains by itself on a thread of its own;
     threads share data and models and wait for each other only in Python, not in PyTorch.
-
-    Parameters
-    ----------
-    workspace : Workspace
-        Data, networks and trainer of this process.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -49,18 +44,10 @@ class Engine:
         self._capacity: dict[Network, int] = {}
 
     def run(self, openers: Sequence[Open], sizes: Sequence[int], finish: Finish, end: float = float("inf")) -> None:
-        """Carry out some rounds.
+        """Carry out some rounds: openers are called when it is their turn, the largest clients' first.
 
-        Parameters
-        ----------
-        openers : sequence of callable
-            Make the clients; called when it is their turn.
-        sizes : sequence of int
-            Samples of each client: the largest come first, so that the last ones are short.
-        finish : callable
-            Called once for each client, perhaps on another thread.
-        end : float
-            Monotonic time after which no further client is begun.
+        ``finish`` is called once for each client, perhaps on another thread; ``sizes`` are the clients' samples. After
+        the monotonic time ``end`` no further client is begun.
         """
         trainer = self.workspace.trainer
         trainer.interrupted.clear()  # an interrupt ends only the run in which it comes

@@ -63,14 +63,12 @@ class PPFEClient(PersonalClient):
     def catch_up(self, received: list[Tensor], config: Config) -> Steps[Stage]:
         """Close the finished stages that came along, and return the current one.
 
-        Raises
-        ------
-        ValueError
-            If stages are missing: the client's state has been lost. The server sends them all next time.
+        If some are missing, because the client's state has been lost, the server sends them all next time.
         """
-        if int(config["first-finished"]) > len(self.betas) + 1:
+        first = int(config["first-finished"])
+        if first > len(self.betas) + 1:
             raise ValueError(f"client {self.client} has closed {len(self.betas)} stages, and later ones came")
-        for number, shared in enumerate(received[1:], start=int(config["first-finished"])):
+        for number, shared in enumerate(received[1:], start=first):
             if number == len(self.betas) + 1:
                 yield from self.close_stage(self.stages[number - 1], shared)
         betas = {f"beta-{i}": float(beta) for i, beta in enumerate(self.betas, start=1)}
@@ -100,10 +98,9 @@ class PPFEClient(PersonalClient):
         """
         weights = self.recall("weights")
         if weights is None:
-            weights = torch.ones(self.num_train, device=self.device)
+            weights = torch.ones(len(self.data.y_train), device=self.device)
         classes, rule = self.data.num_classes, self.method.beta
-        alone = Predictor([Member(whole, stage.architecture)])
-        losses = yield from self.sample_losses(alone)
+        losses = yield from self.sample_losses(Predictor([Member(whole, stage.architecture)]))
         beta, new = reweight(losses, weights, classes, rule)
         if self.betas.size and self.method.ensemble:
             members = [*self.finished_members(), Member(whole, stage.architecture, beta)]
@@ -158,14 +155,7 @@ def open_stage(before: Stage, after: Stage, whole: Tensor) -> Tensor:
     """Return the parameters ``(d',)`` with which a client begins a stage.
 
     Newly personal layers are replaced by the two factors of their best low-rank approximation
-    (Section 4.1); all else is taken over.
-
-    Parameters
-    ----------
-    before, after : Stage
-        The finished stage and the one that begins.
-    whole : Tensor, (d,)
-        The client's model at the end of the finished stage.
+    (Section 4.1); all else is taken over from ``whole``, ``(d,)``, the client's model at the end of the stage before.
     """
     old = before.architecture.layout.views(whole)
     result = torch.empty(after.architecture.layout.size, device=whole.device)
@@ -211,17 +201,14 @@ def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) 
 
     Parameters
     ----------
-    losses : Tensor, (n,)
-        ℓ_i in [0, 1] of the ensemble so far.
-    weights : Tensor, (n,)
-        ω_i, all positive.
+    losses, weights : Tensor, (n,)
+        ℓ_i in [0, 1] of the ensemble so far, and ω_i, all positive.
     num_classes : int
         C.
     beta_rule : str
         ``samme`` or ``adaboost``.
     """
-    error = float((weights * losses).sum() / weights.sum())
-    error = min(max(error, 1e-6), 1 - 1e-6)
+    error = min(max(float((weights * losses).sum() / weights.sum()), 1e-6), 1 - 1e-6)
     beta = 0.5 * math.log((1 - error) / error)
     if beta_rule == "samme":
         beta = max(0.0, beta + 0.5 * math.log(max(num_classes - 1, 1)))

@@ -1,8 +1,6 @@
 """Local differential privacy: what a client does to its reply.
 
-Local differential privacy works as Flower's ``LocalDpMod`` does: the change that a client's training made is
-clipped to an L2 norm, and Gaussian noise of the standard deviation sensitivity · √(2 ln(1.25/δ)) / ε is added.
-It is done inside the client, not by the mod itself, because the mod wants replies with the very arrays that
+It works as Flower's ``LocalDpMod`` does, but inside the client: the mod wants replies with the very arrays that
 were received (FedFew and PPFE send others), divides by zero where nothing has changed, and draws from NumPy's
 global generator, which processes forked from a warm one would share.
 """
@@ -20,19 +18,13 @@ from posy.strategies.settings import Settings, TrainSettings
 
 
 def check_privacy(settings: Settings) -> None:
-    """Check that the method and the model can bear the noise that the settings ask for.
-
-    Raises
-    ------
-    SettingsError
-        If they cannot, with the reason.
-    """
-    method, train = settings.run.method, settings.train
+    """Raise :class:`SettingsError` if the method or the model cannot bear the noise that the settings ask for."""
+    train = settings.train
     if not train.dp_clip:
         return
     if settings.method.noise:
         raise SettingsError(
-            f"dp-clip = {train.dp_clip:g} with method = {method!r}: {settings.method.noise.why}; "
+            f"dp-clip = {train.dp_clip:g} with method = {settings.run.method!r}: {settings.method.noise.why}; "
             "it must be 0 for this method"
         )
     if train.model == "resnet18-bn":
@@ -41,30 +33,19 @@ def check_privacy(settings: Settings) -> None:
             "resnet18-gn has none"
         )
     if train.dp_epsilon > 1:
-        log(
-            WARNING,
-            "dp-epsilon = %g: the noise of the Gaussian mechanism is proven for epsilon up to 1 only",
-            train.dp_epsilon,
-        )
+        proven = "dp-epsilon = %g: the noise of the Gaussian mechanism is proven for epsilon up to 1 only"
+        log(WARNING, proven, train.dp_epsilon)
 
 
 def noised(arrays: NDArrays, references: NDArrays, settings: TrainSettings) -> NDArrays:
-    """Clip the change that a reply makes, and add noise to it.
+    """Clip the change Δ that a reply makes to C = ``dp_clip``, and add noise to it.
 
-    Parameters
-    ----------
-    arrays : list of numpy.ndarray
-        A client's reply.
-    references : list of numpy.ndarray
-        What the first arrays of the reply are changes of, of the same shapes; further arrays of the reply
-        are left as they are.
-    settings : TrainSettings
-        ``dp_clip`` (C > 0), ``dp_epsilon``, ``dp_delta``, ``dp_sensitivity``.
+    The references are what the first arrays of the reply are changes of, of the same shapes.
 
     Returns
     -------
     list of numpy.ndarray
-        reference + min(1, C / ‖Δ‖) Δ + noise, float32, with ‖Δ‖ over all of the first arrays; then the rest.
+        reference + min(1, C / ‖Δ‖) Δ + noise, float32, with ‖Δ‖ over all of the first arrays; then the rest as it was.
     """
     generator = np.random.default_rng()  # without the seed: the server knows it, and could subtract the noise
     changed = changes(arrays, references)

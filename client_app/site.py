@@ -24,13 +24,7 @@ def workspace_of(settings_json: str, context: Context) -> Workspace:
 
 
 def skips(node_config: Mapping[str, Any]) -> bool:
-    """Tell whether a node's config lets it go on without image files that cannot be read.
-
-    Raises
-    ------
-    DataError
-        If ``skip-unreadable`` is neither true nor false.
-    """
+    """Tell whether a node's config lets it go on without image files that cannot be read."""
     value = str(node_config.get("skip-unreadable", False)).lower()
     if value not in ("true", "false"):
         raise DataError(f"skip-unreadable = {value!r} in the node config: it must be true or false")
@@ -45,13 +39,7 @@ def identity(context: Context) -> dict[str, Any]:
 
 
 def describe(settings_json: str, context: Context) -> dict[str, Any]:
-    """Describe this node's data, as far as the settings leave that open.
-
-    Raises
-    ------
-    DataError
-        If the node has no data, or it cannot be used.
-    """
+    """Describe this node's data as far as the settings leave that open; :class:`DataError` if it cannot be used."""
     settings = from_json(settings_json)
     path = data_path(str(context.node_config.get("data", "")))
     content = read_site(path, settings.data, skips(context.node_config))
@@ -60,13 +48,7 @@ def describe(settings_json: str, context: Context) -> dict[str, Any]:
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Check this node's data against the task of the run; return its name, its numbers of samples, and its findings.
-
-    Raises
-    ------
-    DataError
-        If the node has no data, or it does not suit the run.
-    """
+    """Return name, numbers of samples and findings of this node; its data must suit the run."""
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
     answer = {

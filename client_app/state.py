@@ -56,14 +56,8 @@ class State(UserDict[str, npt.NDArray[np.generic]]):
 class Versions(NamedTuple):
     """The versions of a client's state that a message names.
 
-    Attributes
-    ----------
-    start : str
-        The one to start from; empty if the client begins with nothing.
-    to : str
-        The one to write if the state changes.
-    keep : tuple of str
-        Others that must stay.
+    They are the one to start from (empty if the client begins with nothing), the one to write if the state changes,
+    and others that must stay.
     """
 
     start: str
@@ -72,13 +66,7 @@ class Versions(NamedTuple):
 
     @classmethod
     def take(cls, config: dict[str, Any]) -> Self:
-        """Take the versions out of a message's config.
-
-        Raises
-        ------
-        SettingsError
-            If one is not numbers joined by dashes: it comes from the server and becomes the name of a file.
-        """
+        """Take the versions out of a message's config; :class:`SettingsError` for one that may not name a file."""
         named = cls(config.pop("state-from"), config.pop("state-to"), tuple(config.pop("state-keep")))
         for version in (named.to, *filter(None, (named.start, *named.keep))):
             if not _VERSION.fullmatch(version):
@@ -102,19 +90,23 @@ class StateStore(ABC):
         StateError
             If it cannot be read: another version would be a wrong state.
         """
+
+        def numbers(version: str) -> list[int]:
+            return [int(number) for number in version.split("-")]
+
         there = self.versions(client)
         for version in there - {named.start, *named.keep}:
-            if _numbers(version) < _numbers(named.to):
-                self.remove(client, version)
+            if numbers(version) < numbers(named.to):
+                self._remove(client, version)
         if named.start and named.start not in there:
             raise MissingStateError(f"the state {named.start} of client {client} is not on this node")
-        return State(self.read(client, named.start) if named.start else None)
+        return State(self._read(client, named.start) if named.start else None)
 
     def save(self, client: int, named: Versions, state: State) -> str:
         """Keep a client's state if it has changed, and return the version that the client has now."""
         if not state.changed:
             return named.start
-        self.write(client, named.to, state)
+        self._write(client, named.to, state)
         state.changed = False
         return named.to
 
@@ -123,16 +115,13 @@ class StateStore(ABC):
         """Return the versions of a client that are there."""
 
     @abstractmethod
-    def read(self, client: int, version: str) -> Arrays:
-        """Return a version that is there."""
+    def _read(self, client: int, version: str) -> Arrays: ...
 
     @abstractmethod
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Keep a version."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None: ...
 
     @abstractmethod
-    def remove(self, client: int, version: str) -> None:
-        """Remove a version."""
+    def _remove(self, client: int, version: str) -> None: ...
 
 
 class ContextStore(StateStore):
@@ -145,7 +134,7 @@ class ContextStore(StateStore):
         self._records = context.state
 
     def load(self, client: int, named: Versions) -> State:
-        """Return the version that a message starts from; of the others none older than the one to be written stays."""
+        """Load it; of the others none older than the one to be written stays."""
         return super().load(client, named._replace(keep=()))
 
     def versions(self, client: int) -> set[str]:
@@ -153,28 +142,20 @@ class ContextStore(StateStore):
         own = f"client-{client}/"
         return {name.removeprefix(own) for name in self._records.array_records if name.startswith(own)}
 
-    def read(self, client: int, version: str) -> Arrays:
-        """Return a version in the context."""
+    def _read(self, client: int, version: str) -> Arrays:
         return {name: a.numpy() for name, a in self._records.array_records[f"client-{client}/{version}"].items()}
 
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Put a version into the context."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None:
         self._records[f"client-{client}/{version}"] = record_of({name: np.asarray(a) for name, a in arrays.items()})
 
-    def remove(self, client: int, version: str) -> None:
-        """Take a version out of the context."""
+    def _remove(self, client: int, version: str) -> None:
         del self._records[f"client-{client}/{version}"]
 
 
 class DirectoryStore(StateStore):
-    """Keeps one safetensors file for each client and version, whole or not there.
+    """Keeps one safetensors file for each client and version, whole or not there, in the directory of a run.
 
-    Parameters
-    ----------
-    path : Path
-        Directory of the run; made when something is kept.
-    durable : bool
-        Whether each file must survive a loss of power as soon as it is written; if not, :meth:`sync` sees to it.
+    ``durable`` says whether each file must survive a loss of power as soon as it is written.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -187,30 +168,21 @@ class DirectoryStore(StateStore):
         files = folder.iterdir() if folder.is_dir() else ()
         return {file.stem for file in files if file.suffix == _SUFFIX and _VERSION.fullmatch(file.stem)}
 
-    def read(self, client: int, version: str) -> Arrays:
-        """Map the file of a version into memory; raise :class:`StateError` if it is damaged."""
+    def _read(self, client: int, version: str) -> Arrays:
         try:
             return read_arrays(self._file(client, version))[0]
         except (DamagedFileError, OSError) as error:
             raise StateError(f"the state of client {client} cannot be read: {error}") from error
 
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Write the file of a version."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None:
         file = self._file(client, version)
         file.parent.mkdir(parents=True, exist_ok=True)
         for abandoned in file.parent.glob(".*.part"):  # by a process that was killed while it wrote
             abandoned.unlink(missing_ok=True)
         write_arrays(file, arrays, durable=self._durable)
 
-    def remove(self, client: int, version: str) -> None:
-        """Remove the file of a version."""
+    def _remove(self, client: int, version: str) -> None:
         self._file(client, version).unlink(missing_ok=True)
-
-    def sync(self, client: int, version: str) -> None:
-        """Wait until the disk has the file of a version."""
-        file = self._file(client, version)
-        sync(file)
-        sync(file.parent)
 
     def _file(self, client: int, version: str) -> Path:
         return self._path / f"client-{client}" / f"{version}{_SUFFIX}"
@@ -219,24 +191,13 @@ class DirectoryStore(StateStore):
 class MemoryStore(DirectoryStore):
     """Keeps states in memory by reference; the clients' least recently used beyond a limit go to files.
 
-    Several threads may use it. Whoever reads an array must not write into it.
-
-    Parameters
-    ----------
-    path : Path
-        Directory for the states beyond the limit, and for those that checkpoints need.
-    limit : int
-        Bytes that states may take in memory; 0: no limit.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes that the states in memory take.
+    Several threads may use it. Whoever reads an array must not write into it. The limit is in bytes, 0: none; the
+    directory is for the states beyond it, and for those that checkpoints need.
     """
 
     def __init__(self, path: Path, limit: int = 0) -> None:
         super().__init__(path, durable=False)
-        self.nbytes = 0
+        self.nbytes = 0  # in memory
         self._limit = limit
         self._held: OrderedDict[int, dict[str, Arrays]] = OrderedDict()
         # By client, in memory or in files: to look into a folder for each message would cost more than all else here.
@@ -251,29 +212,26 @@ class MemoryStore(DirectoryStore):
         with self._lock:
             return self._known_of(client).copy()
 
-    def read(self, client: int, version: str) -> Arrays:
-        """Return a version; its arrays are those that were kept, not copies."""
+    def _read(self, client: int, version: str) -> Arrays:
         with self._lock:
             arrays = self._held.get(client, {}).get(version)
             if arrays is None:
-                arrays = super().read(client, version)
+                arrays = super()._read(client, version)
             self._hold(client, version, arrays)
             return arrays
 
-    def write(self, client: int, version: str, arrays: Arrays) -> None:
-        """Keep a version in memory."""
+    def _write(self, client: int, version: str, arrays: Arrays) -> None:
         with self._lock:
             self._unwritten.add((client, version))
             self._unsynced.add((client, version))
             self._known_of(client).add(version)
             self._hold(client, version, dict(arrays))
 
-    def remove(self, client: int, version: str) -> None:
-        """Remove a version from memory and its file."""
+    def _remove(self, client: int, version: str) -> None:
         with self._lock:
             self.nbytes -= _size(self._held.get(client, {}).pop(version, {}))
             if (client, version) not in self._unwritten:
-                super().remove(client, version)
+                super()._remove(client, version)
             self._unwritten.discard((client, version))
             self._unsynced.discard((client, version))
             self._known_of(client).discard(version)
@@ -283,7 +241,9 @@ class MemoryStore(DirectoryStore):
         with self._lock:
             for client, version in self._unsynced.intersection(versions.items()):
                 self._write_file(client, version)
-                self.sync(client, version)
+                file = self._file(client, version)
+                sync(file)
+                sync(file.parent)
                 self._unsynced.discard((client, version))
 
     def _known_of(self, client: int) -> set[str]:
@@ -311,13 +271,8 @@ class MemoryStore(DirectoryStore):
 
     def _write_file(self, client: int, version: str) -> None:
         if (client, version) in self._unwritten:
-            super().write(client, version, self._held[client][version])
+            super()._write(client, version, self._held[client][version])
             self._unwritten.discard((client, version))
-
-
-def _numbers(version: str) -> list[int]:
-    """Return the numbers of a version, by which older ones come first."""
-    return [int(number) for number in version.split("-")]
 
 
 def _size(arrays: Arrays) -> int:

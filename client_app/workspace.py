@@ -2,7 +2,7 @@
 
 import os
 import re
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import RLock, local
 from typing import Any
@@ -37,13 +37,7 @@ REMEMBERED = 8
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that a setting names.
-
-    Raises
-    ------
-    SettingsError
-        If the name is not a device, or the device is not there.
-    """
+    """Return the device that a setting names, or raise :class:`SettingsError` if there is none of that name."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
@@ -62,14 +56,8 @@ def cores() -> int:
 class Workspace:
     """Data, networks and trainer of one process, shared by all clients that it serves.
 
-    Parameters
-    ----------
-    settings : Settings
-        All settings of the run.
-    site : str
-        Path of the node's own data, where ``dataset`` is ``sites``; the server has none.
-    skip_unreadable : bool
-        Whether the node goes on without image files that cannot be read.
+    Where ``dataset`` is ``sites``, ``site`` is the path of the node's own data (the server has none), and
+    ``skip_unreadable`` says whether the node goes on without image files that cannot be read.
     """
 
     def __init__(self, settings: Settings, site: str = "", skip_unreadable: bool = False) -> None:
@@ -87,14 +75,14 @@ class Workspace:
         self.processes = cores()
         """Processes that share this machine's memory: there may be a client's on each core."""
         self._lock = RLock()
-        move = partial(_moved, device=self.device)
-        self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: move(architecture.initial(seed)))
-        self._received = Once(move, REMEMBERED)
+        self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: self._moved(architecture.initial(seed)))
+        self._received = Once(self._moved, REMEMBERED)
 
     @cached_property
     def dataset(self) -> Dataset:
         """The data set, loaded once: that of all clients, or the site's own."""
-        return self._own[0] if self.of_sites else self._benchmark
+        data = self.settings.data
+        return self._own[0] if self.of_sites else load_dataset(data, Path(data.data_dir), self.settings.run.seed)
 
     @cached_property
     def partition(self) -> Partition:
@@ -172,9 +160,8 @@ class Workspace:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
         return int(CACHED_PART * memory) // self.processes
 
-    @cached_property
-    def _benchmark(self) -> Dataset:
-        return load_dataset(self.settings.data, Path(self.settings.data.data_dir), self.settings.run.seed)
+    def _moved(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
 
     @cached_property
     def _own(self) -> tuple[Dataset, Partition]:
@@ -189,17 +176,7 @@ def workspace_for(settings: Settings, site: str, skip_unreadable: bool = False, 
 
 
 def data_path(site: str) -> Path:
-    """Return the path of a node's own data.
-
-    Raises
-    ------
-    DataError
-        If the node has none.
-    """
+    """Return the path of a node's own data, or raise :class:`DataError` if it has none."""
     if not site:
         raise DataError("this node holds no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'")
     return expanded(site)
-
-
-def _moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)

@@ -17,12 +17,10 @@ from posy.data.augment import check_augment
 from posy.data.errors import DataError
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
 from posy.data.settings import DataSettings
-from posy.data.task import Task
+from posy.data.task import TASK_KINDS, Task
 from posy.data.values import deviation
-from posy.settings import SettingsError
+from posy.settings import SettingsError, as_config
 
-TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", "text": "text", "tokens": "text"}
-"""Kind of the task for each kind of samples."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode for a number of channels."""
 _MAX_SIZE = 1 << 28  # numbers in one sample
@@ -35,7 +33,7 @@ class Description:
 
     Attributes
     ----------
-    kind : str
+    kind, columns
         As in :class:`posy.data.dataset.Content`.
     shape : tuple of int
         Of one sample, as in the setting ``input-shape``.
@@ -48,12 +46,8 @@ class Description:
     mean, squares : np.ndarray
         float64 ``(F,)``: mean of each feature, and sum of its squared deviations from it. Empty where the
         samples are no features, or the settings give mean and standard deviation.
-    columns : tuple of str
-        Names of the features, where the data gives them.
-    warnings : tuple of str
-        What a person should know of the data. An answer carries it, but :meth:`from_answer` does not read it.
-    skipped : int
-        Files that could not be read and are left out; likewise.
+    warnings, skipped
+        What a person should know of the data, and the files left out; :meth:`from_answer` does not read them.
     """
 
     kind: str
@@ -115,14 +109,10 @@ def told_of(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
 
 def open_settings(settings: DataSettings, kind: str) -> list[str]:
     """Return the keys of the settings that leave the task of samples of a kind to the sites."""
-    given = {
-        "sample-kind": settings.sample_kind != "auto",
-        "input-shape": settings.input_shape,
-        "classes": settings.classes,
-    }
-    if kind == "features":
-        given |= {"feature-mean": settings.feature_mean, "feature-std": settings.feature_std}
-    return [key for key, value in given.items() if not value]
+    keys = ["sample-kind", "input-shape", "classes"]
+    keys += ["feature-mean", "feature-std"] if kind == "features" else []
+    values = as_config(settings)
+    return [key for key in keys if values[key] in ("", "auto")]
 
 
 def is_complete(settings: DataSettings) -> bool:
@@ -131,13 +121,7 @@ def is_complete(settings: DataSettings) -> bool:
 
 
 def task_of(settings: DataSettings) -> Task:
-    """Return the task that complete settings give.
-
-    Raises
-    ------
-    SettingsError
-        If a value is malformed, there are fewer than two classes, or the augmentation is not for such samples.
-    """
+    """Return the task that complete settings give, or raise :class:`SettingsError` for values that give none."""
     kind, classes = TASK_KINDS[settings.sample_kind], _names_in("classes", settings.classes)
     if len(classes) < 2:
         raise SettingsError(f"classes = {settings.classes!r}: needed are two or more names, each once")
@@ -216,10 +200,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def difference(own: Sequence[str], names: Sequence[str]) -> str:
     """Tell which columns are missing and which are unknown, if any."""
-    missing, unknown = (set(names) - set(own), set(own) - set(names))
-    found = [("missing", [name for name in names if name in missing])]
-    found += [("unknown", [name for name in own if name in unknown])]
-    return "; ".join(f"{what}: {', '.join(some[:5])}{' …' if len(some) > 5 else ''}" for what, some in found if some)
+    found = {"missing": [n for n in names if n not in set(own)], "unknown": [n for n in own if n not in set(names)]}
+    return "; ".join(f"{what}: {', '.join(some[:5])}{' …' * (len(some) > 5)}" for what, some in found.items() if some)
 
 
 def _suits(shape: tuple[int, ...], kind: str) -> bool:
@@ -233,26 +215,12 @@ def _suits(shape: tuple[int, ...], kind: str) -> bool:
 def agreed(
     settings: DataSettings, descriptions: Sequence[Description], names: Sequence[str]
 ) -> tuple[DataSettings, list[str]]:
-    """Return the settings with the task that the sites agree on, and what a person should know of it.
+    """Return the settings with the task that the sites agree on, and warnings that name sites, a sentence each.
 
     What the settings give stands. Else the kind, the shape and the columns that most sites have are taken, the
     classes of all sites that have them, sorted, and mean and standard deviation of each feature over their
     training samples. Where as many sites have another, or the images of one would lose their colours, a person
     must decide.
-
-    Parameters
-    ----------
-    settings : DataSettings
-        Those of the run.
-    descriptions : sequence of Description
-        What each site tells.
-    names : sequence of str
-        Names of the sites, for messages.
-
-    Returns
-    -------
-    tuple
-        The settings, and warnings that name sites, a sentence each.
 
     Raises
     ------
@@ -280,9 +248,7 @@ def agreed(
     known = {name for _, d in sites.told for name in d.classes}
     if not settings.classes:
         for twins in nearly_equal(known):
-            found = [
-                f"{listed([twin])} ({_shown(name for name, d in sites.told if twin in d.classes)})" for twin in twins
-            ]
+            found = [f"{listed([t])} ({_shown(name for name, d in sites.told if t in d.classes)})" for t in twins]
             sites.warnings.append(
                 f"classes that nearly agree are taken for different ones: {', '.join(found)}; if they are one, rename "
                 "it at a site"
@@ -314,13 +280,7 @@ def with_statistics(settings: DataSettings, descriptions: Sequence[Description])
 
 
 class _Sites:
-    """The sites that take part so far, and the warnings about them and the others.
-
-    Parameters
-    ----------
-    told : list of (str, Description)
-        Name and description of each site.
-    """
+    """The sites that take part so far, each with its name, and the warnings about them and the others."""
 
     def __init__(self, told: list[tuple[str, Description]]) -> None:
         self.told, self.warnings = told, list[str]()
@@ -371,10 +331,8 @@ class _Sites:
         if swapped := [name for name, d in self.told if d.columns not in ((), columns)]:
             self.warnings.append(f"{_shown(swapped)}: columns stand in another order, and are put into that of the run")
         if columns and (nameless := [name for name, d in self.told if not d.columns]):
-            self.warnings.append(
-                f"{_shown(nameless)}: data without names of columns, taken to be {', '.join(columns[:5])}"
-                f"{' …' if len(columns) > 5 else ''} in this order"
-            )
+            told = ", ".join(columns[:5]) + " …" * (len(columns) > 5)
+            self.warnings.append(f"{_shown(nameless)}: data without names of columns, taken to be {told} in this order")
         return columns
 
 

@@ -8,12 +8,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from flwr_datasets.partitioner import (
-    DirichletPartitioner,
-    Partitioner,
-    PathologicalPartitioner,
-    ShardPartitioner,
-)
+from flwr_datasets.partitioner import DirichletPartitioner, Partitioner, PathologicalPartitioner, ShardPartitioner
 
 from posy.data.dataset import Dataset
 from posy.data.settings import DataSettings
@@ -30,27 +25,18 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
 
     Draws until each client has 10 samples (fewer if the data is small); where that does not succeed,
     until each has 2.
-
-    Raises
-    ------
-    SettingsError
-        If no draw succeeds.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
     few = max(least, min(_FEW, len(dataset) // (4 * clients)))
     for draw in range(_DRAWS):
-        partitioner = DirichletPartitioner(
-            clients,
-            partition_by="label",
-            alpha=settings.dirichlet_alpha,
-            min_partition_size=few if draw < _DRAWS // 2 else least,
-            self_balancing=False,
-            shuffle=False,
-            seed=_seed(rng),
-        )
+        options = {
+            "alpha": settings.dirichlet_alpha,
+            "min_partition_size": few if draw < _DRAWS // 2 else least,
+            "self_balancing": False,
+        }
         with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has another seed
-            return _divide(partitioner, dataset.y, np.arange(len(dataset)))
+            return _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
     raise SettingsError(
         f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
         f"{least} of the {len(dataset)} samples of {dataset.name}; raise alpha or use fewer clients"
@@ -64,16 +50,9 @@ def iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> P
 
 def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Give each client S classes; the clients that have a class share it out evenly."""
-    partitioner = PathologicalPartitioner(
-        settings.num_clients,
-        partition_by="label",
-        num_classes_per_partition=settings.classes_per_client,
-        class_assignment_mode="first-deterministic",
-        shuffle=False,
-        seed=_seed(rng),
-    )
+    options = {"num_classes_per_partition": settings.classes_per_client, "class_assignment_mode": "first-deterministic"}
     try:
-        return _divide(partitioner, dataset.y, rng.permutation(len(dataset)))
+        return _divide(PathologicalPartitioner, options, dataset, settings.num_clients, rng)
     except ValueError as error:
         raise SettingsError(
             f"classes-per-client = {settings.classes_per_client} with num-clients = {settings.num_clients} does not "
@@ -92,14 +71,8 @@ def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
             f"shards-per-client = {settings.shards_per_client} with num-clients = {settings.num_clients} makes "
             f"{number} shards; {dataset.name} has {len(dataset)} samples, and each shard needs at least one"
         )
-    partitioner = ShardPartitioner(
-        settings.num_clients,
-        partition_by="label",
-        num_shards_per_partition=settings.shards_per_client,
-        shuffle=False,
-        seed=_seed(rng),
-    )
-    return _divide(partitioner, dataset.y, rng.permutation(len(dataset)))
+    options = {"num_shards_per_partition": settings.shards_per_client}
+    return _divide(ShardPartitioner, options, dataset, settings.num_clients, rng)
 
 
 def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
@@ -131,26 +104,22 @@ class _Table(datasets.Dataset):  # type: ignore[misc]
         return super().select(np.asarray(indices), *args, **kwargs)
 
 
-def _divide(partitioner: Partitioner, column: np.ndarray, order: np.ndarray) -> Parts:
-    """Let a partitioner divide samples by a column; return the samples' indices.
-
-    Parameters
-    ----------
-    partitioner : Partitioner
-        With ``label`` as the name of the column.
-    column : np.ndarray
-        ``(N,)`` labels or groups.
-    order : np.ndarray
-        Which samples take part, and in what order.
-    """
-    memory = datasets.table.InMemoryTable.from_pydict({"label": column[order], "index": order})
+def _divide(
+    kind: Callable[..., Partitioner],
+    options: dict[str, Any],
+    dataset: Dataset,
+    clients: int,
+    rng: np.random.Generator,
+    *,
+    shuffled: bool = True,
+) -> Parts:
+    """Let a partitioner divide samples, in random order or their own, by their labels; return their indices."""
+    seed = int(rng.integers(2**32))
+    order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))
+    memory = datasets.table.InMemoryTable.from_pydict({"label": dataset.y[order], "index": order})
+    partitioner = kind(clients, partition_by="label", shuffle=False, seed=seed, **options)
     partitioner.dataset = _Table(memory).with_format("numpy")
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # hides progress bars
         warnings.simplefilter("ignore")
-        parts = [partitioner.load_partition(client) for client in range(partitioner.num_partitions)]
+        parts = [partitioner.load_partition(client) for client in range(clients)]
     return [np.asarray(part.with_format("numpy")["index"][:], np.int64) for part in parts]
-
-
-def _seed(rng: np.random.Generator) -> int:
-    """Return a seed for a partitioner, which takes a single number."""
-    return int(rng.integers(2**32))

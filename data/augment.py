@@ -23,19 +23,8 @@ def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
 def crop(x: Tensor, boxes: Tensor) -> Tensor:
     """Cut from each image a random box of 90 to 100 % of its area, resized to the full size.
 
-    The box keeps the image's aspect ratio and lies inside the image; resampling is bilinear.
-
-    Parameters
-    ----------
-    x : Tensor
-        ``(B, C, H, W)`` floating-point images.
-    boxes : Tensor
-        ``(B, 3)`` size and place of the boxes, as :func:`draw_boxes` draws them.
-
-    Returns
-    -------
-    Tensor
-        ``(B, C, H, W)``, in channels_last memory format.
+    The box keeps the image's aspect ratio and lies inside the image; resampling is bilinear. Images are floats
+    ``(B, C, H, W)``, those returned in channels_last; boxes ``(B, 3)``, as :func:`draw_boxes` draws them.
     """
     size, place = boxes[:, :1].to(x.dtype), boxes[:, 1:].to(x.dtype)
     side = (_SMALLEST + (1 - _SMALLEST) * size).sqrt()

@@ -23,8 +23,6 @@ class ClientData:
         text: int64 ``(n, L)``. A client with a single sample has an empty test.
     y_train, y_test : Tensor
         int64 ``(n,)``.
-    num_classes : int
-        Number of classes C of the task.
     """
 
     x_train: Tensor

@@ -24,8 +24,6 @@ class Dataset:
     ----------
     name : str
         Name or path that it was loaded under.
-    task : Task
-        Kind, shape and classes.
     x : np.ndarray
         ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` features, float32 or, where
         that would change one, float64; or ``(N, L)`` int64 tokens.
@@ -74,18 +72,14 @@ class Content:
         As in :class:`Dataset`; of ``text`` the N texts.
     labels : np.ndarray
         ``(N,)``, as :func:`posy.data.labels.as_labels` returns them.
-    groups, given
-        As in :class:`Dataset`.
     is_test : np.ndarray or None
         ``(N,)`` bool: the samples of the data's own test set, if it has one.
     class_names : tuple of str
         Names of the classes where the data gives them; the labels are then their numbers 0..C-1.
     columns : tuple of str
         Names of the features, where the data gives them.
-    read_notes : tuple of str
-        What reading has found that a person should know, a sentence each.
-    unreadable : tuple of str
-        What is wrong with each file that was left out.
+    read_notes, unreadable : tuple of str
+        What a person should know of the data, a sentence each; and what is wrong with each file that was left out.
     """
 
     path: Path
@@ -117,27 +111,15 @@ def make_dataset(
     x: np.ndarray,
     y: np.ndarray,
     class_names: Sequence[str],
-    groups: np.ndarray | None = None,
-    *,
     vocabulary: int = 0,
     scale: tuple[np.ndarray, np.ndarray] | None = None,
+    **others: Any,
 ) -> Dataset:
-    """Build a data set from samples and labels as :class:`Dataset` holds them.
+    """Build a data set from samples and labels as :class:`Dataset` holds them, and the parts of its :class:`Task`.
 
     uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels and tokens stay.
-
-    Parameters
-    ----------
-    name, x, y, groups
-        As in :class:`Dataset`.
-    kind : str
-        ``image``, ``features`` or ``text``.
-    class_names : sequence of str
-        Names of the C classes.
-    vocabulary : int
-        Number of tokens of texts, padding included.
-    scale : tuple or None
-        Mean and standard deviation of features; ``None``: those of ``x``. A constant one is only centred.
+    ``scale`` is mean and standard deviation of features; ``None``: those of ``x``. A constant one is only centred.
+    ``others`` are further attributes of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:]
     if kind == "image":
@@ -149,4 +131,4 @@ def make_dataset(
     elif scale is None:
         mean, squares = moments(x)
         scale = mean, deviation(mean, squares / len(x))
-    return Dataset(name, Task(kind, shape, tuple(class_names), vocabulary), x, y, *scale, groups)
+    return Dataset(name, Task(kind, shape, tuple(class_names), vocabulary), x, y, *scale, **others)

@@ -1,6 +1,5 @@
 """Any data set by its name or its path."""
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,29 +10,13 @@ from posy.data.errors import DataError
 from posy.data.own import as_dataset, read_own
 from posy.data.published import DATASETS
 from posy.data.read_published import load_published
-from posy.data.settings import DataSettings
-from posy.paths import exists, expanded
+from posy.data.settings import DataSettings, path_of
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
 
 
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
-    """Load a data set by name or path, train and test pooled.
-
-    Parameters
-    ----------
-    settings : DataSettings
-        ``dataset``: a name of :data:`posy.data.published.DATASETS`, or a path (absolute, or relative to
-        ``data_dir`` or to the working directory); ``download``; ``max_samples``.
-    data_dir : Path
-        Directory that holds the data sets.
-    seed : int
-        Draws the subset of ``max_samples``.
-
-    Returns
-    -------
-    Dataset
-        All samples, or the subset in their original order.
+    """Load a data set by name or path, train and test pooled; the seed draws the subset of ``max_samples``.
 
     Raises
     ------
@@ -47,25 +30,12 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         if name in DATASETS:
             found = load_published(name, data_dir, settings)
         else:
-            found = as_dataset(read_own(_path_of(name, data_dir)), name)
+            found = as_dataset(read_own(path_of(name, data_dir)), name)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
     except MemoryError as error:
         raise DataError(f"{name}: more than fits into memory ({error})") from error
     return _subset(found, settings, seed)
-
-
-def _path_of(name: str, data_dir: Path) -> Path:
-    places = dict.fromkeys(place.absolute() for place in (data_dir / name, expanded(name)))
-    found = next((place for place in places if name and exists(place)), None)
-    if found is None:
-        near = difflib.get_close_matches(name, DATASETS, n=2)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise SettingsError(
-            f"dataset = {name!r} is neither a name nor a path; {hint}names: {', '.join(DATASETS)}; "
-            f"paths looked for: {', '.join(map(str, places))}"
-        )
-    return found
 
 
 def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:

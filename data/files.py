@@ -13,13 +13,7 @@ _JSON_GROWTH = 4  # least factor by which JSON grows when its numbers become Pyt
 
 
 def check_regular(path: Path) -> int:
-    """Return the size of a file in bytes, following links.
-
-    Raises
-    ------
-    DataError
-        If it is no regular file (a directory, a pipe or a device, which may never end), or cannot be reached.
-    """
+    """Return the size of a regular file in bytes, following links; another, which may never end, is an error."""
     try:
         found = os.stat(path)  # noqa: PTH116 - pathlib's answers differ by error
     except (OSError, ValueError) as error:
@@ -37,13 +31,7 @@ def check_fits(size: float, where: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises
-    ------
-    DataError
-        If it is no regular file, more than fits into memory, or not JSON.
-    """
+    """Return the content of a JSON file, or raise :class:`DataError` if it is none or more than fits into memory."""
     check_fits(_JSON_GROWTH * check_regular(path), str(path))
     try:
         return json.loads(path.read_bytes())

@@ -25,12 +25,7 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
     """Bring images to ``(N, H, W, C)``: whole numbers 0..255 as uint8, other numbers as float32.
 
     ``(N, H, W)`` is taken as grey; of the others the channels are the last axis or the one after N: that
-    with 1 or 3 entries, else that with 2 or 4, and the last where both have.
-
-    Raises
-    ------
-    DataError
-        If neither has 1 to 4 entries, or a pixel is no finite number or out of range.
+    with 1 or 3 entries, else that with 2 or 4, and the last where both have. A pixel must be finite and in range.
     """
     if x.ndim == 3:
         x = x[..., None]
@@ -46,10 +41,8 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
     if x.dtype.kind in "iu":
         bad = np.argwhere((x < 0) | (x > 255))
         if len(bad):
-            position = tuple(bad[0].tolist())
-            raise DataError(
-                f"{where}: pixel {x[position]} at index {position}; whole numbers are allowed from 0 to 255"
-            )
+            place = tuple(bad[0].tolist())
+            raise DataError(f"{where}: pixel {x[place]} at index {place}; whole numbers are allowed from 0 to 255")
         return x.astype(np.uint8)
     if x.dtype.kind != "f":
         raise DataError(f"{where}: pixels of type {x.dtype}; allowed are uint8 or floating-point numbers")
@@ -59,21 +52,13 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
 def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Find the images of a folder of class folders, or of train/test folders of class folders.
 
-    Parameters
-    ----------
-    root : Path
-        The folder; hidden folders and files that are no images are passed over.
+    Hidden folders and files that are no images are passed over.
 
     Returns
     -------
     tuple
         The N files; ``(N,)`` names of their class folders; and ``(N,)`` bool, which of them lie in the
         folder test (without one: val), or ``None`` if there is neither.
-
-    Raises
-    ------
-    DataError
-        If there is no class folder, or one holds no image.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:

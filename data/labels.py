@@ -4,7 +4,6 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -42,15 +41,14 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
         return y.astype(str if kind == "u" and len(y) and y.max() > np.iinfo(np.int64).max else np.int64)
     if kind != "f":
         raise DataError(f"{where}: labels of type {y.dtype}; whole numbers and texts are allowed")
-    bad = np.flatnonzero(~np.isfinite(y) | (y != np.floor(y)))
-    if bad.size:
-        first: Any = y[bad[0]]
-        raise DataError(f"{where}: label {first} at index {bad[0]}; whole numbers are allowed")
+    bad = ~np.isfinite(y) | (y != np.floor(y))
+    if bad.any():
+        raise DataError(f"{where}: label {y[bad][0]} at index {bad.argmax()}; whole numbers are allowed")
     limit = min(2.0 ** (np.finfo(y.dtype).nmant + 1), 2.0**53)
-    large = np.flatnonzero(np.abs(y) >= limit)
-    if large.size:
+    large = np.abs(y) >= limit
+    if large.any():
         raise DataError(
-            f"{where}: label {y[large[0]]} at index {large[0]}; {y.dtype} cannot tell whole numbers apart from "
+            f"{where}: label {y[large][0]} at index {large.argmax()}; {y.dtype} cannot tell whole numbers apart from "
             f"{limit:.0f} on: store labels as whole numbers or texts"
         )
     return y.astype(np.int64)
@@ -78,13 +76,7 @@ def joined_labels(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
-    """Return the labels of data with known classes as int64.
-
-    Raises
-    ------
-    DataError
-        If a label is not a whole number in 0..C-1, with its index.
-    """
+    """Return the labels of data with known classes as int64; :class:`DataError` unless all are 0..C-1."""
     labels = as_labels(y, where)
     if labels.dtype.kind != "i":
         raise DataError(f"{where}: the label {labels[0]!s:.60} is a text; allowed are 0 to {num_classes - 1}")
@@ -95,23 +87,17 @@ def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
 
 
 def distinct_labels(labels: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Map the distinct labels of a user's data to 0..C-1: numbers by value if all are, else texts in order.
-
-    Parameters
-    ----------
-    labels : np.ndarray
-        ``(N,)`` labels, as :func:`as_labels` returns them.
-
-    Returns
-    -------
-    tuple
-        ``(N,)`` int64 labels, and the C names.
-    """
+    """Return labels as numbers 0..C-1, ``(N,)`` int64, and the C names: by value if all are numbers, else as texts."""
     values, places = np.unique(labels, return_inverse=True)
     found = [str(value) for value in values]
-    names = sorted_names(found)
+    names = tuple(sorted_names(found))
+    return renumbered(places, found, names), names
+
+
+def renumbered(places: np.ndarray, own: Sequence[str], names: Sequence[str]) -> np.ndarray:
+    """Return ``(N,)`` places in one list of names as places in another that holds them all, int64."""
     number = {name: place for place, name in enumerate(names)}
-    return np.array([number[name] for name in found], np.int64)[places], tuple(names)
+    return np.array([number[name] for name in own], np.int64)[places]
 
 
 def sorted_names(names: Collection[str]) -> list[str]:
@@ -149,17 +135,7 @@ def written_label(cell: str) -> str:
 
 
 def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None = None) -> list[str]:
-    """Return what may be a mistake in the labels of a user's data.
-
-    Parameters
-    ----------
-    y : np.ndarray
-        ``(N,)`` int64 labels 0..C-1.
-    names : sequence of str
-        The C names.
-    is_test : np.ndarray or None
-        ``(N,)`` bool: the samples of the data's own test set, if it has one.
-    """
+    """Return what may be a mistake in labels 0..C-1, ``(N,)``, and their names; ``is_test`` as in ``Content``."""
     notes = []
     if all(map(_INTEGER.fullmatch, names)) and (below := [name for name in names if name.startswith("-")]):
         notes.append(f"negative labels are classes of their own: {', '.join(below)}")

@@ -30,21 +30,13 @@ _DAMAGE = (
     OSError,
     ValueError,
     KeyError,
-    RuntimeError,  # encrypted, or (RecursionError) a header without end
+    RuntimeError,  # encrypted, or (RecursionError) a header without end, or (NotImplementedError) an odd compression
     OverflowError,
-    NotImplementedError,
 )
 
 
 class NpzFile:
-    """The arrays of an .npz file.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    unpickle : callable or None
-        What reads an array of objects from its pickle stream and the length of that; ``None`` refuses such arrays.
+    """The arrays of an .npz file; ``unpickle`` reads one of objects from its pickle stream and the length of that.
 
     Raises
     ------

@@ -1,6 +1,5 @@
 """People's own data: .npz, .csv, a folder of class folders, a PFLlib directory."""
 
-import dataclasses
 from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
@@ -14,6 +13,7 @@ from posy.data.labels import as_labels, joined_labels, known_labels, numbered
 from posy.data.npz import NpzFile
 from posy.data.pfllib import is_pfllib, read_pfllib
 from posy.data.tables import read_csv
+from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, tokenise
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
 
@@ -24,11 +24,6 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     """Make a data set of what was read; ``length`` is that of texts, in words.
 
     Features are standardised; PFLlib's are taken as they are. What may be a mistake is logged.
-
-    Raises
-    ------
-    DataError
-        If there are fewer than two classes, or a label is not one of the classes that the data gives.
     """
     if content.class_names:
         names, notes = content.class_names, content.read_notes
@@ -38,7 +33,6 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
         if len(names) < 2:
             raise DataError(f"{content.path}: the only label is {names[0]!r:.60}; at least 2 classes are needed")
     x, vocabulary, scale = content.x, 0, None
-    kind = {"image-float": "image", "tokens": "text"}.get(content.kind, content.kind)
     if content.kind == "text":
         x, vocabulary = tokenise(x, length)
     elif content.kind == "tokens":
@@ -48,23 +42,17 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
         x, scale = x.astype(np.float32, copy=False), (np.zeros(x.shape[1]), np.ones(x.shape[1]))
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    dataset = make_dataset(name, kind, x, y, names, content.groups, vocabulary=vocabulary, scale=scale)
-    return dataclasses.replace(dataset, given=content.given, notes=notes)
+    others = {"groups": content.groups, "given": content.given, "notes": notes}
+    return make_dataset(name, TASK_KINDS[content.kind], x, y, names, vocabulary, scale, **others)
 
 
 def read_own(
     path: Path, size: tuple[int, int] | None = None, mode: str | None = None, skip_unreadable: bool | None = None
 ) -> Content:
-    """Read a file or directory of one of the four formats.
+    """Read an .npz or .csv file, a folder of class folders, or a PFLlib directory.
 
-    Parameters
-    ----------
-    path : Path
-        An .npz or .csv file, a folder of class folders, or a PFLlib directory.
-    size, mode
-        Of the images of class folders, as for :func:`posy.data.image.readable_images`.
-    skip_unreadable : bool or None
-        Whether to go on without image files that cannot be read; ``None``: no, and the error does not offer it.
+    ``size`` and ``mode`` of the images of class folders are as for :func:`posy.data.image.readable_images`. Where
+    ``skip_unreadable`` is ``None``, images that cannot be read are an error that does not offer to skip them.
 
     Raises
     ------
@@ -74,10 +62,10 @@ def read_own(
     try:
         if path.is_dir():
             return read_pfllib(path) if is_pfllib(path) else _read_folder(path, size, mode, skip_unreadable)
-        readers = {".npz": read_npz, ".csv": read_csv}
-        if path.suffix.lower() not in readers:
+        reader = {".npz": read_npz, ".csv": read_csv}.get(path.suffix.lower())
+        if reader is None:
             raise DataError(f"{path}: allowed are .npz, .csv, a folder of class folders and a PFLlib directory")
-        return readers[path.suffix.lower()](path)
+        return reader(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     except MemoryError as error:
@@ -90,12 +78,6 @@ def read_npz(path: Path) -> Content:
     Read are ``x_train, y_train`` and, if there, ``x_test, y_test`` and ``groups_train, groups_test``
     (numbers or texts). Three and four axes are images, as :func:`posy.data.image.as_images` takes them;
     ``(N, F)`` are features.
-
-    Raises
-    ------
-    DataError
-        If keys are missing, x and y differ in length, samples hold nothing, or those of train and test are of
-        different kinds.
     """
     archive = NpzFile(path)
     splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} & set(archive.names)]
@@ -144,10 +126,8 @@ def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, ski
         raise unreadable(problems, len(files), hint if skip_unreadable is False else "")
     good = np.setdiff1d(np.arange(len(files)), list(problems))
     first = ", ".join(str(files[number].relative_to(path)) for number in list(problems)[:3])
-    notes = [
-        f"{len(problems)} of {len(files)} image files cannot be read and are left out: "
-        f"{first}{', …' if len(problems) > 3 else ''}"
-    ]
+    first += ", …" * (len(problems) > 3)
+    notes = [f"{len(problems)} of {len(files)} image files cannot be read and are left out: {first}"]
     if gone := np.setdiff1d(names, names[good]).tolist():
         notes.append(f"classes without an image that can be read: {', '.join(gone)}")
     return Content(

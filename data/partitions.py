@@ -21,13 +21,9 @@ from posy.settings import SettingsError
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Indices into the data set, for each of the M clients.
+    """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in rising order.
 
-    Attributes
-    ----------
-    train, test : tuple of np.ndarray
-        ``(n_i,)`` int64, in rising order. A test is empty only for a client with a single sample, or
-        if the partition was given so.
+    A test is empty only for a client with a single sample, or if the partition was given so.
     """
 
     train: tuple[np.ndarray, ...]
@@ -35,15 +31,11 @@ class Partition:
 
     def counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the samples (train and test) of each class on each client, ``(M, C)`` int64."""
-        return self.train_counts(y, num_classes) + _class_counts(self.test, y, num_classes)
+        return self.train_counts(y, num_classes) + Partition(self.test, ()).train_counts(y, num_classes)
 
     def train_counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the training samples of each class on each client, ``(M, C)`` int64."""
-        return _class_counts(self.train, y, num_classes)
-
-
-def _class_counts(parts: Sequence[np.ndarray], y: np.ndarray, num_classes: int) -> np.ndarray:
-    return np.stack([np.bincount(y[part], minlength=num_classes) for part in parts])
+        return np.stack([np.bincount(y[part], minlength=num_classes) for part in self.train])
 
 
 def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
@@ -52,15 +44,6 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     The same data, settings and seed give the same partition in every process. flwr-datasets
     assigns samples by their labels alone, except where every client is to have so many samples
     (``samples_per_client``); data that comes partitioned is taken as it is.
-
-    Parameters
-    ----------
-    dataset : Dataset
-        The pooled samples.
-    settings : DataSettings
-        ``partition`` and the keys that go with it, ``test_fraction``, ``train_samples``.
-    seed : int
-        Of the run.
 
     Raises
     ------
@@ -85,27 +68,25 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -
     """Return (train, test) of each client as a partition, with no more training samples than ``train_samples``."""
     if settings.train_samples:
         pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
-    train, test = zip(*pairs, strict=True)
-    return Partition(
-        tuple(np.sort(part).astype(np.int64) for part in train), tuple(np.sort(part).astype(np.int64) for part in test)
-    )
+    return Partition(*(tuple(np.sort(part).astype(np.int64) for part in parts) for parts in zip(*pairs, strict=True)))
 
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     """Check what can be known before the work starts."""
     clients, num_classes = settings.num_clients, dataset.task.num_classes
-    if kind == "given" and dataset.given is None:
-        raise SettingsError(
-            f"partition = 'given' needs data that comes partitioned (a PFLlib directory); {dataset.name} does not"
-        )
-    if kind == "given" and settings.partition not in ("given", "natural", DataSettings.partition):
-        raise SettingsError(
-            f"partition = {settings.partition!r}: {dataset.name} comes partitioned; leave partition out, or set it to "
-            "'given'"
-        )
-    if kind == "given" and len(dataset.given or ()) != clients:
-        raise SettingsError(f"num-clients = {clients}: {dataset.name} comes with {len(dataset.given or ())} clients")
-    if kind not in ("given", "file") and clients > len(dataset):
+    if kind == "given":
+        if dataset.given is None:
+            raise SettingsError(
+                f"partition = 'given' needs data that comes partitioned (a PFLlib directory); {dataset.name} does not"
+            )
+        if settings.partition not in ("given", "natural", DataSettings.partition):
+            raise SettingsError(
+                f"partition = {settings.partition!r}: {dataset.name} comes partitioned; leave partition out, or set "
+                "it to 'given'"
+            )
+        if len(dataset.given) != clients:
+            raise SettingsError(f"num-clients = {clients}: {dataset.name} comes with {len(dataset.given)} clients")
+    elif kind != "file" and clients > len(dataset):
         raise SettingsError(
             f"num-clients = {clients}: {dataset.name} has {len(dataset)} samples, and each client needs at least one"
         )
@@ -200,26 +181,23 @@ def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generato
             f"{path.absolute()}"
         )
     content = read_json(path)
-    splits = content if isinstance(content, dict) else {"all": content}
+    splits: dict[str, Any] = content if isinstance(content, dict) else {"all": content}
     if set(splits) not in ({"all"}, {"train", "test"}) or not all(isinstance(s, list) for s in splits.values()):
         raise DataError(
             f'{path}: allowed are a list of index lists, or {{"train": [...], "test": [...]}} of such lists'
         )
-    for lists in splits.values():
-        if len(lists) != settings.num_clients:
-            raise SettingsError(f"num-clients = {settings.num_clients}: {path} lists {len(lists)} clients")
-    clients = [
-        {split: _indices(lists[client], len(dataset), f"{path}: client {client}") for split, lists in splits.items()}
-        for client in range(settings.num_clients)
-    ]
-    for client, parts in enumerate(clients):
-        values, times = np.unique(np.concatenate(list(parts.values())), return_counts=True)
+    names = ("all",) if "all" in splits else ("train", "test")
+    for name in names:
+        if len(splits[name]) != settings.num_clients:
+            raise SettingsError(f"num-clients = {settings.num_clients}: {path} lists {len(splits[name])} clients")
+    clients: list[Any] = []
+    for client, lists in enumerate(zip(*(splits[name] for name in names), strict=True)):
+        parts = tuple(_indices(listed, len(dataset), f"{path}: client {client}") for listed in lists)
+        values, times = np.unique(np.concatenate(parts), return_counts=True)
         if (times > 1).any():
             raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
-    if "all" in splits:
-        pairs = split([parts["all"] for parts in clients], settings, rng)
-    else:
-        pairs = tuple((parts["train"], parts["test"]) for parts in clients)
+        clients.append(parts)
+    pairs: Indices = split([part for (part,) in clients], settings, rng) if "all" in splits else tuple(clients)
     train, test = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     if both := len(np.intersect1d(train, test)):
         log(WARNING, "%s: %s samples are for the training of one client and the test of another", path, both)
@@ -240,9 +218,7 @@ def split(parts: Sequence[np.ndarray], settings: DataSettings, rng: np.random.Ge
 def _indices(listed: Any, size: int, where: str) -> np.ndarray:
     if not isinstance(listed, list):
         raise DataError(f"{where}: {listed!r:.40} is not a list of sample indices")
-    for position, index in enumerate(listed):
+    for place, index in enumerate(listed):
         if type(index) is not int or not 0 <= index < size:
-            raise DataError(
-                f"{where}: {index!r} at position {position}; allowed are whole numbers from 0 to {size - 1}"
-            )
+            raise DataError(f"{where}: {index!r} at position {place}; allowed are whole numbers from 0 to {size - 1}")
     return np.array(listed, np.int64)

@@ -39,16 +39,6 @@ def read_pfllib(path: Path) -> Content:
     There are as many classes as ``config.json`` says; without it, or its ``num_classes``, those that occur.
     Float images stay as they are, ``(C, H, W)`` or ``(H, W)``; vectors are features; rows of whole
     numbers, or (tokens, length) pairs, are text.
-
-    Returns
-    -------
-    Content
-        With ``given``: the indices of each client's training and test samples.
-
-    Raises
-    ------
-    DataError
-        If a file is missing or damaged, or would make Python objects, or a label is no class.
     """
     num_clients, num_classes = _counts(path)
     files = [path / split / f"{client}.npz" for client in range(num_clients) for split in ("train", "test")]
@@ -246,10 +236,7 @@ class _Array:
 def _plain(root: Any, limit: int) -> Any:
     """Return what was unpickled without stand-ins; each list is built once, in however many places it stands.
 
-    Raises
-    ------
-    ValueError
-        If lists are nested too deep, or hold more numbers than the limit, counted in each place where they stand.
+    Their numbers count against the limit in each place where they stand.
     """
     done: dict[int, tuple[Any, int]] = {}
 
@@ -290,8 +277,7 @@ def _from_bytes(data: bytes, dtype: _DType, shape: tuple[int, ...], order: Any) 
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Protocol 2 spells bytes as a text in Latin-1."""
-    if encoding != "latin1":
+    if encoding != "latin1":  # as which protocol 2 spells bytes
         raise ValueError(f"it encodes a text as {encoding!r}; allowed is latin1")
     return text.encode("latin-1")
 

@@ -46,10 +46,6 @@ class Published:
 
     Attributes
     ----------
-    about : str
-        What it holds.
-    where : str
-        What to put where, below the data directory.
     classes : tuple of str
         Names of its classes in the order of the labels. Where they are given, ``<name>.npz`` is read instead of the
         published files if it is there.
@@ -61,63 +57,59 @@ class Published:
         Class in ``torchvision.datasets`` that reads and downloads it, and the folder where that keeps it.
     reader : str
         Function in :mod:`posy.data.read_published` that reads the published files.
+    where : str
+        What to put where, below the data directory; empty: an .npz, or what ``torchvision`` has there.
     """
 
     about: str
-    where: str
     classes: tuple[str, ...] = ()
     shape: tuple[int, int, int] | None = None
     words: int | None = None
     torchvision: tuple[str, str] | None = None
     reader: str = "read_torchvision"
+    where: str = ""
 
 
 def describe() -> list[tuple[str, str, str, str]]:
     """Return a row for each data set: name, what it holds, what to put where, whether it downloads."""
-    return [(name, s.about, s.where, "yes" if s.torchvision else "no") for name, s in DATASETS.items()]
+    rows = []
+    for name, s in DATASETS.items():
+        folder = s.torchvision[1] if s.torchvision else ""
+        rows.append((name, s.about, s.where or f"{name}.npz, or {folder}/", "yes" if folder else "no"))
+    return rows
 
 
 DATASETS = {
-    "digits": Published("1,797 grey 8x8 digits", "nothing: comes with scikit-learn", reader="read_digits"),
-    "mnist": Published(
-        "70,000 grey 28x28 digits",
-        "mnist.npz, or MNIST/raw/",
-        DIGITS,
-        (28, 28, 1),
-        torchvision=("MNIST", "MNIST/raw"),
-    ),
+    "digits": Published("1,797 grey 8x8 digits", where="nothing: comes with scikit-learn", reader="read_digits"),
+    "mnist": Published("70,000 grey 28x28 digits", DIGITS, (28, 28, 1), torchvision=("MNIST", "MNIST/raw")),
     "fmnist": Published(
         "70,000 grey 28x28 images of clothes, 10 classes",
-        "fmnist.npz, or FashionMNIST/raw/",
         ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
         (28, 28, 1),
         torchvision=("FashionMNIST", "FashionMNIST/raw"),
     ),
     "cifar10": Published(
         "60,000 RGB 32x32 images, 10 classes",
-        "cifar10.npz, or cifar-10-batches-py/",
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         (32, 32, 3),
         torchvision=("CIFAR10", "cifar-10-batches-py"),
     ),
     "cifar100": Published(
         "60,000 RGB 32x32 images, 100 classes",
-        "cifar100.npz, or cifar-100-python/",
         CIFAR100_NAMES,
         (32, 32, 3),
         torchvision=("CIFAR100", "cifar-100-python"),
     ),
     "cifar20": Published(
         "CIFAR-100 with its 20 superclasses",
-        "cifar20.npz, or what cifar100 needs",
         tuple(CIFAR20),
         (32, 32, 3),
         torchvision=("CIFAR100", "cifar-100-python"),
         reader="read_cifar20",
+        where="cifar20.npz, or what cifar100 needs",
     ),
     "emnist-letters": Published(
         "145,600 grey 28x28 letters, 26 classes",
-        "emnist-letters.npz, or EMNIST/raw/",
         tuple(string.ascii_lowercase),
         (28, 28, 1),
         torchvision=("EMNIST", "EMNIST/raw"),
@@ -125,39 +117,40 @@ DATASETS = {
     ),
     "femnist": Published(
         "grey 28x28 digits and letters, 62 classes; groups: writers",
-        "LEAF's femnist/train/*.json and femnist/test/*.json, or femnist.npz",
         tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase),
         reader="read_femnist",
+        where="LEAF's femnist/train/*.json and femnist/test/*.json, or femnist.npz",
     ),
     "tiny-imagenet": Published(
         "110,000 RGB 64x64 images, 200 classes",
-        "tiny-imagenet-200/train/<wnid>/images/ and val/ with val_annotations.txt, or tiny-imagenet.npz",
         tuple(map(str, range(200))),
         (64, 64, 3),
         reader="read_tiny_imagenet",
+        where="tiny-imagenet-200/train/<wnid>/images/ and val/ with val_annotations.txt, or tiny-imagenet.npz",
     ),
     "agnews": Published(
         "127,600 news texts, 4 classes, 100 words each",
-        "agnews/train.csv and agnews/test.csv, or agnews.csv (class 1-4, title, description)",
         words=100,
         reader="read_agnews",
+        where="agnews/train.csv and agnews/test.csv, or agnews.csv (class 1-4, title, description)",
     ),
     "sent140": Published(
         "tweets, 2 classes, 64 words each; groups: users with 8 or more test samples",
-        "sent140/training.1600000.processed.noemoticon.csv, or sent140.csv",
         words=64,
         reader="read_sent140",
+        where="sent140/training.1600000.processed.noemoticon.csv, or sent140.csv",
     ),
     "kvasir": Published(
         "RGB endoscopic images, 8 classes, resized to 64x64",
-        "kvasir/<class>/*.jpg, or kvasir.npz",
         KVASIR,
         reader="read_kvasir",
+        where="kvasir/<class>/*.jpg, or kvasir.npz",
     ),
     "fedisic": Published(
         "23,247 RGB skin lesions, 8 classes, resized to 64x64; groups: 6 centres",
-        "FLamby's fedisic/train_test_split and fedisic/ISIC_2019_Training_Input_preprocessed/*.jpg, or fedisic.npz",
         ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC"),
         reader="read_fedisic",
+        where="FLamby's fedisic/train_test_split and fedisic/ISIC_2019_Training_Input_preprocessed/*.jpg, "
+        "or fedisic.npz",
     ),
 }

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -32,13 +32,7 @@ _SQUARE = (DEFAULT_SIDE, DEFAULT_SIDE)
 
 
 def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset:
-    """Load a data set of :data:`posy.data.published.DATASETS` from the data directory, or download it if allowed.
-
-    Raises
-    ------
-    DataError
-        If it is neither there nor to be had, or is damaged.
-    """
+    """Load a data set of :data:`posy.data.published.DATASETS` from the data directory, or download it if allowed."""
     source = DATASETS[name]
     content = _from_npz(name, data_dir) if source.classes else None
     if content is None:
@@ -114,12 +108,11 @@ def read_torchvision(
         raise DataError(
             f"{path.absolute()}: cannot be read ({problem}); needed are the published files in torchvision's layout"
         ) from problem
-    raise _missing(
-        name,
-        [data_dir / f"{name}.npz", *also, path],
+    what = (
         "put there either an .npz with x_train, y_train, x_test, y_test or the published files in torchvision's "
-        f"layout{'' if settings.download else ', or set download = true'} ({problem})",
-    ) from problem
+        f"layout{'' if settings.download else ', or set download = true'} ({problem})"
+    )
+    raise _missing(name, data_dir, [*also, path], what) from problem
 
 
 def read_cifar20(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -142,11 +135,8 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
     files = {folder: sorted(folder.glob("*.json")) for folder in folders}
     if len({folder.name for folder, paths in files.items() if paths}) < 2:
         absent = [folder / "*.json" for folder, paths in files.items() if not paths]
-        raise _missing(
-            name,
-            [data_dir / f"{name}.npz", *absent],
-            "put there the .json files that LEAF's preprocessing writes, of train and of test",
-        )
+        what = "put there the .json files that LEAF's preprocessing writes, of train and of test"
+        raise _missing(name, data_dir, absent, what)
     images, labels, writers = [], [], []
     for path in itertools.chain(*files.values()):
         for user, x, y in _leaf_users(path):
@@ -187,37 +177,30 @@ def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
 
 def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read the published folders: ``train/<wnid>/images`` and ``val`` with ``val_annotations.txt``."""
-    roots = [data_dir / "tiny-imagenet-200", data_dir / "tiny-imagenet"]
-    root = next((root for root in roots if (root / "train").is_dir()), None)
-    if root is None:
-        looked_for = [data_dir / f"{name}.npz", *(root / "train" for root in roots)]
-        raise _missing(name, looked_for, "unpack tiny-imagenet-200.zip there")
-    wnids = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
-    found = [(path, wnid) for wnid in wnids for path in image_files(root / "train" / wnid / "images")]
-    annotations = root / "val" / "val_annotations.txt"
-    if not annotations.is_file():
-        raise _missing(name, [annotations], "the archive's validation images belong there")
+    places = [f"{root}/train" for root in ("tiny-imagenet-200", "tiny-imagenet")]
+    train = _first(name, data_dir, places, "unpack tiny-imagenet-200.zip there")
+    wnids = sorted(folder.name for folder in train.iterdir() if folder.is_dir())
+    found = [(path, wnid) for wnid in wnids for path in image_files(train / wnid / "images")]
+    places = [f"{train.parent.name}/val/val_annotations.txt"]
+    annotations = _first(name, data_dir, places, "the archive's validation images belong there")
     for number, fields in rows_of(annotations, delimiter="\t"):
         if len(fields) < 2 or fields[1] not in wnids:
             raise DataError(
                 f"{annotations}: row {number}: {fields!r:.80}; needed are an image and one of the folders' wnids"
             )
-        found.append((root / "val" / "images" / fields[0], fields[1]))
-    x = read_images([path for path, _ in found], (64, 64), "RGB")
+        found.append((annotations.parent / "images" / fields[0], fields[1]))
+    x = read_images([path for path, _ in found], _SQUARE, "RGB")
     y = np.searchsorted(wnids, [wnid for _, wnid in found])
-    return Content(root, "image", x, y, class_names=tuple(wnids))
+    return Content(train.parent, "image", x, y, class_names=tuple(wnids))
 
 
 def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read Kvasir's class folders; images are cropped to a centred square and resized to 64x64."""
-    roots = [data_dir / "kvasir", data_dir / "kvasir-dataset-v2", data_dir / "kvasir-dataset"]
-    root = next((root for root in roots if root.is_dir()), None)
-    if root is None:
-        looked_for = [data_dir / f"{name}.npz", *roots]
-        raise _missing(name, looked_for, "unpack the Kvasir data set there: one folder of images a class")
-    if absent := [root / name for name in KVASIR if not (root / name).is_dir()]:
-        raise _missing(name, absent, "all 8 classes belong there")
-    found = [(path, label) for label, name in enumerate(KVASIR) for path in image_files(root / name)]
+    places = ["kvasir", "kvasir-dataset-v2", "kvasir-dataset"]
+    root = _first(name, data_dir, places, "unpack the Kvasir data set there: one folder of images a class")
+    if absent := [root / folder for folder in KVASIR if not (root / folder).is_dir()]:
+        raise _missing(name, data_dir, absent, "all 8 classes belong there")
+    found = [(path, label) for label, folder in enumerate(KVASIR) for path in image_files(root / folder)]
     x = read_images([path for path, _ in found], _SQUARE)
     return Content(root, "image", x, np.array([label for _, label in found]))
 
@@ -227,14 +210,10 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
     The centre of each image is its group; images are cropped to a centred square and resized to 64x64.
     """
-    root = data_dir / "fedisic"
-    tables = [root / "train_test_split", root / "train_test_split.csv", root / "train_test_folds.csv"]
-    folders = [root / "ISIC_2019_Training_Input_preprocessed", root / "ISIC_2019_Training_Input"]
-    table = next((path for path in tables if path.is_file()), None)
-    folder = next((path for path in folders if path.is_dir()), None)
-    if table is None or folder is None:
-        looked_for = [data_dir / f"{name}.npz", *tables, *folders]
-        raise _missing(name, looked_for, "put FLamby's train_test_split and one of its image folders there")
+    what = "put FLamby's train_test_split and one of its image folders there"
+    tables = [f"fedisic/{table}" for table in ("train_test_split", "train_test_split.csv", "train_test_folds.csv")]
+    folders = ["fedisic/ISIC_2019_Training_Input_preprocessed", "fedisic/ISIC_2019_Training_Input"]
+    table, folder = _first(name, data_dir, tables, what), _first(name, data_dir, folders, what)
     rows = rows_of(table)
     _, header = next(rows, (0, []))
     files, labels, centres = [], [], []
@@ -253,11 +232,11 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read AG News: rows of class 1-4, title, description."""
-    pair = [data_dir / "agnews" / "train.csv", data_dir / "agnews" / "test.csv"]
-    files = pair if any(path.is_file() for path in pair) else [data_dir / "agnews.csv"]
-    if absent := [path for path in files if not path.is_file()]:
-        looked_for = absent if files is pair else [*pair, *absent]
-        raise _missing(name, looked_for, "put there the rows: class 1-4, title, description")
+    what = "put there the rows: class 1-4, title, description"
+    places = ["agnews/train.csv", "agnews/test.csv", "agnews.csv"]
+    files = [_first(name, data_dir, places, what)]
+    if files[0].name != "agnews.csv":
+        files = [_first(name, data_dir, [place], what) for place in places[:2]]
     labels, texts = [], []
     for path in files:
         for number, row in rows_of(path):
@@ -279,10 +258,8 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
     appendix A.2).
     """
     published = "training.1600000.processed.noemoticon.csv"
-    places = [data_dir / "sent140" / published, data_dir / published, data_dir / "sent140.csv"]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        raise _missing(name, places, "unpack trainingandtestdata.zip there")
+    places = [f"sent140/{published}", published, "sent140.csv"]
+    path = _first(name, data_dir, places, "unpack trainingandtestdata.zip there")
     rows = []
     for number, row in rows_of(path, "latin-1"):
         if len(row) != 6 or row[0] not in ("0", "4"):
@@ -300,7 +277,17 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
     return Content(path, "text", texts, np.array(labels, np.int64), groups, class_names=("negative", "positive"))
 
 
-def _missing(name: str, looked_for: Iterable[Path], what: str) -> DataError:
+def _first(name: str, data_dir: Path, places: Sequence[str], what: str) -> Path:
+    """Return the first of some places in the data directory where there is something."""
+    paths = [data_dir / place for place in places]
+    found = next((path for path in paths if path.exists()), None)
+    if found is None:
+        raise _missing(name, data_dir, paths, what)
+    return found
+
+
+def _missing(name: str, data_dir: Path, looked_for: Sequence[Path], what: str) -> DataError:
     """Return the error for data that was not found: the paths looked for, and what belongs there."""
-    paths = "\n".join(f"  {path.absolute()}" for path in looked_for)
+    npz = [data_dir / f"{name}.npz"] if DATASETS[name].classes else []
+    paths = "\n".join(f"  {path.absolute()}" for path in (*npz, *looked_for))
     return DataError(f"the data of {name} was not found; looked for\n{paths}\n{what}")

@@ -1,10 +1,12 @@
 """The settings of the data: which samples, and how they are spread over the clients."""
 
+import difflib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from posy.data.pfllib import is_pfllib
 from posy.data.published import DATASETS
-from posy.paths import absolute, exists
+from posy.paths import absolute, exists, expanded
 from posy.settings import SettingsError, as_config, setting, settings_of
 
 SITES = "sites"
@@ -13,13 +15,7 @@ SITES = "sites"
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and how it is spread over the clients.
-
-    Raises
-    ------
-    SettingsError
-        For settings of sites without sites, or settings that sites have no use for.
-    """
+    """Which data, and how it is spread over the clients; some settings are for sites, and some are not."""
 
     dataset: str = setting(
         "digits",
@@ -115,18 +111,30 @@ class DataSettings:
                 )
 
 
+def path_of(name: str, data_dir: str | Path) -> Path:
+    """Return the path of a data set, looked for in ``data_dir`` first, then where the run was started."""
+    places = dict.fromkeys(absolute(str(folder)) / expanded(name) for folder in (data_dir, "."))
+    found = next((place for place in places if name and exists(place)), None)
+    if found is None:
+        near = difflib.get_close_matches(name, DATASETS, n=2)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise SettingsError(
+            f"dataset = {name!r} is neither a name nor a path; {hint}names: {', '.join(DATASETS)}; "
+            f"paths looked for: {', '.join(map(str, places))}"
+        )
+    return found
+
+
 def located(settings: DataSettings) -> DataSettings:
     """Return the settings with the path of the data set, if it is one, and with the partition that it brings along.
 
-    A relative path is looked for in ``data_dir`` first, then where the run was started; one that leads nowhere is
-    left as it is.
+    One that leads nowhere is left as it is: it may be one of the nodes.
     """
-    name = settings.dataset
-    if not name or name in (*DATASETS, SITES):
+    if settings.dataset in (*DATASETS, SITES):
         return settings
-    places = (absolute(settings.data_dir) / name, absolute(name))
-    path = next((place for place in places if exists(place)), None)
-    if path is None:
+    try:
+        path = path_of(settings.dataset, settings.data_dir)
+    except SettingsError:
         return settings
     given = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
     return replace(settings, dataset=str(path), partition="given" if given else settings.partition)

@@ -47,20 +47,7 @@ def check_shift(level: str, num_clients: int, channels: int = 3) -> None:
 
 
 def apply_shift(images: Tensor, shift: Shift) -> Tensor:
-    """Apply a shift (FedDRM, section 5: saturation, hue, gamma).
-
-    Parameters
-    ----------
-    images : Tensor
-        ``(n, 3, H, W)`` uint8; n may be 0.
-    shift : Shift
-        Of the client.
-
-    Returns
-    -------
-    Tensor
-        ``(n, 3, H, W)`` uint8.
-    """
+    """Apply a client's shift to its images, ``(n, 3, H, W)`` uint8, of which there may be none (FedDRM, section 5)."""
     from torchvision.transforms.v2 import functional  # noqa: PLC0415 - takes seconds to import
 
     if not len(images):

@@ -4,27 +4,18 @@ Every site reads its data against the run's settings and refuses what does not f
 """
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from posy.data.agreement import (
-    MODES,
-    TASK_KINDS,
-    Description,
-    columns_in,
-    difference,
-    shape_in,
-    shape_text,
-    statistics_in,
-    task_of,
-)
+from posy.data.agreement import MODES, Description, columns_in, difference, shape_in, shape_text, statistics_in, task_of
 from posy.data.dataset import Content, Dataset, make_dataset
 from posy.data.errors import DataError
+from posy.data.labels import renumbered
 from posy.data.own import read_own
 from posy.data.partitions import Partition, finished, split
 from posy.data.settings import SITES, DataSettings
+from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.values import FLOAT32_MAX, moments
 from posy.paths import exists
@@ -34,19 +25,10 @@ from posy.randomness import numpy_generator
 def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False) -> Content:
     """Read the data of a site; image files are brought to the shape that the settings give.
 
-    Parameters
-    ----------
-    path : Path
-        Of the data, absolute.
-    settings : DataSettings
-        Those of the run.
-    skip_unreadable : bool
-        Whether to go on without image files that cannot be read.
-
     Raises
     ------
     DataError
-        If the data cannot be used.
+        If the path is not absolute, or the data cannot be used.
     """
     if not path.is_absolute():
         raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path")
@@ -60,10 +42,7 @@ def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False)
 
 
 def describe_site(content: Content, settings: DataSettings, seed: int) -> Description:
-    """Describe the data of a site, as far as the settings of the run leave the task open.
-
-    The seed of the run draws the split: mean and standard deviation are those of the training samples.
-    """
+    """Describe the data of a site, as far as the settings leave the task open; features by their training samples."""
     count, mean, squares = 1, np.empty(0), np.empty(0)
     if content.kind == "features" and not (settings.feature_mean and settings.feature_std):
         rows = _partition(content, settings, seed).train[0]
@@ -107,8 +86,8 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
         scale = statistics_in(settings, task.input_shape[0])
         _check_scaled(x, *scale, path)
     y = _numbers_in_run(content, task.class_names)
-    dataset = make_dataset(SITES, task.kind, x, y, task.class_names, vocabulary=task.vocabulary, scale=scale)
-    dataset = replace(dataset, notes=content.notes, skipped=len(content.unreadable))
+    told = {"notes": content.notes, "skipped": len(content.unreadable)}
+    dataset = make_dataset(SITES, task.kind, x, y, task.class_names, task.vocabulary, scale, **told)
     return dataset, _partition(content, settings, seed)
 
 
@@ -157,15 +136,14 @@ def _partition(content: Content, settings: DataSettings, seed: int) -> Partition
 
 def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels as numbers of the run's classes, ``(N,)`` int64."""
-    y, own_names = content.distinct
-    number = {name: place for place, name in enumerate(names)}
+    (y, own_names), known = content.distinct, set(names)
     for place, name in enumerate(own_names):
-        if name not in number:
+        if name not in known:
             raise DataError(
                 f"{content.path}: label {name!r} of sample {int(np.argmax(y == place))} is not a class of the run; "
                 f"allowed are {', '.join(names)}"
             )
-    return np.array([number[name] for name in own_names], np.int64)[y]
+    return renumbered(y, own_names, names)
 
 
 def _in_columns(content: Content, settings: DataSettings) -> np.ndarray:

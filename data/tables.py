@@ -22,13 +22,7 @@ _LOG = getLogger("flwr")  # the logger of a run
 
 
 def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """Yield number (from 1) and fields of the rows of a .csv file; empty lines are passed over.
-
-    Raises
-    ------
-    DataError
-        If it is no regular file, more than fits into memory, or cannot be read as text or as .csv.
-    """
+    """Yield number (from 1) and fields of the rows of a .csv file; empty lines are passed over."""
     number = 0
     try:
         for number, row in enumerate(csv.reader(_lines(path, encoding), delimiter=delimiter), 1):
@@ -44,12 +38,7 @@ def read_csv(path: Path) -> Content:
     The labels are the column ``label``, else the last, which is noted (see :func:`posy.data.labels.written_label`
     for what a cell means); a column ``group`` gives natural groups. A column ``text``, or the only other column
     if it does not hold numbers, is the text, and the columns that are not used then are noted; otherwise all
-    other columns are features.
-
-    Raises
-    ------
-    DataError
-        If a row or a cell is not what it should be, with its number and column.
+    other columns are features. A :class:`DataError` names the row and the column of what is wrong.
     """
     header = _header(path)
     lower = [title.lower() for title in header]

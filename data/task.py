@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", "text": "text", "tokens": "text"}
+"""Kind of the task for each kind of samples."""
+
 
 @dataclass(frozen=True)
 class Task:

@@ -14,16 +14,10 @@ _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
 def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS) -> tuple[np.ndarray, int]:
-    """Turn texts into numbers of lower-case words.
+    """Turn N texts into numbers of lower-case words.
 
-    Parameters
-    ----------
-    texts : iterable of str
-        N texts.
-    length : int
-        L: longer texts are cut, shorter ones padded with 0. A text without words is one unknown word.
-    max_words : int
-        The vocabulary holds the most frequent words, equally frequent ones in alphabetical order.
+    Texts longer than L words are cut, shorter ones padded with 0. A text without words is one unknown word. The
+    vocabulary holds the ``max_words`` most frequent words, equally frequent ones in alphabetical order.
 
     Returns
     -------
@@ -40,19 +34,8 @@ def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MA
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
     """Turn texts into numbers of lower-case words by a hash that is the same everywhere.
 
-    No vocabulary has to be agreed on, so no site tells its words; different words may share a number.
-
-    Parameters
-    ----------
-    texts, length
-        As for :func:`tokenise`.
-    vocabulary : int
-        Tokens V: 0 padding, 1 unknown, words 2..V-1.
-
-    Returns
-    -------
-    np.ndarray
-        ``(N, L)`` int64.
+    No vocabulary has to be agreed on, so no site tells its words; different words may share a number. The tokens
+    ``(N, L)``, int64, are as those of :func:`tokenise`, with words 2..V-1.
     """
     lines = [_words(text)[:length] for text in texts]
     return _padded(lines, length, lambda word: 2 + zlib.crc32(word.encode()) % (vocabulary - 2))

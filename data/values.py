@@ -33,14 +33,12 @@ def check_shape(shape: tuple[int, ...], where: str) -> None:
 def check_alike(
     where: str, parts: Mapping[str, tuple[np.dtype[Any], np.ndarray]], *, pixels: bool, strict: bool = False
 ) -> None:
-    """Raise :class:`DataError` unless arrays hold numbers of one kind, and pixels of one scale.
+    """Raise :class:`DataError` unless arrays that are to be pooled hold numbers of one kind, and pixels of one scale.
 
     Parameters
     ----------
-    where : str
-        File or directory, for the message.
     parts : Mapping
-        Arrays that are to be pooled, by name, each with the type in which it is stored.
+        The arrays by name, each with the type in which it is stored.
     pixels : bool
         Whether they are images: 0 to 255 beside 0 to 1 is refused then also where both are of one type.
     strict : bool
@@ -66,13 +64,7 @@ def check_alike(
 
 
 def as_float32(x: np.ndarray, where: str) -> np.ndarray:
-    """Return numbers as float32.
-
-    Raises
-    ------
-    DataError
-        If one is NaN or infinite or too large, with its index.
-    """
+    """Return numbers as float32, or raise :class:`DataError` if one is NaN, infinite or too large, with its index."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = x.astype(np.float32, copy=False)
         if not np.isfinite(result.sum(dtype=np.float64)):  # one NaN or infinity makes the sum one
@@ -122,16 +114,9 @@ def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = (
 
 
 def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of each feature and the sum of its squared deviations from it, float64 ``(F,)`` each.
+    """Return the mean of each of ``(N, F)`` features and the sum of its squared deviations, float64 ``(F,)`` each.
 
-    Those of a constant feature are exactly its value and 0.
-
-    Parameters
-    ----------
-    x : np.ndarray
-        ``(N, F)`` features.
-    rows : np.ndarray or None
-        Indices of the samples that count; ``None``: all.
+    Those of a constant feature are exactly its value and 0. ``rows`` are the samples that count; ``None``: all.
     """
     mean, squares = np.empty(x.shape[1]), np.empty(x.shape[1])
     for first, columns in _columns(x):

@@ -4,26 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import numpy as np
 from torch import nn
 
 from posy.data.task import Task
 from posy.models.build import build_model, resolve
 from posy.models.chain import ChainModel
-from posy.models.parameters import FloatArray, Layout, layout_of
+from posy.models.parameters import Entry, FloatArray, Layout, layout_of
 from posy.models.two_branch import TwoBranch
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What network a method trains.
+    """What network a method trains: one of :data:`posy.models.catalogue.MODELS` for a task.
 
     Attributes
     ----------
-    model : str
-        Name of a network (:data:`posy.models.catalogue.MODELS`).
-    task : Task
-        The data it is for.
     ranks : tuple of (str, int)
         Fully connected layers that are replaced by two low-rank factors (PPFE).
     clients : int
@@ -65,21 +60,12 @@ class Architecture:
         """Those of the layers that are fully connected."""
         return _chain(self).fully_connected
 
-    def linear_shape(self, layer: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of a fully connected layer."""
-        weight = self.layout.entry(self.weight_name(layer))
-        return weight.shape[1], weight.shape[0]
-
-    def weight_name(self, layer: str) -> str:
-        """Return the name of a dense fully connected layer's weight ``(outputs, inputs)``."""
+    def weight(self, layer: str) -> Entry:
+        """Return the entry of a dense fully connected layer's weight ``(outputs, inputs)``."""
         for entry in self.layout.entries:
             if entry.layer == layer and entry.name.endswith("weight") and len(entry.shape) == 2:
-                return entry.name
+                return entry
         raise KeyError(f"layer {layer!r} of {self.model} has no dense weight")
-
-    def named_arrays(self, flat: FloatArray) -> dict[str, FloatArray]:
-        """Return a flat vector as named tensors, ready to be stored as safetensors."""
-        return {name: np.ascontiguousarray(view) for name, view in self.layout.views(flat).items()}
 
 
 def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Architecture:

@@ -15,45 +15,34 @@ _LOCK = RLock()  # the generator is one for all threads
 
 
 def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
-    """Build a network with initial weights that depend on the seed alone.
+    """Build a network with initial weights that depend on the seed alone; the global generators stay as they are.
 
     Parameters
     ----------
-    name : str
-        One of :data:`posy.models.catalogue.MODELS`, or ``auto``.
-    task : Task
-        Kind, shape and classes of the data.
+    name, task
+        As for :func:`resolve`.
     seed : int
-        Seed of the initial weights; the global generators are left as they are.
+        Of the initial weights.
     ranks : Mapping of str to int, optional
         Ranks of fully connected layers by name (PPFE), each capped at what still saves parameters;
         layers not named, and those that no rank makes smaller, are dense.
 
     Raises
     ------
-    SettingsError
-        If there is no such network, or it does not suit the task.
     ValueError
         If a rank is below 1 or names a layer that is not fully connected.
     """
     name = resolve(name, task)
-    ranks = ranks or {}
     with seeded(seed):
-        model = MODELS[name].build(task, ranks)
-    if unknown := sorted(set(ranks) - set(model.fully_connected)):
+        model = MODELS[name].build(task, ranks or {})
+    if unknown := sorted(set(ranks or {}) - set(model.fully_connected)):
         allowed = ", ".join(model.fully_connected)
         raise ValueError(f"ranks of {', '.join(unknown)}: the fully connected layers of {name} are {allowed}")
     return model
 
 
 def resolve(name: str, task: Task) -> str:
-    """Return the name of the network, with ``auto`` replaced by one that suits the task.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such network, or it does not suit the task.
-    """
+    """Return a network's name, for ``auto`` one that suits; :class:`SettingsError` if none has it, or it does not."""
     if name == "auto":
         if task.kind == "text":
             return "fasttext"

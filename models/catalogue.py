@@ -17,8 +17,6 @@ class Network:
 
     Attributes
     ----------
-    about : str
-        What it is, and where it comes from.
     kinds : tuple of str
         Kinds of samples that it takes: image, features, text.
     builder : str
@@ -44,15 +42,15 @@ class Network:
 
 
 MODELS = {
-    "linear": Network("linear classifier of the flattened input", ("image", "features"), "dense:linear_model"),
-    "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "dense:mlp"),
+    "linear": Network("linear classifier of the flattened input", ("image", "features"), "small:linear_model"),
+    "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "small:mlp"),
     "cnn": Network(
-        "two 5x5 convolutions of 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)", ("image",), "cnn:cnn", 16
+        "two 5x5 convolutions of 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)", ("image",), "small:cnn", 16
     ),
-    "cnn-3fc": Network("two convolutions, three fully connected layers (PPFE)", ("image",), "cnn:cnn_3fc", 16),
+    "cnn-3fc": Network("two convolutions, three fully connected layers (PPFE)", ("image",), "small:cnn_3fc", 16),
     "resnet18-gn": Network("ResNet-18 with GroupNorm (He et al., 2016; FedDRM)", ("image",), "resnet:resnet18_gn"),
     "resnet18-bn": Network("ResNet-18 with BatchNorm (He et al., 2016)", ("image",), "resnet:resnet18_bn"),
-    "lenet-gn": Network("LeNet-5 with GroupNorm, for FedDRM's sharing levels", ("image",), "cnn:lenet_gn", 16),
+    "lenet-gn": Network("LeNet-5 with GroupNorm, for FedDRM's sharing levels", ("image",), "small:lenet_gn", 16),
     "fasttext": Network("fastText with one hidden layer (Joulin et al., 2017; cwFedAvg)", ("text",), "text:fasttext"),
     "textcnn": Network("TextCNN (Kim, 2014; FedFew)", ("text",), "text:textcnn", 5),
 }

@@ -12,13 +12,7 @@ class ChainModel(nn.Module):
 
     Methods choose layers by these names: what is personal, what is averaged class-wise, what two
     branches share. Every block holds parameters; pooling and activations live inside the blocks.
-
-    Parameters
-    ----------
-    blocks : Mapping of str to nn.Module
-        The blocks from input to output; may be empty, the head then sees the flattened input.
-    head : nn.Linear or LowRankLinear
-        The classifier, ``embedding_dim -> C``.
+    Without blocks the head sees the flattened input.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], head: nn.Linear | LowRankLinear) -> None:

@@ -76,13 +76,7 @@ def linear(in_features: int, out_features: int, rank: int | None = None) -> nn.L
 
 
 def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
-    """Return the largest rank up to `rank` that still saves parameters; None if none does.
-
-    Raises
-    ------
-    ValueError
-        If `rank` is below 1.
-    """
+    """Return the largest rank up to `rank` (at least 1, or :class:`ValueError`) that saves parameters, or None."""
     if rank < 1:
         raise ValueError(f"rank = {rank}: the rank of a layer must be >= 1")
     largest = (in_features * out_features - 1) // (in_features + out_features)
@@ -93,19 +87,8 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the factors (V, U) of the best approximation of a weight matrix by one of lower rank.
 
     Top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor takes the square
-    root of the singular values, so that gradients reach both at the same scale.
-
-    Parameters
-    ----------
-    weight : Tensor
-        Dense weight, ``(out_features, in_features)``.
-    rank : int
-        Number of singular values kept, at most ``min(out_features, in_features)``.
-
-    Returns
-    -------
-    down, up : Tensor
-        V ``(rank, in_features)`` and U ``(out_features, rank)``: the weights of a :class:`LowRankLinear`.
+    root of the singular values, so that gradients reach both at the same scale. Of a weight ``(out_features,
+    in_features)`` and a rank up to the smaller of them, V is ``(rank, in_features)`` and U ``(out_features, rank)``.
     """
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     root = s[:rank].sqrt()

@@ -79,13 +79,7 @@ class Layout:
         return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
     def part(self, layers: Iterable[str]) -> Part:
-        """Return the part of the flat vector that belongs to some layers.
-
-        Raises
-        ------
-        KeyError
-            If a layer does not exist.
-        """
+        """Return the part of the flat vector that belongs to some layers; :class:`KeyError` if there is no such."""
         wanted = set(layers)
         if unknown := wanted - set(self.layers):
             raise KeyError(f"no layer {sorted(unknown)}; the model has {self.layers}")
@@ -126,14 +120,7 @@ class Layout:
 def layout_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> Layout:
     """Describe a module's floating-point parameters and buffers as a flat vector.
 
-    Integer buffers (BatchNorm's batch counter) are not part of it.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The model.
-    layers : Mapping of str to torch.nn.Module
-        Its layers; each tensor belongs to the layer whose module holds it.
+    Each tensor belongs to the layer whose module holds it. Integer buffers (BatchNorm's counter) are not part of it.
     """
     owner = {id(tensor): name for name, layer in layers.items() for tensor in (*layer.parameters(), *layer.buffers())}
     parameters = {name for name, _ in module.named_parameters()}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,35 +21,7 @@ def resnet18_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 def resnet18_bn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     """Return a ResNet-18 with BatchNorm, whose running statistics are buffers of the model."""
-    return _resnet18(task, ranks, BatchNorm)
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm with momentum 0.1 and no count of batches: its buffers are floats and can be averaged.
-
-    Under ``vmap`` in training mode the buffers must be stacked too, as they are updated in place.
-    """
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, track_running_stats=False)
-        self.running_mean = torch.zeros(channels)
-        self.running_var = torch.ones(channels)
-
-    def reset_parameters(self) -> None:
-        """Set scale 1 and shift 0, and forget the statistics."""
-        super().reset_parameters()
-        if self.running_mean is not None:  # not yet there when the base class first calls this
-            self.running_mean.zero_()
-            self.running_var.fill_(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``(B, C, H, W)`` by the batch's statistics in training, by the running ones otherwise."""
-        return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
-        )
+    return _resnet18(task, ranks, nn.BatchNorm2d)
 
 
 class Stem(nn.Module):

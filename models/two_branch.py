@@ -16,18 +16,7 @@ class TwoBranch(nn.Module):
     """Class branch and client branch on a shared body (FedDRM, Section 3.1 and Fig. 2).
 
     The class branch is the model itself. The client branch has the same blocks, with weights of its
-    own, from where sharing ends, and a classifier with one output a client.
-
-    Parameters
-    ----------
-    model : ChainModel
-        The class branch and the shared body; kept, not copied.
-    num_clients : int
-        Number of clients M.
-    sharing : str
-        How many blocks the branches share: one of :data:`SHARING`, see :func:`shared_blocks`.
-    seed : int
-        Seed of the client branch's initial weights.
+    own, from where sharing ends (see :func:`shared_blocks`), and a classifier with an output for each of M clients.
     """
 
     def __init__(self, model: ChainModel, num_clients: int, sharing: str = "deep", *, seed: int = 0) -> None:
@@ -55,18 +44,6 @@ def shared_blocks(model: ChainModel, level: str) -> int:
 
     `none` is 0, `shallow` the first block, `deep` all but the last, `mid` half way between the two.
     The levels differ from each other in networks of four blocks or more; in smaller ones some agree.
-
-    Parameters
-    ----------
-    model : ChainModel
-        The network of the class branch.
-    level : str
-        One of :data:`SHARING`.
-
-    Raises
-    ------
-    KeyError
-        If there is no such level.
     """
     deep = max(len(model.blocks) - 1, 0)
     shallow = min(1, deep)

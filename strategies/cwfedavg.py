@@ -66,9 +66,8 @@ class CwFedAvg(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Start every class model from the common initialisation; p̃_i = 1/C for clients not seen yet."""
-        layout = self.architecture.layout
         self.averaged, self.classwise = self.method.parts(self.architecture)
-        self.output = layout.entry(self.architecture.weight_name("head"))
+        self.output = self.architecture.weight("head")
         start = self.initial()
         self.num_classes = self.architecture.task.num_classes
         self.model: FloatArray = self.averaged.take(start).copy()

@@ -265,7 +265,8 @@ def new_ranks(plain: Architecture, newly: tuple[str, ...], ranks: list[int]) -> 
     """
     layers = plain.fully_connected[-len(ranks) :]
     wanted = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))
-    capped = {layer: capped_rank(*plain.linear_shape(layer), wanted[layer]) for layer in newly if layer in wanted}
+    shapes = {layer: plain.weight(layer).shape for layer in newly if layer in wanted}
+    capped = {layer: capped_rank(shape[1], shape[0], wanted[layer]) for layer, shape in shapes.items()}
     return {layer: rank for layer, rank in capped.items() if rank is not None}
 
 

@@ -165,7 +165,7 @@ def test_fit_returns_model_count_and_scores_that_can_be_computed_again(make_clie
     client = make_client("fedavg")
     arrays, count, metrics = client.fit([initial(client)], TRAIN)
     trained = torch.from_numpy(arrays[0])
-    assert count == client.num_train == 21
+    assert count == len(client.data.y_train) == 21
     assert set(metrics) == {"train-loss", "num-test", "local-accuracy", "local-loss"}
     assert metrics["num-test"] == 9
     outputs, y = logits(client, trained), client.data.y_test

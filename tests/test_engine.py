@@ -15,8 +15,7 @@ from posy.client_app.app import Call
 from posy.client_app.base import PersonalClient
 from posy.client_app.engine import Engine
 from posy.client_app.state import MemoryStore
-from posy.client_app.training.sgd import SGD
-from posy.client_app.training.trainer import Trainer
+from posy.client_app.training.trainer import SGD, Trainer
 from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
 from posy.server_app.in_process import InProcessGrid

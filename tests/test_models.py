@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from posy.data.task import Task
+from posy.models.architecture import Architecture
 from posy.models.build import build_model, resolve, seeded
 from posy.models.catalogue import MODELS
 from posy.models.chain import ChainModel
@@ -198,10 +199,11 @@ def test_vmap_over_stacked_models_equals_a_loop(name: str, training: bool) -> No
             torch.testing.assert_close(buffers[key][k], buffer, rtol=1e-4, atol=1e-5)
 
 
-def test_batch_norm_keeps_running_statistics_and_no_counter() -> None:
+def test_batch_norm_keeps_running_statistics_and_its_counter_does_not_travel() -> None:
     model = build_model("resnet18-bn", DIGITS, seed=0)
-    assert all(buffer.is_floating_point() for buffer in model.buffers())
-    assert not any("num_batches_tracked" in key for key in model.state_dict())
+    layout = Architecture("resnet18-bn", DIGITS).layout
+    counters = {name for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    assert {entry.name for entry in layout.entries} == model.state_dict().keys() - counters
     stem = model.blocks["stem"]
     x = batch(DIGITS, 8)
     model(x)
@@ -210,7 +212,7 @@ def test_batch_norm_keeps_running_statistics_and_no_counter() -> None:
     torch.testing.assert_close(stem.norm.running_mean, 0.1 * convolved.mean((0, 2, 3)))
     torch.testing.assert_close(stem.norm.running_var, 0.9 + 0.1 * convolved.var((0, 2, 3)))
     other = build_model("resnet18-bn", DIGITS, seed=1)
-    other.load_state_dict(dict(model.state_dict()))  # a plain dict, as it arrives in a message
+    other.load_state_dict({e.name: model.state_dict()[e.name] for e in layout.entries})  # as it is stored
     assert torch.equal(other.eval()(x), model.eval()(x))
     before = stem.norm.running_mean.clone()
     model(x)

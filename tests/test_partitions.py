@@ -21,7 +21,7 @@ def made(per_class, num_classes, groups=None):
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(num_classes), per_class))
     x = np.arange(len(y), dtype=np.float32)[:, None]
     names = tuple(str(c) for c in range(num_classes))
-    return make_dataset("made", "features", x, y.astype(np.int64), names, groups)
+    return make_dataset("made", "features", x, y.astype(np.int64), names, groups=groups)
 
 
 def settings(**changes):

@@ -404,7 +404,7 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
 def test_local_step_of_a_later_stage(make_client):
     """One whole-batch step: weighted gradient (ω_i / n), shared layers at a quarter of the learning rate."""
     client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25)
-    n = client.num_train
+    n = len(client.data.y_train)
     first, second = client.stages[:2]
     client.drive(client.close_stage(first, client.initial()))
     weights = torch.linspace(0.5, 1.5, n)
@@ -430,7 +430,7 @@ def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resam
     client = make_client("ppfe", ppfe_weighting=weighting)
     first, second = client.stages[:2]
     client.drive(client.close_stage(first, client.initial()))
-    weights = torch.linspace(0.5, 1.5, client.num_train)
+    weights = torch.linspace(0.5, 1.5, len(client.data.y_train))
     client.keep("weights", weights)
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
     work = next(client.local_round([shared], {"stage": 2, "first-finished": 2, "rounds-done": 0}))

@@ -540,7 +540,7 @@ def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConf
     flats = [architecture.initial(seed) for seed in (1, 2)]
     arrays: dict[str, np.ndarray] = {}
     for number, flat in enumerate(flats, start=1):
-        arrays |= {f"stage{number}.{name}": array for name, array in architecture.named_arrays(flat).items()}
+        arrays |= {f"stage{number}.{name}": array for name, array in architecture.layout.views(flat).items()}
         arrays[f"stage{number}.coefficient"] = np.zeros(1, np.float32)
     outputs = []
     for flat in flats:

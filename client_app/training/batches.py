@@ -27,14 +27,8 @@ class Batch(NamedTuple):
 class Augment(NamedTuple):
     """Changes inputs by random numbers, which are drawn on the CPU and moved to the device once a pass.
 
-    Attributes
-    ----------
-    draw : callable
-        ``draw(count, generator)`` returns the numbers of one batch ``(count, k)``, on the CPU.
-    change : callable
-        ``change(x, numbers)`` returns the changed inputs ``(B, ...)``; each input depends on its own numbers alone.
-    generator : torch.Generator
-        One stream for all batches of the training, in their order.
+    ``draw(count, generator)`` returns those of one batch ``(count, k)``; ``change(x, numbers)`` the changed inputs,
+    each of which depends on its own numbers alone. The generator is one stream for all batches, in their order.
     """
 
     draw: Callable[[int, torch.Generator], Tensor]
@@ -64,20 +58,14 @@ class Share:
 
     Attributes
     ----------
-    samples : Samples
-        The samples.
     passes : sequence of int or None
         Number of steps of each pass; None: all samples.
-    generator : torch.Generator
-        Draws the order of the samples.
     size, smallest : int
         Samples in a batch, and the fewest that make one: a smaller last batch is left out.
     weight : Tensor or None
         ``(n,)`` weight of each sample.
     odds : Tensor or None
         ``(n,)``; a pass is n draws with replacement in proportion to them.
-    augment : Augment or None
-        Changes the inputs.
     """
 
     samples: Samples
@@ -155,11 +143,6 @@ class Schedule:
     Clients come in the order of their numbers of steps, the longest training first: those that still train at
     a step are the first ones, and none computes in vain. All batches are as wide as the widest; what fills them
     up has weight 0.
-
-    Parameters
-    ----------
-    shares : sequence of Share
-        The clients, with batches of one size.
 
     Attributes
     ----------

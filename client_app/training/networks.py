@@ -16,14 +16,8 @@ from posy.sharing import is_shared
 class Network:
     """A module and K resident copies of it whose parameters are views of one ``(K, d)`` buffer.
 
-    Loading a model is one copy into the buffer; nothing is built again between rounds.
-
-    Attributes
-    ----------
-    modules : list of torch.nn.Module
-        The resident copies.
-    nets : list of Net
-        The same, as objectives see them.
+    Loading a model is one copy into the buffer; nothing is built again between rounds. ``nets`` are the copies as
+    objectives see them.
     """
 
     def __init__(self, build: Callable[[], nn.Module], layout: Layout, device: torch.device) -> None:
@@ -203,12 +197,7 @@ def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
 def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
     """Return one ``(d,)`` or ``(K, d)`` a client as ``(P, K, d)``; what all share is not copied.
 
-    Parameters
-    ----------
-    values : sequence of Tensor
-        The clients' vectors.
-    models : int, optional
-        K, if it is not what the values say: a single vector then stands for all K models.
+    Where K is given, a single vector stands for all K models.
     """
     models = models or (1 if values[0].dim() == 1 else len(values[0]))
     if is_shared(values) and len(values) > 1:

@@ -1,10 +1,8 @@
 """Local training and inference, written once for every method.
 
-A method asks for work by yielding :class:`Train` and :class:`Forward` requests from a generator (see
-:mod:`posy.client_app.base`); :class:`Trainer` carries them out. An objective is a function of (network,
-batch, context), so the same code trains one model, or K models over a stacked axis: one after the
-other with resident modules, or as one computation under :func:`torch.func.vmap`. Several clients are
-one more axis.
+An objective is a function of (network, batch, context), so the same code trains one model, or K models over a
+stacked axis: one after the other with resident modules, or as one computation under :func:`torch.func.vmap`.
+Several clients are one more axis.
 """
 
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from posy.client_app.training.batches import Samples, Schedule, Share, plan_passes
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, rows_of
-from posy.client_app.training.sgd import SGD
 from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
 from posy.sharing import is_shared
 from posy.strategies.settings import TrainSettings
@@ -63,13 +60,7 @@ class Trainer:
         return max(1, int(0.8 * free) // (10 * 4 * network.layout.size))
 
     def train(self, job: Job, network: Network) -> Trained:
-        """Run one client's local SGD (momentum starts at zero).
-
-        Raises
-        ------
-        TrainingDivergedError
-            If the loss or a parameter is no longer finite.
-        """
+        """Run one client's local SGD, or raise :class:`TrainingDivergedError` if it leaves the finite numbers."""
         (result,) = self.train_together([job], network)
         if isinstance(result, TrainingDivergedError):
             raise result
@@ -78,12 +69,7 @@ class Trainer:
     def train_together(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
         """Run the local SGD of several clients, every one with the steps that it would take alone.
 
-        Parameters
-        ----------
-        jobs : sequence of Job
-            All of one :attr:`Train.kind` and one learning rate; more than one are a stacked computation.
-        network : Network
-            The network that they train.
+        All jobs are of one :attr:`Train.kind` and one learning rate; more than one are a stacked computation.
 
         Raises
         ------
@@ -215,3 +201,59 @@ class Trainer:
 def _tuple(output: Any) -> tuple[Tensor, ...]:
     """Return the outputs of a network, of which most have one."""
     return output if isinstance(output, tuple) else (output,)
+
+
+class SGD:
+    """SGD with clipping, momentum and weight decay over lists of tensors, with a factor on the rate of each.
+
+    One fused call a step and group: the stock optimiser costs more than a small model's backward pass.
+    Of stacked models the first A take a step where the gradients are those of A clients.
+    """
+
+    def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
+        self.settings = settings
+        self._clipped = models.clipped
+        self._groups: dict[float, list[int]] = {}
+        for index, rate in enumerate(models.rates):
+            self._groups.setdefault(jobs[0].lr * rate, []).append(index)
+        self.parameters = models.parameters
+        self._buffers: list[Tensor] = []
+        pulls = [job.work.pull for job in jobs if job.work.pull is not None]
+        masks = [job.work.mask for job in jobs if job.work.mask is not None]
+        self._strength = pulls[0].strength if pulls else 0.0
+        self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
+        self._masks = models.parts(masks) if masks else []
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """Update the parameters in place."""
+        settings = self.settings
+        gradients = self._clipped(grads, settings.max_grad_norm) if settings.max_grad_norm else list(grads)
+        parameters = _first(self.parameters, gradients)
+        if settings.weight_decay:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=settings.weight_decay))
+        if self._anchors:
+            distance = torch._foreach_sub(parameters, _first(self._anchors, gradients))
+            gradients = list(torch._foreach_add(gradients, distance, alpha=self._strength))
+        if self._masks:
+            gradients = list(torch._foreach_mul(gradients, _first(self._masks, gradients)))
+        if settings.momentum:
+            if self._buffers:
+                buffers = _first(self._buffers, gradients)
+                torch._foreach_mul_(buffers, settings.momentum)
+                torch._foreach_add_(buffers, gradients)
+                gradients = buffers
+            else:
+                self._buffers = gradients = [g.clone() for g in gradients]
+        for rate, members in self._groups.items():
+            if len(self._groups) == 1:
+                torch._foreach_add_(parameters, gradients, alpha=-rate)
+            else:
+                torch._foreach_add_([parameters[i] for i in members], [gradients[i] for i in members], alpha=-rate)
+
+
+def _first(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leading part of tensors, as long as the gradients that they go with."""
+    if not tensors or tensors[0].shape == like[0].shape:
+        return tensors
+    return [tensor[: len(like[0])] for tensor in tensors]

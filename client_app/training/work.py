@@ -65,17 +65,13 @@ class Train:
     ----------
     start : Tensor
         Parameters to start from; never changed.
-    objective : callable
-        ``objective(net, batch, context)``, differentiated by the parameters of ``net``.
-    context : Mapping of str to Tensor
-        What else the objective needs, constant during the round.
+    objective, context
+        ``objective(net, batch, context)`` is differentiated by the parameters of ``net``; the context is constant.
     sample_weight : Tensor or None
         ``(n,)`` weight of each training sample.
     resample : bool
         Draw samples in proportion to their weights, with replacement, instead of weighting their losses: the
         same objective on average, without steps as large as the largest weight.
-    pull : Pull or None
-        Proximal term.
     rates : Mapping of str to float
         Factor on the learning rate by layer; 0 freezes a layer. Layers that are not named have 1.
     mask : Tensor or None
@@ -133,18 +129,8 @@ class Forward:
 class Job(NamedTuple):
     """One client's local training.
 
-    Attributes
-    ----------
-    work : Train
-        What is trained.
-    samples : Samples
-        The client's training samples.
-    generator : torch.Generator
-        Draws the order of the samples; on the CPU, so that every device sees the same batches.
-    lr : float
-        Learning rate.
-    augment : Augment or None
-        Changes the inputs of a batch; has its own generator.
+    The generator draws the order of the samples, on the CPU, so that every device sees the same batches; the
+    augmentation has its own.
     """
 
     work: Train

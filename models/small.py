@@ -1,9 +1,10 @@
-"""Small convolutional networks: ``cnn``, ``cnn-3fc`` and ``lenet-gn``.
+"""Small networks: ``linear`` and ``mlp``; and with convolutions ``cnn``, ``cnn-3fc`` and ``lenet-gn``.
 
-All take two 5×5 convolutions without padding, each with 2×2 max-pooling: 28×28 pixels become 4×4,
+The latter take two 5×5 convolutions without padding, each with 2×2 max-pooling: 28×28 pixels become 4×4,
 32×32 become 5×5, and 16×16 a single pixel, which is the least.
 """
 
+import math
 from collections.abc import Mapping
 
 from posy.data.task import Task
@@ -11,6 +12,20 @@ from posy.models.chain import ChainModel
 from posy.models.layers import Convolution, FullyConnected, linear
 
 KERNEL = 5
+
+
+def linear_model(task: Task, ranks: Mapping[str, int]) -> ChainModel:
+    """Return a linear classifier of the flattened input: no blocks, only a head."""
+    return ChainModel({}, linear(math.prod(task.input_shape), task.num_classes, ranks.get("head")))
+
+
+def mlp(task: Task, ranks: Mapping[str, int]) -> ChainModel:
+    """Return a perceptron with hidden layers of 128 and 64 units."""
+    blocks = {
+        "fc1": FullyConnected(math.prod(task.input_shape), 128, ranks.get("fc1")),
+        "fc2": FullyConnected(128, 64, ranks.get("fc2")),
+    }
+    return ChainModel(blocks, linear(64, task.num_classes, ranks.get("head")))
 
 
 def cnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
