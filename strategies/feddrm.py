@@ -70,14 +70,8 @@ class FedDRM(PersonalisedStrategy):
     def draw(self, folder: Path) -> None:
         """Draw the routing matrix: true client by chosen client."""
         if self.routed is not None:
-            figures.heatmap(
-                self.routed,
-                folder / "routing.png",
-                title="Routing of the pooled test samples",
-                xlabel="chosen client",
-                ylabel="true client",
-                label="samples",
-            )
+            panel = figures.Panel(self.routed, xlabel="chosen client", ylabel="true client", label="samples")
+            figures.heatmaps([panel], folder / "routing.png", title="Routing of the pooled test samples")
 
     def extra_summary(self) -> dict[str, Any]:
         """Return the routing accuracy."""

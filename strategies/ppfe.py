@@ -173,14 +173,9 @@ class PPFE(PersonalisedStrategy):
 
     def draw(self, folder: Path) -> None:
         """Draw the coefficients of the clients' stages."""
-        figures.heatmap(
-            self.betas,
-            folder / "coefficients.png",
-            title="Coefficients of the stages",
-            ylabel="client",
-            label="beta",
-            xticks=[f"stage {stage.number}" for stage in self.stages],
-        )
+        names = [f"stage {stage.number}" for stage in self.stages]
+        panel = figures.Panel(self.betas, ylabel="client", label="beta", xticks=names)
+        figures.heatmaps([panel], folder / "coefficients.png", title="Coefficients of the stages")
 
     @property
     def stage(self) -> Stage:
