@@ -3,19 +3,17 @@
 import os
 import platform
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from posy.server_app.results import cpu_model
+
 
 def machine() -> dict[str, Any]:
     """Return processor, cores, accelerator, versions and date."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),

@@ -48,8 +48,6 @@ class Checkpoints:
 
     Attributes
     ----------
-    directory : RunDirectory
-        Directory of the run.
     every : int
         Rounds between checkpoints; 0: none.
     last_round : int
@@ -99,20 +97,16 @@ class Checkpoints:
 
         Raises
         ------
-        DamagedFileError
+        DamagedFileError, FileNotFoundError
             If it is not whole, or that of another run or round.
         """
         folder = self._folder(server_round)
-        try:
-            arrays, metadata = read_arrays(folder / ARRAYS)
-            progress = read_json(folder / PROGRESS)
-        except OSError as error:
-            raise DamagedFileError(f"{folder} cannot be read: {error}") from error
+        arrays, metadata = read_arrays(folder / ARRAYS)
+        progress = read_json(folder / PROGRESS)
         wanted = {"run": self.directory.id, "round": str(server_round)}
         for file, found in ((ARRAYS, metadata), (PROGRESS, progress)):
-            if differing := [key for key, value in wanted.items() if found.get(key) != value]:
-                own = ", ".join(f"{key} {found.get(key)}" for key in differing)
-                raise DamagedFileError(f"{folder / file} is of {own}, not of this run and round")
+            if (own := {key: found.get(key) for key in wanted}) != wanted:
+                raise DamagedFileError(f"{folder / file} is of run {own['run']} and round {own['round']}, not of these")
         return Checkpoint(server_round, arrays, progress)
 
     def newest(self, take_up: Callable[[Checkpoint], None]) -> Checkpoint:
@@ -131,8 +125,8 @@ class Checkpoints:
                 if newest is None:
                     take_up(checkpoint)
                     newest = checkpoint
-            except (ValueError, LookupError, TypeError, AttributeError) as error:  # DamagedFileError is a ValueError
-                reasons.append(str(error) if isinstance(error, DamagedFileError) else repr(error))
+            except (DamagedFileError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                reasons.append(str(error) if isinstance(error, DamagedFileError | OSError) else repr(error))
                 log(WARNING, "the checkpoint of round %s is not used: %s", number, reasons[-1])
                 versions.pop(number, None)
                 aside = self._folder(number).with_name(f"round-{number}-refused")
@@ -161,21 +155,17 @@ class Checkpoints:
 
 
 class Resumption(NamedTuple):
-    """A run that goes on from one of its checkpoints.
-
-    Attributes
-    ----------
-    history : list of dict
-        Each resumption, this one last: ``round``, ``time`` and the ``changed`` settings.
-    """
+    """A run that goes on from one of its checkpoints."""
 
     directory: RunDirectory
     checkpoints: Checkpoints
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
+    """Each resumption, this one last: ``round``, ``time`` and the ``changed`` settings."""
 
 
 def resumption(
+    directory: RunDirectory,
     stored: StoredRun,
     changed: Mapping[str, Any],
     settings: Settings,
@@ -187,37 +177,28 @@ def resumption(
     Raises
     ------
     SettingsError
-        If there is none, the run is complete, a process is at work in it, or the data are not those it began with.
+        If there is none, the run is complete, or the data are not those it began with.
     """
-    directory = RunDirectory(stored.path, stored.id)
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
-    try:
-        if stored.damage:
-            log(WARNING, "config.yaml is written anew: %s", stored.damage)
-        checkpoint = checkpoints.newest(lambda found: strategy.load_server_state(found.arrays))
-        known, now = checkpoint.progress["data"], data_digests(workspace)
-        if other := [what for what in now if known.get(what) != now[what]]:
-            raise SettingsError(
-                f"resume = {run.resume!r}: {' and '.join(other)} are not those that the run began with, in "
-                f"dataset = {settings.data.dataset!r}"
-            )
-        if checkpoint.server_round > run.num_server_rounds:
-            raise SettingsError(
-                f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {checkpoint.server_round}"
-            )
-        status = read_summary(directory.path).get("status")
-        if status in ("completed", "diverged") and checkpoint.server_round == run.num_server_rounds:
-            raise SettingsError(
-                f"resume = {run.resume!r}: its {run.num_server_rounds} rounds are complete; a larger num-server-rounds "
-                "goes further"
-            )
-        entry = {"round": checkpoint.server_round, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed)}
-        history = [*stored.resumed_before, entry]
-        checkpoints.note(settings.as_config(), history)
-    except BaseException:
-        directory.release()
-        raise
+    if stored.damage:
+        log(WARNING, "config.yaml is written anew: %s", stored.damage)
+    checkpoint = checkpoints.newest(lambda found: strategy.load_server_state(found.arrays))
+    finished, known, now = checkpoint.server_round, checkpoint.progress["data"], data_digests(workspace)
+    if other := [what for what in now if known.get(what) != now[what]]:
+        raise SettingsError(
+            f"resume = {run.resume!r}: {' and '.join(other)} are not those that the run began with, in "
+            f"dataset = {settings.data.dataset!r}"
+        )
+    if finished > run.num_server_rounds:
+        raise SettingsError(f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {finished}")
+    if finished == run.num_server_rounds and read_summary(directory.path).get("status") in ("completed", "diverged"):
+        raise SettingsError(
+            f"resume = {run.resume!r}: its {finished} rounds are complete; a larger num-server-rounds goes further"
+        )
+    entry = {"round": finished, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed)}
+    history = [*stored.resumed_before, entry]
+    checkpoints.note(settings.as_config(), history)
     return Resumption(directory, checkpoints, checkpoint, history)
 
 

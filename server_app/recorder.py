@@ -45,10 +45,8 @@ class Recorder:
     ----------
     directory : RunDirectory
         Where the files lie.
-    totals : Totals
-        What the finished rounds add up to.
     rounds : int
-        Number of finished rounds.
+        Number of finished rounds, which ``totals`` adds up.
     summary : dict
         What ``summary.json`` holds.
     """
@@ -69,13 +67,11 @@ class Recorder:
         if resumption is None:
             self.directory = RunDirectory.create(Path(run.output_dir), run.run_name or default_name(settings))
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
-        else:
-            self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
-        self._resumed = [] if resumption is None else resumption.history
-        if resumption is not None:  # which has compared the data with these
-            self._data = resumption.checkpoint.progress["data"]
-        else:
+            self._resumed: list[dict[str, Any]] = []
             self._data = data_digests(workspace) if self.checkpoints.every else {}
+        else:  # which has compared the data
+            self.directory, self.checkpoints, checkpoint, self._resumed = resumption
+            self._data = checkpoint.progress["data"]
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
@@ -146,12 +142,12 @@ class Recorder:
             raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
         if totals.asked and not totals.evaluated:
             raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
-        record, task = self.strategy.record, self.workspace.task
+        record = self.strategy.record
         losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
         gone = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
         gone -= {client for client, row in record.clients.items() if "train_loss" in row}
         # Guessing costs ln C, and where the method also tells clients apart ln M more.
-        guessing = math.log(max(task.num_classes, 2) * max(self.settings.data.num_clients, 2))
+        guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
         why = ""
         if 2 * len(gone) >= max(len(record.cohort), 1):
@@ -160,8 +156,9 @@ class Recorder:
         elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
             why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
         if why:
-            lr = self.settings.train.lr
-            raise DivergedError(f"the training has diverged: {why}; a smaller lr than {lr:g} may help")
+            raise DivergedError(
+                f"the training has diverged: {why}; a smaller lr than {self.settings.train.lr:g} may help"
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -223,10 +220,7 @@ class Recorder:
     def tell_clients(self, *, one_file_system: bool) -> None:
         """Have the strategy's messages say where the clients' states are kept, and which versions must stay.
 
-        Parameters
-        ----------
-        one_file_system : bool
-            Whether the clients can write into the directory of the run.
+        On ``one_file_system`` the clients can write into the directory of the run.
         """
         states = self.strategy.states
         states.attempt = len(self._resumed)
@@ -243,9 +237,8 @@ class Recorder:
 
     def _write_last_checkpoint(self) -> None:
         """Let a run that was interrupted, or has failed, be resumed from its last finished round."""
-        if self._server_state is None or self.rounds in self.checkpoints.versions:
-            return
-        self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
+        if self._server_state is not None and self.rounds not in self.checkpoints.versions:
+            self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
     def _so_far(self) -> dict[str, Any]:
         """Return what a resumed run must know of the finished rounds, as JSON holds it."""
