@@ -88,13 +88,6 @@ class Federation:
     node's key was registered under, else ``name`` of the node config), never by the id of its node. A client that
     a node with a name has once hosted belongs to that name for the whole run: no other name takes it over.
 
-    Parameters
-    ----------
-    grid : WaveGrid
-        The way to the nodes.
-    settings : Settings
-        All settings of the run.
-
     Attributes
     ----------
     clients : dict of int to ClientInfo
@@ -136,8 +129,7 @@ class Federation:
         if not self._is_open():
             return self.settings
         self._gather()
-        # In the order of the clients, so that it does not depend on who answers first; each client once.
-        for client, claims in sorted(self._claims().items()):
+        for client, claims in sorted(self._claims().items()):  # not in the order of the answers; each client once
             described = self._nodes[claims[0].node_id].description
             if client < self._num_clients and described is not None:
                 self._descriptions[claims[0].name or f"client {client}"] = described
@@ -151,12 +143,7 @@ class Federation:
         return self.settings
 
     def join(self) -> dict[int, ClientInfo]:
-        """Ask every node which clients it hosts, until all M are found or the time is up.
-
-        Returns
-        -------
-        dict
-            :attr:`clients`.
+        """Ask every node which clients it hosts, until all M are found or the time is up; return :attr:`clients`.
 
         Raises
         ------
@@ -178,18 +165,13 @@ class Federation:
         return self.clients
 
     def refresh(self) -> list[int]:
-        """Note which nodes have connected or gone since the last round.
+        """Note which nodes have connected or gone since the last round; return the clients that are back or have moved.
 
-        New nodes have only a moment to answer. If fewer clients than ``min-clients`` are left (or none), it waits for
-        more for up to ``join-timeout``.
-
-        Returns
-        -------
-        list of int
-            Clients that have come back or have moved to another node: what they kept there may be lost.
+        What these kept may be lost. New nodes have only a moment to answer. If fewer clients than ``min-clients`` are
+        left (or none), it waits for more for up to ``join-timeout``.
         """
         before, known = {c: self._nodes[info.node_id] for c, info in self.clients.items()}, set(self._known)
-        needed = min(max(self.settings.run.min_clients, 1), self._num_clients)
+        needed = max(self.settings.run.min_clients, 1)
         started, warned = time.monotonic(), False
         asked: list[Node] = []
         missed: set[int] = set()
@@ -208,11 +190,10 @@ class Federation:
                     log(WARNING, "%s; the round waits until %s are", there, needed)
                     warned = True
             time.sleep(pause(waited))
-        new = [client for client in self.clients if client not in known]
         # A node that was away has a new record, also where it is back under its old id.
-        moved = (c for c, info in self.clients.items() if before.get(c) is not self._nodes[info.node_id])
+        moved = [c for c, info in self.clients.items() if before.get(c) is not self._nodes[info.node_id]]
         back = [client for client in moved if client in known]
-        for clients, state in ((new, "new"), (back, "back")):
+        for clients, state in (([c for c in moved if c not in known], "new"), (back, "back")):
             if clients:
                 print(f"{are(clients, self.owners, self._num_clients)} {state}; {there}", flush=True)
         return back
@@ -288,9 +269,7 @@ class Federation:
         return self._of_sites and not is_complete(self.settings.data)
 
     def _gather(self) -> None:
-        """Wait until M clients are claimed, no more can come, or the time is up.
-
-        Nodes that have not answered yet are waited for even then, but only for a moment.
+        """Wait until M clients are claimed, no more can come, or the time is up, then a moment for late answers.
 
         Raises
         ------
@@ -516,8 +495,8 @@ class Federation:
                     reason = f"all {self._num_clients} clients of the run are others"
                     self._leave_out(self._nodes[info.node_id], reason)
                 continue
-            before = self._known.get(client)
-            host = next((info for info in claims if before is not None and info.node_id == before.node_id), claims[0])
+            before = self._known.get(client, claims[0])
+            host = next((info for info in claims if info.node_id == before.node_id), claims[0])
             self.clients[client] = self._known[client] = host
             for other in claims:
                 if other.node_id != host.node_id:

@@ -31,19 +31,11 @@ TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "ski
 
 
 class Progress:
-    """Show the rounds of a run: a live bar in a terminal, plain lines in a log.
+    """Show the rounds of a run on a stream: a live bar in a terminal, plain lines in a log.
 
     Flower copies what the server process writes to ``flwr log``; there, and wherever the stream is
     no terminal, every round prints a line, or every n-th round so that there are about 200 lines.
-
-    Parameters
-    ----------
-    rounds : int
-        Number of rounds R of the run.
-    done : int
-        Rounds that were finished before this process took up the run.
-    stream : text stream, optional
-        Where to write; standard output if not given.
+    ``done`` of the ``rounds`` were finished before this process took up the run.
     """
 
     def __init__(self, rounds: int, *, done: int = 0, stream: TextIO | None = None) -> None:
@@ -83,11 +75,9 @@ class Progress:
         ----------
         server_round : int
             The round, from 1 on.
-        served, local : float or None
-            Mean accuracy (0..1) of the served and of the local models; None if the round had no
-            evaluation, in which case the latest is shown with its round.
-        loss : float or None
-            Mean training loss.
+        served, local, loss : float or None
+            Mean accuracy (0..1) of the served and of the local models, and mean training loss; of what the round did
+            not bring the latest is shown with its round.
         present : str
             How many clients took part, where some were missing.
         """
@@ -120,14 +110,9 @@ class Progress:
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
-    """Return what the sites of a run have, and the task that they have agreed on, as text of at most 100 columns.
+    """Return what the sites of a run have, and the facts that they have agreed on, as text of at most 100 columns.
 
-    Parameters
-    ----------
-    rows : sequence of Mapping
-        What there is of each site, by the names in :data:`TASK_COLUMNS`; columns that no row has are left out.
-    facts : Mapping of str to str
-        What they have agreed on, a line each.
+    ``rows`` hold what there is of each site by :data:`TASK_COLUMNS`; columns that no row has are left out.
     """
     used = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
     cells = [[str(row.get(name, "")) for name in used] for row in rows[:MAX_ROWS]]
@@ -140,15 +125,7 @@ def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> s
 
 
 def results_table(summary: Mapping[str, Any], path: Path) -> str:
-    """Return the end of a run as text of at most 100 columns.
-
-    Parameters
-    ----------
-    summary : Mapping
-        What ``summary.json`` holds.
-    path : Path
-        Directory of the run.
-    """
+    """Return the end of a run, whose ``summary.json`` and directory these are, as text of at most 100 columns."""
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     figures = ("round", "mean ± std", "min", "max", "weighted", "Jain")
     rows = []
