@@ -13,17 +13,7 @@ WIDTH = 100
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table.
-
-    Parameters
-    ----------
-    title : str
-        Its title.
-    columns : sequence of str
-        Names of the columns.
-    rows : sequence of sequences of str
-        Rows, each with a text for every column.
-    """
+    """Print a table, whose rows have a text for every column."""
     if not sys.stdout.isatty():  # a row that is looked for with grep must stay on one line
         widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
         print(title)

@@ -107,20 +107,13 @@ class Setting:
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above
 
     def checked(self, key: str, value: Any, where: str) -> Any:
-        """Return a value in the type of the setting.
-
-        Raises
-        ------
-        SettingsError
-            If it has the wrong type or lies outside the range; ``where`` it was set is part of the message.
-        """
+        """Return a value in the type of the setting, or raise :class:`SettingsError`, as :func:`checked` does."""
         if self.kind is float and type(value) is int and abs(value) <= LARGEST:
             value = float(value)
         if type(value) is self.kind and self.admits(value):  # exactly: a bool is an int to Python
             return value
-        allowed = self.allowed()
-        if type(value) in (int, float) and self.most == math.inf and value > LARGEST:
-            allowed += f", at most {LARGEST:.4g}"
+        too_large = type(value) in (int, float) and self.most == math.inf and value > LARGEST
+        allowed = self.allowed() + (f", at most {LARGEST:.4g}" if too_large else "")
         near = nearest(value, self.choices) if isinstance(value, str) else ""
         hint = f"; did you mean {near}?" if near else ""
         raise SettingsError(f"{key} = {shown(value)} in {where}: it must be {allowed} ({self.help}){hint}")
@@ -144,15 +137,7 @@ def key_of(name: str, prefix: str = "") -> str:
 
 
 def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
-    """Return the declarations of a settings dataclass by key.
-
-    Parameters
-    ----------
-    cls : type
-        A frozen dataclass whose fields were declared with :func:`setting`.
-    prefix : str
-        Prefix of the keys: the name of a method, or empty.
-    """
+    """Return the declarations of a settings dataclass by key; ``prefix`` is the name of a method, or empty."""
     return {key_of(f.name, prefix): f.metadata["setting"] for f in dataclasses.fields(cls)}
 
 
@@ -168,19 +153,10 @@ def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) 
 def checked(config: Mapping[str, Any], known: Mapping[str, Setting], where: str) -> dict[str, Scalar]:
     """Return settings in the types of their declarations.
 
-    Parameters
-    ----------
-    config : Mapping
-        Values by key.
-    known : Mapping
-        The settings that there are.
-    where : str
-        Where the values come from, for the message of an error.
-
     Raises
     ------
     SettingsError
-        For an unknown key, a wrong type, or a value outside its range.
+        For an unknown key, a wrong type, or a value outside its range; ``where`` they were set is part of the message.
     """
     check_keys(config, known, where)
     return {key: known[key].checked(key, value, where) for key, value in config.items()}

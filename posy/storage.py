@@ -25,16 +25,9 @@ class DamagedFileError(ValueError):
 
 
 def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
-    """Write a file under a temporary name and rename it: a reader sees the old or the new file, never a part.
+    """Let ``write`` write a file under a temporary name, and rename it: nobody reads a part of it.
 
-    Parameters
-    ----------
-    path : Path
-        Name of the file.
-    write : callable
-        Writes it to the path that it is given.
-    durable : bool
-        Wait until the file is on the disk, so that it survives a power failure too.
+    With ``durable`` wait until the file is on the disk, so that it survives a power failure too.
     """
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -76,13 +69,9 @@ def write_arrays(
 
 
 def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """Map the arrays of a file that :func:`write_arrays` has written into memory.
+    """Map the arrays of a file that :func:`write_arrays` has written into memory; return them and the metadata.
 
-    Returns
-    -------
-    arrays : dict of str to numpy.ndarray
-        Backed by the file's pages; changes to them stay in memory.
-    metadata : dict of str to str
+    The arrays are backed by the file's pages; changes to them stay in memory.
 
     Raises
     ------

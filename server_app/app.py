@@ -60,10 +60,8 @@ def run(
     ----------
     grid : Grid or None
         Flower's grid; None: all clients are in this process.
-    given : Mapping
-        The settings that a person has set, by key.
-    where : str
-        Where they were set, for the message of an error.
+    given, where : Mapping, str
+        The settings that a person has set, by key, and where, for the message of an error.
     begun : callable
         Called with the directory of the run when it is there.
 

@@ -72,13 +72,7 @@ class AttentionStrategy(PersonalisedStrategy):
         if self.class_counts is not None:
             order = figures.similarity_order(self.class_counts)
         panels = [
-            figures.Panel(
-                matrix[np.ix_(order, order)],
-                title=f"round {number}",
-                xlabel="client j",
-                ylabel="client i",
-                label="attention",
-            )
+            figures.Panel(matrix[np.ix_(order, order)], f"round {number}", "client j", "client i", "attention")
             for number, matrix in zip(self.pictured, self.pictures, strict=True)
         ]
         figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, similar data side by side")

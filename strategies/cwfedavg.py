@@ -115,14 +115,9 @@ class CwFedAvg(PersonalisedStrategy):
         if self.class_counts is not None:
             panels.insert(0, figures.Panel(self.class_counts, title="samples", xlabel="class", ylabel="client"))
             share = self.class_counts / self.class_counts.sum(axis=1, keepdims=True)
-            figures.scatter(
-                share.ravel(),
-                self.distributions.ravel(),
-                folder / "distribution.png",
-                title="Class distribution of the clients",
-                xlabel="empirical p",
-                ylabel="read off the weights",
-            )
+            names = {"xlabel": "empirical p", "ylabel": "read off the weights"}
+            path, title = folder / "distribution.png", "Class distribution of the clients"
+            figures.scatter(share, self.distributions, path, title=title, **names)
         whole = self.classwise.put(np.zeros((self.num_classes, self.size), np.float32), self.class_models)
         norms = np.linalg.norm(self._output_weights(whole), axis=2)
         panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))

@@ -34,20 +34,10 @@ class FedACS(AttentionStrategy):
 
 
 def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
-    """Return S_ij = <w_i, w_j> / (||w_i|| ||w_j||) over all parameters (Section 2.2).
+    """Return S_ij = <w_i, w_j> / (||w_i|| ||w_j||) over all parameters (Section 2.2) of the models ``(M, d)``.
 
-    Parameters
-    ----------
-    models : numpy.ndarray, float32, (M, d)
-        The clients' models.
-    block : int
-        Parameters taken at a time in double precision, so that besides the models only O(M block + M²)
-        memory is needed.
-
-    Returns
-    -------
-    numpy.ndarray, float64, (M, M)
-        Symmetric, the diagonal exactly 1. A model of norm zero resembles no other.
+    S ``(M, M)`` is symmetric, its diagonal exactly 1; a model of norm zero resembles no other. As ``block`` parameters
+    at a time are taken in double precision, only O(M block + M²) memory is needed besides the models.
     """
     gram = np.zeros((len(models), len(models)))
     for start in range(0, models.shape[1], block):

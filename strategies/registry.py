@@ -25,6 +25,8 @@ def read_settings(
 ) -> Settings:
     """Return the settings of a run: defaults, over them an experiment file or a stored run, over these what is given.
 
+    They are checked, and their paths absolute.
+
     Parameters
     ----------
     given : Mapping
@@ -33,11 +35,6 @@ def read_settings(
         Where it was set, for the message of an error.
     stored : Mapping, optional
         The settings of the run that is resumed; what this version does not know of them is left out.
-
-    Returns
-    -------
-    Settings
-        Checked, with absolute paths.
 
     Raises
     ------

@@ -47,10 +47,8 @@ class Update:
         Mean training loss over the last local epoch; a client may give a tensor of one element.
     metrics : Mapping of str to float
         Further numbers for the server.
-    client : int
-        Index of the client, filled in by the server.
-    num_examples : int
-        Its training samples n_i, filled in by the server.
+    client, num_examples : int
+        Index of the client and its training samples n_i, filled in by the server.
     """
 
     arrays: list[Any]
@@ -107,14 +105,7 @@ class BadReplyError(ValueError):
 
 
 def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
-    """Return Σ_i weights_i rows_i / Σ_i weights_i.
-
-    Parameters
-    ----------
-    rows : numpy.ndarray, float32, (M, d)
-        Stacked vectors.
-    weights : array_like, (M,)
-        Non-negative weights, not all zero.
+    """Return Σ_i weights_i rows_i / Σ_i weights_i of rows ``(M, d)`` and weights ``(M,)``.
 
     Raises
     ------

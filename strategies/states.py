@@ -25,8 +25,7 @@ class ClientStates:
     attempt : int
         How often the run has been resumed.
     places : dict
-        Where the clients keep their states: ``run``, the name of the run's folder, and in a simulation
-        ``state-directory``.
+        Where the clients keep their states: ``run``, the name of its folder, and in a simulation ``state-directory``.
     versions : dict of int to str
         The version that each client has; only a good reply changes it. It is empty where a client keeps nothing.
     needed : list of Mapping of int to str
