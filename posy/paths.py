@@ -10,13 +10,7 @@ START_DIRECTORY = "POSY_START_DIRECTORY"
 
 
 def expanded(text: str) -> Path:
-    """Return a path with ``~`` replaced by the home it means.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such user.
-    """
+    """Return a path with ``~`` replaced by the home it means; raise :class:`SettingsError` if there is no such user."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

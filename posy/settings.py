@@ -47,8 +47,6 @@ class Setting:
     ----------
     default : bool, int, float or str
         Its value where nobody sets it; its type is that of all its values.
-    help : str
-        What it means.
     choices : tuple of str
         The only values that it may have, if there are any.
     minimum, above, maximum : float

@@ -84,13 +84,7 @@ for _tag, _pattern in _PATTERNS:
 
 
 def parse(text: str) -> Any:
-    """Return what a text of YAML holds.
-
-    Raises
-    ------
-    ValueError
-        If it is not YAML, or exceeds the limits; the message is one line.
-    """
+    """Return what a text of YAML holds; raise :class:`ValueError` in one line if it is none or exceeds the limits."""
     loader = None
     try:
         loader = _Loader(text)

@@ -87,20 +87,15 @@ class Federation:
     A client is known by the partition-id of its node's config, or by the name of its site (the name that the
     node's key was registered under, else ``name`` of the node config), never by the id of its node. A client that
     a node with a name has once hosted belongs to that name for the whole run: no other name takes it over.
-
-    Attributes
-    ----------
-    clients : dict of int to ClientInfo
-        The clients that can be reached now, by index; :meth:`refresh` changes it in place.
-    left_out : Counter of (str, str)
-        Nodes that cannot take part, by name (empty if they have none) and reason.
     """
 
     def __init__(self, grid: WaveGrid, settings: Settings) -> None:
         self.grid = grid
         self.settings = settings
         self.clients: dict[int, ClientInfo] = {}
+        """The clients that can be reached now, by index; :meth:`refresh` changes it in place."""
         self.left_out: Counter[tuple[str, str]] = Counter()
+        """Nodes that cannot take part, by name (empty if they have none) and reason."""
         self._num_clients = settings.data.num_clients
         self._of_sites = settings.data.dataset == SITES
         self._nodes: dict[int, Node] = {}
@@ -240,12 +235,9 @@ class Federation:
         return plain({"owners": self.owners, "fingerprints": fingerprints})
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Take up what :meth:`as_json` returned in an earlier part of the same run; to be called before any join.
+        """Take up, before any join, what :meth:`as_json` returned in an earlier part of the same run.
 
-        Raises
-        ------
-        SettingsError
-            If it is not of that form.
+        Raises :class:`SettingsError` if it is not of that form.
         """
         try:
             for key, attribute in (("owners", "name"), ("fingerprints", "fingerprint")):

@@ -130,9 +130,7 @@ class Totals:
 
 
 class RunDirectory:
-    """The directory of one run, which exists, locked as long as the run goes on.
-
-    Its random ``run_id`` tells the run from others of its name.
+    """The directory of one run, which exists, locked as long as the run goes on. Its id is no other run's.
 
     Raises
     ------
@@ -159,9 +157,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: Path, run_name: str) -> Self:
-        """Make the directory of a new run; none that exists is written into.
-
-        The directory that holds the runs is created if need be; to a name that exists ``-2``, ``-3``, … is appended.
+        """Make the directory of a new run, in one that is created if need be; to a name that exists -2, -3, … is added.
 
         Raises
         ------

@@ -129,17 +129,12 @@ class CwFedAvg(PersonalisedStrategy):
 
 
 def weight_distribution(output_weights: FloatArray) -> Float64:
-    """Return p̃_ij = ||w_ij||₂ / Σ_k ||w_ik||₂ (Eq. 4).
+    """Return p̃_ij = ||w_ij||₂ / Σ_k ||w_ik||₂ ``(M, C)`` (Eq. 4); a layer of zeros tells nothing and gives 1/C.
 
     Parameters
     ----------
     output_weights : numpy.ndarray, float32, (M, C, E)
         Weights of the last linear layer of M models; row j belongs to class j.
-
-    Returns
-    -------
-    numpy.ndarray, float64, (M, C)
-        Rows sum to 1; a layer of zeros tells nothing and gives 1/C.
     """
     norms = np.linalg.norm(np.asarray(output_weights, np.float64), axis=2)
     total = norms.sum(axis=1, keepdims=True)
@@ -147,7 +142,7 @@ def weight_distribution(output_weights: FloatArray) -> Float64:
 
 
 def class_weights(distributions: Float64, n: Float64) -> Float64:
-    """Return q_ji = p_i p̃_ij / Σ_i p_i p̃_ij (Eqs. 5 and 6).
+    """Return q_ji = p_i p̃_ij / Σ_i p_i p̃_ij ``(C, M)`` (Eqs. 5 and 6); the row of a class that no client has is zero.
 
     Parameters
     ----------
@@ -155,11 +150,6 @@ def class_weights(distributions: Float64, n: Float64) -> Float64:
         p̃.
     n : numpy.ndarray, (M,)
         Numbers of training samples; p_i = n_i / N.
-
-    Returns
-    -------
-    numpy.ndarray, (C, M)
-        Rows sum to 1; the row of a class that no client has is zero.
     """
     joint = (n / n.sum())[:, None] * distributions
     total = joint.sum(axis=0)

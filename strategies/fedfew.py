@@ -120,15 +120,7 @@ class FedFew(PersonalisedStrategy):
 
 
 def weighted_losses(losses: Float64, n: Float64) -> Float64:
-    """Return (n_i / Σ_j n_j) L_ik (the paper's footnote 2).
-
-    Parameters
-    ----------
-    losses : numpy.ndarray, (M, K)
-        L_ik, mean training loss of client i with model k.
-    n : numpy.ndarray, (M,)
-        Numbers of training samples.
-    """
+    """Return (n_i / Σ_j n_j) L_ik ``(M, K)`` for n training samples ``(M,)`` (the paper's footnote 2)."""
     return (n / n.sum())[:, None] * losses
 
 
@@ -138,7 +130,7 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     Parameters
     ----------
     losses : numpy.ndarray, (M, K)
-        L_ik.
+        L_ik, mean training loss of client i with model k.
     mu : float
         Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
     """

@@ -81,10 +81,7 @@ def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
     """Read ``key=value`` words; the type of a value is that of its setting.
 
-    Raises
-    ------
-    SettingsError
-        If a word is not of that form, or a key is unknown or given twice.
+    Raises :class:`SettingsError` for a word that is not of that form, and a key that is unknown or given twice.
     """
     texts: dict[str, str] = {}
     for word in words:
@@ -159,13 +156,7 @@ def check_own(given: Iterable[str], method: str, where: str) -> None:
 
 
 def experiment_path(name: str) -> Path:
-    """Return the YAML file of an experiment: a path, or a name in ``experiments/``.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such file.
-    """
+    """Return the YAML file of an experiment: a path, or a name in ``experiments/``; raise :class:`SettingsError`."""
     candidates = (absolute(name), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
     for path in candidates:
         if is_file(path):

@@ -52,10 +52,8 @@ def version_after(asked: Message, reply: Message) -> str:
 
     Raises
     ------
-    LostStateError
-        If its node does not have the version to start from.
-    BadReplyError
-        If it is none of the two that the message has named.
+    LostStateError, BadReplyError
+        If its node does not have the version to start from; if it is none of the two that the message has named.
     """
     sent, told = (message.content.config_records["config"] for message in (asked, reply))
     start = str(sent["state-from"])
