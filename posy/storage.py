@@ -75,10 +75,8 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
 
     Raises
     ------
-    DamagedFileError
-        If the file is truncated or does not hold the bytes that were written.
-    FileNotFoundError
-        If there is none.
+    DamagedFileError, FileNotFoundError
+        If the file is truncated or does not hold the bytes that were written; if there is none.
     """
     with _reading(path):
         # As "pt": of its frameworks the only one that maps a file; "np" copies every array.
@@ -100,15 +98,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what :func:`write_json` has written.
-
-    Raises
-    ------
-    DamagedFileError
-        If the file is truncated or does not hold what was written.
-    FileNotFoundError
-        If there is none.
-    """
+    """Read what :func:`write_json` has written; raises what :func:`read_arrays` does."""
     with _reading(path):
         read = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = read["content"]

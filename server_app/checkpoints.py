@@ -44,25 +44,15 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run; the last two are kept.
-
-    Attributes
-    ----------
-    every : int
-        Rounds between checkpoints; 0: none.
-    last_round : int
-        The last round of the run, which is always followed by one.
-    flush : callable
-        Sees to it that the disk has some versions of clients' states, by client, which this process may hold.
-    versions : dict of int to Mapping
-        The versions of the clients' states that belong to each checkpoint, by its round.
-    """
+    """The checkpoints of one run: after every n-th round (0: none) and the last one. The last two are kept."""
 
     directory: RunDirectory
     every: int
     last_round: int
     flush: Callable[[Mapping[int, str]], None] = lambda versions: None
+    """Sees to it that the disk has some versions of clients' states, by client, which this process may hold."""
     versions: dict[int, Mapping[int, str]] = field(default_factory=dict)
+    """The versions of the clients' states that belong to each checkpoint, by its round."""
     _written: float = field(default_factory=time.monotonic)
     _seconds: float = 0.0
 
@@ -110,13 +100,7 @@ class Checkpoints:
         return Checkpoint(server_round, arrays, progress)
 
     def newest(self, take_up: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Return the newest checkpoint that is whole and can be taken up; those that are damaged are set aside.
-
-        Raises
-        ------
-        SettingsError
-            If there is none.
-        """
+        """Return the newest checkpoint that is whole and can be taken up; those that are damaged are set aside."""
         newest, versions, reasons = None, {}, []
         for number in reversed(checkpoint_rounds(self.directory.path)):
             try:

@@ -55,18 +55,13 @@ class WaveGrid(OwnGrid):
     A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
     is read and written once a message, so messages for one node must not overlap.
 
-    Attributes
-    ----------
-    outages : Outages
-        How often the SuperLink was out of reach.
-    gone : set of int
-        Nodes that were gone when they should have answered; whoever reads it clears it.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.outages = Outages(grid)
         self.gone: set[int] = set()
+        """Nodes that were gone when they should have answered; whoever reads it clears it."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send in as many waves as the busiest node has messages; return all replies.

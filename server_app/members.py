@@ -222,12 +222,10 @@ class Federation:
 
     def summary(self) -> dict[str, Any]:
         """Return the sites by client, and the nodes left out with the reason, as far as there are any."""
-        found: dict[str, Any] = {}
-        if owners := self.owners:
-            found["sites"] = [owners.get(client) for client in range(self._num_clients)]
-        if left_out := [{"site": n or None, "reason": r, "times": times} for (n, r), times in self.left_out.items()]:
-            found["left-out"] = left_out
-        return found
+        owners = self.owners
+        sites = [owners.get(client) for client in range(self._num_clients)] if owners else []
+        left_out = [{"site": n or None, "reason": r, "times": times} for (n, r), times in self.left_out.items()]
+        return {key: found for key, found in (("sites", sites), ("left-out", left_out)) if found}
 
     def as_json(self) -> dict[str, Any]:
         """Return what the run must know of its sites when it is resumed, as JSON holds it."""
@@ -261,13 +259,7 @@ class Federation:
         return self._of_sites and not is_complete(self.settings.data)
 
     def _gather(self) -> None:
-        """Wait until M clients are claimed, no more can come, or the time is up, then a moment for late answers.
-
-        Raises
-        ------
-        SettingsError
-            If fewer than ``min-clients`` are claimed, or two nodes of different names claim one client.
-        """
+        """Wait until M clients are claimed, no more can come, or the time is up, then a moment for late answers."""
         clients, run, begun = self._num_clients, self.settings.run, time.monotonic()
         complete = math.inf  # when every client was claimed
         while True:
@@ -289,7 +281,7 @@ class Federation:
                 if found >= clients:
                     return
                 if late or hopeless or refused + found >= clients:
-                    if run.min_clients and found >= min(run.min_clients, clients):
+                    if 0 < run.min_clients <= found:
                         return
                     self._settle()  # which tells of nodes that claim the same client
                     raise SettingsError(self._too_few(found, waited))
@@ -433,12 +425,7 @@ class Federation:
 
         Sites that have no partition-id are numbered in the order of their names, after those that have one; those
         for which the run has no client left get an index from M on. A site has one client, even if several nodes
-        of its name claim others.
-
-        Raises
-        ------
-        SettingsError
-            Before the run begins, if nodes of different names claim one client.
+        of its name claim others. Before the run begins, nodes of different names that claim one client are an error.
         """
         claims: dict[int, list[ClientInfo]] = defaultdict(list)
         unnumbered: dict[str, list[ClientInfo]] = defaultdict(list)

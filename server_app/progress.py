@@ -71,15 +71,8 @@ class Progress:
     ) -> None:
         """Show that a round is finished.
 
-        Parameters
-        ----------
-        server_round : int
-            The round, from 1 on.
-        served, local, loss : float or None
-            Mean accuracy (0..1) of the served and of the local models, and mean training loss; of what the round did
-            not bring the latest is shown with its round.
-        present : str
-            How many clients took part, where some were missing.
+        ``served`` and ``local`` are mean accuracies (0..1), ``loss`` the mean training loss; of what the round did not
+        bring the latest is shown with its round. ``present`` says how many took part, where some were missing.
         """
         self._ends.append((server_round, time.monotonic()))
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}

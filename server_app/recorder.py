@@ -41,14 +41,7 @@ HELD_BYTES = 1 << 30
 class Recorder:
     """Writes the files of a run, of one that is resumed too, and shows its progress.
 
-    Attributes
-    ----------
-    directory : RunDirectory
-        Where the files lie.
-    rounds : int
-        Number of finished rounds, which ``totals`` adds up.
-    summary : dict
-        What ``summary.json`` holds.
+    The files lie in ``directory``; ``summary`` is what ``summary.json`` holds, ``rounds`` how many are finished.
     """
 
     def __init__(

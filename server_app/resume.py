@@ -20,10 +20,7 @@ _CHECKPOINT = re.compile(r"round-(\d+)")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run that has been started before, as the newest of its checkpoints knows it.
-
-    Its ``id`` tells it from others of its name; ``settings`` are all that it ran with, by key.
-    """
+    """A run that has been started before, as the newest of its checkpoints knows it; its id is no other run's."""
 
     path: Path
     id: str
@@ -78,13 +75,7 @@ class StoredRun:
         return cls(path, record["run"], record["settings"], record["resumed"], damage)
 
     def check(self, settings: Settings) -> dict[str, Any]:
-        """Return those of a resumed run's settings that differ from the stored ones.
-
-        Raises
-        ------
-        SettingsError
-            If one of them must not change.
-        """
+        """Return those of a resumed run's settings that differ; raise :class:`SettingsError` if one must not change."""
         known = declared()
         ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
         changed = {
