@@ -57,28 +57,20 @@ _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map.
-
-    Attributes
-    ----------
-    matrix : array (rows, columns)
-        Cells that are NaN (or None) stay grey.
-    label : str
-        Meaning and unit of the values, written at the colour bar.
-    xticks, yticks : sequence of str
-        Names of the columns and rows; their numbers if empty.
-    counts : bool
-        The values are counts: the colours begin at 0, and cells of value 0 stay white.
-    """
+    """One heat map."""
 
     matrix: npt.ArrayLike
+    """Cells ``(rows, columns)`` that are NaN (or None) stay grey."""
     title: str = ""
     xlabel: str = ""
     ylabel: str = ""
     label: str = ""
+    """Meaning and unit of the values, written at the colour bar."""
     xticks: Sequence[str] = ()
     yticks: Sequence[str] = ()
+    """Names of the columns and rows; their numbers if empty."""
     counts: bool = False
+    """The values are counts: the colours begin at 0, and cells of value 0 stay white."""
 
 
 def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:

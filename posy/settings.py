@@ -41,42 +41,29 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting.
-
-    Attributes
-    ----------
-    default : bool, int, float or str
-        Its value where nobody sets it; its type is that of all its values.
-    choices : tuple of str
-        The only values that it may have, if there are any.
-    minimum, above, maximum : float
-        Its range: ``minimum`` and ``maximum`` are in it, ``above`` is not.
-    place : bool
-        It is a path; a relative one starts where the run was started.
-    resumable : bool
-        A run may have another value of it when it is resumed.
-    once : bool
-        It is about one start of a run only; whatever resumes or repeats the run does not take it over.
-    sites : str
-        ``only``: it is for sites that hold their own data; ``never``: it is not for them.
-    synonyms : tuple of str
-        What other tools call it, and people type for it.
-    affects_results : bool
-        What a run computes depends on it. False: it says where and how the run is carried out, and no more.
-    """
+    """The declaration of a setting."""
 
     default: Any
+    """Its value where nobody sets it; its type is that of all its values."""
     help: str
     choices: tuple[str, ...] = ()
+    """The only values that it may have, if there are any."""
     minimum: float = -math.inf
     above: float = -math.inf
     maximum: float = math.inf
+    """Its range: ``minimum`` and ``maximum`` are in it, ``above`` is not."""
     place: bool = False
+    """It is a path; a relative one starts where the run was started."""
     resumable: bool = False
+    """A run may have another value of it when it is resumed."""
     once: bool = False
+    """It is about one start of a run only; whatever resumes or repeats the run does not take it over."""
     sites: str = ""
+    """``only``: it is for sites that hold their own data; ``never``: it is not for them."""
     synonyms: tuple[str, ...] = ()
+    """What other tools call it, and people type for it."""
     affects_results: bool = True
+    """What a run computes depends on it. False: it says where and how the run is carried out, and no more."""
 
     @property
     def kind(self) -> type:

@@ -44,40 +44,28 @@ GROWING = ("rounds.jsonl", "clients.csv")
 
 @dataclass
 class Totals:
-    """What the finished rounds of a run add up to; a checkpoint holds it under the names of the fields.
-
-    Attributes
-    ----------
-    trained : bool
-        Whether any client's training has been accepted.
-    asked, evaluated : int
-        Evaluations that were asked for, and those that were accepted.
-    worst_loss : float
-        Highest mean training loss of a round.
-    bytes_up, bytes_down : int
-        Bytes of the arrays that clients and server have sent.
-    dropped : Counter of str
-        Reasons of the dropped replies.
-    missing, last_round : list of int
-        Clients that were missing in the last evaluation, and those that have a row in the last round.
-    accuracy, loss : list of two lists of Evaluation
-        At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out.
-    clients : dict of int to dict
-        The last row of each client.
-    """
+    """What the finished rounds of a run add up to; a checkpoint holds it under the names of the fields."""
 
     trained: bool = False
+    """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
+    """Evaluations that were asked for, and those that were accepted."""
     worst_loss: float = 0.0
+    """Highest mean training loss of a round."""
     bytes_up: int = 0
     bytes_down: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    """Reasons of the dropped replies."""
     missing: list[int] = field(default_factory=list)
+    """Clients that were missing in the last evaluation."""
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
+    """At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The last row of each client."""
     last_round: list[int] = field(default_factory=list)
+    """Clients that have a row in the last round."""
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:

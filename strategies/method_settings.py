@@ -27,17 +27,12 @@ class MethodSettings:
 
     A subclass states whether the method can bear noise, ``class FedPerSettings(MethodSettings, noise=ALLOWED)``,
     or it does not load. Server and clients both read the methods below.
-
-    Attributes
-    ----------
-    noise : Refused or None
-        Why the method cannot bear the noise of local differential privacy; None (:data:`ALLOWED`) if it can.
-    follows_number_of_rounds : bool
-        Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way.
     """
 
     noise: ClassVar[Refused | None]
+    """Why the method cannot bear the noise of local differential privacy; None (:data:`ALLOWED`) if it can."""
     follows_number_of_rounds: ClassVar[bool] = False
+    """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
 
     def __init_subclass__(cls, *, noise: Refused | None) -> None:
         """Make the subclass a frozen dataclass."""

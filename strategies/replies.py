@@ -36,26 +36,17 @@ SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
 
 @dataclass
 class Update:
-    """What a client sends after training.
-
-    Attributes
-    ----------
-    arrays : list
-        Arrays for the server. A client may put tensors here; the server finds NumPy arrays, their shapes checked
-        and every value finite.
-    loss : float
-        Mean training loss over the last local epoch; a client may give a tensor of one element.
-    metrics : Mapping of str to float
-        Further numbers for the server.
-    client, num_examples : int
-        Index of the client and its training samples n_i, filled in by the server.
-    """
+    """What a client sends after training."""
 
     arrays: list[Any]
+    """A client may put tensors here; the server finds NumPy arrays, their shapes checked and every value finite."""
     loss: SupportsFloat
+    """Mean training loss over the last local epoch; a client may give a tensor of one element."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers for the server."""
     client: int = -1
     num_examples: int = 0
+    """Index of the client and its training samples n_i, filled in by the server."""
 
 
 @dataclass
