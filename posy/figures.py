@@ -74,14 +74,9 @@ class Panel:
 
 
 def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:
-    """Draw the clients' mean of a measure by round, with bands mean ± std and min to max.
+    """Draw the clients' mean accuracy or loss by round, with bands mean ± std and min to max.
 
-    Parameters
-    ----------
-    points : sequence of sequences of Evaluation
-        Evaluations of the served and of the local models.
-    measure : str
-        ``accuracy`` or ``loss``.
+    ``points`` are the evaluations of the served and those of the local models.
     """
     percent = measure == "accuracy"
     rounds = sorted({evaluation.round for evaluations in points for evaluation in evaluations})

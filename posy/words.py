@@ -11,16 +11,8 @@ def title(client: int, name: str = "") -> str:
 def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
     """Return the beginning of a sentence about some clients: all their names, or, of many clients, the first few.
 
-    Such as ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.
-
-    Parameters
-    ----------
-    clients : iterable of int
-        At least one index; if there are more than ``most``, only the first of them are listed.
-    names : Mapping of int to str
-        Names of those that have one.
-    total : int
-        Number of clients of the run.
+    Such as ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``:
+    at least one index, names of those that have one, the number of clients of the run, the most that are all named.
     """
     chosen = list(clients)
     if len(chosen) > most:

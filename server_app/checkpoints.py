@@ -83,13 +83,7 @@ class Checkpoints:
         self._seconds = self._written - begun
 
     def read(self, server_round: int) -> Checkpoint:
-        """Read the checkpoint of a round.
-
-        Raises
-        ------
-        DamagedFileError, FileNotFoundError
-            If it is not whole, or that of another run or round.
-        """
+        """Read the checkpoint of a round; one that is not whole, or of another run or round, is an error."""
         folder = self._folder(server_round)
         arrays, metadata = read_arrays(folder / ARRAYS)
         progress = read_json(folder / PROGRESS)
@@ -158,10 +152,7 @@ def resumption(
 ) -> Resumption:
     """Find the checkpoint that a run goes on from, and load the strategy with it.
 
-    Raises
-    ------
-    SettingsError
-        If there is none, the run is complete, or the data are not those it began with.
+    Raises :class:`SettingsError` if there is none, the run is complete, or the data are not those it began with.
     """
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)

@@ -114,12 +114,8 @@ class Federation:
     def agree(self) -> Settings:
         """Let sites with their own data agree on a task; return the settings with it.
 
-        Settings that give the task already, and those of benchmark data, are returned as they are.
-
-        Raises
-        ------
-        SettingsError
-            If too few sites can describe their data, or they cannot agree.
+        Settings that give the task already, and those of benchmark data, are returned as they are. Too few sites that
+        can describe their data, or that cannot agree, are a :class:`SettingsError`.
         """
         if not self._is_open():
             return self.settings
@@ -140,11 +136,8 @@ class Federation:
     def join(self) -> dict[int, ClientInfo]:
         """Ask every node which clients it hosts, until all M are found or the time is up; return :attr:`clients`.
 
-        Raises
-        ------
-        SettingsError
-            If fewer than ``min-clients`` are there in the end (it tells why nodes were left out), or if two
-            nodes of different names claim one client.
+        If fewer than ``min-clients`` are there in the end, or two nodes of different names claim one client, it raises
+        a :class:`SettingsError`, which tells why nodes were left out.
         """
         self._gather()
         self._settle()
@@ -376,8 +369,8 @@ class Federation:
         columns = [answer[key] for key in ("clients", "num-train", "num-test")]
         if len(columns[0]) > self._num_clients:
             raise BadReplyError(f"{len(columns[0])} clients on one node")
-        clients = [(self._index(client), *counts) for client, *counts in zip(*columns, strict=True)]
-        node.clients = tuple(ClientInfo(client, node.number, *_counts(*counts), name) for client, *counts in clients)
+        claims = zip(*columns, strict=True)
+        node.clients = tuple(ClientInfo(self._index(c), node.number, *_counts(*counts), name) for c, *counts in claims)
 
     def _site(self, node: Node, answer: Mapping[str, Any]) -> ClientInfo:
         """Return what the node of a site tells of its client, with the index -1 if it has no partition-id."""

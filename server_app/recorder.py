@@ -124,10 +124,8 @@ class Recorder:
         ------
         NothingTrainedError
             If no client's training was accepted: what was measured is the initial model.
-        RunError
-            If no evaluation was accepted, although some were asked for.
-        DivergedError
-            If the training of the last round has left the range of useful numbers.
+        RunError, DivergedError
+            If no evaluation was accepted, although some were asked for; if the last training has left useful numbers.
         """
         totals = self.totals
         reasons = "; ".join(f"{count} x {reason}" for reason, count in totals.dropped.most_common(3))

@@ -120,10 +120,7 @@ class Totals:
 class RunDirectory:
     """The directory of one run, which exists, locked as long as the run goes on. Its id is no other run's.
 
-    Raises
-    ------
-    SettingsError
-        If a process is still at work in it.
+    Raises :class:`SettingsError` if a process is still at work in it.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -147,10 +144,7 @@ class RunDirectory:
     def create(cls, output_dir: Path, run_name: str) -> Self:
         """Make the directory of a new run, in one that is created if need be; to a name that exists -2, -3, … is added.
 
-        Raises
-        ------
-        SettingsError
-            If the name is not that of a folder, or the directory cannot be created.
+        Raises :class:`SettingsError` if the name is not that of a folder, or the directory cannot be created.
         """
         if not is_folder_name(run_name):
             raise SettingsError(

@@ -10,7 +10,7 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import declared, with_experiment
+from posy.strategies.registry import declared, defaults, with_experiment
 from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
 
@@ -33,13 +33,8 @@ class StoredRun:
     def find(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
         """Return the run that is to be resumed, None if a new one is to begin.
 
-        Its ``config.yaml`` is for people: one that is lost or damaged is written anew.
-
-        Raises
-        ------
-        SettingsError
-            If what is given is wrong, there is no such run, it has no checkpoint that can be read, or its
-            ``config.yaml`` holds other settings.
+        Its ``config.yaml`` is for people: one that is lost or damaged is written anew. Raises :class:`SettingsError` if
+        what is given is wrong, there is no such run, it has no checkpoint that can be read, or that file was edited.
         """
         values = with_experiment(given, where)
         name, output_dir = values.get("resume"), absolute(values.get("output-dir", RunSettings.output_dir))
@@ -77,10 +72,8 @@ class StoredRun:
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return those of a resumed run's settings that differ; raise :class:`SettingsError` if one must not change."""
         known = declared()
-        ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
-        changed = {
-            key: value for key, value in settings.as_config().items() if not known[key].once and value != ran[key]
-        }
+        ran = defaults() | dict(self.settings)
+        changed = {k: value for k, value in settings.as_config().items() if not known[k].once and value != ran[k]}
         fixed = settings.train.lr_schedule != "constant" or settings.method.follows_number_of_rounds
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"

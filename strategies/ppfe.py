@@ -191,13 +191,7 @@ class PPFE(PersonalisedStrategy):
 
 
 def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
-    """Return the stages of a run.
-
-    Raises
-    ------
-    SettingsError
-        If the rounds of the stages do not fit the run, or a list of numbers is malformed.
-    """
+    """Return the stages of a run; raise :class:`SettingsError` if their rounds do not fit, or numbers are malformed."""
     own: PPFESettings = settings.method
     names = plain.layer_names
     if own.fixed_head >= len(names) + 1:

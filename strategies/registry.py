@@ -29,10 +29,8 @@ def read_settings(
 
     Parameters
     ----------
-    given : Mapping
-        What a person has set for this very run, by key; no defaults.
-    where : str
-        Where it was set, for the message of an error.
+    given, where : Mapping, str
+        What a person has set for this very run, by key, and where, for the message of an error; no defaults.
     stored : Mapping, optional
         The settings of the run that is resumed; what this version does not know of them is left out.
 
