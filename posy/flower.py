@@ -40,12 +40,11 @@ FAILURES = {
 
 
 def isolate_simulation() -> None:
-    """Make Ray's actors import this very code.
+    """Make Ray's actors import this very code; to be called before Ray starts, when the ClientApp is loaded.
 
-    Ray puts the working directory of the process that starts it before everything else on the actors'
-    import path. In a simulation that is where the first ``flwr run`` was typed, so a ``client_app/``
-    lying there would run in place of the submitted one. Called when the ClientApp is loaded, which in
-    the simulation's process comes before Ray starts; the directory left is kept for relative paths.
+    Ray puts the working directory of the process that starts it before everything else on the actors' import path. In
+    a simulation that is where the first ``flwr run`` was typed, so a ``client_app/`` lying there would run in place of
+    the submitted one. The directory left is kept for relative paths.
     """
     if in_simulation():
         os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))

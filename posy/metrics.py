@@ -28,10 +28,8 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
 
     Parameters
     ----------
-    values : sequence of float, length M
-        One value a client, for instance its accuracy in 0..1.
-    weights : sequence of float, length M
-        Weights of the clients (sample counts n_i), not negative, not all 0.
+    values, weights : sequence of float, length M
+        One value a client, for instance its accuracy in 0..1, and its weight (n_i), not negative, not all 0.
 
     Raises
     ------

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console
@@ -43,7 +42,9 @@ class Progress:
         self._done = done
         self._stream = stream or sys.stdout
         self._every = math.ceil(rounds / MAX_LINES)
-        self._bar = _bar(self._stream) if _is_live(self._stream) else None
+        # Flower mirrors a stream by replacing its `write`: a bar drawn there would fill `flwr log` with escape codes.
+        live = self._stream.isatty() and "write" not in vars(self._stream)
+        self._bar = _bar(self._stream) if live else None
         self._stack = ExitStack()
         self._latest: dict[str, tuple[int, str]] = {}  # figures by name, with the round that each is of
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and when they ended
@@ -56,9 +57,7 @@ class Progress:
             self._redirect_logs()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
     def update(
@@ -154,11 +153,6 @@ def duration(seconds: float) -> str:
 def size(count: int) -> str:
     """Return a number of bytes in words, in powers of 1000: ``1.23 MB``."""
     return decimal(count, precision=2)
-
-
-def _is_live(stream: TextIO) -> bool:
-    # Flower mirrors a stream by replacing its `write`: a bar drawn there would fill `flwr log` with escape codes.
-    return stream.isatty() and "write" not in vars(stream)
 
 
 def _bar(stream: TextIO) -> Bar:

@@ -3,11 +3,10 @@
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import WARNING
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +17,7 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
-from posy.server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
+from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.results import RunDirectory, Status, Totals
@@ -58,7 +57,9 @@ class Recorder:
         self.federation = federation
         run = settings.run
         if resumption is None:
-            self.directory = RunDirectory.create(Path(run.output_dir), run.run_name or default_name(settings))
+            data, when = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
+            name = run.run_name or f"{run.method}-{data}-seed{run.seed}-{when}"
+            self.directory = RunDirectory.create(Path(run.output_dir), name)
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
             self._resumed: list[dict[str, Any]] = []
             self._data = data_digests(workspace) if self.checkpoints.every else {}
@@ -92,26 +93,25 @@ class Recorder:
         self._progress.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self._progress.__exit__()
         if kind is None:
             with self._writing():
                 self._write_end("completed")
         else:
+            failed: Status = "failed" if issubclass(kind, Exception) else "stopped"
             try:
                 self._write_last_checkpoint()
-                self._write_end(_status(kind))
-            except OSError as failed:  # the disk may be full, which may be what has ended the run
-                log(WARNING, "not all of the run could be written: %s", failed)
+                self._write_end("diverged" if issubclass(kind, DivergedError) else failed)
+            except OSError as error:  # the disk may be full, which may be what has ended the run
+                log(WARNING, "not all of the run could be written: %s", error)
         if self.summary:
             print(results_table(self.summary, self.directory.path), flush=True)
 
     def _write_end(self, status: Status) -> None:
         self._write_summary(status)  # in case what follows fails or is interrupted
         if self.settings.run.save_models:
-            self._save(self._server_state or self.strategy.server_state())
+            write_arrays(self.directory.models / ARRAYS, self._server_state or self.strategy.server_state())
         if status == "completed":
             self._system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
@@ -198,7 +198,7 @@ class Recorder:
         )
         state = self.strategy.server_state()
         if self.strategy.saving:
-            self._save(state)
+            write_arrays(self.directory.models / ARRAYS, state)
         if self.checkpoints.due(server_round):
             self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
         self._note_versions()
@@ -277,9 +277,6 @@ class Recorder:
             }
         )
 
-    def _save(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        write_arrays(self.directory.models / "server.safetensors", state)
-
     def _draw_partition(self) -> None:
         task = self.workspace.task
         if self.workspace.of_sites:
@@ -307,15 +304,3 @@ class Recorder:
         except (ValueError, OSError, ArithmeticError) as error:
             log(WARNING, "a picture could not be drawn: %r", error)
         self._drawn = time.perf_counter()
-
-
-def _status(kind: type[BaseException]) -> Status:
-    if issubclass(kind, DivergedError):
-        return "diverged"
-    return "failed" if issubclass(kind, Exception) else "stopped"
-
-
-def default_name(settings: Settings) -> str:
-    """Return the name of a run that was given none."""
-    run = settings.run
-    return f"{run.method}-{Path(settings.data.dataset).name}-seed{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -26,8 +26,7 @@ def system_accuracy(
 ) -> float | None:
     """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for or to be had.
 
-    A strategy that routes queries (FedDRM) answers by itself; for all other methods the local models of
-    all clients vote (methods as in the FedDRM paper, Section 3.2).
+    FedDRM routes queries; of all other methods the clients' local models vote (the FedDRM paper, Section 3.2).
     """
     wanted = settings.run.system_accuracy
     routes = isinstance(strategy, FedDRM)

@@ -110,8 +110,7 @@ class PersonalisedStrategy(Strategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change the server's state; return the method's own quantities for the record.
 
-        ``updates`` is never empty and comes in the order of the clients' indices, so that sums do not
-        depend on which reply came first.
+        ``updates`` is never empty, and in the order of the clients: sums do not depend on which reply came first.
         """
         self.model = mean_of(updates)
         return {}

@@ -161,12 +161,10 @@ def class_models(rows: FloatArray, distributions: Float64, n: Float64, before: F
 
     Parameters
     ----------
-    rows : numpy.ndarray, float32, (M, d)
-        Local models (their class-wise layers).
+    rows, before : numpy.ndarray, float32, (M, d), (C, d)
+        Class-wise layers of the local models, and the class models of the round before.
     distributions, n
         As for :func:`class_weights`.
-    before : numpy.ndarray, float32, (C, d)
-        Class models of the round before.
     """
     weights = class_weights(distributions, n)
     models: FloatArray = weights.astype(np.float32) @ rows

@@ -55,15 +55,9 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
 def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
     """Return the weights of Eq. 4, rows summing to 1.
 
-    δ is the p-quantile of all elements of S. Client i always takes part in its own average, also where
-    rounding or identical models make δ ≥ 1; similarities ≤ 0 are left out.
-
-    Parameters
-    ----------
-    similarity : numpy.ndarray, (M, M)
-        S, diagonal 1.
-    p : float
-        0: all but the least similar take part; 1: local training only.
+    δ is the p-quantile of all elements of S ``(M, M)``; p = 0: all but the least similar take part; 1: local training
+    only. Client i always takes part in its own average, also where rounding or identical models make δ ≥ 1;
+    similarities ≤ 0 are left out.
     """
     delta = np.quantile(similarity, p)
     kept = np.where((similarity > delta) & (similarity > 0), similarity, 0.0)

@@ -143,14 +143,9 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
 
 
 def server_step(models: FloatArray, deltas: list[Any], weights: STCHWeights, server_lr: float) -> FloatArray:
-    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L).
+    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L); θ and each of M Δ_i: float32 ``(K, d)``.
 
-    Parameters
-    ----------
-    models : numpy.ndarray, float32, (K, d)
-        θ.
-    deltas : list of M numpy.ndarray, float32, (K, d)
-        Δ_i, summed in this order without being stacked.
+    The Δ_i are summed in their order without being stacked.
     """
     result = models.copy()
     products = (server_lr * weights.outer[:, None] * weights.inner).astype(np.float32)
