@@ -24,6 +24,5 @@ def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int 
 
 def one_line(text: str, most: int) -> str:
     """Return a text from elsewhere as one printable line of at most ``most`` characters."""
-    line = "".join(c if c.isprintable() else " " for c in text)
-    line = " ".join(line.split())
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else line[: most - 1] + "…"

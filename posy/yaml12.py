@@ -106,10 +106,7 @@ def dump(content: Any) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a file of YAML that holds a mapping.
 
-    Raises
-    ------
-    SettingsError
-        If it cannot be read, is not a file of at most 4 MiB, or holds something else.
+    Raises :class:`SettingsError` if it cannot be read, is not a file of at most 4 MiB, or holds something else.
     """
     try:
         found = path.stat()

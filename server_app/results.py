@@ -132,10 +132,8 @@ class RunDirectory:
         self._lock = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError:
             self.release()
-            if not isinstance(error, BlockingIOError):
-                raise
             raise SettingsError(f"resume = {path.name!r}: a process is still at work in {path}") from None
         self.models.mkdir(exist_ok=True)
         self.figures.mkdir(exist_ok=True)

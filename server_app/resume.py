@@ -49,12 +49,9 @@ class StoredRun:
         reasons: list[str] = []
         records = [record for _, record in _records(path, reasons)]
         if not records:
-            raise SettingsError(
-                f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})"
-                if reasons
-                else f"resume = {name!r}: it has no checkpoint (the first follows round 1, or none does with "
-                "checkpoint-every = 0). Start it anew"
-            )
+            none = "it has no checkpoint (the first follows round 1, or none does with checkpoint-every = 0)"
+            why = f"no checkpoint of it can be used ({'; '.join(reasons)})" if reasons else f"{none}. Start it anew"
+            raise SettingsError(f"resume = {name!r}: {why}")
         # Where config.yaml is whole, it tells which of several runs this is.
         record = next((record for record in records if record["run"] == written.get("id")), records[0])
         if not damage and written["id"] != record["run"]:

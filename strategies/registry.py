@@ -59,11 +59,7 @@ def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what is given, checked, over the values of the experiment file that it names.
 
     An experiment may be run with another method than the file's: the settings of other methods are left out of it.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such file, or something in it or in ``given`` is wrong.
+    Raises :class:`SettingsError` if there is no such file, or something in it or in ``given`` is wrong.
     """
     values = _checked(given, where)
     name = str(values.pop("experiment", ""))

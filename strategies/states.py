@@ -43,10 +43,8 @@ class ClientStates:
 def version_after(asked: Message, reply: Message) -> str:
     """Return the version that a client has after it has answered a message, as its reply says.
 
-    Raises
-    ------
-    LostStateError, BadReplyError
-        If its node does not have the version to start from; if it is none of the two that the message has named.
+    Raises :class:`LostStateError` if its node does not have the version to start from, :class:`BadReplyError` for one
+    that is none of the two that the message has named.
     """
     sent, told = (message.content.config_records["config"] for message in (asked, reply))
     start = str(sent["state-from"])
