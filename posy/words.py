@@ -9,10 +9,10 @@ def title(client: int, name: str = "") -> str:
 
 
 def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
-    """Return the beginning of a sentence about some clients: all their names, or, of many clients, the first few.
+    """Return the beginning of a sentence about some clients: all their names, or, of more than ``most``, the first.
 
-    Such as ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``:
-    at least one index, names of those that have one, the number of clients of the run, the most that are all named.
+    ``names`` holds those of clients that have one; ``total`` is the number of clients of the run. Such as
+    ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.
     """
     chosen = list(clients)
     if len(chosen) > most:

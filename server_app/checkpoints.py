@@ -103,7 +103,7 @@ class Checkpoints:
                 if newest is None:
                     take_up(checkpoint)
                     newest = checkpoint
-            except (DamagedFileError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 reasons.append(str(error) if isinstance(error, DamagedFileError | OSError) else repr(error))
                 log(WARNING, "the checkpoint of round %s is not used: %s", number, reasons[-1])
                 versions.pop(number, None)

@@ -150,7 +150,7 @@ def check_own(given: Iterable[str], method: str, where: str) -> None:
 
 
 def experiment_path(name: str) -> Path:
-    """Return the YAML file of an experiment: a path, or a name in ``experiments/``; raise :class:`SettingsError`."""
+    """Return the YAML file of an experiment, a path or a name in ``experiments/``; one that is none is an error."""
     candidates = (absolute(name), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
     for path in candidates:
         if is_file(path):
