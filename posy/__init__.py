@@ -25,8 +25,7 @@ def run(**settings: "Scalar") -> "Recorder":
     Returns
     -------
     Recorder
-        The record of the run: ``summary`` holds what ``summary.json`` does, ``strategy`` the server's state, and
-        the files lie in ``directory.path``.
+        ``summary`` is what ``summary.json`` holds, ``strategy`` has the server's state, ``directory.path`` the files.
 
     Raises
     ------

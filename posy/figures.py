@@ -1,8 +1,7 @@
 """Pictures of a run, as PNG files of 1200 pixels width (more for rows of panels).
 
-Every function takes data and a path, writes one file and returns True; where there is nothing to
-draw (no data, or only None and NaN) it writes none and returns False. Figures are made through
-matplotlib's objects, never through pyplot, so that no global state is kept.
+Every function takes data and a path, and writes one file; none where there is nothing to draw (no data, or only None
+and NaN). Figures are made through matplotlib's objects, never through pyplot, so that no global state is kept.
 """
 
 import math
@@ -58,47 +57,31 @@ _PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g} %")
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map.
-
-    Attributes
-    ----------
-    matrix : array (rows, columns)
-        Cells that are NaN (or None) stay grey.
-    label : str
-        Meaning and unit of the values, written at the colour bar.
-    low : float, optional
-        Lower end of the colour scale; the smallest value if not given.
-    xticks, yticks : sequence of str, optional
-        Names of the columns and rows; their numbers if not given.
-    blank_zeros : bool
-        Leave cells of value 0 white, as in a table of counts.
-    """
+    """One heat map."""
 
     matrix: npt.ArrayLike
+    """Cells ``(rows, columns)`` that are NaN (or None) stay grey."""
     title: str = ""
     xlabel: str = ""
     ylabel: str = ""
     label: str = ""
-    low: float | None = None
-    xticks: Sequence[str] | None = None
-    yticks: Sequence[str] | None = None
-    blank_zeros: bool = False
+    """Meaning and unit of the values, written at the colour bar."""
+    xticks: Sequence[str] = ()
+    yticks: Sequence[str] = ()
+    """Names of the columns and rows; their numbers if empty."""
+    counts: bool = False
+    """The values are counts: the colours begin at 0, and cells of value 0 stay white."""
 
 
-def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> bool:
-    """Draw the clients' mean of a measure by round, with bands mean ± std and min to max.
+def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: str = "accuracy") -> None:
+    """Draw the clients' mean accuracy or loss by round, with bands mean ± std and min to max.
 
-    Parameters
-    ----------
-    points : sequence of sequences of Evaluation
-        Evaluations of the served and of the local models.
-    measure : str
-        ``accuracy`` or ``loss``.
+    ``points`` are the evaluations of the served and those of the local models.
     """
     percent = measure == "accuracy"
     rounds = sorted({evaluation.round for evaluations in points for evaluation in evaluations})
     if not rounds:
-        return False
+        return
     with _axes(path, f"{measure.capitalize()} over the rounds") as axes:
         for index, (name, evaluations) in enumerate(zip(("served model", "local model"), points, strict=True)):
             if not evaluations:
@@ -129,22 +112,18 @@ def over_rounds(points: Sequence[Sequence[Evaluation]], path: Path, *, measure: 
             axes.yaxis.set_major_formatter(_PERCENT)
         _note(axes, "band: mean ± std, dotted: min and max of the clients")
         _legend(axes, 2)
-    return True
 
 
-def client_accuracies(served: Sequence[float | None], local: Sequence[float | None], path: Path) -> bool:
+def client_accuracies(served: Sequence[float | None], local: Sequence[float | None], path: Path) -> None:
     """Draw each client's accuracy before and after its training, clients in order of accuracy.
 
-    Parameters
-    ----------
-    served, local : sequence of float, length M
-        Accuracy of the served and of the local model by client; None where it was not evaluated.
+    ``served`` and ``local`` ``(M,)`` hold None where a model was not evaluated.
     """
     before, after = _numbers(served), _numbers(local)
     ranked = np.where(np.isnan(after), before, after)
     order = np.argsort(ranked, kind="stable")[: np.count_nonzero(np.isfinite(ranked))]
     if not len(order):
-        return False
+        return
     x = np.arange(len(order))
     dot = float(np.clip(400 / len(order), 2.5, 9))
     with _axes(path, "Accuracy of each client") as axes:
@@ -166,46 +145,19 @@ def client_accuracies(served: Sequence[float | None], local: Sequence[float | No
         axes.set_xlim(-0.6, len(order) - 0.4)
         axes.yaxis.set_major_formatter(_PERCENT)
         _legend(axes, 2, markerscale=max(1.0, 6 / dot))
-    return True
 
 
-def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] | None = None) -> bool:
-    """Draw how many samples of each class each client holds.
-
-    Parameters
-    ----------
-    counts : integer array (M, C)
-        Samples of each client and class.
-    """
-    return heatmap(
-        np.transpose(counts),
-        path,
-        title="Samples of each class on each client",
-        xlabel="client",
-        ylabel="class",
-        label="samples",
-        low=0,
-        yticks=class_names,
-        blank_zeros=True,
-    )
+def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] = ()) -> None:
+    """Draw how many samples of each class each client holds: ``counts`` ``(M, C)``."""
+    panel = Panel(np.transpose(counts), "", "client", "class", "samples", yticks=class_names, counts=True)
+    heatmaps([panel], path, title="Samples of each class on each client")
 
 
-def heatmap(matrix: npt.ArrayLike, path: Path, *, title: str = "", **options: Any) -> bool:
-    """Draw a matrix; the options are the attributes of :class:`Panel`."""
-    return heatmaps([Panel(matrix, **options)], path, title=title)
-
-
-def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> bool:
-    """Draw heat maps side by side, in rows of at most four.
-
-    Parameters
-    ----------
-    panels : sequence of Panel
-        Small ones have their values written in. Panels without data are left out.
-    """
+def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
+    """Draw heat maps side by side, in rows of at most four; small ones with their values, those without data not."""
     panels = [panel for panel in panels if np.isfinite(_numbers(panel.matrix)).any()]
     if not panels:
-        return False
+        return
     down = math.ceil(len(panels) / 4)
     across = math.ceil(len(panels) / down)
     width = max(_WIDTH, 4.0 * across)
@@ -222,7 +174,6 @@ def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> bool:
             bar.outline.set_visible(False)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
-    return True
 
 
 def lines(
@@ -234,22 +185,15 @@ def lines(
     ylabel: str = "",
     percent: bool = False,
     logy: bool = False,
-) -> bool:
-    """Draw one line for each series of points.
+) -> None:
+    """Draw one line for each series of points, by its name.
 
-    Parameters
-    ----------
-    series : Mapping
-        Points (x, y) by the name of the line.
-    percent : bool
-        The values are parts of one, to be labelled in percent.
-    logy : bool
-        Whether the vertical axis is logarithmic.
+    The vertical axis is in percent where ``percent`` says that the values are parts of one, logarithmic with ``logy``.
     """
     arrays = {name: _numbers(list(curve)).reshape(-1, 2) for name, curve in series.items()}
     drawn = {name: found for name, array in arrays.items() if len(found := array[np.isfinite(array[:, 1])])}
     if not drawn:
-        return False
+        return
     with _axes(path, title) as axes:
         for index, (name, array) in enumerate(drawn.items()):
             axes.plot(array[:, 0], array[:, 1], label=name, **_line_style(index, len(drawn), len(array)))
@@ -262,23 +206,16 @@ def lines(
         axes.set(xlabel=xlabel, ylabel=ylabel)
         if 1 < len(drawn) <= 20:
             _legend(axes, min(4, len(drawn)))
-    return True
 
 
 def scatter(
     x: npt.ArrayLike, y: npt.ArrayLike, path: Path, *, title: str = "", xlabel: str = "", ylabel: str = ""
-) -> bool:
-    """Draw y against x with their correlation, and the line y = x.
-
-    Parameters
-    ----------
-    x, y : array of equal shape
-        For instance p and p̃ of cwFedAvg, both (M, C).
-    """
+) -> None:
+    """Draw y against x, of equal shape, with their correlation, and the line y = x."""
     a, b = _numbers(x).ravel(), _numbers(y).ravel()
     good = np.isfinite(a) & np.isfinite(b)
     if not good.any():
-        return False
+        return
     a, b = a[good], b[good]
     with _axes(path, title) as axes:
         size, alpha = float(np.clip(4000 / len(a), 4, 36)), float(np.clip(400 / len(a), 0.15, 0.8))
@@ -289,21 +226,12 @@ def scatter(
             _note(axes, f"correlation {np.corrcoef(a, b)[0, 1]:.3f}")
         axes.set(xlabel=xlabel, ylabel=ylabel)
         _legend(axes, 1)
-    return True
 
 
 def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return the clients in an order that puts those with similar class distributions side by side.
+    """Return the clients ``(M,)`` in an order that puts those with similar class counts ``(M, C)`` side by side.
 
-    Parameters
-    ----------
-    counts : array (M, C)
-        Samples of each client and class.
-
-    Returns
-    -------
-    int64 array (M,)
-        Leaves of the average-linkage clustering of p_i under the total variation distance.
+    They are the leaves of the average-linkage clustering of p_i under the total variation distance.
     """
     table = _numbers(counts)
     if len(table) < 3:
@@ -318,10 +246,9 @@ def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
 def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
     """Draw one heat map, whose cells take about ``height`` times ``width`` inches."""
     matrix = _numbers(panel.matrix)
-    hidden = np.isnan(matrix) | (panel.blank_zeros & (matrix == 0))
-    low = float(np.nanmin(matrix)) if panel.low is None else panel.low
-    high = float(np.nanmax(matrix))
-    blank, colours = ("white", _COUNTS) if panel.blank_zeros else (_MISSING, colormaps["viridis"])
+    hidden = np.isnan(matrix) | (panel.counts & (matrix == 0))
+    low, high = 0.0 if panel.counts else float(np.nanmin(matrix)), float(np.nanmax(matrix))
+    blank, colours = ("white", _COUNTS) if panel.counts else (_MISSING, colormaps["viridis"])
     norm = Normalize(low, high if high > low else low + 1)
     # Nearest: a cell stays a cell, also where there are more of them than pixels.
     image = axes.imshow(
@@ -333,7 +260,7 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
     axes.spines[:].set(visible=True, color=_FAINT)
     axes.tick_params(length=0, labelsize=9)
     for axis, names in ((axes.xaxis, panel.xticks), (axes.yaxis, panel.yticks)):
-        texts = [name[:24].replace("$", r"\$") for name in names or ()]  # a class may be named $a$, which is no formula
+        texts = [name[:24].replace("$", r"\$") for name in names]  # a class may be named $a$, which is no formula
         if 0 < len(texts) <= 30:
             axis.set_ticks(range(len(texts)), labels=texts)
             continue
@@ -341,7 +268,7 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
         if texts:
             named = dict(enumerate(texts))
             axis.set_major_formatter(FuncFormatter(lambda x, _, named=named: named.get(round(x), "")))
-    if panel.xticks is not None and len(panel.xticks) <= 30 and sum(map(len, panel.xticks)) > 40:
+    if len(panel.xticks) <= 30 and sum(map(len, panel.xticks)) > 40:
         axes.tick_params(axis="x", rotation=45)
     values = matrix[~hidden]
     if matrix.size <= 1000 and len(values):

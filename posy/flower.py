@@ -40,12 +40,11 @@ FAILURES = {
 
 
 def isolate_simulation() -> None:
-    """Make Ray's actors import this very code.
+    """Make Ray's actors import this very code; to be called before Ray starts, when the ClientApp is loaded.
 
-    Ray puts the working directory of the process that starts it before everything else on the actors'
-    import path. In a simulation that is where the first ``flwr run`` was typed, so a ``client_app/``
-    lying there would run in place of the submitted one. Called when the ClientApp is loaded, which in
-    the simulation's process comes before Ray starts; the directory left is kept for relative paths.
+    Ray puts the working directory of the process that starts it before everything else on the actors' import path. In
+    a simulation that is where the first ``flwr run`` was typed, so a ``client_app/`` lying there would run in place of
+    the submitted one. The directory left is kept for relative paths.
     """
     if in_simulation():
         os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))
@@ -80,12 +79,8 @@ def failure(error: Error) -> str:
 class Outages:
     """Counts how often nobody answered at the address of a grid's SuperLink; the grid asks again until one does.
 
-    An answer that is slow or refused is no outage: what the SuperLink was told it still knows.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid; one that reaches no other process has no outages.
+    An answer that is slow or refused is no outage: what the SuperLink was told it still knows. A grid that reaches no
+    other process has no outages.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -114,10 +109,7 @@ BACKOFF_SECONDS = 0.05
 def look_for_parts_sooner(patience: float | None = None) -> None:
     """Let Flower look sooner again for a missing part of a message; without this it works too, only slower.
 
-    Parameters
-    ----------
-    patience : float, optional
-        Seconds after which a part that is still missing is given up; Flower's own limit is two hours.
+    After ``patience`` seconds a part that is still missing is given up; Flower's own limit is two hours.
     """
     changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
     for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
@@ -129,12 +121,7 @@ class Array(flwr.app.Array):
     """A Flower array that is serialised only when a transport asks for its bytes, and then once.
 
     Between a strategy and clients of one process nothing is copied: whoever reads the array must not
-    write to it. On the wire it is an ordinary ``Array``, for which it needs that name.
-
-    Parameters
-    ----------
-    ndarray : numpy.ndarray
-        The array; a scalar's array keeps its shape ``()``.
+    write to it. On the wire it is an ordinary ``Array``, for which it needs that name. A scalar keeps its shape ``()``.
     """
 
     def __init__(self, ndarray: npt.NDArray[Any]) -> None:
@@ -158,14 +145,9 @@ class Array(flwr.app.Array):
         return ndarray
 
 
-def record_of(arrays: Mapping[str, npt.NDArray[Any]]) -> flwr.app.ArrayRecord:
-    """Return a Flower record that holds arrays by reference."""
-    return record_of_arrays({name: Array(array) for name, array in arrays.items()})
-
-
-def record_of_arrays(arrays: Mapping[str, Array]) -> flwr.app.ArrayRecord:
-    """Return a Flower record of these very arrays; its own constructor would copy their bytes."""
+def record_of(arrays: Mapping[str, npt.NDArray[Any] | Array]) -> flwr.app.ArrayRecord:
+    """Return a Flower record that holds arrays by reference; its own constructor would copy their bytes."""
     record = flwr.app.ArrayRecord()
     for name, array in arrays.items():
-        record[name] = array
+        record[name] = array if isinstance(array, Array) else Array(array)
     return record

@@ -3,47 +3,32 @@
 import io
 import sys
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 WIDTH = 100
 """Characters in a line of a table that is written to a log."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table.
-
-    Parameters
-    ----------
-    title : str
-        Its title.
-    columns : sequence of str
-        Names of the columns.
-    rows : sequence of sequences of str
-        Rows, each with a text for every column.
-    """
-    if not sys.stdout.isatty():  # a row that is looked for with grep must stay on one line
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        print(title)
-        for row in (columns, *rows):
-            print("  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
-        print()
+    """Print a table, whose rows have a text for every column."""
+    if sys.stdout.isatty():
+        Console().print(laid_out(title, columns, rows))
         return
-    from rich.console import Console  # noqa: PLC0415 - not needed in a pipe
-
-    Console().print(laid_out(title, columns, rows))
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    print(title)
+    for row in (columns, *rows):  # a row that is looked for with grep must stay on one line
+        print("  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip())
+    print()
 
 
 def laid_out(
     title: str | None, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
-) -> "Table":
+) -> Table:
     """Return a table for a console; without a title it has no header either. The columns in ``right`` hold numbers."""
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
     shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, show_header=title is not None)
     for number, column in enumerate(columns):
         key = number == 0 and max((len(row[0]) for row in rows), default=0) < WIDTH // 2  # a name, not to be broken
@@ -53,10 +38,8 @@ def laid_out(
     return shown
 
 
-def as_lines(table: "Table") -> list[str]:
+def as_lines(table: Table) -> list[str]:
     """Return a table as lines of plain text of at most :data:`WIDTH` characters."""
-    from rich.console import Console  # noqa: PLC0415
-
     file = io.StringIO()
     Console(file=file, width=WIDTH, color_system=None, force_terminal=False).print(table)
     return [line.rstrip() for line in file.getvalue().splitlines()]

@@ -24,19 +24,12 @@ class Spread(TypedDict):
 
 
 def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
-    """Sum up a measure over clients.
+    """Sum up a measure over clients; None if there are none.
 
     Parameters
     ----------
-    values : sequence of float, length M
-        One value a client, for instance its accuracy in 0..1.
-    weights : sequence of float, length M
-        Weights of the clients (sample counts n_i), not negative, not all 0.
-
-    Returns
-    -------
-    Spread or None
-        None if there are no clients.
+    values, weights : sequence of float, length M
+        One value a client, for instance its accuracy in 0..1, and its weight (n_i), not negative, not all 0.
 
     Raises
     ------
@@ -68,18 +61,9 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
 
 
 def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
-    """Return the class that most models predict for each sample; of equals the lowest class.
+    """Return the class ``(n,)`` that most of the models predict for each sample; of equals the lowest class.
 
-    Parameters
-    ----------
-    predictions : iterable of integer array (n,)
-        Classes 0..C-1 that each of at least one model predicts for n samples.
-    num_classes : int
-        Number of classes C.
-
-    Returns
-    -------
-    int64 array (n,)
+    ``predictions`` holds the classes ``(n,)``, 0..C-1, that each of at least one model predicts.
     """
     votes: Any = sum(np.eye(num_classes, dtype=np.int32)[predicted] for predicted in predictions)  # (n, C)
     winners: npt.NDArray[np.int64] = votes.argmax(axis=1)  # the first of equals

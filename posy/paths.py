@@ -10,30 +10,20 @@ START_DIRECTORY = "POSY_START_DIRECTORY"
 
 
 def expanded(text: str) -> Path:
-    """Return a path with ``~`` replaced by the home it means.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such user.
-    """
+    """Return a path with ``~`` replaced by the home it means; raise :class:`SettingsError` if there is no such user."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
         raise SettingsError(f"the path {shown(text)}: there is no user {Path(text).parts[0][1:]}") from None
 
 
-def resolved(path: Path) -> Path:
-    """Return a path without links in it; a circular or impossible one is only made absolute."""
+def absolute(text: str) -> Path:
+    """Return a path from the settings, without links in it; a relative one starts where the run was started."""
+    path = Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(text)
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError):  # it is circular or impossible
         return path.absolute()
-
-
-def absolute(text: str) -> Path:
-    """Return a path from the settings; a relative one starts where the run was started."""
-    return resolved(Path(os.environ.get(START_DIRECTORY, Path.cwd())) / expanded(text))
 
 
 def exists(path: Path) -> bool:

@@ -41,44 +41,29 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting.
-
-    Attributes
-    ----------
-    default : bool, int, float or str
-        Its value where nobody sets it; its type is that of all its values.
-    help : str
-        What it means.
-    choices : tuple of str
-        The only values that it may have, if there are any.
-    minimum, above, maximum : float
-        Its range: ``minimum`` and ``maximum`` are in it, ``above`` is not.
-    place : bool
-        It is a path; a relative one starts where the run was started.
-    resumable : bool
-        A run may have another value of it when it is resumed.
-    once : bool
-        It is about one start of a run only; whatever resumes or repeats the run does not take it over.
-    sites : str
-        ``only``: it is for sites that hold their own data; ``never``: it is not for them.
-    synonyms : tuple of str
-        What other tools call it, and people type for it.
-    affects_results : bool
-        What a run computes depends on it. False: it says where and how the run is carried out, and no more.
-    """
+    """The declaration of a setting."""
 
     default: Any
+    """Its value where nobody sets it; its type is that of all its values."""
     help: str
     choices: tuple[str, ...] = ()
+    """The only values that it may have, if there are any."""
     minimum: float = -math.inf
     above: float = -math.inf
     maximum: float = math.inf
+    """Its range: ``minimum`` and ``maximum`` are in it, ``above`` is not."""
     place: bool = False
+    """It is a path; a relative one starts where the run was started."""
     resumable: bool = False
+    """A run may have another value of it when it is resumed."""
     once: bool = False
+    """It is about one start of a run only; whatever resumes or repeats the run does not take it over."""
     sites: str = ""
+    """``only``: it is for sites that hold their own data; ``never``: it is not for them."""
     synonyms: tuple[str, ...] = ()
+    """What other tools call it, and people type for it."""
     affects_results: bool = True
+    """What a run computes depends on it. False: it says where and how the run is carried out, and no more."""
 
     @property
     def kind(self) -> type:
@@ -107,20 +92,13 @@ class Setting:
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above
 
     def checked(self, key: str, value: Any, where: str) -> Any:
-        """Return a value in the type of the setting.
-
-        Raises
-        ------
-        SettingsError
-            If it has the wrong type or lies outside the range; ``where`` it was set is part of the message.
-        """
+        """Return a value in the type of the setting, or raise :class:`SettingsError`, as :func:`checked` does."""
         if self.kind is float and type(value) is int and abs(value) <= LARGEST:
             value = float(value)
         if type(value) is self.kind and self.admits(value):  # exactly: a bool is an int to Python
             return value
-        allowed = self.allowed()
-        if type(value) in (int, float) and self.most == math.inf and value > LARGEST:
-            allowed += f", at most {LARGEST:.4g}"
+        too_large = type(value) in (int, float) and self.most == math.inf and value > LARGEST
+        allowed = self.allowed() + (f", at most {LARGEST:.4g}" if too_large else "")
         near = nearest(value, self.choices) if isinstance(value, str) else ""
         hint = f"; did you mean {near}?" if near else ""
         raise SettingsError(f"{key} = {shown(value)} in {where}: it must be {allowed} ({self.help}){hint}")
@@ -144,15 +122,7 @@ def key_of(name: str, prefix: str = "") -> str:
 
 
 def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
-    """Return the declarations of a settings dataclass by key.
-
-    Parameters
-    ----------
-    cls : type
-        A frozen dataclass whose fields were declared with :func:`setting`.
-    prefix : str
-        Prefix of the keys: the name of a method, or empty.
-    """
+    """Return the declarations of a settings dataclass by key; ``prefix`` is the name of a method, or empty."""
     return {key_of(f.name, prefix): f.metadata["setting"] for f in dataclasses.fields(cls)}
 
 
@@ -168,19 +138,10 @@ def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) 
 def checked(config: Mapping[str, Any], known: Mapping[str, Setting], where: str) -> dict[str, Scalar]:
     """Return settings in the types of their declarations.
 
-    Parameters
-    ----------
-    config : Mapping
-        Values by key.
-    known : Mapping
-        The settings that there are.
-    where : str
-        Where the values come from, for the message of an error.
-
     Raises
     ------
     SettingsError
-        For an unknown key, a wrong type, or a value outside its range.
+        For an unknown key, a wrong type, or a value outside its range; ``where`` they were set is part of the message.
     """
     check_keys(config, known, where)
     return {key: known[key].checked(key, value, where) for key, value in config.items()}

@@ -15,15 +15,7 @@ def is_shared(objects: Sequence[object]) -> bool:
 
 
 class Once(Generic[S, T]):
-    """Makes something of each object once, and returns it again for the same object.
-
-    Parameters
-    ----------
-    make : callable
-        Makes it.
-    most : int or None
-        Number of objects to remember, those used last; None: all.
-    """
+    """Makes something of each object once, and returns it again for the same one; remembers the ``most`` used last."""
 
     def __init__(self, make: Callable[[S], T], most: int | None = None) -> None:
         self._make = make

@@ -25,16 +25,9 @@ class DamagedFileError(ValueError):
 
 
 def replace(path: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
-    """Write a file under a temporary name and rename it: a reader sees the old or the new file, never a part.
+    """Let ``write`` write a file under a temporary name, and rename it: nobody reads a part of it.
 
-    Parameters
-    ----------
-    path : Path
-        Name of the file.
-    write : callable
-        Writes it to the path that it is given.
-    durable : bool
-        Wait until the file is on the disk, so that it survives a power failure too.
+    With ``durable`` wait until the file is on the disk, so that it survives a power failure too.
     """
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -76,20 +69,14 @@ def write_arrays(
 
 
 def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """Map the arrays of a file that :func:`write_arrays` has written into memory.
+    """Map the arrays of a file that :func:`write_arrays` has written into memory; return them and the metadata.
 
-    Returns
-    -------
-    arrays : dict of str to numpy.ndarray
-        Backed by the file's pages; changes to them stay in memory.
-    metadata : dict of str to str
+    The arrays are backed by the file's pages; changes to them stay in memory.
 
     Raises
     ------
-    DamagedFileError
-        If the file is truncated or does not hold the bytes that were written.
-    FileNotFoundError
-        If there is none.
+    DamagedFileError, FileNotFoundError
+        If the file is truncated or does not hold the bytes that were written; if there is none.
     """
     with _reading(path):
         # As "pt": of its frameworks the only one that maps a file; "np" copies every array.
@@ -111,15 +98,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what :func:`write_json` has written.
-
-    Raises
-    ------
-    DamagedFileError
-        If the file is truncated or does not hold what was written.
-    FileNotFoundError
-        If there is none.
-    """
+    """Read what :func:`write_json` has written; raises what :func:`read_arrays` does."""
     with _reading(path):
         read = json.loads(path.read_text(encoding="utf-8"))
         content: dict[str, Any] = read["content"]

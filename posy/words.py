@@ -9,23 +9,10 @@ def title(client: int, name: str = "") -> str:
 
 
 def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int = 3) -> str:
-    """Return the beginning of a sentence about some clients: all their names, or, of many clients, the first few.
+    """Return the beginning of a sentence about some clients: all their names, or, of more than ``most``, the first.
 
-    Parameters
-    ----------
-    clients : iterable of int
-        At least one index.
-    names : Mapping of int to str
-        Names of those that have one.
-    total : int
-        Number of clients of the run.
-    most : int
-        If there are more, the first of them are listed in brackets.
-
-    Returns
-    -------
-    str
-        ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.
+    ``names`` holds those of clients that have one; ``total`` is the number of clients of the run. Such as
+    ``client 2 is``, ``site-a (client 0) and site-b (client 1) are``, ``12 of 100 clients (3, 7, 9, …) are``.
     """
     chosen = list(clients)
     if len(chosen) > most:
@@ -37,6 +24,5 @@ def are(clients: Iterable[int], names: Mapping[int, str], total: int, most: int 
 
 def one_line(text: str, most: int) -> str:
     """Return a text from elsewhere as one printable line of at most ``most`` characters."""
-    line = "".join(c if c.isprintable() else " " for c in text)
-    line = " ".join(line.split())
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else line[: most - 1] + "…"

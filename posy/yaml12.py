@@ -84,13 +84,7 @@ for _tag, _pattern in _PATTERNS:
 
 
 def parse(text: str) -> Any:
-    """Return what a text of YAML holds.
-
-    Raises
-    ------
-    ValueError
-        If it is not YAML, or exceeds the limits; the message is one line.
-    """
+    """Return what a text of YAML holds; raise :class:`ValueError` in one line if it is none or exceeds the limits."""
     loader = None
     try:
         loader = _Loader(text)
@@ -112,10 +106,7 @@ def dump(content: Any) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a file of YAML that holds a mapping.
 
-    Raises
-    ------
-    SettingsError
-        If it cannot be read, is not a file of at most 4 MiB, or holds something else.
+    Raises :class:`SettingsError` if it cannot be read, is not a file of at most 4 MiB, or holds something else.
     """
     try:
         found = path.stat()

@@ -21,6 +21,7 @@ from posy.server_app.grids import PollingGrid, WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
 from posy.server_app.recorder import Recorder
+from posy.server_app.results import RunDirectory
 from posy.server_app.resume import StoredRun
 from posy.settings import SettingsError
 from posy.strategies.methods import strategy_class
@@ -59,17 +60,10 @@ def run(
     ----------
     grid : Grid or None
         Flower's grid; None: all clients are in this process.
-    given : Mapping
-        The settings that a person has set, by key.
-    where : str
-        Where they were set, for the message of an error.
+    given, where : Mapping, str
+        The settings that a person has set, by key, and where, for the message of an error.
     begun : callable
         Called with the directory of the run when it is there.
-
-    Returns
-    -------
-    Recorder
-        The record of the run; its files lie in ``recorder.directory``.
 
     Raises
     ------
@@ -91,7 +85,7 @@ def run(
             f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
             "site, and say where the SuperLink is with --superlink"
         )
-    waves = WaveGrid(grid) if isinstance(grid, InProcessGrid) else PollingGrid(grid)
+    waves = WaveGrid(grid) if in_this_process else PollingGrid(grid)
     federation = Federation(waves, settings)
     if settings.data.dataset == SITES:
         settings = federation.agree()
@@ -109,8 +103,9 @@ def run(
     with ExitStack() as stack:
         resumed = None
         if stored is not None:
-            resumed = resumption(stored, changed, settings, strategy, workspace)
-            stack.callback(resumed.directory.release)
+            directory = RunDirectory(stored.path, stored.id)
+            stack.callback(directory.release)
+            resumed = resumption(directory, stored, changed, settings, strategy, workspace)
             federation.restore(resumed.checkpoint.progress["sites"])
         strategy.clients = federation.join()
         strategy.refresh = federation.refresh

@@ -44,27 +44,15 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run; the last two are kept.
-
-    Attributes
-    ----------
-    directory : RunDirectory
-        Directory of the run.
-    every : int
-        Rounds between checkpoints; 0: none.
-    last_round : int
-        The last round of the run, which is always followed by one.
-    flush : callable
-        Sees to it that the disk has some versions of clients' states, by client, which this process may hold.
-    versions : dict of int to Mapping
-        The versions of the clients' states that belong to each checkpoint, by its round.
-    """
+    """The checkpoints of one run: after every n-th round (0: none) and the last one. The last two are kept."""
 
     directory: RunDirectory
     every: int
     last_round: int
     flush: Callable[[Mapping[int, str]], None] = lambda versions: None
+    """Sees to it that the disk has some versions of clients' states, by client, which this process may hold."""
     versions: dict[int, Mapping[int, str]] = field(default_factory=dict)
+    """The versions of the clients' states that belong to each checkpoint, by its round."""
     _written: float = field(default_factory=time.monotonic)
     _seconds: float = 0.0
 
@@ -95,34 +83,18 @@ class Checkpoints:
         self._seconds = self._written - begun
 
     def read(self, server_round: int) -> Checkpoint:
-        """Read the checkpoint of a round.
-
-        Raises
-        ------
-        DamagedFileError
-            If it is not whole, or that of another run or round.
-        """
+        """Read the checkpoint of a round; one that is not whole, or of another run or round, is an error."""
         folder = self._folder(server_round)
-        try:
-            arrays, metadata = read_arrays(folder / ARRAYS)
-            progress = read_json(folder / PROGRESS)
-        except OSError as error:
-            raise DamagedFileError(f"{folder} cannot be read: {error}") from error
+        arrays, metadata = read_arrays(folder / ARRAYS)
+        progress = read_json(folder / PROGRESS)
         wanted = {"run": self.directory.id, "round": str(server_round)}
         for file, found in ((ARRAYS, metadata), (PROGRESS, progress)):
-            if differing := [key for key, value in wanted.items() if found.get(key) != value]:
-                own = ", ".join(f"{key} {found.get(key)}" for key in differing)
-                raise DamagedFileError(f"{folder / file} is of {own}, not of this run and round")
+            if (own := {key: found.get(key) for key in wanted}) != wanted:
+                raise DamagedFileError(f"{folder / file} is of run {own['run']} and round {own['round']}, not of these")
         return Checkpoint(server_round, arrays, progress)
 
     def newest(self, take_up: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Return the newest checkpoint that is whole and can be taken up; those that are damaged are set aside.
-
-        Raises
-        ------
-        SettingsError
-            If there is none.
-        """
+        """Return the newest checkpoint that is whole and can be taken up; those that are damaged are set aside."""
         newest, versions, reasons = None, {}, []
         for number in reversed(checkpoint_rounds(self.directory.path)):
             try:
@@ -131,8 +103,8 @@ class Checkpoints:
                 if newest is None:
                     take_up(checkpoint)
                     newest = checkpoint
-            except (ValueError, LookupError, TypeError, AttributeError) as error:  # DamagedFileError is a ValueError
-                reasons.append(str(error) if isinstance(error, DamagedFileError) else repr(error))
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                reasons.append(str(error) if isinstance(error, DamagedFileError | OSError) else repr(error))
                 log(WARNING, "the checkpoint of round %s is not used: %s", number, reasons[-1])
                 versions.pop(number, None)
                 aside = self._folder(number).with_name(f"round-{number}-refused")
@@ -161,21 +133,17 @@ class Checkpoints:
 
 
 class Resumption(NamedTuple):
-    """A run that goes on from one of its checkpoints.
-
-    Attributes
-    ----------
-    history : list of dict
-        Each resumption, this one last: ``round``, ``time`` and the ``changed`` settings.
-    """
+    """A run that goes on from one of its checkpoints."""
 
     directory: RunDirectory
     checkpoints: Checkpoints
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
+    """Each resumption, this one last: ``round``, ``time`` and the ``changed`` settings."""
 
 
 def resumption(
+    directory: RunDirectory,
     stored: StoredRun,
     changed: Mapping[str, Any],
     settings: Settings,
@@ -184,40 +152,28 @@ def resumption(
 ) -> Resumption:
     """Find the checkpoint that a run goes on from, and load the strategy with it.
 
-    Raises
-    ------
-    SettingsError
-        If there is none, the run is complete, a process is at work in it, or the data are not those it began with.
+    Raises :class:`SettingsError` if there is none, the run is complete, or the data are not those it began with.
     """
-    directory = RunDirectory(stored.path, stored.id)
     run = settings.run
     checkpoints = Checkpoints(directory, run.checkpoint_every, run.num_server_rounds)
-    try:
-        if stored.damage:
-            log(WARNING, "config.yaml is written anew: %s", stored.damage)
-        checkpoint = checkpoints.newest(lambda found: strategy.load_server_state(found.arrays))
-        known, now = checkpoint.progress["data"], data_digests(workspace)
-        if other := [what for what in now if known.get(what) != now[what]]:
-            raise SettingsError(
-                f"resume = {run.resume!r}: {' and '.join(other)} are not those that the run began with, in "
-                f"dataset = {settings.data.dataset!r}"
-            )
-        if checkpoint.server_round > run.num_server_rounds:
-            raise SettingsError(
-                f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {checkpoint.server_round}"
-            )
-        status = read_summary(directory.path).get("status")
-        if status in ("completed", "diverged") and checkpoint.server_round == run.num_server_rounds:
-            raise SettingsError(
-                f"resume = {run.resume!r}: its {run.num_server_rounds} rounds are complete; a larger num-server-rounds "
-                "goes further"
-            )
-        entry = {"round": checkpoint.server_round, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed)}
-        history = [*stored.resumed_before, entry]
-        checkpoints.note(settings.as_config(), history)
-    except BaseException:
-        directory.release()
-        raise
+    if stored.damage:
+        log(WARNING, "config.yaml is written anew: %s", stored.damage)
+    checkpoint = checkpoints.newest(lambda found: strategy.load_server_state(found.arrays))
+    finished, known, now = checkpoint.server_round, checkpoint.progress["data"], data_digests(workspace)
+    if other := [what for what in now if known.get(what) != now[what]]:
+        raise SettingsError(
+            f"resume = {run.resume!r}: {' and '.join(other)} are not those that the run began with, in "
+            f"dataset = {settings.data.dataset!r}"
+        )
+    if finished > run.num_server_rounds:
+        raise SettingsError(f"num-server-rounds = {run.num_server_rounds}: {run.resume!r} has finished {finished}")
+    if finished == run.num_server_rounds and read_summary(directory.path).get("status") in ("completed", "diverged"):
+        raise SettingsError(
+            f"resume = {run.resume!r}: its {finished} rounds are complete; a larger num-server-rounds goes further"
+        )
+    entry = {"round": finished, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed)}
+    history = [*stored.resumed_before, entry]
+    checkpoints.note(settings.as_config(), history)
     return Resumption(directory, checkpoints, checkpoint, history)
 
 

@@ -17,9 +17,8 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from posy.flower import Outages, answer_to
 
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
-"""Shortest and longest pause before messages are asked for again."""
+"""Shortest and longest pause before messages are asked for again, in between a share of the time waited so far."""
 POLL_SHARE = 0.02
-"""The pause between the two limits, as a share of the time waited so far."""
 PUSHES = 5
 """Attempts to push messages whose content does not get through."""
 RETURN_SECONDS = 90.0
@@ -29,13 +28,7 @@ LOST = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REP
 
 
 def pause(waited: float) -> float:
-    """Return the seconds to wait before messages are asked for again: waits of minutes need no ten requests a second.
-
-    Parameters
-    ----------
-    waited : float
-        Seconds waited so far.
-    """
+    """Return the seconds to pause after ``waited`` seconds: waits of minutes need no ten requests a second."""
     return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited))
 
 
@@ -62,18 +55,13 @@ class WaveGrid(OwnGrid):
     A node may host several clients (``flwr run`` simulates two nodes unless told otherwise). Its state
     is read and written once a message, so messages for one node must not overlap.
 
-    Attributes
-    ----------
-    outages : Outages
-        How often the SuperLink was out of reach.
-    gone : set of int
-        Nodes that were gone when they should have answered; whoever reads it clears it.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.outages = Outages(grid)
         self.gone: set[int] = set()
+        """Nodes that were gone when they should have answered; whoever reads it clears it."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send in as many waves as the busiest node has messages; return all replies.
@@ -94,9 +82,8 @@ class WaveGrid(OwnGrid):
                 break
             answers = list(self._deliver(wave, None if timeout is None else left))
             asked = {message.metadata.message_id: message.metadata.dst_node_id for message in wave}
-            for reply in answers:
-                if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:
-                    self.gone.add(asked.get(reply.metadata.reply_to_message_id, 0))
+            unavailable = [r for r in answers if r.has_error() and r.error.code == ErrorCode.NODE_UNAVAILABLE]
+            self.gone |= {asked.get(reply.metadata.reply_to_message_id, 0) for reply in unavailable}
             replies += answers
         return replies
 

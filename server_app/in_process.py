@@ -15,18 +15,11 @@ from posy.client_app.app import Call
 from posy.client_app.app import app as client_app
 from posy.client_app.engine import Engine
 from posy.client_app.state import StateStore
-from posy.client_app.workspace import Workspace
 from posy.server_app.grids import OwnGrid
 
 
 class InProcessGrid(OwnGrid):
-    """Delivers messages to virtual clients in this process; arrays pass by reference.
-
-    Parameters
-    ----------
-    num_clients : int
-        Number of virtual nodes, each with one client.
-    """
+    """Delivers messages to virtual nodes, each with one client, in this process; arrays pass by reference."""
 
     def __init__(self, num_clients: int) -> None:
         try:
@@ -93,8 +86,9 @@ class InProcessGrid(OwnGrid):
             replies[numbers[place]] = reply
 
         if asked:
-            engine = self._engine_for(asked[0].workspace)
-            engine.run([call.open for call in asked], [call.num_train for call in asked], finish, end)
+            if self._engine is None or self._engine.workspace is not asked[0].workspace:
+                self._engine = Engine(asked[0].workspace)
+            self._engine.run([call.open for call in asked], [call.num_train for call in asked], finish, end)
         for reply in replies.values():
             reply.metadata.__dict__["_message_id"] = str(uuid4())
         return [replies[number] for number in sorted(replies)]
@@ -105,11 +99,6 @@ class InProcessGrid(OwnGrid):
         if message.metadata.message_type == MessageType.QUERY:
             return client_app(message, context)
         return Call(message, context, self.states, trusting=self.trusting)
-
-    def _engine_for(self, workspace: Workspace) -> Engine:
-        if self._engine is None or self._engine.workspace is not workspace:
-            self._engine = Engine(workspace)
-        return self._engine
 
 
 def _failure(message: Message, error: Exception) -> Message:

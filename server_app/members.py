@@ -87,27 +87,15 @@ class Federation:
     A client is known by the partition-id of its node's config, or by the name of its site (the name that the
     node's key was registered under, else ``name`` of the node config), never by the id of its node. A client that
     a node with a name has once hosted belongs to that name for the whole run: no other name takes it over.
-
-    Parameters
-    ----------
-    grid : WaveGrid
-        The way to the nodes.
-    settings : Settings
-        All settings of the run.
-
-    Attributes
-    ----------
-    clients : dict of int to ClientInfo
-        The clients that can be reached now, by index; :meth:`refresh` changes it in place.
-    left_out : Counter of (str, str)
-        Nodes that cannot take part, by name (empty if they have none) and reason.
     """
 
     def __init__(self, grid: WaveGrid, settings: Settings) -> None:
         self.grid = grid
         self.settings = settings
         self.clients: dict[int, ClientInfo] = {}
+        """The clients that can be reached now, by index; :meth:`refresh` changes it in place."""
         self.left_out: Counter[tuple[str, str]] = Counter()
+        """Nodes that cannot take part, by name (empty if they have none) and reason."""
         self._num_clients = settings.data.num_clients
         self._of_sites = settings.data.dataset == SITES
         self._nodes: dict[int, Node] = {}
@@ -126,18 +114,13 @@ class Federation:
     def agree(self) -> Settings:
         """Let sites with their own data agree on a task; return the settings with it.
 
-        Settings that give the task already, and those of benchmark data, are returned as they are.
-
-        Raises
-        ------
-        SettingsError
-            If too few sites can describe their data, or they cannot agree.
+        Settings that give the task already, and those of benchmark data, are returned as they are. Too few sites that
+        can describe their data, or that cannot agree, are a :class:`SettingsError`.
         """
         if not self._is_open():
             return self.settings
         self._gather()
-        # In the order of the clients, so that it does not depend on who answers first; each client once.
-        for client, claims in sorted(self._claims().items()):
+        for client, claims in sorted(self._claims().items()):  # not in the order of the answers; each client once
             described = self._nodes[claims[0].node_id].description
             if client < self._num_clients and described is not None:
                 self._descriptions[claims[0].name or f"client {client}"] = described
@@ -151,18 +134,10 @@ class Federation:
         return self.settings
 
     def join(self) -> dict[int, ClientInfo]:
-        """Ask every node which clients it hosts, until all M are found or the time is up.
+        """Ask every node which clients it hosts, until all M are found or the time is up; return :attr:`clients`.
 
-        Returns
-        -------
-        dict
-            :attr:`clients`.
-
-        Raises
-        ------
-        SettingsError
-            If fewer than ``min-clients`` are there in the end (it tells why nodes were left out), or if two
-            nodes of different names claim one client.
+        If fewer than ``min-clients`` are there in the end, or two nodes of different names claim one client, it raises
+        a :class:`SettingsError`, which tells why nodes were left out.
         """
         self._gather()
         self._settle()
@@ -178,18 +153,13 @@ class Federation:
         return self.clients
 
     def refresh(self) -> list[int]:
-        """Note which nodes have connected or gone since the last round.
+        """Note which nodes have connected or gone since the last round; return the clients that are back or have moved.
 
-        New nodes have only a moment to answer. If fewer clients than ``min-clients`` are left (or none), it waits for
-        more for up to ``join-timeout``.
-
-        Returns
-        -------
-        list of int
-            Clients that have come back or have moved to another node: what they kept there may be lost.
+        What these kept may be lost. New nodes have only a moment to answer. If fewer clients than ``min-clients`` are
+        left (or none), it waits for more for up to ``join-timeout``.
         """
         before, known = {c: self._nodes[info.node_id] for c, info in self.clients.items()}, set(self._known)
-        needed = min(max(self.settings.run.min_clients, 1), self._num_clients)
+        needed = max(self.settings.run.min_clients, 1)
         started, warned = time.monotonic(), False
         asked: list[Node] = []
         missed: set[int] = set()
@@ -208,11 +178,10 @@ class Federation:
                     log(WARNING, "%s; the round waits until %s are", there, needed)
                     warned = True
             time.sleep(pause(waited))
-        new = [client for client in self.clients if client not in known]
         # A node that was away has a new record, also where it is back under its old id.
-        moved = (c for c, info in self.clients.items() if before.get(c) is not self._nodes[info.node_id])
+        moved = [c for c, info in self.clients.items() if before.get(c) is not self._nodes[info.node_id]]
         back = [client for client in moved if client in known]
-        for clients, state in ((new, "new"), (back, "back")):
+        for clients, state in (([c for c in moved if c not in known], "new"), (back, "back")):
             if clients:
                 print(f"{are(clients, self.owners, self._num_clients)} {state}; {there}", flush=True)
         return back
@@ -246,12 +215,10 @@ class Federation:
 
     def summary(self) -> dict[str, Any]:
         """Return the sites by client, and the nodes left out with the reason, as far as there are any."""
-        found: dict[str, Any] = {}
-        if owners := self.owners:
-            found["sites"] = [owners.get(client) for client in range(self._num_clients)]
-        if left_out := [{"site": n or None, "reason": r, "times": times} for (n, r), times in self.left_out.items()]:
-            found["left-out"] = left_out
-        return found
+        owners = self.owners
+        sites = [owners.get(client) for client in range(self._num_clients)] if owners else []
+        left_out = [{"site": n or None, "reason": r, "times": times} for (n, r), times in self.left_out.items()]
+        return {key: found for key, found in (("sites", sites), ("left-out", left_out)) if found}
 
     def as_json(self) -> dict[str, Any]:
         """Return what the run must know of its sites when it is resumed, as JSON holds it."""
@@ -259,12 +226,9 @@ class Federation:
         return plain({"owners": self.owners, "fingerprints": fingerprints})
 
     def restore(self, stored: Mapping[str, Any]) -> None:
-        """Take up what :meth:`as_json` returned in an earlier part of the same run; to be called before any join.
+        """Take up, before any join, what :meth:`as_json` returned in an earlier part of the same run.
 
-        Raises
-        ------
-        SettingsError
-            If it is not of that form.
+        Raises :class:`SettingsError` if it is not of that form.
         """
         try:
             for key, attribute in (("owners", "name"), ("fingerprints", "fingerprint")):
@@ -288,15 +252,7 @@ class Federation:
         return self._of_sites and not is_complete(self.settings.data)
 
     def _gather(self) -> None:
-        """Wait until M clients are claimed, no more can come, or the time is up.
-
-        Nodes that have not answered yet are waited for even then, but only for a moment.
-
-        Raises
-        ------
-        SettingsError
-            If fewer than ``min-clients`` are claimed, or two nodes of different names claim one client.
-        """
+        """Wait until M clients are claimed, no more can come, or the time is up, then a moment for late answers."""
         clients, run, begun = self._num_clients, self.settings.run, time.monotonic()
         complete = math.inf  # when every client was claimed
         while True:
@@ -318,7 +274,7 @@ class Federation:
                 if found >= clients:
                     return
                 if late or hopeless or refused + found >= clients:
-                    if run.min_clients and found >= min(run.min_clients, clients):
+                    if 0 < run.min_clients <= found:
                         return
                     self._settle()  # which tells of nodes that claim the same client
                     raise SettingsError(self._too_few(found, waited))
@@ -413,8 +369,8 @@ class Federation:
         columns = [answer[key] for key in ("clients", "num-train", "num-test")]
         if len(columns[0]) > self._num_clients:
             raise BadReplyError(f"{len(columns[0])} clients on one node")
-        clients = [(self._index(client), *counts) for client, *counts in zip(*columns, strict=True)]
-        node.clients = tuple(ClientInfo(client, node.number, *_counts(*counts), name) for client, *counts in clients)
+        claims = zip(*columns, strict=True)
+        node.clients = tuple(ClientInfo(self._index(c), node.number, *_counts(*counts), name) for c, *counts in claims)
 
     def _site(self, node: Node, answer: Mapping[str, Any]) -> ClientInfo:
         """Return what the node of a site tells of its client, with the index -1 if it has no partition-id."""
@@ -462,12 +418,7 @@ class Federation:
 
         Sites that have no partition-id are numbered in the order of their names, after those that have one; those
         for which the run has no client left get an index from M on. A site has one client, even if several nodes
-        of its name claim others.
-
-        Raises
-        ------
-        SettingsError
-            Before the run begins, if nodes of different names claim one client.
+        of its name claim others. Before the run begins, nodes of different names that claim one client are an error.
         """
         claims: dict[int, list[ClientInfo]] = defaultdict(list)
         unnumbered: dict[str, list[ClientInfo]] = defaultdict(list)
@@ -516,8 +467,8 @@ class Federation:
                     reason = f"all {self._num_clients} clients of the run are others"
                     self._leave_out(self._nodes[info.node_id], reason)
                 continue
-            before = self._known.get(client)
-            host = next((info for info in claims if before is not None and info.node_id == before.node_id), claims[0])
+            before = self._known.get(client, claims[0])
+            host = next((info for info in claims if info.node_id == before.node_id), claims[0])
             self.clients[client] = self._known[client] = host
             for other in claims:
                 if other.node_id != host.node_id:

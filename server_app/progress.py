@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console
@@ -31,19 +30,11 @@ TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "ski
 
 
 class Progress:
-    """Show the rounds of a run: a live bar in a terminal, plain lines in a log.
+    """Show the rounds of a run on a stream: a live bar in a terminal, plain lines in a log.
 
     Flower copies what the server process writes to ``flwr log``; there, and wherever the stream is
     no terminal, every round prints a line, or every n-th round so that there are about 200 lines.
-
-    Parameters
-    ----------
-    rounds : int
-        Number of rounds R of the run.
-    done : int
-        Rounds that were finished before this process took up the run.
-    stream : text stream, optional
-        Where to write; standard output if not given.
+    ``done`` of the ``rounds`` were finished before this process took up the run.
     """
 
     def __init__(self, rounds: int, *, done: int = 0, stream: TextIO | None = None) -> None:
@@ -51,7 +42,9 @@ class Progress:
         self._done = done
         self._stream = stream or sys.stdout
         self._every = math.ceil(rounds / MAX_LINES)
-        self._bar = _bar(self._stream) if _is_live(self._stream) else None
+        # Flower mirrors a stream by replacing its `write`: a bar drawn there would fill `flwr log` with escape codes.
+        live = self._stream.isatty() and "write" not in vars(self._stream)
+        self._bar = _bar(self._stream) if live else None
         self._stack = ExitStack()
         self._latest: dict[str, tuple[int, str]] = {}  # figures by name, with the round that each is of
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and when they ended
@@ -64,9 +57,7 @@ class Progress:
             self._redirect_logs()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
     def update(
@@ -79,17 +70,8 @@ class Progress:
     ) -> None:
         """Show that a round is finished.
 
-        Parameters
-        ----------
-        server_round : int
-            The round, from 1 on.
-        served, local : float or None
-            Mean accuracy (0..1) of the served and of the local models; None if the round had no
-            evaluation, in which case the latest is shown with its round.
-        loss : float or None
-            Mean training loss.
-        present : str
-            How many clients took part, where some were missing.
+        ``served`` and ``local`` are mean accuracies (0..1), ``loss`` the mean training loss; of what the round did not
+        bring the latest is shown with its round. ``present`` says how many took part, where some were missing.
         """
         self._ends.append((server_round, time.monotonic()))
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
@@ -120,14 +102,9 @@ class Progress:
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
-    """Return what the sites of a run have, and the task that they have agreed on, as text of at most 100 columns.
+    """Return what the sites of a run have, and the facts that they have agreed on, as text of at most 100 columns.
 
-    Parameters
-    ----------
-    rows : sequence of Mapping
-        What there is of each site, by the names in :data:`TASK_COLUMNS`; columns that no row has are left out.
-    facts : Mapping of str to str
-        What they have agreed on, a line each.
+    ``rows`` hold what there is of each site by :data:`TASK_COLUMNS`; columns that no row has are left out.
     """
     used = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
     cells = [[str(row.get(name, "")) for name in used] for row in rows[:MAX_ROWS]]
@@ -140,15 +117,7 @@ def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> s
 
 
 def results_table(summary: Mapping[str, Any], path: Path) -> str:
-    """Return the end of a run as text of at most 100 columns.
-
-    Parameters
-    ----------
-    summary : Mapping
-        What ``summary.json`` holds.
-    path : Path
-        Directory of the run.
-    """
+    """Return the end of a run, whose ``summary.json`` and directory these are, as text of at most 100 columns."""
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     figures = ("round", "mean ± std", "min", "max", "weighted", "Jain")
     rows = []
@@ -184,11 +153,6 @@ def duration(seconds: float) -> str:
 def size(count: int) -> str:
     """Return a number of bytes in words, in powers of 1000: ``1.23 MB``."""
     return decimal(count, precision=2)
-
-
-def _is_live(stream: TextIO) -> bool:
-    # Flower mirrors a stream by replacing its `write`: a bar drawn there would fill `flwr log` with escape codes.
-    return stream.isatty() and "write" not in vars(stream)
 
 
 def _bar(stream: TextIO) -> Bar:

@@ -3,11 +3,10 @@
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import WARNING
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +17,7 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
-from posy.server_app.checkpoints import Checkpoint, Checkpoints, Resumption, data_digests
+from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.results import RunDirectory, Status, Totals
@@ -41,16 +40,7 @@ HELD_BYTES = 1 << 30
 class Recorder:
     """Writes the files of a run, of one that is resumed too, and shows its progress.
 
-    Attributes
-    ----------
-    directory : RunDirectory
-        Where the files lie.
-    totals : Totals
-        What the finished rounds add up to.
-    rounds : int
-        Number of finished rounds.
-    summary : dict
-        What ``summary.json`` holds.
+    The files lie in ``directory``; ``summary`` is what ``summary.json`` holds, ``rounds`` how many are finished.
     """
 
     def __init__(
@@ -67,15 +57,15 @@ class Recorder:
         self.federation = federation
         run = settings.run
         if resumption is None:
-            self.directory = RunDirectory.create(Path(run.output_dir), run.run_name or default_name(settings))
+            data, when = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
+            name = run.run_name or f"{run.method}-{data}-seed{run.seed}-{when}"
+            self.directory = RunDirectory.create(Path(run.output_dir), name)
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
-        else:
-            self.directory, self.checkpoints = resumption.directory, resumption.checkpoints
-        self._resumed = [] if resumption is None else resumption.history
-        if resumption is not None:  # which has compared the data with these
-            self._data = resumption.checkpoint.progress["data"]
-        else:
+            self._resumed: list[dict[str, Any]] = []
             self._data = data_digests(workspace) if self.checkpoints.every else {}
+        else:  # which has compared the data
+            self.directory, self.checkpoints, checkpoint, self._resumed = resumption
+            self._data = checkpoint.progress["data"]
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
@@ -103,26 +93,25 @@ class Recorder:
         self._progress.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self._progress.__exit__()
         if kind is None:
             with self._writing():
                 self._write_end("completed")
         else:
+            failed: Status = "failed" if issubclass(kind, Exception) else "stopped"
             try:
                 self._write_last_checkpoint()
-                self._write_end(_status(kind))
-            except OSError as failed:  # the disk may be full, which may be what has ended the run
-                log(WARNING, "not all of the run could be written: %s", failed)
+                self._write_end("diverged" if issubclass(kind, DivergedError) else failed)
+            except OSError as error:  # the disk may be full, which may be what has ended the run
+                log(WARNING, "not all of the run could be written: %s", error)
         if self.summary:
             print(results_table(self.summary, self.directory.path), flush=True)
 
     def _write_end(self, status: Status) -> None:
         self._write_summary(status)  # in case what follows fails or is interrupted
         if self.settings.run.save_models:
-            self._save(self._server_state or self.strategy.server_state())
+            write_arrays(self.directory.models / ARRAYS, self._server_state or self.strategy.server_state())
         if status == "completed":
             self._system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
@@ -135,10 +124,8 @@ class Recorder:
         ------
         NothingTrainedError
             If no client's training was accepted: what was measured is the initial model.
-        RunError
-            If no evaluation was accepted, although some were asked for.
-        DivergedError
-            If the training of the last round has left the range of useful numbers.
+        RunError, DivergedError
+            If no evaluation was accepted, although some were asked for; if the last training has left useful numbers.
         """
         totals = self.totals
         reasons = "; ".join(f"{count} x {reason}" for reason, count in totals.dropped.most_common(3))
@@ -146,12 +133,12 @@ class Recorder:
             raise NothingTrainedError(f"no client's training was accepted in any round: {reasons}")
         if totals.asked and not totals.evaluated:
             raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
-        record, task = self.strategy.record, self.workspace.task
+        record = self.strategy.record
         losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
         gone = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
         gone -= {client for client, row in record.clients.items() if "train_loss" in row}
         # Guessing costs ln C, and where the method also tells clients apart ln M more.
-        guessing = math.log(max(task.num_classes, 2) * max(self.settings.data.num_clients, 2))
+        guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
         why = ""
         if 2 * len(gone) >= max(len(record.cohort), 1):
@@ -160,8 +147,9 @@ class Recorder:
         elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
             why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
         if why:
-            lr = self.settings.train.lr
-            raise DivergedError(f"the training has diverged: {why}; a smaller lr than {lr:g} may help")
+            raise DivergedError(
+                f"the training has diverged: {why}; a smaller lr than {self.settings.train.lr:g} may help"
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -210,7 +198,7 @@ class Recorder:
         )
         state = self.strategy.server_state()
         if self.strategy.saving:
-            self._save(state)
+            write_arrays(self.directory.models / ARRAYS, state)
         if self.checkpoints.due(server_round):
             self.checkpoints.write(Checkpoint(server_round, state, self._so_far()))
         self._note_versions()
@@ -223,10 +211,7 @@ class Recorder:
     def tell_clients(self, *, one_file_system: bool) -> None:
         """Have the strategy's messages say where the clients' states are kept, and which versions must stay.
 
-        Parameters
-        ----------
-        one_file_system : bool
-            Whether the clients can write into the directory of the run.
+        On ``one_file_system`` the clients can write into the directory of the run.
         """
         states = self.strategy.states
         states.attempt = len(self._resumed)
@@ -243,9 +228,8 @@ class Recorder:
 
     def _write_last_checkpoint(self) -> None:
         """Let a run that was interrupted, or has failed, be resumed from its last finished round."""
-        if self._server_state is None or self.rounds in self.checkpoints.versions:
-            return
-        self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
+        if self._server_state is not None and self.rounds not in self.checkpoints.versions:
+            self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
     def _so_far(self) -> dict[str, Any]:
         """Return what a resumed run must know of the finished rounds, as JSON holds it."""
@@ -293,9 +277,6 @@ class Recorder:
             }
         )
 
-    def _save(self, state: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        write_arrays(self.directory.models / "server.safetensors", state)
-
     def _draw_partition(self) -> None:
         task = self.workspace.task
         if self.workspace.of_sites:
@@ -323,15 +304,3 @@ class Recorder:
         except (ValueError, OSError, ArithmeticError) as error:
             log(WARNING, "a picture could not be drawn: %r", error)
         self._drawn = time.perf_counter()
-
-
-def _status(kind: type[BaseException]) -> Status:
-    if issubclass(kind, DivergedError):
-        return "diverged"
-    return "failed" if issubclass(kind, Exception) else "stopped"
-
-
-def default_name(settings: Settings) -> str:
-    """Return the name of a run that was given none."""
-    run = settings.run
-    return f"{run.method}-{Path(settings.data.dataset).name}-seed{run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,7 +1,4 @@
-"""What a run leaves behind: one directory of configuration, rounds, clients, summary, models, figures.
-
-Everything is on disk after each round, so that a run that is killed keeps what it had finished.
-"""
+"""What a run leaves behind: a directory in which everything is on disk after each round, so that it survives a kill."""
 
 import csv
 import dataclasses
@@ -11,6 +8,7 @@ import io
 import json
 import os
 import platform
+import re
 import secrets
 import zlib
 from collections import Counter
@@ -46,42 +44,28 @@ GROWING = ("rounds.jsonl", "clients.csv")
 
 @dataclass
 class Totals:
-    """What the finished rounds of a run add up to; a checkpoint holds it under the names of the fields.
-
-    Attributes
-    ----------
-    trained : bool
-        Whether any client's training has been accepted.
-    asked, evaluated : int
-        Evaluations that were asked for, and those that were accepted.
-    worst_loss : float
-        Highest mean training loss of a round.
-    bytes_up, bytes_down : int
-        Bytes of the arrays that clients and server have sent.
-    dropped : Counter of str
-        Replies that were dropped, by reason.
-    missing : list of int
-        Clients that were missing in the last evaluation.
-    accuracy, loss : list of two lists of Evaluation
-        At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out.
-    clients : dict of int to dict
-        The last row of each client.
-    last_round : list of int
-        Clients that have a row in the last round.
-    """
+    """What the finished rounds of a run add up to; a checkpoint holds it under the names of the fields."""
 
     trained: bool = False
+    """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
+    """Evaluations that were asked for, and those that were accepted."""
     worst_loss: float = 0.0
+    """Highest mean training loss of a round."""
     bytes_up: int = 0
     bytes_down: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    """Reasons of the dropped replies."""
     missing: list[int] = field(default_factory=list)
+    """Clients that were missing in the last evaluation."""
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
+    """At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The last row of each client."""
     last_round: list[int] = field(default_factory=list)
+    """Clients that have a row in the last round."""
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
@@ -125,66 +109,40 @@ class Totals:
 
     def summary(self) -> dict[str, Any]:
         """Return the totals that the summary of a run holds."""
-        return {
-            "bytes-up": self.bytes_up,
-            "bytes-down": self.bytes_down,
-            **{
-                point: {"last": _flat(evaluations[-1] if evaluations else None), "best": _flat(best(evaluations))}
-                for point, evaluations in zip(POINTS, self.accuracy, strict=True)
-            },
-            "dropped": self.dropped,
-            "missing": self.missing,
+        accuracy = {
+            point: {"last": _flat(evaluations[-1] if evaluations else None), "best": _flat(best(evaluations))}
+            for point, evaluations in zip(POINTS, self.accuracy, strict=True)
         }
+        own = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down}
+        return {**own, **accuracy, "dropped": self.dropped, "missing": self.missing}
 
 
 class RunDirectory:
-    """The directory of one run, locked as long as it goes on.
+    """The directory of one run, which exists, locked as long as the run goes on. Its id is no other run's.
 
-    Parameters
-    ----------
-    path : Path
-        The directory, which exists. In it are ``models``, ``figures``, ``state`` (that of the clients) and
-        ``checkpoints``.
-    run_id : str
-        Random, to tell the run from others of its name.
-
-    Attributes
-    ----------
-    grown : dict
-        Size and checksum, after every round, of each file that grows.
-
-    Raises
-    ------
-    SettingsError
-        If a process is still at work in it.
+    Raises :class:`SettingsError` if a process is still at work in it.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
         self.path, self.id = path, run_id
         self.grown: dict[str, list[tuple[int, int]]] = {name: [] for name in GROWING}
+        """Size and checksum, after every round, of each file that grows."""
         self.models, self.figures = path / "models", path / "figures"
         self.state, self.checkpoints = path / "state", path / "checkpoints"
         self._lock = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError:
             self.release()
-            if not isinstance(error, BlockingIOError):
-                raise
             raise SettingsError(f"resume = {path.name!r}: a process is still at work in {path}") from None
         self.models.mkdir(exist_ok=True)
         self.figures.mkdir(exist_ok=True)
 
     @classmethod
     def create(cls, output_dir: Path, run_name: str) -> Self:
-        """Make the directory of a new run; none that exists is written into.
+        """Make the directory of a new run, in one that is created if need be; to a name that exists -2, -3, … is added.
 
-        The directory that holds the runs is created if need be; to a name that exists ``-2``, ``-3``, … is appended.
-
-        Raises
-        ------
-        SettingsError
-            If the name is not that of a folder, or the directory cannot be created.
+        Raises :class:`SettingsError` if the name is not that of a folder, or the directory cannot be created.
         """
         if not is_folder_name(run_name):
             raise SettingsError(
@@ -212,10 +170,7 @@ class RunDirectory:
             self._lock = -1
 
     def write_config(self, settings: Mapping[str, Any], gpu: str | None = None, **more: Any) -> None:
-        """Write ``config.yaml``: every setting, the versions, the machine with the GPU that the server uses.
-
-        What there is ``more`` to say is left out where it is empty.
-        """
+        """Write ``config.yaml``: every setting, the versions, the machine with its GPU, and what is ``more``."""
         content = {
             "settings": settings,
             "seed": settings.get("seed"),
@@ -241,13 +196,7 @@ class RunDirectory:
         self._append("rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
 
     def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the clients of a round to ``clients.csv``; what is missing, None or NaN stays empty.
-
-        Raises
-        ------
-        ValueError
-            If a row has a column that is not one of :data:`CLIENT_COLUMNS`.
-        """
+        """Append the clients of a round to ``clients.csv``; what is missing, None or NaN stays empty."""
         text = io.StringIO()
         writer = csv.DictWriter(text, CLIENT_COLUMNS, restval="", lineterminator="\n")
         if not any(size for size, _ in self.grown["clients.csv"][-1:]):
@@ -310,8 +259,7 @@ def _version(package: str) -> str | None:
 def cpu_model() -> str:
     """Return the name of this machine's processor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        found = re.search(r"^model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -10,7 +10,7 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import declared, with_experiment
+from posy.strategies.registry import declared, defaults, with_experiment
 from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
 
@@ -20,46 +20,21 @@ _CHECKPOINT = re.compile(r"round-(\d+)")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run that has been started before, as the newest of its checkpoints knows it.
-
-    Attributes
-    ----------
-    path : Path
-        Its directory.
-    id : str
-        What tells it from others of its name.
-    settings : Mapping
-        All settings that it ran with, by key.
-    resumed_before : list of dict
-        Each resumption of it so far: ``round``, ``time`` and the ``changed`` settings.
-    damage : str
-        Why its ``config.yaml`` is not used; empty if it agrees.
-    """
+    """A run that has been started before, as the newest of its checkpoints knows it; its id is no other run's."""
 
     path: Path
     id: str
     settings: Mapping[str, Any]
     resumed_before: list[dict[str, Any]]
     damage: str = ""
+    """Why its ``config.yaml`` is not used; empty if it agrees."""
 
     @classmethod
     def find(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
         """Return the run that is to be resumed, None if a new one is to begin.
 
-        Its ``config.yaml`` is for people: one that is lost or damaged is written anew.
-
-        Parameters
-        ----------
-        given : Mapping
-            What a person has set, by key.
-        where : str
-            Where it was set, for the message of an error.
-
-        Raises
-        ------
-        SettingsError
-            If what is given is wrong, there is no such run, it has no checkpoint that can be read, or its
-            ``config.yaml`` holds other settings.
+        Its ``config.yaml`` is for people: one that is lost or damaged is written anew. Raises :class:`SettingsError` if
+        what is given is wrong, there is no such run, it has no checkpoint that can be read, or that file was edited.
         """
         values = with_experiment(given, where)
         name, output_dir = values.get("resume"), absolute(values.get("output-dir", RunSettings.output_dir))
@@ -74,51 +49,28 @@ class StoredRun:
         reasons: list[str] = []
         records = [record for _, record in _records(path, reasons)]
         if not records:
-            raise SettingsError(
-                f"resume = {name!r}: no checkpoint of it can be used ({'; '.join(reasons)})"
-                if reasons
-                else f"resume = {name!r}: it has no checkpoint (the first follows round 1, or none does with "
-                "checkpoint-every = 0). Start it anew"
-            )
+            none = "it has no checkpoint (the first follows round 1, or none does with checkpoint-every = 0)"
+            why = f"no checkpoint of it can be used ({'; '.join(reasons)})" if reasons else f"{none}. Start it anew"
+            raise SettingsError(f"resume = {name!r}: {why}")
         # Where config.yaml is whole, it tells which of several runs this is.
         record = next((record for record in records if record["run"] == written.get("id")), records[0])
         if not damage and written["id"] != record["run"]:
             damage = f"{path / CONFIG} is that of another run"
-        run = cls(path, record["run"], record["settings"], record["resumed"], damage)
-        if not damage:
-            run.compare(written["settings"])
-        return run
-
-    def compare(self, written: Mapping[str, Any]) -> None:
-        """Compare the settings with those in ``config.yaml``.
-
-        Raises
-        ------
-        SettingsError
-            If some differ: the file has been edited, and would be believed by people.
-        """
-        keys = sorted(written.keys() | self.settings.keys())
-        edited = [key for key in keys if plain(written.get(key)) != plain(self.settings.get(key))]
-        if edited:
-            ran = "; ".join(f"{key} = {written.get(key)!r}, the run has {self.settings.get(key)!r}" for key in edited)
-            raise SettingsError(
-                f"resume = {self.path.name!r}: {self.path / CONFIG} was edited: {ran}. Put it back or delete the file, "
-                "which is written anew; what may change is given on the command line"
-            )
+        if not damage:  # an edited one would be believed by people
+            ran, told = record["settings"], written["settings"]
+            keys = [key for key in sorted(told.keys() | ran.keys()) if plain(told.get(key)) != plain(ran.get(key))]
+            if edited := "; ".join(f"{key} = {told.get(key)!r}, the run has {ran.get(key)!r}" for key in keys):
+                raise SettingsError(
+                    f"resume = {name!r}: {path / CONFIG} was edited: {edited}. Put it back or delete the file, "
+                    "which is written anew; what may change is given on the command line"
+                )
+        return cls(path, record["run"], record["settings"], record["resumed"], damage)
 
     def check(self, settings: Settings) -> dict[str, Any]:
-        """Return those of a resumed run's settings that differ from the stored ones.
-
-        Raises
-        ------
-        SettingsError
-            If one of them must not change.
-        """
+        """Return those of a resumed run's settings that differ; raise :class:`SettingsError` if one must not change."""
         known = declared()
-        ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
-        changed = {
-            key: value for key, value in settings.as_config().items() if not known[key].once and value != ran[key]
-        }
+        ran = defaults() | dict(self.settings)
+        changed = {k: value for k, value in settings.as_config().items() if not known[k].once and value != ran[k]}
         fixed = settings.train.lr_schedule != "constant" or settings.method.follows_number_of_rounds
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"
@@ -172,10 +124,8 @@ def _records(run: Path, reasons: list[str]) -> Iterator[tuple[int, dict[str, Any
         file = run / "checkpoints" / f"round-{number}" / PROGRESS
         try:
             record = read_json(file)
-            yield (
-                number,
-                {"run": record["run"], "settings": dict(record["settings"]), "resumed": list(record["resumed"])},
-            )
+            kinds = {"run": str, "settings": dict, "resumed": list}
+            yield number, {key: kind(record[key]) for key, kind in kinds.items()}
         except (OSError, ValueError) as error:  # DamagedFileError is a ValueError
             reasons.append(str(error))
         except (LookupError, TypeError) as error:

@@ -4,7 +4,6 @@ from logging import WARNING
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from flwr.common.logger import log
 from torch import Tensor
@@ -27,8 +26,7 @@ def system_accuracy(
 ) -> float | None:
     """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for or to be had.
 
-    A strategy that routes queries (FedDRM) answers by itself; for all other methods the local models of
-    all clients vote (methods as in the FedDRM paper, Section 3.2).
+    FedDRM routes queries; of all other methods the clients' local models vote (the FedDRM paper, Section 3.2).
     """
     wanted = settings.run.system_accuracy
     routes = isinstance(strategy, FedDRM)
@@ -54,20 +52,15 @@ def system_accuracy(
     x, y, owner = pooled_test(workspace)
     if isinstance(strategy, FedDRM):
         return routed_accuracy(strategy, workspace, directory.models, x, y, owner)
-    votes = (predict_classes(workspace, strategy.architecture, load_arrays(paths[c]), x, y) for c in stored)
-    winners = majority_vote(votes, workspace.task.num_classes)
+    outputs = (stored_probabilities(workspace, strategy.architecture, load_arrays(paths[c]), x, y) for c in stored)
+    winners = majority_vote((output.argmax(-1).cpu().numpy() for output in outputs), workspace.task.num_classes)
     return float((winners == y.cpu().numpy()).mean())
 
 
 def routed_accuracy(strategy: FedDRM, workspace: Workspace, models: Path, x: Tensor, y: Tensor, owner: Tensor) -> float:
     """Return the accuracy where each pooled test sample is answered by the classifier of the client it is routed to.
 
-    Parameters
-    ----------
-    models : Path
-        Folder with the clients' stored models, whose class classifiers are used.
-    x, y, owner : Tensor, (n, ...), (n,), (n,)
-        Pooled test samples, labels, and the client that each is from.
+    The classifiers are those of the stored ``models``; ``owner`` ``(n,)`` is the client that each sample is from.
     """
     layout = strategy.architecture.layout
     whole = np.empty(strategy.size, np.float32)
@@ -99,16 +92,6 @@ def pooled_test(workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, owner
 
 
-def predict_classes(
-    workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
-) -> npt.NDArray[np.int64]:
-    """Return the classes that a stored model or ensemble predicts ``(n,)``."""
-    classes: npt.NDArray[np.int64] = (
-        stored_probabilities(workspace, architecture, arrays, x, y).argmax(-1).cpu().numpy()
-    )
-    return classes
-
-
 def stored_probabilities(
     workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
 ) -> Tensor:
@@ -123,9 +106,7 @@ def stored_probabilities(
         flat = torch.from_numpy(reduced.layout.flatten(own)).to(workspace.device)
         network = workspace.network(reduced)
         logits = workspace.trainer.forward(Forward(flat), network, Samples(x, y))
-        if isinstance(logits, tuple):
-            logits = logits[0]
-        outputs.append(logits.softmax(dim=-1))
+        outputs.append((logits[0] if isinstance(logits, tuple) else logits).softmax(dim=-1))
     weights = torch.tensor(coefficients, device=workspace.device)
     if not bool(weights.any()):  # then the members count alike, as for the client itself
         weights = torch.ones_like(weights)

@@ -68,17 +68,10 @@ class AttentionStrategy(PersonalisedStrategy):
         """Draw the attention matrix over the rounds, clients in the order of their data's similarity."""
         if not len(self.pictured):
             return
-        order = np.arange(self.num_clients)
-        if self.class_counts is not None:
-            order = figures.similarity_order(self.class_counts)
+        known = self.class_counts
+        order = np.arange(self.num_clients) if known is None else figures.similarity_order(known)
         panels = [
-            figures.Panel(
-                matrix[np.ix_(order, order)],
-                title=f"round {number}",
-                xlabel="client j",
-                ylabel="client i",
-                label="attention",
-            )
+            figures.Panel(matrix[np.ix_(order, order)], f"round {number}", "client j", "client i", "attention")
             for number, matrix in zip(self.pictured, self.pictures, strict=True)
         ]
         figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, similar data side by side")

@@ -1,9 +1,7 @@
 """The Flower strategy that all methods share: FedAvg, with hooks for what a method does otherwise.
 
-A method's strategy holds the server's state as arrays, says what a client is sent
-(:meth:`PersonalisedStrategy.serve`) and how replies change the state
-(:meth:`PersonalisedStrategy.aggregate`). Cohorts, messages, checks of the replies, failures, evaluation
-and the record of a round are here, once.
+A method's strategy holds the server's state as arrays, says what a client is sent (``serve``) and how replies change
+the state (``aggregate``). Cohorts, messages, checks of the replies, failures and the record of a round are here, once.
 """
 
 import math
@@ -22,7 +20,7 @@ from flwr.common.typing import NDArrays
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_of_arrays
+from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_of
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
@@ -53,15 +51,7 @@ MAX_REASONS = 10
 
 
 class PersonalisedStrategy(Strategy):
-    """Base of all strategies.
-
-    Parameters
-    ----------
-    settings : Settings
-        All settings of the run.
-    plain : Architecture
-        The plain network of the run; see :meth:`network_for`.
-    """
+    """Base of all strategies, made from the settings and the plain network of the run."""
 
     state: ClassVar[tuple[str, ...]] = ("model",)
     """The attributes, arrays all of them, that hold the server's state: all that later rounds and the pictures need.
@@ -120,8 +110,7 @@ class PersonalisedStrategy(Strategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change the server's state; return the method's own quantities for the record.
 
-        ``updates`` is never empty and comes in the order of the clients' indices, so that sums do not
-        depend on which reply came first.
+        ``updates`` is never empty, and in the order of the clients: sums do not depend on which reply came first.
         """
         self.model = mean_of(updates)
         return {}
@@ -178,13 +167,8 @@ class PersonalisedStrategy(Strategy):
         run, train = self.settings.run, self.settings.train
         log(INFO, "\t├──> Network: %s, %s parameters", self.architecture.model, f"{self.architecture.layout.size:,}")
         log(INFO, "\t├──> Clients: %s, of which %.0f %% train in a round", self.num_clients, 100 * run.fraction_train)
-        log(
-            INFO,
-            "\t├──> Local training: %s, batch %s, lr %g",
-            f"{train.local_steps} steps" if train.local_steps else f"{train.local_epochs} epoch(s)",
-            train.batch_size,
-            train.lr,
-        )
+        length = f"{train.local_steps} steps" if train.local_steps else f"{train.local_epochs} epoch(s)"
+        log(INFO, "\t├──> Local training: %s, batch %s, lr %g", length, train.batch_size, train.lr)
         log(INFO, "\t└──> Method: %s", self.method)
 
     def start(
@@ -232,10 +216,8 @@ class PersonalisedStrategy(Strategy):
         clients = [c for c in self.cohort(server_round) if c in self.clients]
         self.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.clients))
-        evaluates = self.evaluates(server_round)
-        return self._messages(
-            MessageType.TRAIN, server_round, config, {client: {"evaluate-local": evaluates} for client in clients}
-        )
+        flags = {client: {"evaluate-local": self.evaluates(server_round)} for client in clients}
+        return self._messages(MessageType.TRAIN, server_round, config, flags)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -243,13 +225,9 @@ class PersonalisedStrategy(Strategy):
         """Check the replies, change the server's state with the good ones, and record the round."""
         self._lap("train")
         updates = self._collect(replies, self._read_update)
-        if len(updates) < self.settings.run.min_train_replies:
-            log(
-                WARNING,
-                "aggregate_train: %s good replies, min-train-replies is %s: the state stays as it is",
-                len(updates),
-                self.settings.run.min_train_replies,
-            )
+        if len(updates) < (least := self.settings.run.min_train_replies):
+            few = "aggregate_train: %s good replies, min-train-replies is %s: the state stays as it is"
+            log(WARNING, few, len(updates), least)
             return None, None
         updates.sort(key=lambda update: update.client)
         self.record.quantities = self.aggregate(server_round, updates)
@@ -327,7 +305,7 @@ class PersonalisedStrategy(Strategy):
         self._sent = []
         for client, own in flags.items():
             served, info, row = self.serve(client), self.clients[client], self.record.row(client)
-            arrays = record_of_arrays({str(i): pack(array) for i, array in enumerate(served)})
+            arrays = record_of({str(i): pack(array) for i, array in enumerate(served)})
             state = self.states.config(kind, server_round, client)
             method = self.train_config(server_round, client)
             told = ConfigRecord({**common, "client": client, **state, **own, **method})

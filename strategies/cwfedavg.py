@@ -114,14 +114,9 @@ class CwFedAvg(PersonalisedStrategy):
         if self.class_counts is not None:
             panels.insert(0, figures.Panel(self.class_counts, title="samples", xlabel="class", ylabel="client"))
             share = self.class_counts / self.class_counts.sum(axis=1, keepdims=True)
-            figures.scatter(
-                share.ravel(),
-                self.distributions.ravel(),
-                folder / "distribution.png",
-                title="Class distribution of the clients",
-                xlabel="empirical p",
-                ylabel="read off the weights",
-            )
+            names = {"xlabel": "empirical p", "ylabel": "read off the weights"}
+            path, title = folder / "distribution.png", "Class distribution of the clients"
+            figures.scatter(share, self.distributions, path, title=title, **names)
         whole = self.classwise.put(np.zeros((self.num_classes, self.size), np.float32), self.class_models)
         norms = np.linalg.norm(self._output_weights(whole), axis=2)
         panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
@@ -133,17 +128,12 @@ class CwFedAvg(PersonalisedStrategy):
 
 
 def weight_distribution(output_weights: FloatArray) -> Float64:
-    """Return p̃_ij = ||w_ij||₂ / Σ_k ||w_ik||₂ (Eq. 4).
+    """Return p̃_ij = ||w_ij||₂ / Σ_k ||w_ik||₂ ``(M, C)`` (Eq. 4); a layer of zeros tells nothing and gives 1/C.
 
     Parameters
     ----------
     output_weights : numpy.ndarray, float32, (M, C, E)
         Weights of the last linear layer of M models; row j belongs to class j.
-
-    Returns
-    -------
-    numpy.ndarray, float64, (M, C)
-        Rows sum to 1; a layer of zeros tells nothing and gives 1/C.
     """
     norms = np.linalg.norm(np.asarray(output_weights, np.float64), axis=2)
     total = norms.sum(axis=1, keepdims=True)
@@ -151,7 +141,7 @@ def weight_distribution(output_weights: FloatArray) -> Float64:
 
 
 def class_weights(distributions: Float64, n: Float64) -> Float64:
-    """Return q_ji = p_i p̃_ij / Σ_i p_i p̃_ij (Eqs. 5 and 6).
+    """Return q_ji = p_i p̃_ij / Σ_i p_i p̃_ij ``(C, M)`` (Eqs. 5 and 6); the row of a class that no client has is zero.
 
     Parameters
     ----------
@@ -159,11 +149,6 @@ def class_weights(distributions: Float64, n: Float64) -> Float64:
         p̃.
     n : numpy.ndarray, (M,)
         Numbers of training samples; p_i = n_i / N.
-
-    Returns
-    -------
-    numpy.ndarray, (C, M)
-        Rows sum to 1; the row of a class that no client has is zero.
     """
     joint = (n / n.sum())[:, None] * distributions
     total = joint.sum(axis=0)
@@ -175,12 +160,10 @@ def class_models(rows: FloatArray, distributions: Float64, n: Float64, before: F
 
     Parameters
     ----------
-    rows : numpy.ndarray, float32, (M, d)
-        Local models (their class-wise layers).
+    rows, before : numpy.ndarray, float32, (M, d), (C, d)
+        Class-wise layers of the local models, and the class models of the round before.
     distributions, n
         As for :func:`class_weights`.
-    before : numpy.ndarray, float32, (C, d)
-        Class models of the round before.
     """
     weights = class_weights(distributions, n)
     models: FloatArray = weights.astype(np.float32) @ rows

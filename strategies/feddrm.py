@@ -35,13 +35,7 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED):
     )
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
-        """Add the client branch.
-
-        Raises
-        ------
-        SettingsError
-            If there are fewer than two clients to tell apart.
-        """
+        """Add the client branch; raise :class:`SettingsError` for fewer than two clients to tell apart."""
         if num_clients < 2:
             raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to tell apart")
         return Architecture(plain.model, plain.task, clients=num_clients, sharing=self.sharing)
@@ -70,14 +64,8 @@ class FedDRM(PersonalisedStrategy):
     def draw(self, folder: Path) -> None:
         """Draw the routing matrix: true client by chosen client."""
         if self.routed is not None:
-            figures.heatmap(
-                self.routed,
-                folder / "routing.png",
-                title="Routing of the pooled test samples",
-                xlabel="chosen client",
-                ylabel="true client",
-                label="samples",
-            )
+            panel = figures.Panel(self.routed, xlabel="chosen client", ylabel="true client", label="samples")
+            figures.heatmaps([panel], folder / "routing.png", title="Routing of the pooled test samples")
 
     def extra_summary(self) -> dict[str, Any]:
         """Return the routing accuracy."""
@@ -85,17 +73,10 @@ class FedDRM(PersonalisedStrategy):
 
 
 def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str = "density") -> Tensor:
-    """Return the client that each query is sent to.
+    """Return the client that each query is sent to, from the outputs ``(n, M)`` of the client branch.
 
-    Parameters
-    ----------
-    client_logits : Tensor, (n, M)
-        Outputs of the client branch.
-    n : numpy.ndarray, (M,)
-        Numbers of training samples of the clients.
-    routing : str
-        ``density``: argmax of logits − log(n_i / N), the density ratio of Eq. 3, in which large clients have
-        no advantage. ``posterior``: argmax of the logits (Remark 2.4).
+    ``density``: argmax of logits − log(n_i / N) for n training samples ``(M,)``, the density ratio of Eq. 3, in which
+    large clients have no advantage. ``posterior``: argmax of the logits (Remark 2.4).
     """
     if routing == "density":
         log_prior = torch.as_tensor(np.log(n / n.sum()), dtype=client_logits.dtype, device=client_logits.device)

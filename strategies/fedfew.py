@@ -120,15 +120,7 @@ class FedFew(PersonalisedStrategy):
 
 
 def weighted_losses(losses: Float64, n: Float64) -> Float64:
-    """Return (n_i / Σ_j n_j) L_ik (the paper's footnote 2).
-
-    Parameters
-    ----------
-    losses : numpy.ndarray, (M, K)
-        L_ik, mean training loss of client i with model k.
-    n : numpy.ndarray, (M,)
-        Numbers of training samples.
-    """
+    """Return (n_i / Σ_j n_j) L_ik ``(M, K)`` for n training samples ``(M,)`` (the paper's footnote 2)."""
     return (n / n.sum())[:, None] * losses
 
 
@@ -138,7 +130,7 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     Parameters
     ----------
     losses : numpy.ndarray, (M, K)
-        L_ik.
+        L_ik, mean training loss of client i with model k.
     mu : float
         Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
     """
@@ -151,14 +143,9 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
 
 
 def server_step(models: FloatArray, deltas: list[Any], weights: STCHWeights, server_lr: float) -> FloatArray:
-    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L).
+    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L); θ and each of M Δ_i: float32 ``(K, d)``.
 
-    Parameters
-    ----------
-    models : numpy.ndarray, float32, (K, d)
-        θ.
-    deltas : list of M numpy.ndarray, float32, (K, d)
-        Δ_i, summed in this order without being stacked.
+    The Δ_i are summed in their order without being stacked.
     """
     result = models.copy()
     products = (server_lr * weights.outer[:, None] * weights.inner).astype(np.float32)

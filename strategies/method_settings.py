@@ -27,17 +27,12 @@ class MethodSettings:
 
     A subclass states whether the method can bear noise, ``class FedPerSettings(MethodSettings, noise=ALLOWED)``,
     or it does not load. Server and clients both read the methods below.
-
-    Attributes
-    ----------
-    noise : Refused or None
-        Why the method cannot bear the noise of local differential privacy; None (:data:`ALLOWED`) if it can.
-    follows_number_of_rounds : bool
-        Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way.
     """
 
     noise: ClassVar[Refused | None]
+    """Why the method cannot bear the noise of local differential privacy; None (:data:`ALLOWED`) if it can."""
     follows_number_of_rounds: ClassVar[bool] = False
+    """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
 
     def __init_subclass__(cls, *, noise: Refused | None) -> None:
         """Make the subclass a frozen dataclass."""
@@ -55,15 +50,7 @@ class MethodSettings:
     def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":
         """Return what the first arrays of a reply are changes of; its further arrays are no models.
 
-        ``max-update-norm`` limits the norm of these changes, ``dp-clip`` clips them and adds noise.
-
-        Parameters
-        ----------
-        network : Architecture
-            The network that is trained.
-        sent : list of numpy.ndarray
-            What the client was sent: the default, for a reply of trained models.
-        reply : list of numpy.ndarray
-            What the client sends back, shapes checked.
+        ``max-update-norm`` limits the norm of these changes, ``dp-clip`` clips them and adds noise. The default is what
+        the client was ``sent``, for a reply of trained models. The shapes of the ``reply`` are checked.
         """
         return sent

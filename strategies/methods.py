@@ -25,15 +25,7 @@ METHODS = {
 
 
 def check_method(method: str, where: str = "") -> None:
-    """Raise :class:`SettingsError` for a method that does not exist, naming the one that is meant or all.
-
-    Parameters
-    ----------
-    method : str
-        Its name.
-    where : str
-        Where it was set.
-    """
+    """Raise :class:`SettingsError` for a method that does not exist, naming what is meant, or all."""
     if method in METHODS:
         return
     near = nearest(method, METHODS)

@@ -106,22 +106,13 @@ class PPFE(PersonalisedStrategy):
         self.informed = np.zeros(self.num_clients, np.int64)
         self.betas = np.full((self.num_clients, len(self.stages)), np.nan)
         self.ends: list[int] = np.cumsum([stage.rounds for stage in self.stages]).tolist()
-        if len(self.stages) < self.method.stages:
-            log(
-                INFO,
-                "PPFE: %s has too few layers for %s stages, so there are %s",
-                self.architecture.model,
-                self.method.stages,
-                len(self.stages),
-            )
-        log(
-            INFO,
-            "PPFE: %s",
-            "; ".join(
-                f"stage {s.number}: {s.rounds} rounds, personal {s.personal}, ranks {dict(s.architecture.ranks)}"
-                for s in self.stages
-            ),
-        )
+        planned, wanted = len(self.stages), self.method.stages
+        if planned < wanted:
+            few = "PPFE: %s has too few layers for %s stages, so there are %s"
+            log(INFO, few, self.architecture.model, wanted, planned)
+        for s in self.stages:
+            ranks = dict(s.architecture.ranks)
+            log(INFO, "PPFE: stage %s: %s rounds, personal %s, ranks %s", s.number, s.rounds, s.personal, ranks)
 
     def cohort(self, server_round: int) -> list[int]:
         """Take all clients at the end of a stage, else the usual sample."""
@@ -173,14 +164,9 @@ class PPFE(PersonalisedStrategy):
 
     def draw(self, folder: Path) -> None:
         """Draw the coefficients of the clients' stages."""
-        figures.heatmap(
-            self.betas,
-            folder / "coefficients.png",
-            title="Coefficients of the stages",
-            ylabel="client",
-            label="beta",
-            xticks=[f"stage {stage.number}" for stage in self.stages],
-        )
+        names = [f"stage {stage.number}" for stage in self.stages]
+        panel = figures.Panel(self.betas, ylabel="client", label="beta", xticks=names)
+        figures.heatmaps([panel], folder / "coefficients.png", title="Coefficients of the stages")
 
     @property
     def stage(self) -> Stage:
@@ -205,13 +191,7 @@ class PPFE(PersonalisedStrategy):
 
 
 def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
-    """Return the stages of a run.
-
-    Raises
-    ------
-    SettingsError
-        If the rounds of the stages do not fit the run, or a list of numbers is malformed.
-    """
+    """Return the stages of a run; raise :class:`SettingsError` if their rounds do not fit, or numbers are malformed."""
     own: PPFESettings = settings.method
     names = plain.layer_names
     if own.fixed_head >= len(names) + 1:
@@ -233,15 +213,7 @@ def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
 
 
 def stage_rounds(text: str, stages: int, total: int) -> list[int]:
-    """Return the number of rounds of each stage.
-
-    Parameters
-    ----------
-    text : str
-        The setting ``ppfe-stage-rounds``; empty: the paper's proportions 30:50:40:40.
-    stages, total : int
-        Number of stages, and of rounds in all.
-    """
+    """Return the rounds of each stage: those in ``ppfe-stage-rounds``, or ``total`` in the paper's proportions."""
     if text:
         rounds = _numbers("ppfe-stage-rounds", text)
         if len(rounds) != stages or sum(rounds) != total:

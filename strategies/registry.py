@@ -25,19 +25,14 @@ def read_settings(
 ) -> Settings:
     """Return the settings of a run: defaults, over them an experiment file or a stored run, over these what is given.
 
+    They are checked, and their paths absolute.
+
     Parameters
     ----------
-    given : Mapping
-        What a person has set for this very run, by key; no defaults.
-    where : str
-        Where it was set, for the message of an error.
+    given, where : Mapping, str
+        What a person has set for this very run, by key, and where, for the message of an error; no defaults.
     stored : Mapping, optional
         The settings of the run that is resumed; what this version does not know of them is left out.
-
-    Returns
-    -------
-    Settings
-        Checked, with absolute paths.
 
     Raises
     ------
@@ -64,11 +59,7 @@ def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what is given, checked, over the values of the experiment file that it names.
 
     An experiment may be run with another method than the file's: the settings of other methods are left out of it.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such file, or something in it or in ``given`` is wrong.
+    Raises :class:`SettingsError` if there is no such file, or something in it or in ``given`` is wrong.
     """
     values = _checked(given, where)
     name = str(values.pop("experiment", ""))
@@ -84,10 +75,7 @@ def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
     """Read ``key=value`` words; the type of a value is that of its setting.
 
-    Raises
-    ------
-    SettingsError
-        If a word is not of that form, or a key is unknown or given twice.
+    Raises :class:`SettingsError` for a word that is not of that form, and a key that is unknown or given twice.
     """
     texts: dict[str, str] = {}
     for word in words:
@@ -162,13 +150,7 @@ def check_own(given: Iterable[str], method: str, where: str) -> None:
 
 
 def experiment_path(name: str) -> Path:
-    """Return the YAML file of an experiment: a path, or a name in ``experiments/``.
-
-    Raises
-    ------
-    SettingsError
-        If there is no such file.
-    """
+    """Return the YAML file of an experiment, a path or a name in ``experiments/``; one that is none is an error."""
     candidates = (absolute(name), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
     for path in candidates:
         if is_file(path):

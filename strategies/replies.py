@@ -36,28 +36,17 @@ SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
 
 @dataclass
 class Update:
-    """What a client sends after training.
-
-    Attributes
-    ----------
-    arrays : list
-        Arrays for the server. A client may put tensors here; the server finds NumPy arrays, their shapes checked
-        and every value finite.
-    loss : float
-        Mean training loss over the last local epoch; a client may give a tensor of one element.
-    metrics : Mapping of str to float
-        Further numbers for the server.
-    client : int
-        Index of the client, filled in by the server.
-    num_examples : int
-        Its training samples n_i, filled in by the server.
-    """
+    """What a client sends after training."""
 
     arrays: list[Any]
+    """A client may put tensors here; the server finds NumPy arrays, their shapes checked and every value finite."""
     loss: SupportsFloat
+    """Mean training loss over the last local epoch; a client may give a tensor of one element."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers for the server."""
     client: int = -1
     num_examples: int = 0
+    """Index of the client and its training samples n_i, filled in by the server."""
 
 
 @dataclass
@@ -107,19 +96,9 @@ class BadReplyError(ValueError):
 
 
 def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
-    """Return Σ_i weights_i rows_i / Σ_i weights_i.
+    """Return Σ_i weights_i rows_i / Σ_i weights_i of rows ``(M, d)`` and weights ``(M,)``.
 
-    Parameters
-    ----------
-    rows : numpy.ndarray, float32, (M, d)
-        Stacked vectors.
-    weights : array_like, (M,)
-        Non-negative weights, not all zero.
-
-    Raises
-    ------
-    ValueError
-        If the weights sum to zero or one is negative.
+    Raises :class:`ValueError` if the weights sum to zero or one is negative.
     """
     w = np.asarray(weights, np.float64)
     if (w < 0).any() or not w.sum() > 0:

@@ -95,18 +95,10 @@ class RunSettings:
     )
     seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
     output_dir: str = setting(
-        "runs",
-        "directory that holds the runs",
-        place=True,
-        resumable=True,
-        affects_results=False,
-        synonyms=("output",),
+        "runs", "directory that holds the runs", place=True, resumable=True, affects_results=False, synonyms=("output",)
     )
     run_name: str = setting(
-        "",
-        "folder of this run; empty: method, data set, seed and time",
-        affects_results=False,
-        synonyms=("name",),
+        "", "folder of this run; empty: method, data set, seed and time", affects_results=False, synonyms=("name",)
     )
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
     min_clients: int = setting(
@@ -143,13 +135,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of a run.
-
-    Raises
-    ------
-    SettingsError
-        If ``min-clients`` is larger than ``num-clients``.
-    """
+    """All settings of a run."""
 
     run: RunSettings
     data: DataSettings

@@ -19,24 +19,16 @@ class ClientStates:
 
     A version is named after the message that may write it: ``2-4-1`` by the evaluation of round 4 after the run has
     been resumed twice. So no name is given twice in a run, and a client's newest has the largest numbers.
-
-    Attributes
-    ----------
-    attempt : int
-        How often the run has been resumed.
-    places : dict
-        Where the clients keep their states: ``run``, the name of the run's folder, and in a simulation
-        ``state-directory``.
-    versions : dict of int to str
-        The version that each client has; only a good reply changes it. It is empty where a client keeps nothing.
-    needed : list of Mapping of int to str
-        Versions that checkpoints need, each of a checkpoint or of the last round, by client.
     """
 
     attempt: int = 0
+    """How often the run has been resumed."""
     places: dict[str, str] = field(default_factory=dict)
+    """Where the clients keep their states: ``run``, the name of its folder, and in a simulation ``state-directory``."""
     versions: dict[int, str] = field(default_factory=dict)
+    """The version that each client has; only a good reply changes it. It is empty where a client keeps nothing."""
     needed: list[Mapping[int, str]] = field(default_factory=list)
+    """Versions that checkpoints need, each of a checkpoint or of the last round, by client."""
 
     def config(self, phase: str, server_round: int, client: int) -> dict[str, Any]:
         """Return what a message tells a client about its state."""
@@ -51,12 +43,8 @@ class ClientStates:
 def version_after(asked: Message, reply: Message) -> str:
     """Return the version that a client has after it has answered a message, as its reply says.
 
-    Raises
-    ------
-    LostStateError
-        If its node does not have the version to start from.
-    BadReplyError
-        If it is none of the two that the message has named.
+    Raises :class:`LostStateError` if its node does not have the version to start from, :class:`BadReplyError` for one
+    that is none of the two that the message has named.
     """
     sent, told = (message.content.config_records["config"] for message in (asked, reply))
     start = str(sent["state-from"])

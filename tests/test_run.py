@@ -532,7 +532,7 @@ def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
 
 def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConfig, tmp_path: Path) -> None:
     """If all coefficients are 0 the members count alike; they must not all answer class 0."""
-    from posy.server_app.system import predict_classes, stored_probabilities
+    from posy.server_app.system import stored_probabilities
 
     workspace = Workspace(read_settings(make_config("ppfe", model="linear")))
     architecture = workspace.architecture
@@ -547,7 +547,7 @@ def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConf
         module = architecture.build().eval()
         module.load_state_dict(architecture.layout.views(torch.from_numpy(flat)))
         outputs.append(module(x).softmax(1).detach())
-    predicted = predict_classes(workspace, architecture, arrays, x, torch.from_numpy(y))
+    predicted = stored_probabilities(workspace, architecture, arrays, x, torch.from_numpy(y)).argmax(-1).cpu().numpy()
     assert np.array_equal(predicted, (outputs[0] + outputs[1]).argmax(1).numpy())
     assert len(set(predicted.tolist())) > 1
     arrays["stage2.coefficient"] = np.array([3.0], np.float32)
