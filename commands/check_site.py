@@ -3,8 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -28,37 +27,19 @@ SHOWN = 20
 """Lines of a list that are shown at most."""
 
 
-class Feature(NamedTuple):
-    """A feature that is worth a look: the name or number of its column, its smallest and largest value, and why."""
-
-    name: str
-    low: float
-    high: float
-    why: str
-
-
 @dataclass(frozen=True)
 class Report:
-    """What a node finds in a site's data; kind and shape are as in ``sample-kind`` and ``input-shape``."""
+    """What a node finds in a site's data."""
 
-    name: str
-    path: Path
-    kind: str
-    shape: str
-    train: int
-    test: int
-    values: str
-    """From the smallest to the largest number in the samples, where they are numbers."""
+    facts: dict[str, str]
+    """By name; empty where there is nothing to say."""
     classes: dict[str, tuple[int, int]]
     """Training and test samples of each class that the site has."""
-    lacking: tuple[str, ...]
-    """Classes of the run that it does not have."""
-    features: tuple[Feature, ...]
+    features: list[tuple[str, str, str, str]]
+    """Those worth a look: name or number of the column, smallest and largest value, and why."""
     warnings: tuple[str, ...]
     unreadable: tuple[str, ...]
     """Files left out, each with the reason."""
-    left_open: tuple[str, ...]
-    """Settings that the sites would agree on."""
 
 
 def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int) -> Report:
@@ -91,42 +72,30 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     x = content.x
     known = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
-    return Report(
-        name=str(node_config.get("name", "")) or "(the name that its key is registered under)",
-        path=path,
-        kind=content.kind,
-        shape=alone.input_shape,
-        train=len(part.train[0]),
-        test=len(part.test[0]),
-        values=f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
-        classes=classes,
-        lacking=tuple(name for name in known if name not in classes),
-        features=_worth_a_look(content, dataset) if content.kind == "features" else (),
-        warnings=dataset.notes,
-        unreadable=content.unreadable,
-        left_open=tuple(open_settings(settings, content.kind)),
-    )
+    lacking = [name for name in known if name not in classes]
+    train, test = len(part.train[0]), len(part.test[0])
+    facts = {
+        "site": str(node_config.get("name", "")) or "(the name that its key is registered under)",
+        "data": str(path),
+        "kind": content.kind,
+        "shape": alone.input_shape,
+        "samples": f"{train + test}: {train} for training, {test} for the test",
+        "values": f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
+        "classes it lacks": ", ".join(lacking[:SHOWN]) + _rest(lacking),
+        "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
+    }
+    features = _worth_a_look(content, dataset) if content.kind == "features" else []
+    return Report(facts, classes, features, dataset.notes, content.unreadable)
 
 
 def show(report: Report, console: Console | None = None) -> None:
     """Print a report as tables."""
     console = console or Console(width=max(100, Console().width))
-    facts = {
-        "site": report.name,
-        "data": str(report.path),
-        "kind": report.kind,
-        "shape": report.shape,
-        "samples": f"{report.train + report.test}: {report.train} for training, {report.test} for the test",
-        "values": report.values,
-        "classes it lacks": ", ".join(report.lacking[:SHOWN]) + _rest(report.lacking),
-        "agreed on in a run": ", ".join(report.left_open),
-    }
-    console.print(laid_out(None, ("", ""), [(name, text) for name, text in facts.items() if text]))
-    rows: list[tuple[str, ...]] = [(name, str(a), str(b)) for name, (a, b) in report.classes.items()]
+    console.print(laid_out(None, ("", ""), [(name, text) for name, text in report.facts.items() if text]))
+    rows = [(name, str(a), str(b)) for name, (a, b) in report.classes.items()]
     console.print(laid_out(f"{len(rows)} classes", ("class", "training", "test"), rows))
     if report.features:
-        rows = [(f.name, f"{f.low:.6g}", f"{f.high:.6g}", f.why) for f in report.features]
-        console.print(laid_out("features worth a look", ("feature", "from", "to", "why"), rows))
+        console.print(laid_out("features worth a look", ("feature", "from", "to", "why"), report.features))
     count = len(report.unreadable)
     ones = "file that cannot be read, and is" if count == 1 else "files that cannot be read, and are"
     for title, lines in (("warnings", report.warnings), (f"{count} {ones} left out", report.unreadable)):
@@ -159,17 +128,17 @@ def _counts(dataset: Dataset, part: Partition) -> dict[str, tuple[int, int]]:
     return {name: (int(a), int(b)) for name, a, b in zip(names, train.tolist(), test.tolist(), strict=True) if a or b}
 
 
-def _worth_a_look(content: Content, dataset: Dataset) -> tuple[Feature, ...]:
+def _worth_a_look(content: Content, dataset: Dataset) -> list[tuple[str, str, str, str]]:
     """Return the features that are constant, or reach far from the mean of the run or of the training samples."""
     low, high = dataset.x.min(0), dataset.x.max(0)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
     found = []
     names = content.columns or tuple(map(str, range(len(low))))
-    for place in np.flatnonzero((low == high) | (reach > FAR)):
+    for place in np.flatnonzero((low == high) | (reach > FAR))[:SHOWN]:
         why = ["constant"] if low[place] == high[place] else []
         why += [f"reaches {reach[place]:.3g} standard deviations from the mean"] if reach[place] > FAR else []
-        found.append(Feature(names[place], low[place].item(), high[place].item(), "; ".join(why)))
-    return tuple(found[:SHOWN])
+        found.append((names[place], f"{low[place].item():.6g}", f"{high[place].item():.6g}", "; ".join(why)))
+    return found
 
 
 def _rest(lines: Sequence[str]) -> str:

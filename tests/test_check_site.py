@@ -27,13 +27,14 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"torn\.png: not an image.*skip-unreadable=true in its node config"):
         check_site({"data": str(tmp_path)}, OPEN, 1)
     found = check_site({"data": str(tmp_path), "name": "here", "skip-unreadable": "true"}, OPEN, 1)
-    assert (found.name, found.kind, found.shape, found.train, found.test) == ("here", "image", "1x4x5", 6, 2)
+    samples = "8: 6 for training, 2 for the test"
+    assert [found.facts[key] for key in ("site", "kind", "shape", "samples")] == ["here", "image", "1x4x5", samples]
     assert {name: sum(counts) for name, counts in found.classes.items()} == {"a": 6, "b": 2}
-    assert found.left_open == ("sample-kind", "input-shape", "classes")
+    assert found.facts["agreed on in a run"] == "sample-kind, input-shape, classes"
     assert len(found.unreadable) == 1
     task = replace(OPEN, sample_kind="image", input_shape="3x8x8", classes="a,b,c")
     found = check_site({"data": str(tmp_path), "skip-unreadable": "true"}, task, 1)
-    assert (found.shape, found.lacking, found.left_open) == ("3x8x8", ("c",), ())
+    assert [found.facts[key] for key in ("shape", "classes it lacks", "agreed on in a run")] == ["3x8x8", "c", ""]
     dataset, part = load_site(read_site(tmp_path, task, True), task, 1)
     for place, rows in enumerate((part.train[0], part.test[0])):
         counts = np.bincount(dataset.y[rows], minlength=3).tolist()
@@ -45,11 +46,11 @@ def test_features_worth_a_look(tmp_path: Path) -> None:
     x[17, 0] = 1e5
     path = table(tmp_path / "s.csv", x, np.arange(400) % 2)
     found = check_site({"data": str(path)}, OPEN, 1)
-    assert [(feature.name, feature.low, feature.high) for feature in found.features] == [("f0", 0, 1e5), ("f1", 5, 5)]
-    assert [feature.why.split()[0] for feature in found.features] == ["reaches", "constant"]
+    assert [feature[:3] for feature in found.features] == [("f0", "0", "100000"), ("f1", "5", "5")]
+    assert [why.split()[0] for *_, why in found.features] == ["reaches", "constant"]
     # In a run whose features have another unit the whole column is far away.
     run = replace(OPEN, sample_kind="features", input_shape="3", classes="0,1", feature_mean="0,5,0", feature_std="9")
-    assert [feature.name for feature in check_site({"data": str(path)}, run, 1).features] == ["f0", "f1", "f2"]
+    assert [name for name, *_ in check_site({"data": str(path)}, run, 1).features] == ["f0", "f1", "f2"]
 
 
 def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
