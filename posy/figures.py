@@ -184,12 +184,8 @@ def lines(
     xlabel: str = "round",
     ylabel: str = "",
     percent: bool = False,
-    logy: bool = False,
 ) -> None:
-    """Draw one line for each series of points, by its name.
-
-    The vertical axis is in percent where ``percent`` says that the values are parts of one, logarithmic with ``logy``.
-    """
+    """Draw one line for each series of points, by its name; with ``percent`` the values are parts of one."""
     arrays = {name: _numbers(list(curve)).reshape(-1, 2) for name, curve in series.items()}
     drawn = {name: found for name, array in arrays.items() if len(found := array[np.isfinite(array[:, 1])])}
     if not drawn:
@@ -199,8 +195,6 @@ def lines(
             axes.plot(array[:, 0], array[:, 1], label=name, **_line_style(index, len(drawn), len(array)))
         if all((array[:, 0] == np.rint(array[:, 0])).all() for array in drawn.values()):
             axes.xaxis.set_major_locator(_whole_numbers())
-        if logy:
-            axes.set_yscale("log")
         if percent:
             axes.yaxis.set_major_formatter(_PERCENT)
         axes.set(xlabel=xlabel, ylabel=ylabel)
