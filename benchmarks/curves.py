@@ -284,8 +284,7 @@ def main(
         for method in methods:
             ours = np.array([posy_curve(method, folder, rounds, every, seed) for seed in seeds])
             report["methods"][method] = row = compared(plain[method], ours)
-            for label in ("plain", "posy"):
-                series[f"{method}, {label}"] = list(zip(points, row[label], strict=True))
+            series |= {f"{method}, {x}": list(zip(points, row[x], strict=True)) for x in ("plain", "posy")}
     if picture is not None:
         title = f"{dataset}, {clients} clients, Dir({alpha:g}): served models"
         figures.lines(series, picture, title=title, ylabel="accuracy", percent=True)

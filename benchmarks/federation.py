@@ -47,20 +47,15 @@ def main(
         options = ["--volatile"] if volatile else []
         deployment = Deployment(Path(folder), [f"node-{i}" for i in range(nodes)], *options)
         try:
-            start(deployment, nodes)
+            for i in range(nodes):
+                deployment.node(f"node-{i}", f"partition-id={i}", f"num-partitions={nodes}")
+                if i % 4 == 3 or i == nodes - 1:  # a few start at a time
+                    deployment.until(partial(deployment.ready, f"node-{i}"), f"node-{i}", 300.0)
             found = growth(deployment, nodes, rounds) if memory else speed(deployment, nodes, rounds, data_dir)
         finally:
             deployment.stop()
     kinds = {"nodes": "warm", "superlink": "in memory" if volatile else "database"}
     print(json.dumps({**found, **kinds, "machine": machine()}, indent=2))
-
-
-def start(deployment: Deployment, nodes: int) -> None:
-    """Start the nodes, a few at a time, and wait for them."""
-    for i in range(nodes):
-        deployment.node(f"node-{i}", f"partition-id={i}", f"num-partitions={nodes}")
-        if i % 4 == 3 or i == nodes - 1:
-            deployment.until(partial(deployment.ready, f"node-{i}"), f"node-{i}", 300.0)
 
 
 def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> dict[str, Any]:

@@ -18,14 +18,8 @@ START_SECONDS = 90.0
 class Deployment:
     """A SuperLink, and nodes and runs to start and end at will.
 
-    Parameters
-    ----------
-    folder : Path
-        Where keys, states, logs and results lie.
-    names : list of str
-        Names of the nodes whose keys are registered; ``stranger`` has a key that is not.
-    options : str
-        Further options of `posy superlink`.
+    Keys, states, logs and results lie in ``folder``. The keys of the nodes ``names`` are registered; ``stranger`` has
+    one that is not. The ``options`` are further ones of `posy superlink`.
     """
 
     def __init__(self, folder: Path, names: list[str], *options: str) -> None:
@@ -67,13 +61,7 @@ class Deployment:
         return process
 
     def posy(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Carry out a `posy` command that ends.
-
-        Raises
-        ------
-        LaunchError
-            If it fails.
-        """
+        """Carry out a `posy` command that ends; if it fails, raise :class:`LaunchError`."""
         done = subprocess.run(
             [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=400.0,
             check=False,
@@ -99,13 +87,7 @@ class Deployment:
         return self.start(f"run-{name}", "run", *self.where, *words)
 
     def run(self, name: str, *settings: str, timeout: float = 400.0) -> dict[str, Any]:
-        """Carry out a run and return its summary.
-
-        Raises
-        ------
-        LaunchError
-            If it fails.
-        """
+        """Carry out a run and return its summary; if it fails, raise :class:`LaunchError`."""
         if status := self.submit(name, *settings).wait(timeout):
             raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")
         return self.summary(name)
@@ -130,13 +112,7 @@ class Deployment:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def until(self, true: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> None:
-        """Wait until something is true.
-
-        Raises
-        ------
-        LaunchError
-            If it is not after so many seconds; with what the process named ``what`` has said.
-        """
+        """Wait until something is true; after so many seconds raise :class:`LaunchError` with the log of ``what``."""
         end = time.monotonic() + seconds
         while not true():
             if time.monotonic() > end:

@@ -32,16 +32,10 @@ settings = json.loads(sys.argv[1])
 client_class(settings["method"]), strategy_class(settings["method"])
 imported = time.perf_counter()
 """
-IN_PROCESS = (
-    COMMON
-    + """
+IN_PROCESS = """
 posy.run(**{key.replace("-", "_"): value for key, value in settings.items()})
-print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)
 """
-)
-RAY = (
-    COMMON
-    + """
+RAY = """
 sys.argv[0] = "flwr-simulation"
 from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
@@ -54,10 +48,9 @@ def main(grid, context):
 
 resources = {"num_cpus": 1, "num_gpus": float(sys.argv[2])}
 run_simulation(server, clients, settings["num-clients"], backend_config={"client_resources": resources})
-print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)
 """
-)
-"""Runs in one process, and in Flower's simulation, that tell the seconds of imports and of all that follows."""
+TOLD = "print(json.dumps([imported - begun, time.perf_counter() - imported]), file=sys.stderr)"
+"""A run in one process, or in Flower's simulation, between its imports and what tells the seconds of both."""
 CLIENTS_PER_GPU = 4
 
 
@@ -150,7 +143,8 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
             "output-dir": folder, "run-name": "run",
         }  # fmt: skip
         gpu = 1 / CLIENTS_PER_GPU if torch.cuda.is_available() else 0
-        command = [sys.executable, "-c", RAY if ray else IN_PROCESS, json.dumps(settings), str(gpu)]
+        program = COMMON + (RAY if ray else IN_PROCESS) + TOLD
+        command = [sys.executable, "-c", program, json.dumps(settings), str(gpu)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         errors = process.stderr.read()

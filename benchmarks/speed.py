@@ -10,8 +10,7 @@ FedDRM's network has a second branch; a bare loop that trains it too is its limi
 ``python -m benchmarks.speed engines``: for each workload, number of clients and engine also the overhead of a message
 and the peak of memory. The overhead is what a message costs beyond one step on one sample: it is measured in runs that
 train no more than that. Beside it stands what no engine can save: to copy the model once to where it is trained, and
-the result once to the reply. Of 1,000 clients 10 % train in a round. Workloads for which a CPU is too slow are left
-out there unless ``--slow`` is given.
+the result once to the reply. Of 1,000 clients 10 % train in a round. What a CPU is too slow for is left out there.
 """
 
 import json
@@ -105,28 +104,14 @@ def engines(
     data_dir: Path = Path("datasets"),
     rounds: int = 4,
     only: list[str] = typer.Option(list(WORKLOADS), help="which workloads"),  # noqa: B008 - typer's form
-    clients: list[int] = typer.Option([10, 100, 1000]),  # noqa: B008
-    slow: bool = typer.Option(False, help="also what takes a CPU many minutes"),
 ) -> None:
-    """Measure the engines."""
+    """Measure the engines; what is measured is also told at once."""
     report: dict[str, Any] = {"machine": machine(), "workloads": {}}
-    try:
-        for workload, count in product(only, clients):
-            if slow or (workload, count) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
-                table = measured(workload, count, str(data_dir.absolute()), rounds)
-                report["workloads"][f"{workload}, {count} clients"] = table
-    except KeyboardInterrupt:
-        print("stopped: what was measured until here", file=sys.stderr)
+    for workload, clients in product(only, (10, 100, 1000)):
+        if (workload, clients) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
+            table = measured(workload, clients, str(data_dir.absolute()), rounds)
+            report["workloads"][f"{workload}, {clients} clients"] = table
     print(json.dumps(report, indent=2))
-
-
-def settings(workload: str, clients: int, data_dir: str) -> dict[str, Any]:
-    """Return the settings of a workload for so many clients."""
-    return {
-        "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
-        "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,
-        **WORKLOADS[workload],
-    }  # fmt: skip
 
 
 def overhead(config: dict[str, Any], rounds: int, *, ray: bool) -> float:
@@ -163,7 +148,11 @@ def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> flo
 
 def measured(workload: str, clients: int, data_dir: str, rounds: int) -> dict[str, Any]:
     """Measure all engines on one workload."""
-    config = settings(workload, clients, data_dir)
+    config = {
+        "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
+        "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,
+        **WORKLOADS[workload],
+    }  # fmt: skip
     limit = bare_speed(config)
     table: dict[str, Any] = {
         "bare_loop_samples_per_second": round(limit),
