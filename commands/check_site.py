@@ -45,14 +45,8 @@ class Report:
 def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int) -> Report:
     """Do on a site's data what its node does: describe it, then load it for the task.
 
-    Parameters
-    ----------
-    node_config : Mapping
-        ``data``, and perhaps ``name`` and ``skip-unreadable``.
-    settings : DataSettings
-        Those of the run, as far as they are known; what they leave open is taken from this site.
-    seed : int
-        Of the run: it draws the split.
+    The node config gives ``data``, and perhaps ``name`` and ``skip-unreadable``. What the settings of the run leave
+    open is taken from this site; its ``seed`` draws the split.
 
     Raises
     ------

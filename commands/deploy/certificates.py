@@ -49,21 +49,8 @@ class Files:
 def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
     """Make what is missing in a directory: an authority, the SuperLink's certificate, a key pair for each node.
 
-    Parameters
-    ----------
-    folder : Path
-        Directory to write to; made if it does not exist. Existing files stay as they are.
-    hosts : sequence of str
-        Names and IP addresses under which nodes reach the SuperLink, besides ``localhost``.
-    nodes : sequence of str
-        Names of the nodes.
-    days : int
-        How long certificates are valid.
-
-    Returns
-    -------
-    list of Path
-        The files written.
+    Nodes reach the SuperLink under the names and IP addresses ``hosts``, besides ``localhost``. The files that are
+    written are returned; existing ones stay as they are.
 
     Raises
     ------
@@ -110,13 +97,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
 
 
 def public_pem(path: Path) -> bytes:
-    """Return a node's public key as the SuperLink keeps it: PEM.
-
-    Raises
-    ------
-    SettingsError
-        If the file holds none.
-    """
+    """Return a node's public key as the SuperLink keeps it, PEM; raise :class:`SettingsError` if the file has none."""
     with _refused(f"{path} is not a public key as `posy certificates` makes it"):
         content = path.read_bytes()
         if b"PRIVATE KEY" in content:

@@ -254,10 +254,7 @@ def log(
 
 @app.command()
 def stop(
-    run: RunWord,
-    superlink: SuperLink = CONTROL,
-    root_certificates: RootCertificates = None,
-    insecure: Insecure = False,
+    run: RunWord, superlink: SuperLink = CONTROL, root_certificates: RootCertificates = None, insecure: Insecure = False
 ) -> int:
     """Stop a run of a federation.
 
@@ -281,10 +278,7 @@ def stop(
 def connection(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection:
     """Return the SuperLink that the options name.
 
-    Raises
-    ------
-    SettingsError
-        If it is to be reached without TLS on another machine, or the certificate is missing or none.
+    It is a :class:`SettingsError` without TLS on another machine, and if the certificate is missing or none.
     """
     _host_and_port("--superlink", superlink)
     _exclude(insecure, "--root-certificates", root_certificates)
@@ -301,10 +295,7 @@ def connection(superlink: str, root_certificates: Path | None, insecure: bool) -
 def node_config(words: Sequence[str]) -> str:
     """Return key=value words as Flower reads a node config: values are TOML, apart by spaces.
 
-    Raises
-    ------
-    SettingsError
-        If a word is not of that form.
+    A word that is not of that form raises :class:`SettingsError`.
     """
     pairs = []
     for word in words:

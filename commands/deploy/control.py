@@ -107,13 +107,7 @@ class Control:
         ]
 
     def find(self, word: str) -> Run:
-        """Return a run by its number, or the newest of a name.
-
-        Raises
-        ------
-        SettingsError
-            If there is none.
-        """
+        """Return a run by its number, or the newest of a name; raise :class:`SettingsError` if there is none."""
         runs = self.runs()
         for run in runs:
             if word in (run.number, run.name):
@@ -128,11 +122,8 @@ class Control:
     def submit(self, given: Mapping[str, Scalar]) -> str:
         """Submit this very code with settings as a run, and return its number.
 
-        Raises
-        ------
-        LaunchError
-            If the app is not there or does not admit a setting, which Flower would refuse without saying why; or if
-            the SuperLink does not take it.
+        It raises :class:`LaunchError` if the app is not there or does not admit a setting, which Flower would refuse
+        without saying why, or if the SuperLink does not take it.
         """
         from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - takes half a second
 
@@ -187,10 +178,7 @@ class Control:
 def control(superlink: Connection) -> Iterator[Control]:
     """Provide a SuperLink to give orders to.
 
-    Raises
-    ------
-    LaunchError
-        If it cannot be reached, its certificate is not trusted, or it refuses.
+    It raises :class:`LaunchError` if it cannot be reached, its certificate is not trusted, or it refuses.
     """
     os.environ |= without_proxy()
     ca = superlink.root_certificates
@@ -214,12 +202,7 @@ def control(superlink: Connection) -> Iterator[Control]:
 def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verbose: bool = False) -> int:
     """Submit a run to a SuperLink with SuperNodes, follow it, and return the exit status; Ctrl-C stops the run.
 
-    Paths among the settings are those of the SuperLink's machine.
-
-    Raises
-    ------
-    LaunchError
-        If the SuperLink cannot be reached or the run is refused.
+    Paths among the settings are those of the SuperLink's machine. It raises what :func:`control` does.
     """
     log = RunLog(verbose)
     with control(superlink) as api:

@@ -73,10 +73,7 @@ class _Kept:
 def keep(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
     """Run processes, in this order, until this one is interrupted, and start again those that die.
 
-    Raises
-    ------
-    LaunchError
-        If a process ends with an error at once, or dies again and again.
+    One that ends with an error at once, or dies again and again, raises :class:`LaunchError`.
     """
     kept: list[_Kept] = []
     try:
