@@ -107,12 +107,8 @@ def affects_results(setting: Setting) -> bool:
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
     """Run what a table lacks, print it, and write it to ``table.md`` and ``table.csv``; return the exit status.
 
-    So many ``jobs`` run at a time; with ``only_print`` none does.
-
-    Raises
-    ------
-    SettingsError
-        If the table is being run already, or something else lies where a run is to go.
+    So many ``jobs`` run at a time; with ``only_print`` none does. If the table is being run already, or something else
+    lies where a run is to go, it raises :class:`SettingsError`.
     """
     failures: dict[str, str] = {}
     if not only_print:
@@ -143,12 +139,8 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     ``runs``), ``settings`` for all cells, ``title`` and ``output`` (directory; default ``results/`` and the
     file's name).
     Settings of a row stand over those of a variant, and these over the common ones. What was ``given`` on the
-    command line stands over all of them, and ``output`` over the file's.
-
-    Raises
-    ------
-    SettingsError
-        If something in it is missing, misspelt or wrong.
+    command line stands over all of them, and ``output`` over the file's. What is missing, misspelt or wrong raises
+    :class:`SettingsError`.
     """
     if not file.is_file():
         raise SettingsError(f"there is no table {file}")
@@ -211,7 +203,12 @@ def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
                     outcome = f"failed, {failures[cell.name]}"
                 else:
                     shutil.rmtree(cell.path / "models", ignore_errors=True)
-                    outcome = _outcome(summary)
+                    means = (
+                        f"{point} {100 * last['mean']:.2f} %"
+                        for point in ("served", "local")
+                        if (last := _last(summary, point))
+                    )
+                    outcome = ", ".join([*means, duration(summary["seconds"])])
                 print(f"[{done}/{total}] {cell.name}: {outcome}", flush=True)
             time.sleep(0.05)
     finally:
@@ -225,10 +222,7 @@ def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
 def clear(path: Path) -> None:
     """Delete an unfinished run; set a finished one with other settings aside.
 
-    Raises
-    ------
-    SettingsError
-        If what lies there is no run.
+    What is no run raises :class:`SettingsError`.
     """
     if not path.exists():
         return
@@ -333,32 +327,23 @@ def _reason(status: int, log: Path) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
 
 
-def _outcome(summary: Mapping[str, Any]) -> str:
-    means = (
-        f"{point} {100 * summary[point]['last']['mean']:.2f} %"
-        for point in ("served", "local")
-        if summary[point]["last"] and summary[point]["last"]["round"] == summary["rounds"]
-    )
-    return ", ".join([*means, duration(summary["seconds"])])
+def _last(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
+    """Return what was measured in the last round of a run; nothing where that is of a round before."""
+    found: Mapping[str, Any] = summary[point]["last"] or {}
+    return found if found.get("round") == summary["rounds"] else {}
 
 
 def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a table holds of one run; NaN where nothing was measured."""
+    """Return what a table holds of one run; None where nothing was measured."""
     figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
     figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
-    figures["system"] = _number(summary["system-accuracy"])
+    figures["system"] = summary["system-accuracy"]
     for point in POINTS:
         where, which = point.split("-")
-        found = summary[where][which] or {}
-        if which == "last" and found.get("round") != summary["rounds"]:
-            found = {}
+        found = _last(summary, where) if which == "last" else summary[where][which] or {}
         keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round"}
-        figures |= {point + name: _number(found.get(key)) for name, key in keys.items()}
+        figures |= {point + name: found.get(key) for name, key in keys.items()}
     return figures
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else float(value)
 
 
 def _mean(values: "pd.Series[float]") -> float:
