@@ -21,7 +21,7 @@ class Architecture:
     task: Task
     ranks: tuple[tuple[str, int], ...] = ()  # of the fully connected layers that are two low-rank factors (PPFE)
     clients: int = 0  # outputs M of FedDRM's client branch; 0: no such branch
-    sharing: str = "deep"  # how many blocks both branches share: none, shallow, mid or deep
+    sharing: str = "deep"  # how many blocks both branches share, of posy.models.two_branch.SHARING
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the network; the same seed gives the same weights."""
