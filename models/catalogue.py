@@ -27,8 +27,7 @@ class Network:
 
     def build(self, task: Task, ranks: Mapping[str, int]) -> "ChainModel":
         """Build it with initial weights from the global generator; layers without a rank are dense."""
-        model: ChainModel = pkgutil.resolve_name(f"{__package__}.{self.builder}")(task, ranks)
-        return model
+        return pkgutil.resolve_name(f"{__package__}.{self.builder}")(task, ranks)
 
 
 MODELS = {

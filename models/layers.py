@@ -60,8 +60,7 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(B, in_features)`` to ``(B, out_features)``."""
-        y: Tensor = self.up(self.down(x))
-        return y
+        return self.up(self.down(x))
 
 
 def linear(in_features: int, out_features: int, rank: int | None = None) -> nn.Linear | LowRankLinear:
