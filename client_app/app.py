@@ -86,14 +86,8 @@ def own_places(config: dict[str, Any], context: Context) -> None:
 class Call:
     """A message that asks one client to train or to evaluate.
 
-    Parameters
-    ----------
-    message, context
-        What the server sent, and the node's own.
-    store : StateStore, optional
-        Where the client's state is kept; by default in the directory that the config names, or else in the context.
-    trusting : bool
-        Whether the server may say where this process writes, as in a simulation; else the node's config does.
+    ``store`` keeps the client's state; by default it is the directory that the config names, or else the context.
+    ``trusting`` lets the server say where this process writes, as in a simulation; else the node's config does.
     """
 
     def __init__(

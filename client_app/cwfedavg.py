@@ -23,10 +23,7 @@ class CwFedAvgClient(PersonalClient):
 
     def assembled(self, received: list[Tensor]) -> Tensor:
         """Return the whole model ``(d,)``: the averaged layers with the client's mix of the class-wise ones."""
-        whole: Tensor = self.method.assembled(
-            self.architecture, received, torch.empty(self.layout.size, device=self.device)
-        )
-        return whole
+        return self.method.assembled(self.architecture, received, torch.empty(self.layout.size, device=self.device))
 
     def work(self, start: Tensor) -> Train:
         """Return local training with the regulariser."""

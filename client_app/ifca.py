@@ -18,6 +18,5 @@ class IFCAClient(PersonalClient):
         """Train the chosen model and name its cluster."""
         served = yield from self.best_of(received[0])
         trained: Trained = yield Train(served.members[0].parameters)
-        return Update([trained.parameters, int(served.chosen)], trained.loss), self.plain(
-            trained.parameters, served.chosen
-        )
+        local = self.plain(trained.parameters, served.chosen)
+        return Update([trained.parameters, int(served.chosen)], trained.loss), local

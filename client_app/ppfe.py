@@ -195,18 +195,10 @@ def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
 def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
     """Return (β, ω') after a stage (Algorithm 1, Reweight).
 
-    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` plus
-    ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. (The paper's Eq. 7 has
-    the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.)
-
-    Parameters
-    ----------
-    losses, weights : Tensor, (n,)
-        ℓ_i in [0, 1] of the ensemble so far, and ω_i, all positive.
-    num_classes : int
-        C.
-    beta_rule : str
-        ``samme`` or ``adaboost``.
+    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` (the other rule is
+    ``adaboost``) plus ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. (The paper's Eq. 7
+    has the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.) The losses ℓ_i of the ensemble
+    so far lie in [0, 1], the weights ω_i are positive, both ``(n,)``.
     """
     error = min(max(float((weights * losses).sum() / weights.sum()), 1e-6), 1 - 1e-6)
     beta = 0.5 * math.log((1 - error) / error)

@@ -40,12 +40,8 @@ def check_privacy(settings: Settings) -> None:
 def noised(arrays: NDArrays, references: NDArrays, settings: TrainSettings) -> NDArrays:
     """Clip the change Δ that a reply makes to C = ``dp_clip``, and add noise to it.
 
-    The references are what the first arrays of the reply are changes of, of the same shapes.
-
-    Returns
-    -------
-    list of numpy.ndarray
-        reference + min(1, C / ‖Δ‖) Δ + noise, float32, with ‖Δ‖ over all of the first arrays; then the rest as it was.
+    The references are what the first arrays of the reply are changes of, of the same shapes. Returned are
+    reference + min(1, C / ‖Δ‖) Δ + noise, float32, with ‖Δ‖ over all of the first arrays; then the rest as it was.
     """
     generator = np.random.default_rng()  # without the seed: the server knows it, and could subtract the noise
     changed = changes(arrays, references)

@@ -31,35 +31,20 @@ _MAX_NAME = 300
 class Description:
     """What a site tells of its data, so that the sites can agree on a task.
 
-    Attributes
-    ----------
-    kind, columns
-        As in :class:`posy.data.dataset.Content`.
-    shape : tuple of int
-        Of one sample, as in the setting ``input-shape``.
-    fixed : bool
-        Whether the shape is that of the data; image files and texts are brought to any.
-    classes : tuple of str
-        Names of its classes; empty where the settings give those of the run.
-    count : int
-        Training samples behind the next two.
-    mean, squares : np.ndarray
-        float64 ``(F,)``: mean of each feature, and sum of its squared deviations from it. Empty where the
-        samples are no features, or the settings give mean and standard deviation.
-    warnings, skipped
-        What a person should know of the data, and the files left out; :meth:`from_answer` does not read them.
+    Kind and columns are as in :class:`posy.data.dataset.Content`. Mean and squares, float64 ``(F,)``, are empty where
+    the samples are no features, or the settings give mean and standard deviation.
     """
 
     kind: str
-    shape: tuple[int, ...]
-    fixed: bool
-    classes: tuple[str, ...]
-    count: int
-    mean: np.ndarray
-    squares: np.ndarray
+    shape: tuple[int, ...]  # of one sample, as in the setting input-shape
+    fixed: bool  # whether the shape is that of the data; image files and texts are brought to any
+    classes: tuple[str, ...]  # names; none where the settings give those of the run
+    count: int  # training samples behind the next two
+    mean: np.ndarray  # of each feature
+    squares: np.ndarray  # sum of each feature's squared deviations from its mean
     columns: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    skipped: int = 0
+    warnings: tuple[str, ...] = ()  # what a person should know of the data; from_answer leaves this out and the next
+    skipped: int = 0  # files left out
 
     def as_answer(self) -> dict[str, Any]:
         """Return it as the values of a Flower ConfigRecord."""

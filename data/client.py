@@ -16,13 +16,8 @@ from posy.data.shifts import SHIFTS, apply_shift
 class ClientData:
     """Training and test data of one client, on its device.
 
-    Attributes
-    ----------
-    x_train, x_test : Tensor
-        Images: float32 ``(n, C, H, W)``, normalised, channels_last; features: float32 ``(n, F)``;
-        text: int64 ``(n, L)``. A client with a single sample has an empty test.
-    y_train, y_test : Tensor
-        int64 ``(n,)``.
+    Inputs are images, float32 ``(n, C, H, W)``, normalised, channels_last; features, float32 ``(n, F)``; or text,
+    int64 ``(n, L)``. Labels are int64 ``(n,)``. A client with a single sample has an empty test.
     """
 
     x_train: Tensor

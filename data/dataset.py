@@ -20,38 +20,22 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 class Dataset:
     """All samples of a data set, train and test pooled.
 
-    Attributes
-    ----------
-    name : str
-        Name or path that it was loaded under.
-    x : np.ndarray
-        ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` features, float32 or, where
-        that would change one, float64; or ``(N, L)`` int64 tokens.
-    y : np.ndarray
-        ``(N,)`` int64 labels 0..C-1.
-    mean, std : np.ndarray
-        What is subtracted and divided by: float32 per channel of pixels/255 for uint8 images, float64 per
-        feature for features; 0 and 1 for values that are taken as they are.
-    groups : np.ndarray or None
-        ``(N,)`` int64 natural group of each sample: writer, user, medical centre.
-    given : tuple or None
-        (train, test) indices of each client, when the data comes already partitioned.
-    notes : tuple of str
-        What a person should know of the data, a sentence each.
-    skipped : int
-        Files that could not be read and were left out.
+    ``x`` are ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` features, float32 or, where that
+    would change one, float64; or ``(N, L)`` int64 tokens. ``mean`` is subtracted, and what is left divided by ``std``:
+    float32 per channel of pixels/255 for uint8 images, float64 per feature for features; 0 and 1 for values that are
+    taken as they are.
     """
 
-    name: str
+    name: str  # or path that it was loaded under
     task: Task
     x: np.ndarray
-    y: np.ndarray
+    y: np.ndarray  # (N,) int64 labels 0..C-1
     mean: np.ndarray
     std: np.ndarray
-    groups: np.ndarray | None = None
-    given: Indices | None = None
-    notes: tuple[str, ...] = ()
-    skipped: int = 0
+    groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
+    given: Indices | None = None  # when the data comes already partitioned
+    notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
+    skipped: int = 0  # files that could not be read and were left out
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -60,39 +44,19 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What a file or a folder holds, before it belongs to a task.
+    """What a file or a folder holds, before it belongs to a task; groups and given are as in :class:`Dataset`."""
 
-    Attributes
-    ----------
-    path : Path
-        Where it was read, for messages.
-    kind : str
-        ``image`` (uint8), ``image-float``, ``features``, ``text`` or ``tokens`` (numbers of words).
-    x : np.ndarray or Sequence of str
-        As in :class:`Dataset`; of ``text`` the N texts.
-    labels : np.ndarray
-        ``(N,)``, as :func:`posy.data.labels.as_labels` returns them.
-    is_test : np.ndarray or None
-        ``(N,)`` bool: the samples of the data's own test set, if it has one.
-    class_names : tuple of str
-        Names of the classes where the data gives them; the labels are then their numbers 0..C-1.
-    columns : tuple of str
-        Names of the features, where the data gives them.
-    read_notes, unreadable : tuple of str
-        What a person should know of the data, a sentence each; and what is wrong with each file that was left out.
-    """
-
-    path: Path
-    kind: str
-    x: Any
-    labels: np.ndarray
+    path: Path  # for messages
+    kind: str  # image (uint8), image-float, features, text or tokens (numbers of words)
+    x: Any  # as in Dataset; of text the N texts
+    labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
     groups: np.ndarray | None = None
-    is_test: np.ndarray | None = None
+    is_test: np.ndarray | None = None  # (N,) bool: the samples of the data's own test set, if it has one
     given: Indices | None = None
-    class_names: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    read_notes: tuple[str, ...] = ()
-    unreadable: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()  # where the data gives them; the labels are then their numbers 0..C-1
+    columns: tuple[str, ...] = ()  # names of the features, where the data gives them
+    read_notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
+    unreadable: tuple[str, ...] = ()  # what is wrong with each file that was left out
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """Files as people have them: only regular files are opened, and only what fits into memory is read."""
 
+import contextlib
 import json
 import os
 import stat
@@ -42,7 +43,7 @@ def read_json(path: Path) -> Any:
 def free_memory() -> float:
     """Return the bytes of memory that this process may still take; infinity where the system does not tell."""
     found = [float("inf")]
-    try:
+    with contextlib.suppress(OSError, ValueError):  # another system, or no group of its own
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
         group = Path("/sys/fs/cgroup")
@@ -51,8 +52,6 @@ def free_memory() -> float:
             told = (group / "memory.stat").read_text(encoding="ascii").splitlines()
             cache = sum(int(line.split()[1]) for line in told if line.startswith(("inactive_file ", "active_file ")))
             found.append(float(limit) - float((group / "memory.current").read_text(encoding="ascii")) + cache)
-    except (OSError, ValueError):  # another system, or no group of its own
-        return min(found)
     return min(found)
 
 

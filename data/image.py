@@ -52,13 +52,8 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
 def labelled_images(root: Path) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Find the images of a folder of class folders, or of train/test folders of class folders.
 
-    Hidden folders and files that are no images are passed over.
-
-    Returns
-    -------
-    tuple
-        The N files; ``(N,)`` names of their class folders; and ``(N,)`` bool, which of them lie in the
-        folder test (without one: val), or ``None`` if there is neither.
+    Hidden folders and files that are no images are passed over. Returned are the N files; ``(N,)`` names of their class
+    folders; and ``(N,)`` bool, which of them lie in the folder test (without one: val), or ``None`` if there is none.
     """
     folders, tests = _folders(root), frozenset[str]()
     if folders and (splits := {folder.name.lower() for folder in folders}) <= _SPLITS:

@@ -27,47 +27,25 @@ CIFAR20 = {
 }
 """The superclasses of CIFAR-100, each with its classes."""
 CIFAR100_NAMES = tuple(sorted(" ".join(CIFAR20.values()).split()))
-KVASIR = (
-    "dyed-lifted-polyps",
-    "dyed-resection-margins",
-    "esophagitis",
-    "normal-cecum",
-    "normal-pylorus",
-    "normal-z-line",
-    "polyps",
-    "ulcerative-colitis",
+_KVASIR = (
+    "dyed-lifted-polyps dyed-resection-margins esophagitis normal-cecum normal-pylorus normal-z-line polyps "
+    "ulcerative-colitis"
 )
+KVASIR = tuple(_KVASIR.split())
 DIGITS = tuple(string.digits)
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published data set.
-
-    Attributes
-    ----------
-    classes : tuple of str
-        Names of its classes in the order of the labels. Where they are given, ``<name>.npz`` is read instead of the
-        published files if it is there.
-    shape : tuple of int or None
-        ``(H, W, C)`` of its images; ``None``: any.
-    words : int or None
-        Length of its texts; ``None``: as of people's own texts.
-    torchvision : tuple of str or None
-        Class in ``torchvision.datasets`` that reads and downloads it, and the folder where that keeps it.
-    reader : str
-        Function in :mod:`posy.data.read_published` that reads the published files.
-    where : str
-        What to put where, below the data directory; empty: an .npz, or what ``torchvision`` has there.
-    """
+    """A published data set; one with names of classes is read from ``<name>.npz`` instead, if that is there."""
 
     about: str
-    classes: tuple[str, ...] = ()
-    shape: tuple[int, int, int] | None = None
-    words: int | None = None
-    torchvision: tuple[str, str] | None = None
-    reader: str = "read_torchvision"
-    where: str = ""
+    classes: tuple[str, ...] = ()  # names in the order of the labels
+    shape: tuple[int, int, int] | None = None  # (H, W, C) of its images; None: any
+    words: int | None = None  # length of its texts; None: as of people's own texts
+    torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and the folder where that keeps it
+    reader: str = "read_torchvision"  # function in posy.data.read_published
+    where: str = ""  # what to put where, below the data directory; empty: an .npz, or what torchvision has there
 
 
 def describe() -> list[tuple[str, str, str, str]]:

@@ -10,23 +10,14 @@ TASK_KINDS = {"image": "image", "image-float": "image", "features": "features", 
 class Task:
     """Kind, shape and classes of a classification task.
 
-    Attributes
-    ----------
-    kind : str
-        ``image`` (float32 pixels, ``(C, H, W)``), ``features`` (float32, ``(F,)``) or ``text``
-        (int64 token numbers, ``(L,)``, 0 is padding).
-    input_shape : tuple of int
-        Shape of one sample as the model sees it.
-    class_names : tuple of str
-        Names of the C classes, in the order of the labels 0..C-1.
-    vocabulary : int
-        Number of tokens of a text task, padding included; 0 otherwise.
+    The kind is ``image`` (float32 pixels, ``(C, H, W)``), ``features`` (float32, ``(F,)``) or ``text`` (int64 token
+    numbers, ``(L,)``, 0 is padding).
     """
 
     kind: str
-    input_shape: tuple[int, ...]
-    class_names: tuple[str, ...]
-    vocabulary: int = 0
+    input_shape: tuple[int, ...]  # of one sample as the model sees it
+    class_names: tuple[str, ...]  # of the C classes, in the order of the labels 0..C-1
+    vocabulary: int = 0  # tokens of a text task, padding included
 
     @property
     def num_classes(self) -> int:

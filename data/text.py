@@ -17,12 +17,8 @@ def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MA
     """Turn N texts into numbers of lower-case words.
 
     Texts longer than L words are cut, shorter ones padded with 0. A text without words is one unknown word. The
-    vocabulary holds the ``max_words`` most frequent words, equally frequent ones in alphabetical order.
-
-    Returns
-    -------
-    tuple
-        ``(N, L)`` int64 tokens: 0 padding, 1 unknown, words from 2; and the number of tokens.
+    vocabulary holds the ``max_words`` most frequent words, equally frequent ones in alphabetical order. Returned are
+    ``(N, L)`` int64 tokens, 0 padding, 1 unknown, words from 2; and the number of tokens.
     """
     lines = [_words(text) for text in texts]
     counts = Counter(word for line in lines for word in line)

@@ -35,14 +35,8 @@ def check_alike(
 ) -> None:
     """Raise :class:`DataError` unless arrays that are to be pooled hold numbers of one kind, and pixels of one scale.
 
-    Parameters
-    ----------
-    parts : Mapping
-        The arrays by name, each with the type in which it is stored.
-    pixels : bool
-        Whether they are images: 0 to 255 beside 0 to 1 is refused then also where both are of one type.
-    strict : bool
-        Whether floating-point features are refused beside whole numbers even if they are whole.
+    ``parts`` are the arrays by name, each with the type in which it is stored. Of ``pixels``, 0 to 255 beside 0 to 1 is
+    refused also where both are of one type; ``strict`` refuses floats beside whole numbers even if they are whole.
     """
     texts, whole, scales = [], [], []
     for name, (dtype, x) in parts.items():

@@ -15,23 +15,13 @@ from posy.models.two_branch import TwoBranch
 
 @dataclass(frozen=True)
 class Architecture:
-    """What network a method trains: one of :data:`posy.models.catalogue.MODELS` for a task.
-
-    Attributes
-    ----------
-    ranks : tuple of (str, int)
-        Fully connected layers that are replaced by two low-rank factors (PPFE).
-    clients : int
-        Outputs M of FedDRM's client branch; 0: no such branch.
-    sharing : str
-        How many blocks both branches share: none, shallow, mid or deep.
-    """
+    """What network a method trains: one of :data:`posy.models.catalogue.MODELS` for a task."""
 
     model: str
     task: Task
-    ranks: tuple[tuple[str, int], ...] = ()
-    clients: int = 0
-    sharing: str = "deep"
+    ranks: tuple[tuple[str, int], ...] = ()  # of the fully connected layers that are two low-rank factors (PPFE)
+    clients: int = 0  # outputs M of FedDRM's client branch; 0: no such branch
+    sharing: str = "deep"  # how many blocks both branches share, of posy.models.two_branch.SHARING
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the network; the same seed gives the same weights."""

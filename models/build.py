@@ -17,15 +17,8 @@ _LOCK = RLock()  # the generator is one for all threads
 def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
     """Build a network with initial weights that depend on the seed alone; the global generators stay as they are.
 
-    Parameters
-    ----------
-    name, task
-        As for :func:`resolve`.
-    seed : int
-        Of the initial weights.
-    ranks : Mapping of str to int, optional
-        Ranks of fully connected layers by name (PPFE), each capped at what still saves parameters;
-        layers not named, and those that no rank makes smaller, are dense.
+    ``ranks`` are those of fully connected layers by name (PPFE), each capped at what still saves parameters; layers
+    not named, and those that no rank makes smaller, are dense.
 
     Raises
     ------

@@ -13,22 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Network:
-    """A network.
-
-    Attributes
-    ----------
-    kinds : tuple of str
-        Kinds of samples that it takes: image, features, text.
-    builder : str
-        ``module:function`` in this package; the function takes the task and the ranks of its fully connected layers.
-    minimum_size : int
-        Least height and width of images, or length of texts and features.
-    """
+    """A network; its builder, ``module:function`` in this package, takes the task and fully connected layers' ranks."""
 
     about: str
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # of samples that it takes: image, features, text
     builder: str
-    minimum_size: int = 1
+    minimum_size: int = 1  # least height and width of images, or length of texts and features
 
     def suits(self, task: Task) -> bool:
         """Tell whether it can be built for a task."""
@@ -37,8 +27,7 @@ class Network:
 
     def build(self, task: Task, ranks: Mapping[str, int]) -> "ChainModel":
         """Build it with initial weights from the global generator; layers without a rank are dense."""
-        model: ChainModel = pkgutil.resolve_name(f"{__package__}.{self.builder}")(task, ranks)
-        return model
+        return pkgutil.resolve_name(f"{__package__}.{self.builder}")(task, ranks)
 
 
 MODELS = {

@@ -26,8 +26,7 @@ class ChainModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``."""
-        logits: Tensor = self.head(self.body(x))
-        return logits
+        return self.head(self.body(x))
 
     @property
     def embedding_dim(self) -> int:

@@ -43,12 +43,7 @@ class FullyConnected(nn.Module):
 class LowRankLinear(nn.Module):
     """Linear layer ``y = (x Vᵀ) Uᵀ + b`` held as two dense factors (PPFE, Section 4 and Appendix A.3).
 
-    Attributes
-    ----------
-    down : nn.Linear
-        V, weight ``(rank, in_features)``, no bias.
-    up : nn.Linear
-        U, weight ``(out_features, rank)``, and the bias b.
+    V ``(rank, in_features)`` is the weight of ``down``; U ``(out_features, rank)`` and b are those of ``up``.
     """
 
     def __init__(self, in_features: int, out_features: int, rank: int) -> None:
@@ -65,8 +60,7 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(B, in_features)`` to ``(B, out_features)``."""
-        y: Tensor = self.up(self.down(x))
-        return y
+        return self.up(self.down(x))
 
 
 def linear(in_features: int, out_features: int, rank: int | None = None) -> nn.Linear | LowRankLinear:

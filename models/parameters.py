@@ -100,13 +100,6 @@ class Layout:
                 slices.append(slice(entry.start, entry.stop))
         return Part(tuple(slices))
 
-    def entry(self, name: str) -> Entry:
-        """Return the entry of one tensor by its name in the model."""
-        for entry in self.entries:
-            if entry.name == name:
-                return entry
-        raise KeyError(f"no tensor {name!r}; the model has {[e.name for e in self.entries]}")
-
     def views(self, flat: Any) -> dict[str, Any]:
         """Return the tensors ``(..., *shape)`` of ``(..., d)`` as views by name."""
         lead = tuple(flat.shape[:-1])

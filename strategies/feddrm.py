@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posy import figures
 from posy.models.architecture import Architecture
+from posy.models.two_branch import SHARING
 from posy.settings import SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import ALLOWED, MethodSettings
@@ -30,9 +31,7 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED):
         "match a query by density ratio (Eq. 3) or by posterior (Remark 2.4)",
         choices=("density", "posterior"),
     )
-    sharing: str = setting(
-        "deep", "blocks that the two branches share (Fig. 6)", choices=("none", "shallow", "mid", "deep")
-    )
+    sharing: str = setting("deep", "blocks that the two branches share (Fig. 6)", choices=SHARING)
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
         """Add the client branch; raise :class:`SettingsError` for fewer than two clients to tell apart."""

@@ -127,12 +127,8 @@ def weighted_losses(losses: Float64, n: Float64) -> Float64:
 def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     """Return the STCH-Set weights (Eqs. 9, 11 and 12), computed in log space.
 
-    Parameters
-    ----------
-    losses : numpy.ndarray, (M, K)
-        L_ik, mean training loss of client i with model k.
-    mu : float
-        Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
+    L_ik ``(M, K)`` is the mean training loss of client i with model k. With a smoothing μ towards 0 the inner weights
+    become one-hot, towards infinity all weights uniform.
     """
     mu = max(mu, SMALLEST)
     scaled = -np.asarray(losses, np.float64) / mu

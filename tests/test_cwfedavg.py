@@ -246,7 +246,7 @@ def test_training_moves_the_weight_distribution_towards_the_data(make_client):
         client = make_client("cwfedavg", client=1, local_epochs=30, lr=0.01, cwfedavg_wdr=wdr)
         np.testing.assert_allclose(client.class_distribution(), [0.5, 0.5, 0])
         (trained,), _, _ = client.fit(sent(client), {"server-round": 1})
-        entry = client.layout.entry("head.weight")
+        entry = client.architecture.weight("head")
         rows = trained[entry.start : entry.stop].reshape(1, *entry.shape)
         distances[wdr] = np.linalg.norm(weight_distribution(rows)[0] - [0.5, 0.5, 0])
     assert distances[True] < 0.05 < distances[False]

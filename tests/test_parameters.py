@@ -165,7 +165,6 @@ def test_layout_of_a_module_by_hand() -> None:
     assert layout.part(["norm", "head"]).slices == (slice(9, 27),)
     assert layout.without(["norm"]) == layout.part(["head", "body"])
     assert layout.without([]) == layout.part(layout.layers)
-    assert layout.entry("norm.bias").start == 12
     named = {k: v.detach().numpy() for k, v in module.state_dict().items()}
     flat = layout.flatten(named)
     assert flat.dtype == np.float32
@@ -183,8 +182,6 @@ def test_unknown_names_are_errors_that_list_the_known() -> None:
     _, layout = small()
     with pytest.raises(KeyError, match=r"heads.*body.*norm.*head"):
         layout.part(["heads"])
-    with pytest.raises(KeyError, match=r"head\.bias.*head\.weight"):
-        layout.entry("head.bias")
     with pytest.raises(KeyError, match=r"body\.weight"):
         layout.flatten({})
 

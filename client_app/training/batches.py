@@ -54,27 +54,15 @@ def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 
 
 @dataclass(frozen=True)
 class Share:
-    """One client's samples, and the passes that it makes over them in random order.
-
-    Attributes
-    ----------
-    passes : sequence of int or None
-        Number of steps of each pass; None: all samples.
-    size, smallest : int
-        Samples in a batch, and the fewest that make one: a smaller last batch is left out.
-    weight : Tensor or None
-        ``(n,)`` weight of each sample.
-    odds : Tensor or None
-        ``(n,)``; a pass is n draws with replacement in proportion to them.
-    """
+    """One client's samples, and the passes that it makes over them in random order."""
 
     samples: Samples
-    passes: Sequence[int | None]
+    passes: Sequence[int | None]  # steps of each pass; None: all samples
     generator: torch.Generator
-    size: int
-    smallest: int = 1
-    weight: Tensor | None = None
-    odds: Tensor | None = None
+    size: int  # samples in a batch
+    smallest: int = 1  # fewest samples that make a batch: a smaller last one is left out
+    weight: Tensor | None = None  # (n,), of each sample
+    odds: Tensor | None = None  # (n,); a pass is n draws with replacement in proportion to them
     augment: Augment | None = None
 
     def length(self, steps: int | None) -> int:
@@ -142,14 +130,8 @@ class Schedule:
 
     Clients come in the order of their numbers of steps, the longest training first: those that still train at
     a step are the first ones, and none computes in vain. All batches are as wide as the widest; what fills them
-    up has weight 0.
-
-    Attributes
-    ----------
-    order : list of int
-        Which share stands at each place.
-    seen : Tensor, ``(P, 1)``
-        Samples of each client's last pass, in that order.
+    up has weight 0. ``order`` says which share stands at each place, ``seen`` ``(P, 1)`` how many samples are in the
+    last pass of the client there.
     """
 
     def __init__(self, shares: Sequence[Share]) -> None:

@@ -63,14 +63,8 @@ class Network:
 class LoopedModels:
     """K models of one client as resident modules, differentiated one after the other on each batch.
 
-    Attributes
-    ----------
-    flat : Tensor
-        All parameters ``(P, K, d)`` of the models of P clients, here one.
-    parameters : list of Tensor
-        What moves, as views of ``flat``.
-    rates : list of float
-        Factor on the learning rate of each of them.
+    ``flat`` holds all parameters ``(P, K, d)`` of the models of P clients, here one; ``parameters`` are views of what
+    moves in it, ``rates`` the factors on their learning rates.
     """
 
     def __init__(self, network: Network, work: Train) -> None:

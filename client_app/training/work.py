@@ -61,41 +61,23 @@ class Pull(NamedTuple):
 class Train:
     """Local SGD from a start, one model ``(d,)`` or K models ``(K, d)`` over the same batches.
 
-    Attributes
-    ----------
-    start : Tensor
-        Parameters to start from; never changed.
-    objective, context
-        ``objective(net, batch, context)`` is differentiated by the parameters of ``net``; the context is constant.
-    sample_weight : Tensor or None
-        ``(n,)`` weight of each training sample.
-    resample : bool
-        Draw samples in proportion to their weights, with replacement, instead of weighting their losses: the
-        same objective on average, without steps as large as the largest weight.
-    rates : Mapping of str to float
-        Factor on the learning rate by layer; 0 freezes a layer. Layers that are not named have 1.
-    mask : Tensor or None
-        ``(d,)`` 0/1 mask; parameters whose entry is 0 do not move.
-    epochs, steps : int or None
-        Instead of the settings' ``local-epochs`` and ``local-steps``.
-    network : Any
-        Which of the client's networks to train.
-    stream : int
-        Distinguishes several trainings of one round, which then see different batches.
+    ``objective(net, batch, context)`` is differentiated by the parameters of ``net``; the context is constant. With
+    ``resample`` samples are drawn in proportion to their weights, with replacement, instead of weighting their losses:
+    the same objective on average, without steps as large as the largest weight.
     """
 
-    start: Tensor
+    start: Tensor  # never changed
     objective: Objective = classification
     context: Context = field(default_factory=dict)
-    sample_weight: Tensor | None = None
+    sample_weight: Tensor | None = None  # (n,)
     resample: bool = False
     pull: Pull | None = None
-    rates: Mapping[str, float] = field(default_factory=dict)
-    mask: Tensor | None = None
-    epochs: int | None = None
-    steps: int | None = None
-    network: Any = None
-    stream: int = 0
+    rates: Mapping[str, float] = field(default_factory=dict)  # factors on the learning rate by layer, else 1; 0 freezes
+    mask: Tensor | None = None  # (d,) 0/1; parameters whose entry is 0 do not move
+    epochs: int | None = None  # instead of the setting local-epochs
+    steps: int | None = None  # instead of the setting local-steps
+    network: Any = None  # which of the client's networks to train
+    stream: int = 0  # distinguishes several trainings of one round, which then see different batches
 
     @property
     def kind(self) -> Hashable:
