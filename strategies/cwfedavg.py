@@ -128,9 +128,17 @@ class CwFedAvg(PersonalisedStrategy):
 
 
 def weight_distribution(output_weights: FloatArray) -> Float64:
-    """Return p̃_ij = ||w_ij||₂ / Σ_k ||w_ik||₂ ``(M, C)`` (Eq. 4); a layer of zeros tells nothing and gives 1/C.
+    """Return p̃_ij = ||w_ij||₂ / Σ_k ||w_ik||₂ (Eq. 4).
 
-    The weights are those of the last linear layers of M models, float32 ``(M, C, E)``; row j belongs to class j.
+    Parameters
+    ----------
+    output_weights : numpy.ndarray, float32, (M, C, E)
+        Weights of the last linear layer of M models; row j belongs to class j.
+
+    Returns
+    -------
+    numpy.ndarray, float64, (M, C)
+        Rows sum to 1; a layer of zeros tells nothing and gives 1/C.
     """
     norms = np.linalg.norm(np.asarray(output_weights, np.float64), axis=2)
     total = norms.sum(axis=1, keepdims=True)
@@ -138,9 +146,19 @@ def weight_distribution(output_weights: FloatArray) -> Float64:
 
 
 def class_weights(distributions: Float64, n: Float64) -> Float64:
-    """Return q_ji = p_i p̃_ij / Σ_i p_i p̃_ij ``(C, M)`` (Eqs. 5 and 6); the row of a class that no client has is zero.
+    """Return q_ji = p_i p̃_ij / Σ_i p_i p̃_ij (Eqs. 5 and 6).
 
-    The distributions p̃ are ``(M, C)``; p_i = n_i / N for n training samples ``(M,)``.
+    Parameters
+    ----------
+    distributions : numpy.ndarray, (M, C)
+        p̃.
+    n : numpy.ndarray, (M,)
+        Numbers of training samples; p_i = n_i / N.
+
+    Returns
+    -------
+    numpy.ndarray, (C, M)
+        Rows sum to 1; the row of a class that no client has is zero.
     """
     joint = (n / n.sum())[:, None] * distributions
     total = joint.sum(axis=0)
@@ -150,8 +168,14 @@ def class_weights(distributions: Float64, n: Float64) -> Float64:
 def class_models(rows: FloatArray, distributions: Float64, n: Float64, before: FloatArray) -> FloatArray:
     """Return w_j^G = Σ_i q_ij w_i ``(C, d)`` as one matrix product; a class that no client has keeps its model.
 
-    The rows are the class-wise layers of the local models, float32 ``(M, d)``; ``before`` are the class models of the
-    round before, float32 ``(C, d)``; the others are as for :func:`class_weights`.
+    Parameters
+    ----------
+    rows : numpy.ndarray, float32, (M, d)
+        Local models (their class-wise layers).
+    distributions, n
+        As for :func:`class_weights`.
+    before : numpy.ndarray, float32, (C, d)
+        Class models of the round before.
     """
     weights = class_weights(distributions, n)
     models: FloatArray = weights.astype(np.float32) @ rows

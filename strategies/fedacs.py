@@ -34,10 +34,20 @@ class FedACS(AttentionStrategy):
 
 
 def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
-    """Return S_ij = <w_i, w_j> / (||w_i|| ||w_j||) over all parameters (Section 2.2) of the models ``(M, d)``.
+    """Return S_ij = <w_i, w_j> / (||w_i|| ||w_j||) over all parameters (Section 2.2).
 
-    S ``(M, M)`` is symmetric, its diagonal exactly 1; a model of norm zero resembles no other. As ``block`` parameters
-    at a time are taken in double precision, only O(M block + M²) memory is needed besides the models.
+    Parameters
+    ----------
+    models : numpy.ndarray, float32, (M, d)
+        The clients' models.
+    block : int
+        Parameters taken at a time in double precision, so that besides the models only O(M block + M²)
+        memory is needed.
+
+    Returns
+    -------
+    numpy.ndarray, float64, (M, M)
+        Symmetric, the diagonal exactly 1. A model of norm zero resembles no other.
     """
     gram = np.zeros((len(models), len(models)))
     for start in range(0, models.shape[1], block):
@@ -55,9 +65,15 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
 def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
     """Return the weights of Eq. 4, rows summing to 1.
 
-    δ is the p-quantile of all elements of S ``(M, M)``; p = 0: all but the least similar take part; 1: local training
-    only. Client i always takes part in its own average, also where rounding or identical models make δ ≥ 1;
-    similarities ≤ 0 are left out.
+    δ is the p-quantile of all elements of S. Client i always takes part in its own average, also where
+    rounding or identical models make δ ≥ 1; similarities ≤ 0 are left out.
+
+    Parameters
+    ----------
+    similarity : numpy.ndarray, (M, M)
+        S, diagonal 1.
+    p : float
+        0: all but the least similar take part; 1: local training only.
     """
     delta = np.quantile(similarity, p)
     kept = np.where((similarity > delta) & (similarity > 0), similarity, 0.0)

@@ -34,8 +34,13 @@ class FedAMP(AttentionStrategy):
 def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArray[np.float64]:
     """Return ξ_ij = α A'(||w_i − w_j||²) for j ≠ i and ξ_ii = 1 − Σ_j ξ_ij, with A(x) = 1 − exp(−x/σ).
 
-    The models are ``(M, d)``. The paper takes α small enough for ξ_ii ≥ 0; where a row's others exceed 1 they are
-    scaled to 1, so that u_i stays a convex combination.
+    The paper takes α small enough for ξ_ii ≥ 0; where a row's others exceed 1 they are scaled to 1, so
+    that u_i stays a convex combination.
+
+    Parameters
+    ----------
+    models : numpy.ndarray, float32, (M, d)
+        The clients' models.
     """
     squared, sigma = squared_distances(models), max(sigma, SMALLEST)
     weights = alpha * np.exp(-squared / sigma) / sigma

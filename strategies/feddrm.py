@@ -72,10 +72,17 @@ class FedDRM(PersonalisedStrategy):
 
 
 def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str = "density") -> Tensor:
-    """Return the client that each query is sent to, from the outputs ``(n, M)`` of the client branch.
+    """Return the client that each query is sent to.
 
-    ``density``: argmax of logits − log(n_i / N) for n training samples ``(M,)``, the density ratio of Eq. 3, in which
-    large clients have no advantage. ``posterior``: argmax of the logits (Remark 2.4).
+    Parameters
+    ----------
+    client_logits : Tensor, (n, M)
+        Outputs of the client branch.
+    n : numpy.ndarray, (M,)
+        Numbers of training samples of the clients.
+    routing : str
+        ``density``: argmax of logits − log(n_i / N), the density ratio of Eq. 3, in which large clients have
+        no advantage. ``posterior``: argmax of the logits (Remark 2.4).
     """
     if routing == "density":
         log_prior = torch.as_tensor(np.log(n / n.sum()), dtype=client_logits.dtype, device=client_logits.device)

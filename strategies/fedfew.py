@@ -120,15 +120,27 @@ class FedFew(PersonalisedStrategy):
 
 
 def weighted_losses(losses: Float64, n: Float64) -> Float64:
-    """Return (n_i / Σ_j n_j) L_ik ``(M, K)`` for n training samples ``(M,)`` (the paper's footnote 2)."""
+    """Return (n_i / Σ_j n_j) L_ik (the paper's footnote 2).
+
+    Parameters
+    ----------
+    losses : numpy.ndarray, (M, K)
+        L_ik, mean training loss of client i with model k.
+    n : numpy.ndarray, (M,)
+        Numbers of training samples.
+    """
     return (n / n.sum())[:, None] * losses
 
 
 def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     """Return the STCH-Set weights (Eqs. 9, 11 and 12), computed in log space.
 
-    L_ik ``(M, K)`` is the mean training loss of client i with model k. With a smoothing μ towards 0 the inner weights
-    become one-hot, towards infinity all weights uniform.
+    Parameters
+    ----------
+    losses : numpy.ndarray, (M, K)
+        L_ik.
+    mu : float
+        Smoothing; towards 0 the inner weights become one-hot, towards infinity all weights uniform.
     """
     mu = max(mu, SMALLEST)
     scaled = -np.asarray(losses, np.float64) / mu
@@ -139,9 +151,14 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
 
 
 def server_step(models: FloatArray, deltas: list[Any], weights: STCHWeights, server_lr: float) -> FloatArray:
-    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L); θ and each of M Δ_i: float32 ``(K, d)``.
+    """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L).
 
-    The Δ_i are summed in their order without being stacked.
+    Parameters
+    ----------
+    models : numpy.ndarray, float32, (K, d)
+        θ.
+    deltas : list of M numpy.ndarray, float32, (K, d)
+        Δ_i, summed in this order without being stacked.
     """
     result = models.copy()
     products = (server_lr * weights.outer[:, None] * weights.inner).astype(np.float32)

@@ -50,7 +50,15 @@ class MethodSettings:
     def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":
         """Return what the first arrays of a reply are changes of; its further arrays are no models.
 
-        ``max-update-norm`` limits the norm of these changes, ``dp-clip`` clips them and adds noise. The default is what
-        the client was ``sent``, for a reply of trained models. The shapes of the ``reply`` are checked.
+        ``max-update-norm`` limits the norm of these changes, ``dp-clip`` clips them and adds noise.
+
+        Parameters
+        ----------
+        network : Architecture
+            The network that is trained.
+        sent : list of numpy.ndarray
+            What the client was sent: the default, for a reply of trained models.
+        reply : list of numpy.ndarray
+            What the client sends back, shapes checked.
         """
         return sent

@@ -96,9 +96,19 @@ class BadReplyError(ValueError):
 
 
 def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
-    """Return Σ_i weights_i rows_i / Σ_i weights_i of rows ``(M, d)`` and weights ``(M,)``.
+    """Return Σ_i weights_i rows_i / Σ_i weights_i.
 
-    Raises :class:`ValueError` if the weights sum to zero or one is negative.
+    Parameters
+    ----------
+    rows : numpy.ndarray, float32, (M, d)
+        Stacked vectors.
+    weights : array_like, (M,)
+        Non-negative weights, not all zero.
+
+    Raises
+    ------
+    ValueError
+        If the weights sum to zero or one is negative.
     """
     w = np.asarray(weights, np.float64)
     if (w < 0).any() or not w.sum() > 0:
