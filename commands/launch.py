@@ -5,12 +5,10 @@ import json
 import logging
 import os
 import shlex
-import signal
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,21 +90,6 @@ def record_in_process(
         return run(None, given, where, begun)
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let `kill` and a closed terminal end this process as Ctrl-C does: nothing that it started stays behind."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def is_loopback(address: str) -> bool:

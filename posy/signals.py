@@ -1,17 +1,43 @@
-"""Signals that end a run: put off where work must not be divided."""
+"""Signals that end a command: each ends it as Ctrl-C does, and is put off where work must not be divided."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import current_thread, main_thread
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_interrupted = Event()
+"""Set once a signal has raised KeyboardInterrupt: Python drops it in a finaliser, or a weak reference's callback."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C, `kill` and a closed terminal end a command: nothing that it started stays behind.
+
+    A signal that is ignored stays so, as `nohup` wants it.
+    """
+
+    def interrupt(number: int, frame: Any) -> None:
+        _interrupted.set()
+        raise KeyboardInterrupt
+
+    heeded = [ending for ending in ENDING if signal.getsignal(ending) is not signal.SIG_IGN]
+    before = {ending: signal.signal(ending, interrupt) for ending in heeded}
+    try:
+        yield
+    finally:
+        _interrupted.clear()
+        for ending, handler in before.items():
+            signal.signal(ending, handler)
 
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """Put off Ctrl-C, `kill` and a closed terminal to the end of a block; a second one ends it at once."""
+    """Put off Ctrl-C, `kill` and a closed terminal to the end of a block; a second one ends it at once.
+
+    At its end an interrupt that Python has dropped before is raised again.
+    """
     if current_thread() is not main_thread():  # no signal comes here
         yield
         return
@@ -35,3 +61,5 @@ def undivided() -> Iterator[None]:
             signal.signal(ending, handler)
     if noted:
         signal.raise_signal(noted[0])
+    if _interrupted.is_set():
+        raise KeyboardInterrupt

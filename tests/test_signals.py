@@ -1,0 +1,61 @@
+"""Signals that end a command, in the places where Python or the shell would let them get lost."""
+
+import os
+import signal
+import weakref
+
+import pytest
+
+from posy.signals import ENDING, interruptible, undivided
+
+
+class Thing:
+    """Something to refer to weakly."""
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_is_put_off_to_the_end_of_what_must_not_be_divided(number: int) -> None:
+    done = []
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        with undivided():
+            os.kill(os.getpid(), number)
+            done.append(1)
+        done.append(2)
+    assert done == [1]
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    done = []
+    with interruptible(), pytest.raises(KeyboardInterrupt), undivided():
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append(2)
+    assert done == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_has_dropped_is_raised_after_the_round() -> None:
+    done = []
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+        del thing  # Python drops what the callback raises
+        done.append(1)
+        with undivided():
+            done.append(2)
+        done.append(3)
+    assert reference() is None
+    assert done == [1, 2]
+    with undivided():  # the next command has not been interrupted
+        pass
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
