@@ -1,7 +1,7 @@
 """Pictures of a run, as PNG files of 1200 pixels width (more for rows of panels).
 
-Every function takes data and a path, and writes one file; none where there is nothing to draw (no data, or only None
-and NaN). Figures are made through matplotlib's objects, never through pyplot, so that no global state is kept.
+Every function takes data and a path, and writes one file; it writes none where there is nothing to draw: no data, or
+only None and NaN. Figures are made through matplotlib's objects, never through pyplot, so that no global state is kept.
 """
 
 import math
@@ -154,7 +154,7 @@ def partition(counts: npt.ArrayLike, path: Path, *, class_names: Sequence[str] =
 
 
 def heatmaps(panels: Sequence[Panel], path: Path, *, title: str = "") -> None:
-    """Draw heat maps side by side, in rows of at most four; small ones with their values, those without data not."""
+    """Draw heat maps side by side, four a row at most. Small ones show their values; empty ones are left out."""
     panels = [panel for panel in panels if np.isfinite(_numbers(panel.matrix)).any()]
     if not panels:
         return

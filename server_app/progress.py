@@ -150,9 +150,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Return a number of bytes in words, in powers of 1000: ``1.23 MB``."""
-    return decimal(count, precision=2)
+    return decimal(round(count), precision=2)
 
 
 def _bar(stream: TextIO) -> Bar:

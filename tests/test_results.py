@@ -382,8 +382,10 @@ class TestResultsTable:
     def test_durations(self, seconds: float, words: str) -> None:
         assert duration(seconds) == words
 
-    @pytest.mark.parametrize(("count", "words"), [(0, "0 bytes"), (999, "999 bytes"), (1_234_567, "1.23 MB")])
-    def test_sizes(self, count: int, words: str) -> None:
+    @pytest.mark.parametrize(
+        ("count", "words"), [(0, "0 bytes"), (0.0, "0 bytes"), (999, "999 bytes"), (1_234_567, "1.23 MB")]
+    )
+    def test_sizes(self, count: float, words: str) -> None:
         assert size(count) == words
 
 
