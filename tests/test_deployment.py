@@ -6,6 +6,7 @@ import pytest
 
 from posy.commands.deploy.certificates import Files, make_certificates
 from posy.commands.deploy.commands import node_config
+from posy.commands.deploy.node import Waits
 from posy.settings import SettingsError
 
 
@@ -71,3 +72,12 @@ def test_node_config_is_handed_on(words: list[str], told: str) -> None:
 def test_node_config_must_be_key_and_value() -> None:
     with pytest.raises(SettingsError, match="'partition-id': node config is given as key=value"):
         node_config(["partition-id"])
+
+
+def test_a_node_looks_for_tasks_at_each_of_its_pauses() -> None:
+    """A reply to an older message may have ended its wait for the reply to the newest, which must not be forgotten."""
+    for seconds in (3.0, 0.5):  # before it asks for a message; while it waits for a reply
+        waits = Waits()
+        waits.replied.set()
+        waits.sleep(seconds)
+        assert waits.work.is_set()
