@@ -31,11 +31,15 @@ class Partition:
 
     def counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the samples (train and test) of each class on each client, ``(M, C)`` int64."""
-        return self.train_counts(y, num_classes) + Partition(self.test, ()).train_counts(y, num_classes)
+        return self.train_counts(y, num_classes) + _class_counts(self.test, y, num_classes)
 
     def train_counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the training samples of each class on each client, ``(M, C)`` int64."""
-        return np.stack([np.bincount(y[part], minlength=num_classes) for part in self.train])
+        return _class_counts(self.train, y, num_classes)
+
+
+def _class_counts(parts: Sequence[np.ndarray], y: np.ndarray, num_classes: int) -> np.ndarray:
+    return np.stack([np.bincount(y[part], minlength=num_classes) for part in parts])
 
 
 def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
