@@ -16,12 +16,12 @@ import typer.core
 
 from posy.commands.deploy import commands as deployment
 from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose, connection
-from posy.commands.launch import APP, INTERRUPTED, LaunchError, run_in_process, toml
+from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
 from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.listing import print_table
 from posy.paths import is_file
-from posy.settings import SettingsError, meant, nearest
+from posy.settings import LaunchError, SettingsError, meant, nearest
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS, check_method
 from posy.strategies.registry import declared, groups, parse_words, read_settings, setting_of, with_experiment

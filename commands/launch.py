@@ -1,11 +1,9 @@
 """Carry out a run in this process, and what every command that starts something needs."""
 
-import ipaddress
 import json
 import logging
 import os
 import shlex
-import socket
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -30,10 +28,6 @@ ENVIRONMENT = {
 """Environment of every Flower process: it asks nobody on the internet for anything."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
-
-
-class LaunchError(Exception):
-    """A SuperLink or another process of Flower's could not be started or reached, or did not take the run."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +84,6 @@ def record_in_process(
         return run(None, given, where, begun)
     finally:
         logger.setLevel(level)
-
-
-def is_loopback(address: str) -> bool:
-    """Tell whether HOST:PORT is reached from this machine alone."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def script(name: str) -> str:

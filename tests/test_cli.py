@@ -17,9 +17,9 @@ import posy
 from posy.commands import cli
 from posy.commands.deploy import control
 from posy.commands.deploy.certificates import make_certificates
-from posy.commands.launch import APP, Connection, LaunchError, toml
+from posy.commands.launch import APP, Connection, toml
 from posy.commands.table import Plan
-from posy.settings import SettingsError
+from posy.settings import LaunchError, SettingsError
 from posy.strategies.registry import defaults, parse_words, read_settings, with_experiment
 
 WHERE = "the test"
@@ -151,11 +151,24 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
         (["supernode", "--superlink", "site", "--insecure"], ["--superlink site", "HOST:PORT"]),
         (["supernode", "--root-certificates", "ca.pem", "--key", "a.pub"], ["--key", "a.pub", "not a private key"]),
         (["supernode", "--root-certificates", "ca.key", "--key", "a.key"], ["ca.key", "as a certificate"]),
+        (
+            ["supernode", "--key", "a.key", "--key", "a.key", "--root-certificates", "ca.pem"],
+            ["names of their keys", "a.key"],
+        ),
         (["superlink", "--certificates", "mixed"], ["server.pem", "server.key", "cannot be used", "mismatch"]),
         (["superlink", "--certificates", "."], ["--control 127.0.0.1:", "cannot listen there", "in use"]),
         (["supernode", "--insecure", "--wait", "0"], ["--wait", "0.0 is not", ">=0.1"]),
         (["superlink", "--insecure", "--state", "ca.pem"], ["--state ca.pem", "directory"]),
         (["certificates", ".", "--days", "99999999"], ["--days", "99999999", "36500"]),
+        (["certificates", ".", "--renew", "--renew-authority"], ["--renew-authority goes alone", "new ca.pem"]),
+        (["certificates", ".", "b", "--renew"], ["b.key is missing", "nothing to renew"]),
+        (["unregister", "a", *CONNECTION], ["no SuperLink answers at 127.0.0.1:1"]),
+        (["backup", "file", "--state", "folder"], ["--state folder", "no state.db", "--volatile"]),
+        (["restore", "ca.pem", "--state", "folder"], ["ca.pem cannot be restored", "not a database"]),
+        (["doctor", "data=/srv/a"], ["data=/srv/a", "--key"]),
+        (["doctor", "--key", "a.key", "--insecure"], ["--key does not go with --insecure"]),
+        (["doctor", "--key", "a.key", "data"], ["'data'", "key=value"]),
+        (["doctor", "--fleet", "server"], ["--fleet server", "HOST:PORT"]),
         (["run", ""], ["''", "key=value"]),
         (["run", "=3"], ["'=3'", "key=value"]),
         (["run", "x" * 300], ["xxx", "there is no such file"]),

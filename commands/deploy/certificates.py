@@ -5,7 +5,8 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from posy.settings import SettingsError
@@ -65,74 +67,127 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
         if Path(name).name != name or name in ("ca", "server"):
             raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
     with (
-        _refused(f"{folder}: certificates cannot be written there", (OSError,)),
-        _refused(f"{folder} holds what is no certificate or key under the name of one"),
+        refused(f"{folder}: certificates cannot be written there", (OSError,)),
+        refused(f"{folder} holds what is no certificate or key under the name of one"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         if _lacks(files.ca, files.ca_key, or_only=files.ca):
-            key = ec.generate_private_key(ec.SECP256R1())
-            written += [_write_key(files.ca_key, key), _write(files.ca, _certificate(key, "Posy federation", days))]
+            written += _write(_new_authority(files, days))
         if _lacks(files.server, files.server_key):
-            if not files.ca_key.exists():
-                raise SettingsError(f"{files.ca_key} is missing: it signs {files.server.name}, which is to be made")
-            authority_key = serialization.load_pem_private_key(files.ca_key.read_bytes(), None)
-            assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
-            signer = x509.load_pem_x509_certificate(files.ca.read_bytes()).subject, authority_key
-            key = ec.generate_private_key(ec.SECP256R1())
-            content = _certificate(key, "Posy SuperLink", days, signer, dict.fromkeys([*LOOPBACK, *hosts]))
-            written += [_write_key(files.server_key, key), _write(files.server, content)]
-        elif lacking := set(map(_general_name, hosts)) - _hosts(files.server):
+            written += _write(_new_server(files, map(_general_name, (*LOOPBACK, *hosts)), days))
+        elif lacking := set(map(_general_name, hosts)) - hosts_of(read_certificates(files.server)[0]):
             raise SettingsError(
                 f"{files.server} is there and is not for {', '.join(sorted(str(name.value) for name in lacking))}; "
-                f"delete it and {files.server_key.name} to have them made anew"
+                f"--renew has it made anew, for these as well"
             )
         for name in nodes:
             if _lacks(files.node_public(name), files.node_key(name), or_only=files.node_public(name)):
-                key = ec.generate_private_key(ec.SECP384R1())
-                public = key.public_key().public_bytes(
-                    serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-                )
-                written += [_write_key(files.node_key(name), key, ssh=True), _write(files.node_public(name), public)]
+                written += _write(_new_pair(files, name))
     return written
+
+
+def renew(
+    folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, authority: bool = False
+) -> list[Path]:
+    """Make anew the key pairs of some nodes; or else the SuperLink's certificate, or the authority.
+
+    The SuperLink's certificate is for the hosts of the one before, and ``hosts`` too. A new authority stands first in
+    ca.pem, before those that are still valid: whoever has the file trusts certificates of all of them. Each file is
+    replaced as a whole; the one before is kept under its name and the time. The files that are written are returned.
+
+    Raises
+    ------
+    SettingsError
+        If what is to be renewed is not there, or the directory cannot be written to.
+    """
+    files = Files(folder)
+    with (
+        refused(f"{folder}: certificates cannot be written there", (OSError,)),
+        refused(f"{folder} holds what is no certificate or key under the name of one"),
+    ):
+        contents: dict[Path, bytes] = {}
+        if authority:
+            contents = _new_authority(files, days)
+            now = datetime.datetime.now(datetime.UTC)
+            valid = [one for one in read_certificates(files.ca) if one.not_valid_after_utc > now]
+            contents[files.ca] += b"".join(one.public_bytes(serialization.Encoding.PEM) for one in valid)
+        elif nodes:
+            for name in nodes:
+                if not (files.node_key(name).exists() or files.node_public(name).exists()):
+                    raise SettingsError(f"{files.node_key(name)} is missing: there is nothing to renew")
+                contents |= _new_pair(files, name)
+        else:
+            wanted = sorted(hosts_of(read_certificates(files.server)[0]), key=lambda name: str(name.value))
+            contents = _new_server(files, [*wanted, *map(_general_name, hosts)], days)
+        return _write(contents, keep=True)
+
+
+def read_certificates(path: Path) -> list[x509.Certificate]:
+    """Return the certificates in a file; raise :class:`SettingsError` if it holds none."""
+    with refused(f"{path} cannot be used as a certificate"):
+        return x509.load_pem_x509_certificates(path.read_bytes())
+
+
+def public_half(path: Path) -> bytes:
+    """Return the public half of a private key (PEM); raise :class:`SettingsError` if the file holds none."""
+    with refused(f"{path} is not a private key as `posy certificates` makes it"):
+        return pem_of(load_private_key(path.read_bytes()).public_key())
+
+
+def load_private_key(content: bytes) -> ec.EllipticCurvePrivateKey:
+    """Return a private key in the forms of ``posy certificates``; raises any of :data:`UNUSABLE` if it is none."""
+    load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
+    key = load(content, None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("it is no key of an elliptic curve")
+    return key
 
 
 def public_pem(path: Path) -> bytes:
     """Return a node's public key as the SuperLink keeps it, PEM; raise :class:`SettingsError` if the file has none."""
-    with _refused(f"{path} is not a public key as `posy certificates` makes it"):
+    with refused(f"{path} is not a public key as `posy certificates` makes it"):
         content = path.read_bytes()
         if b"PRIVATE KEY" in content:
             raise SettingsError(f"{path} is a private key, which stays on its node; its public half is needed")
-        key = serialization.load_ssh_public_key(content)
+        return pem_of(serialization.load_ssh_public_key(content))
+
+
+def pem_of(key: CertificatePublicKeyTypes) -> bytes:
+    """Return a public key as the SuperLink keeps it."""
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def hosts_of(certificate: x509.Certificate) -> set[x509.GeneralName]:
+    """Return the hosts that a certificate is for."""
+    return set(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def check_authority(path: Path) -> None:
     """Raise :class:`SettingsError` if a file holds no certificate that others can be checked against."""
-    with _refused(f"{path} cannot be used as a certificate"):
+    with refused(f"{path} cannot be used as a certificate"):
         ssl.create_default_context(cafile=str(path))
 
 
 def check_server(certificate: Path, key: Path) -> None:
     """Raise :class:`SettingsError` if a certificate and a key do not belong together, or it is not valid now."""
-    with _refused(f"{certificate} and {key} cannot be used"):
+    with refused(f"{certificate} and {key} cannot be used"):
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     if end < datetime.datetime.now(datetime.UTC):
         raise SettingsError(
-            f"{certificate} has expired ({end:%Y-%m-%d}); delete it and {key.name} to have them made anew"
+            f"{certificate} has expired ({end:%Y-%m-%d}); `posy certificates {certificate.parent} --renew` makes "
+            "another"
         )
 
 
 def check_node_key(path: Path) -> None:
     """Raise :class:`SettingsError` if a file holds no private key of a node."""
-    with _refused(f"--key {path}: it is not a private key as `posy certificates` makes it"):
-        content = path.read_bytes()
-        load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
-        load(content, None)
+    with refused(f"--key {path}: it is not a private key as `posy certificates` makes it"):
+        load_private_key(path.read_bytes())
 
 
 @contextmanager
-def _refused(what: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
+def refused(what: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
     """Turn what reading keys and certificates raises into a :class:`SettingsError` that says what is wrong."""
     try:
         yield
@@ -140,12 +195,6 @@ def _refused(what: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterat
         raise
     except kinds as error:
         raise SettingsError(f"{what}: {error}") from error
-
-
-def _hosts(certificate: Path) -> set[x509.GeneralName]:
-    """Return the hosts that a certificate is for."""
-    extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
-    return set(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
@@ -156,12 +205,37 @@ def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
     return not there
 
 
+def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    return {files.ca_key: _key(key), files.ca: _certificate(key, "Posy federation", days)}
+
+
+def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> dict[Path, bytes]:
+    """Return a new key of the SuperLink, and its certificate, by the authority that is there."""
+    if not files.ca_key.exists():
+        raise SettingsError(f"{files.ca_key} is missing: it signs {files.server.name}, which is to be made")
+    signer = read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
+    key = ec.generate_private_key(ec.SECP256R1())
+    # The certificate comes last: a SuperLink that is at work takes up both when it changes.
+    return {
+        files.server_key: _key(key),
+        files.server: _certificate(key, "Posy SuperLink", days, signer, dict.fromkeys(hosts)),
+    }
+
+
+def _new_pair(files: Files, node: str) -> dict[Path, bytes]:
+    """Return a new key pair of a node."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return {files.node_key(node): _key(key, ssh=True), files.node_public(node): public}
+
+
 def _certificate(
     key: ec.EllipticCurvePrivateKey,
     name: str,
     days: int,
     signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
-    hosts: Iterable[str] = (),
+    hosts: Iterable[x509.GeneralName] = (),
 ) -> bytes:
     """Return a server's certificate for some hosts, by a signer; or, without one, that of an authority."""
     now = datetime.datetime.now(datetime.UTC)
@@ -186,7 +260,7 @@ def _certificate(
     if not authority:
         by = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
         server = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-        for extension in (server, x509.SubjectAlternativeName(map(_general_name, hosts)), by):
+        for extension in (server, x509.SubjectAlternativeName(hosts), by):
             builder = builder.add_extension(extension, critical=False)
     return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
@@ -203,13 +277,26 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, *, ssh: bool = False) -> Path:
+def _key(key: ec.EllipticCurvePrivateKey, *, ssh: bool = False) -> bytes:
     form = serialization.PrivateFormat.OpenSSH if ssh else serialization.PrivateFormat.PKCS8
-    return _write(path, key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()), mode=0o600)
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
-def _write(path: Path, content: bytes, mode: int = 0o644) -> Path:
-    """Write a new file; it has its mode from the start, so nobody else can read it in between."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    return path
+def _write(contents: Mapping[Path, bytes], *, keep: bool = False) -> list[Path]:
+    """Write files in this order and return their paths; with ``keep`` in place of others, which get another name.
+
+    Keys have their mode from the start, so nobody else can read them in between.
+    """
+    suffix = time.strftime(".%Y%m%d-%H%M%S")
+    for path, content in contents.items():
+        part = path.with_name(f".{path.name}.part") if keep else path
+        mode = 0o600 if path.suffix == ".key" else 0o644
+        if keep:
+            part.unlink(missing_ok=True)
+            if path.exists():
+                os.link(path, path.with_name(path.name + suffix))
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        if keep:
+            part.replace(path)
+    return [*contents]

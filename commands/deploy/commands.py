@@ -12,18 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from posy.commands.launch import (
-    ENVIRONMENT,
-    Connection,
-    free_port,
-    is_loopback,
-    resume_command,
-    script,
-    toml,
-    without_proxy,
-)
-from posy.listing import print_table
-from posy.server_app.progress import duration
+from posy.commands.launch import ENVIRONMENT, Connection, resume_command, script, toml, without_proxy
+from posy.deploy.addresses import free_port, is_loopback
+from posy.server_app.progress import size
 from posy.settings import SettingsError
 from posy.yaml12 import parse
 
@@ -32,12 +23,19 @@ FLEET = "0.0.0.0:9092"
 LOCAL_FLEET = "127.0.0.1:9092"
 CERTIFICATES = Path("certificates")
 MAX_DAYS = 36_500
+STATE = Path("superlink")
+HOME = "flower"
+"""Flower's home in the directory of a SuperLink's state."""
+CHUNK = 1 << 20
+"""Bytes of an array that are sent in one call, if the environment does not say otherwise. A call that fails starts
+anew: with Flower's own 5 MB none would end on a line that is cut more often than that."""
 
 SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes orders.")]
 RootCertificates = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="Certificate of the SuperLink's authority (default: certificates/ca.pem)."),
 ]
+State = Annotated[Path, typer.Option(metavar="DIR", help="Database and files of the SuperLink, on its own machine.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS; only on this machine, for experiments.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the whole log of Flower.")]
 RunWord = Annotated[str, typer.Argument(metavar="RUN")]
@@ -54,16 +52,28 @@ def certificates(
         typer.Option(metavar="NAME", help="A name or IP address of the SuperLink besides localhost; may be repeated."),
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="How long they are valid.")] = 365,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Make anew the key pairs of each NODE, or without any server.pem.")
+    ] = False,
+    renew_authority: Annotated[
+        bool, typer.Option("--renew-authority", help="Make a new authority; ca.pem holds the old one too.")
+    ] = False,
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
     Makes what DIR lacks: an authority (ca.pem, ca.key), the SuperLink's certificate (server.pem, server.key), and for
     each NODE a private key (NODE.key, for that node alone) and a public one (NODE.pub, for `posy register`). Files that
-    are there stay as they are.
+    are there stay as they are. What is renewed is replaced, and the file before it is kept, with the time in its name.
     """
-    from posy.commands.deploy.certificates import make_certificates  # noqa: PLC0415 - what few commands need
+    from posy.commands.deploy import certificates as made  # noqa: PLC0415 - what few commands need
 
-    for path in make_certificates(folder, host or [], nodes or [], days):
+    if renew_authority and (renew or nodes or host):
+        raise SettingsError("--renew-authority goes alone: renew the rest when every node has the new ca.pem")
+    if renew or renew_authority:
+        written = made.renew(folder, host or [], nodes or [], days, authority=renew_authority)
+    else:
+        written = made.make_certificates(folder, host or [], nodes or [], days)
+    for path in written:
         print(path)
     return 0
 
@@ -75,7 +85,7 @@ def superlink(
         typer.Option("--certificates", metavar="DIR", help="Made by `posy certificates` (default: certificates)."),
     ] = None,
     insecure: Insecure = False,
-    state: Annotated[Path, typer.Option(metavar="DIR", help="Its database and files.")] = Path("superlink"),
+    state: State = STATE,
     volatile: Annotated[
         bool, typer.Option("--volatile", help="Keep the state in memory: faster, but runs end with the SuperLink.")
     ] = False,
@@ -87,6 +97,9 @@ def superlink(
         bool,
         typer.Option("--control-open-to-network", help="Let other machines reach --control, and so run code on nodes."),
     ] = False,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="Start Flower's own SuperLink: slower with its database.")
+    ] = False,
 ) -> int:
     """Start the server of a federation.
 
@@ -95,8 +108,10 @@ def superlink(
     only nodes whose keys are registered (`posy register`). Anyone who reaches --control can run code on every node, so
     it listens on this machine alone unless told otherwise.
     """
-    from posy.commands.deploy.superlink import keep  # noqa: PLC0415
+    from posy.commands.deploy.backup import DATABASE, held  # noqa: PLC0415
+    from posy.deploy.superlink import keep  # noqa: PLC0415
 
+    certificate = None
     fleet = fleet or (LOCAL_FLEET if insecure else FLEET)
     places = (("--control", control), ("--fleet", fleet))
     (host, port), _ = (_host_and_port(option, place) for option, place in places)
@@ -118,30 +133,31 @@ def superlink(
         check_authority(ca)
         check_server(server, key)
         reached = Connection(address, ca)
+        certificate = None if volatile else server  # to start again would end its runs
         trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
         trust += ["--enable-supernode-auth"]
     _, _, *trusted = reached.words()
-    home = state.absolute() / "flower"
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        home.parent.chmod(0o700)
-    except OSError as error:
-        raise SettingsError(f"--state {state}: it must be a directory that you own: {error}") from error
+    home = state.absolute() / HOME
     served = ["--host", host, "--port", port, "--fleet-api-address", fleet, *trust, "--isolation", "process"]
     served += ["--disable-runtime-dependency-installation"]
-    served += [] if volatile else ["--database", str(home.parent / "state.db")]
-    commands = [
-        [script("flower-superlink"), *served],
-        [script("flower-superexec"), "--runtime-api-address", address, *trusted, "--parent-pid", str(os.getpid())],
-    ]
-    for option, place in places:
-        _check_free(option, place)
-    _write_connection(home, reached)
-    environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-    for command in (commands[0], commands[1][:-2]):  # whoever types the second has another process to watch
-        _print_command(command, environment)
-    _print_command([script("flwr"), "list"], environment)
-    keep(commands, environment)
+    served += [] if volatile else ["--database", str(home.parent / DATABASE)]
+    executor = [script("flower-superexec"), "--runtime-api-address", address, *trusted]
+    ours = [sys.executable, "-P", "-m", "posy.deploy.link"]
+    commands = {
+        "flower-superlink": [*([script("flower-superlink")] if stock else ours), *served],
+        "flower-superexec": [*executor, "--parent-pid", str(os.getpid())],
+    }
+    with held(state) as lock:
+        for option, place in places:
+            _check_free(option, place)
+        home.mkdir(exist_ok=True)
+        _write_connection(home, reached)
+        environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+        # What can be typed: Flower's own command, and an executor that has no process to watch.
+        for command in ([script("flower-superlink"), *served], executor):
+            _print_command(command, environment)
+        _print_command([script("flwr"), "list"], environment)
+        keep(commands, environment, lock, certificate)
     return 0
 
 
@@ -149,7 +165,9 @@ def superlink(
 def supernode(
     config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
     superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes nodes.")] = LOCAL_FLEET,
-    key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of this node.")] = None,
+    key: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Private key of this node; repeated: one node for each.")
+    ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
     wait: Annotated[
@@ -164,22 +182,33 @@ def supernode(
 
     Starts a SuperNode that keeps PyTorch, code and data loaded between messages. The words key=value are its node
     config: partition-id=0 num-partitions=5 for a share of a benchmark's data, and what else the app reads from it.
+
+    With --key repeated this is a node for each, all sharing what is loaded. Unless told otherwise, their partitions are
+    0, 1, … of as many as there are; partition-id is the first one's. {name} in a value is the name of a node's key.
     """
     reached = connection(superlink, root_certificates, insecure)
     words = reached.words()
-    if key is not None:
+    keys = [_file(path, "--key") for path in key or []]
+    if keys:
         from posy.commands.deploy.certificates import check_node_key  # noqa: PLC0415
 
-        key = _file(key, "--key")
-        check_node_key(key)
-        words += [] if insecure else ["--auth-supernode-private-key", str(key)]
+        for path in keys:
+            check_node_key(path)
     words += [] if wait is None else ["--max-wait-time", f"{wait:g}"]
-    words += ["--node-config", node_config(config)] if config else []
+    several = len(keys) > 1
+    if len({path.stem for path in keys}) < len(keys):
+        raise SettingsError(f"--key: nodes are told apart by the names of their keys: {', '.join(map(str, keys))}")
+    configs = node_configs(config or [], [path.stem for path in keys]) if several else [config] if config else []
+    own = keys if several or not insecure else []
+    words += [word for path in own for word in ("--auth-supernode-private-key", str(path))]
+    words += [word for one in configs for word in ("--node-config", node_config(one))]
     environment = _flower_environment(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")))
+    if stock and several:
+        raise SettingsError("--stock starts one node, but --key is given more than once")
     if stock:
         command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
     else:
-        command = [sys.executable, "-P", "-m", "posy.commands.deploy.node", *words]
+        command = [sys.executable, "-P", "-m", "posy.deploy.node", *words]
     _print_command(command, environment)
     os.execve(command[0], command, environment)
 
@@ -190,10 +219,12 @@ def register(
     superlink: SuperLink = CONTROL,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace the keys that nodes of these names have.")] = False,
 ) -> int:
     """Let nodes take part.
 
-    Registers their public keys with the SuperLink, each under the name of its file.
+    Registers their public keys with the SuperLink, each under the name of its file. To replace a node's key, --renew
+    registers the new one beside the old; when the node has been online with it, --renew again excludes the old one.
     """
     from posy.commands.deploy.certificates import public_pem  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
@@ -203,35 +234,149 @@ def register(
     with control(connection(superlink, root_certificates, insecure)) as api:
         nodes = api.nodes()
         for name, pem in pems:
-            known = next((node.name for node in nodes if node.public_key == pem), None)
-            if known is not None:
-                print(f"{name} is registered already" + ("" if known == name else f", as {known}"))
-            elif any(node.name == name for node in nodes):
-                print(f"posy: {name} is not registered: another key has this name", file=sys.stderr)
+            known = next((node for node in nodes if node.public_key == pem), None)
+            others = [node for node in nodes if node.name == name and node.public_key != pem]
+            if known is not None and known.name == name and others and renew:
+                if not known.last_activated_at:
+                    print(f"posy: {name} keeps its old key: its node was not online with the new one", file=sys.stderr)
+                    status = 1
+                    continue
+                for node in others:
+                    api.unregister(node.node_id)
+                print(f"{name} has its new key only")
+            elif known is not None:
+                print(f"{name} is registered already" + ("" if known.name == name else f", as {known.name}"))
+            elif others and not renew:
+                more = "--renew is for a new key of the same node"
+                print(f"posy: {name} is not registered: another key has this name; {more}", file=sys.stderr)
                 status = 1
             else:
                 api.register(name, pem)
-                print(f"{name} is registered")
+                end = "; start its node with it, and then type this again" if others else ""
+                print(f"{name} is registered" + (f" with its new key beside the old{end}" if others else ""))
     return status
 
 
 @app.command()
-def status(
-    superlink: SuperLink = CONTROL, root_certificates: RootCertificates = None, insecure: Insecure = False
+def unregister(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    superlink: SuperLink = CONTROL,
+    root_certificates: RootCertificates = None,
+    insecure: Insecure = False,
 ) -> int:
-    """List the runs of a federation, the newest first, and its nodes by name."""
-    from posy.commands.deploy.control import control, local_time  # noqa: PLC0415
+    """Exclude nodes, by their names.
+
+    From now on the SuperLink refuses their keys, for good: a node that is to come back needs a new one.
+    """
+    from posy.commands.deploy.control import control  # noqa: PLC0415
 
     with control(connection(superlink, root_certificates, insecure)) as api:
-        runs, nodes = api.runs(), api.nodes()
-    columns = ("run id", "run-name", "method", "status", "since", "time")
-    rows = [(run.number, run.name, run.method, run.status, run.since, duration(run.seconds)) for run in runs]
-    print_table("runs" if rows else "no run was submitted", columns, rows)
-    # Nodes that were never online have no time.
-    since = [{"online": n.last_activated_at, "offline": n.last_deactivated_at}.get(n.status, "") for n in nodes]
-    states = [(node.name, node.status, local_time(time)) for node, time in zip(nodes, since, strict=True)]
-    print_table("nodes" if nodes else "no node is registered", ("name", "status", "since"), states)
+        nodes = api.nodes()
+        if missing := [name for name in names if all(node.name != name for node in nodes)]:
+            raise SettingsError(f"no key is registered as {', '.join(missing)}; `posy status` lists those that are")
+        for node in nodes:
+            if node.name in names:
+                api.unregister(node.node_id)
+                print(f"{node.name} is excluded")
     return 0
+
+
+@app.command()
+def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
+    """Copy the state of a SuperLink, also while it is at work.
+
+    FILE then holds the keys that are registered and the list of runs. Results and checkpoints are in runs/, keys and
+    certificates where `posy certificates` has made them: copy both beside it.
+    """
+    from posy.commands.deploy.backup import back_up  # noqa: PLC0415
+
+    back_up(state, file)
+    print(f"{file}: {size(file.stat().st_size)}")
+    return 0
+
+
+@app.command()
+def restore(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
+    """Put back the state of a SuperLink, which must not be at work, from what `posy backup` has written.
+
+    Nodes come back by themselves. Runs that were going on then count as failed; they are resumed from their
+    checkpoints.
+    """
+    from posy.commands.deploy.backup import restore as put_back  # noqa: PLC0415
+
+    old = put_back(state, file)
+    print(f"{state} is restored" + (f"; what was there is in {old}" if old else ""))
+    return 0
+
+
+@app.command()
+def status(
+    superlink: SuperLink = CONTROL,
+    root_certificates: RootCertificates = None,
+    insecure: Insecure = False,
+    state: State = STATE,
+) -> int:
+    """List the runs of a federation, the newest first, and its nodes by name.
+
+    On the SuperLink's machine, where --state is, it also tells what runs wait for, what nodes do, what is installed on
+    them, how far their clocks are off, and how much disk is free.
+    """
+    from posy.commands.deploy import status as known  # noqa: PLC0415
+    from posy.commands.deploy.control import control  # noqa: PLC0415
+    from posy.server_app.run_status import read_statuses  # noqa: PLC0415
+
+    told = read_statuses(state / HOME)
+    with control(connection(superlink, root_certificates, insecure)) as api:
+        runs, nodes = api.runs(), api.nodes()
+    known.show(runs, nodes, told)
+    if (state / HOME).is_dir():
+        for what, path in (("the state", state), *(("results", path) for path in known.results_of(told))):
+            print(f"free disk for {what} ({path}): {known.space(path)}")
+    else:
+        print(f"what runs and nodes do is known on the SuperLink's machine, where --state is; here is no {state}")
+    return 0
+
+
+@app.command()
+def doctor(
+    config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    folder: Annotated[
+        Path, typer.Option("--certificates", metavar="DIR", help="Made by `posy certificates`.")
+    ] = CERTIFICATES,
+    state: State = STATE,
+    superlink: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where it takes nodes, with --key; else where it takes orders."),
+    ] = None,
+    fleet: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="On the server: where nodes connect to.")
+    ] = LOCAL_FLEET,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="On a site: private key of its node.")] = None,
+    root_certificates: RootCertificates = None,
+    insecure: Insecure = False,
+) -> int:
+    """Check what a federation needs, on this machine.
+
+    On the server: certificates, keys, ports, disk, which keys are registered, and versions and clocks of the nodes. On
+    a site, with --key and the node config: its key, the way to the SuperLink, its clock, GPU, disk and data. Changes
+    nothing. The exit status is 1 if there is an error.
+    """
+    from posy.commands.deploy import doctor as checks  # noqa: PLC0415
+
+    _exclude(insecure, "--key", key)
+    _exclude(insecure, "--root-certificates", root_certificates)
+    ca = root_certificates or folder / "ca.pem"
+    if key is not None:
+        node_config(config or [])
+        words = dict(word.partition("=")[::2] for word in config or [])
+        reached = connection(superlink or LOCAL_FLEET, ca, insecure=False)
+        return checks.show(checks.of_site(reached, _file(key, "--key"), words))
+    if config:
+        raise SettingsError(f"{config[0]}: node config is checked on a site; name its --key too")
+    _host_and_port("--fleet", fleet)
+    _host_and_port("--superlink", superlink or CONTROL)
+    reached = Connection(superlink or CONTROL, None if insecure else ca)
+    return checks.show(checks.of_server(reached, fleet, folder, state / HOME))
 
 
 @app.command()
@@ -310,6 +455,29 @@ def node_config(words: Sequence[str]) -> str:
     return " ".join(pairs)
 
 
+def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
+    """Return the node config of each of several nodes of one command.
+
+    ``{name}`` stands for a node's name. Without data of their own they have partitions 0, 1, … of as many as there are,
+    or those from the given ``partition-id`` on.
+    """
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    first = given.get("partition-id", "0")
+    if not first.isdecimal() or ("partition-id" in given and "num-partitions" not in given):
+        raise SettingsError(
+            f"partition-id={first} for {len(names)} nodes: it must be a number, that of the first node, and come with "
+            "num-partitions, the number of all partitions"
+        )
+    others = [word for word in words if not word.startswith("partition-id=")]
+    if "data" not in given and "num-partitions" not in given:
+        others.append(f"num-partitions={len(names)}")
+    numbered = "data" not in given or "partition-id" in given
+    return [
+        [*([f"partition-id={int(first) + i}"] if numbered else []), *(word.replace("{name}", name) for word in others)]
+        for i, name in enumerate(names)
+    ]
+
+
 def _exclude(insecure: bool, option: str, value: object) -> None:
     if insecure and value is not None:
         raise SettingsError(f"{option} does not go with --insecure")
@@ -373,6 +541,7 @@ def _write_connection(home: Path, superlink: Connection) -> None:
 def _flower_environment(home: Path) -> dict[str, str]:
     """Return the environment for Flower's commands, which keep their own files in ``home``."""
     return {
+        "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(CHUNK),
         **os.environ,
         **ENVIRONMENT,
         "FLWR_HOME": str(home),

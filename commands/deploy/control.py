@@ -26,15 +26,16 @@ from flwr.proto.control_pb2 import (
     StartRunRequest,
     StopRunRequest,
     StreamLogsRequest,
+    UnregisterNodeRequest,
 )
 from flwr.proto.fab_pb2 import Fab
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-from posy.commands.launch import APP, INTERRUPTED, Connection, LaunchError, resume_command, without_proxy
+from posy.commands.launch import APP, INTERRUPTED, Connection, resume_command, without_proxy
 from posy.commands.runlog import RunLog
-from posy.settings import Scalar, SettingsError
+from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
@@ -118,6 +119,10 @@ class Control:
     def register(self, name: str, public_key: bytes) -> None:
         """Let the node that has a key (PEM) take part, under a name."""
         self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
+
+    def unregister(self, number: int) -> None:
+        """Exclude the node of a number; its key cannot be registered again."""
+        self._client.UnregisterNode(UnregisterNodeRequest(node_id=number))
 
     def submit(self, given: Mapping[str, Scalar]) -> str:
         """Submit this very code with settings as a run, and return its number.

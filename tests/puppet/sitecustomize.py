@@ -68,11 +68,10 @@ def misbehaving(push: Callable[..., Any]) -> Callable[..., Any]:
     return pushed
 
 
-if "posy.commands.deploy.worker" in sys.orig_argv:
+if "posy.deploy.node" in sys.orig_argv:
     from flwr.supernode.runtime import run_clientapp
 
-    run_clientapp.push_message = misbehaving(run_clientapp.push_message)
-elif "posy.commands.deploy.node" in sys.orig_argv:
-    from posy.commands.deploy import internals
+    from posy.deploy import loop
 
-    internals.HEARTBEAT_SECONDS = HEARTBEAT_SECONDS
+    run_clientapp.push_message = misbehaving(run_clientapp.push_message)
+    loop.HEARTBEAT_SECONDS = HEARTBEAT_SECONDS

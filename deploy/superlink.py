@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posy.commands.launch import LaunchError
+from posy.settings import LaunchError
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at whether the processes are alive."""
@@ -31,8 +31,10 @@ STOP_SECONDS = 10.0
 class _Kept:
     """A process that is started again when it dies."""
 
+    name: str
     command: Sequence[str]
     environment: Mapping[str, str]
+    lock: int
     starts: int = 0
 
     def __post_init__(self) -> None:
@@ -42,18 +44,19 @@ class _Kept:
         self.started = time.monotonic()
         self.starts += 1
         # In a session of its own, so that a Ctrl-C reaches it only through this process, in the right order.
-        self.process = subprocess.Popen(self.command, env=dict(self.environment), start_new_session=True)
+        self.process = subprocess.Popen(
+            self.command, env=dict(self.environment), start_new_session=True, pass_fds=[self.lock]
+        )
 
     def restart_if_dead(self) -> None:
         """Start the process again if it has died; raise :class:`LaunchError` if it died too often."""
         if self.process.poll() is None:
             return
-        name = Path(self.command[0]).name
         if time.monotonic() - self.started > HEALTHY_SECONDS:
             self.starts = 0
         if self.starts >= MAX_STARTS or (self.starts == 1 and self.process.returncode > 0):  # e.g. the port is taken
-            raise LaunchError(f"{name} ended with status {self.process.returncode}; see its messages above")
-        print(f"posy: {name} died ({self.process.returncode}) and is started again", file=sys.stderr, flush=True)
+            raise LaunchError(f"{self.name} ended with status {self.process.returncode}; see its messages above")
+        print(f"posy: {self.name} died ({self.process.returncode}) and is started again", file=sys.stderr, flush=True)
         time.sleep(LOOK_SECONDS * 2 ** (self.starts - 1))
         self.start()
 
@@ -70,16 +73,30 @@ class _Kept:
         self.process.wait()
 
 
-def keep(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
-    """Run processes, in this order, until this one is interrupted, and start again those that die.
+def keep(
+    commands: Mapping[str, Sequence[str]],
+    environment: Mapping[str, str],
+    lock: int,
+    certificate: Path | None = None,
+) -> None:
+    """Run processes, each under a name, in this order, until this one is interrupted, and start again those that die.
 
-    One that ends with an error at once, or dies again and again, raises :class:`LaunchError`.
+    They inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts: it is started again
+    when that has changed. One that ends with an error at once, or dies again and again, raises :class:`LaunchError`.
     """
     kept: list[_Kept] = []
     try:
-        for command in commands:
-            kept.append(_Kept(command, environment))
+        known = _version(certificate)
+        for name, command in commands.items():
+            kept.append(_Kept(name, command, environment, lock))
         while True:
+            if (now := _version(certificate)) != known:
+                known = now
+                print(
+                    f"posy: {certificate} has changed: the SuperLink starts again with it", file=sys.stderr, flush=True
+                )
+                kept[0].stop()
+                kept[0].start()
             for one in kept:
                 one.restart_if_dead()
             time.sleep(LOOK_SECONDS)
@@ -87,3 +104,14 @@ def keep(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> N
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for one in reversed(kept):
             one.stop()
+
+
+def _version(file: Path | None) -> tuple[int, int] | None:
+    """Return what tells a file from the one before it of that name; None without one."""
+    if file is None:
+        return None
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns

@@ -3,9 +3,11 @@
 Stock Flower starts an interpreter for every message that a node gets, and its loops sleep for up to three seconds
 between two looks. All that it takes to keep a node warm is here: the node's main loop with other sleeps
 (:func:`run_node`), and the Runtime API by which tasks are taken and answered (:func:`acquire_task`, :class:`Task`).
+What keeps its loop going, whatever fails, is in :mod:`posy.deploy.loop`.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +33,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from posy.flower import look_for_parts_sooner
+from posy.flower import FLOWER, look_for_parts_sooner
 
-FLOWER = "1.39"
-HEARTBEAT_SECONDS = 15
-"""Seconds between two heartbeats of a node. One that is silent for twice as long counts as gone, and its key can come
-back; with Flower's own 30 s both take a minute."""
 NODE_PATIENCE = 30.0
 """Seconds a node waits for a part of a message that the SuperLink does not have; Flower's own limit is two hours."""
 
@@ -50,33 +48,27 @@ def require_version() -> None:
         )
 
 
-def run_node(arguments: list[str], sleep: Callable[[float], None]) -> None:
+def load_node() -> None:
+    """Import what a node needs, for the nodes that are forked from this process."""
+    import flwr.supernode.cli.flower_supernode  # noqa: PLC0415 - a second to import
+    import flwr.supernode.main  # noqa: F401, PLC0415
+
+    import posy.deploy.loop  # noqa: F401, PLC0415
+
+
+def run_node(arguments: list[str], sleep: Callable[[float], None], lost: threading.Event) -> None:
     """Run ``flower-supernode`` in this process, which it ends, with another ``time.sleep`` in the node's main loop.
 
-    The arguments are those of the command, with ``--isolation process``.
+    The arguments are those of the command, with ``--isolation process``. Whoever takes its tasks sets ``lost`` if
+    one is done without a reply.
     """
-    from flwr.client.grpc_rere_client import connection  # noqa: PLC0415 - a second to import
-    from flwr.supercore import heartbeat  # noqa: PLC0415
-    from flwr.supernode import start_client_internal  # noqa: PLC0415
+    from flwr.supernode import start_client_internal  # noqa: PLC0415 - a second to import
     from flwr.supernode.cli.flower_supernode import flower_supernode  # noqa: PLC0415
 
+    from posy.deploy.loop import make_steadfast  # noqa: PLC0415
+
     look_for_parts_sooner(NODE_PATIENCE)
-    for module in (connection, heartbeat):
-        vars(module)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT_SECONDS
-    pull = start_client_internal._pull_and_store_message
-
-    def pull_or_push(*, state: Any, **parts: Any) -> int | None:
-        run = pull(state=state, **parts)
-        # The node sends what replies there are after a message has come. One that comes later than it was waited for,
-        # as after a run that was stopped, would otherwise be sent with the next message's, and so on ever after.
-        with state.lock_msg_store:
-            waiting = any(
-                entry.message.metadata.reply_to_message_id and not entry.is_retrieved
-                for entry in state.msg_store.values()
-            )
-        return 0 if run is None and waiting else run
-
-    vars(start_client_internal)["_pull_and_store_message"] = pull_or_push
+    make_steadfast(lost)
     start_client_internal.time = SimpleNamespace(**{**vars(time), "sleep": sleep})  # type: ignore[attr-defined,assignment]
     sys.argv = ["flower-supernode", *arguments]
     flower_supernode()
@@ -86,6 +78,10 @@ def acquire_task(node: RuntimeHttpClient) -> str | None:
     """Take the oldest task that waits at a node, as ``flower-superexec`` does, and return its token, or None."""
     answer = node.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
     return answer.token if answer.HasField("task") and answer.token else None
+
+
+class MessageGoneError(Exception):
+    """There is no message for a task: nobody waits for an answer."""
 
 
 class Task:
@@ -99,11 +95,15 @@ class Task:
 
         Raises
         ------
+        MessageGoneError
+            If there is no message: Flower's node leaves a task behind if the message does not arrive whole.
         RuntimeError
-            If the message is missing: Flower's node leaves a task behind if its run ends while the message arrives.
+            If a part of the message is missing.
         """
         try:
             return pull_task_input(self._client)
+        except RuntimeError as error:
+            raise MessageGoneError(str(error)) from error
         except pulling.ObjectPullError as error:
             raise RuntimeError(f"the message of a task is not there: {error}") from error
 

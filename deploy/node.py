@@ -1,27 +1,28 @@
-"""A warm SuperNode: ``python -m posy.commands.deploy.node`` takes the arguments of ``flower-supernode``.
+"""Warm SuperNodes: ``python -m posy.deploy.node`` takes the arguments of ``flower-supernode``.
 
-This process is Flower's own node. One of its threads, the :class:`Executor`, takes the node's tasks and hands them
-to one worker process that keeps PyTorch, code and data loaded. If the worker dies, its task is answered with an error
-at once, and a new worker is started; a worker still busy when a reply would be too late is killed. The worker ends
-when the node ends.
+For more than one node, ``--auth-supernode-private-key`` and ``--node-config`` are given once for each. This process
+loads all that they need and forks them (:mod:`posy.deploy.forks`). Each is Flower's own node. One of its
+threads, the :class:`Executor`, takes the node's tasks and hands them to one worker process that keeps code and data
+loaded. If the worker dies, its task is answered with an error at once, and a new worker is started; a worker still
+busy when a reply would be too late is killed. The worker ends when the node ends.
 """
 
 import argparse
 import base64
 import contextlib
 import json
-import logging
 import math
 import os
 import queue
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
@@ -31,21 +32,32 @@ import httpx
 from flwr.app import Message
 from flwr.common.logger import log
 
-from posy.commands.deploy.internals import (
+from posy.deploy.addresses import free_port
+from posy.deploy.forks import Family, Node, Parent, leave
+from posy.deploy.internals import (
+    MessageGoneError,
     Task,
     acquire_task,
     context_for,
     error_reply,
     from_envelope,
+    load_node,
     require_version,
     run_node,
     runtime_client,
 )
-from posy.commands.launch import free_port
-from posy.server_app.grids import pause
+from posy.deploy.worker import main as serve_worker
+from posy.deploy.worker import preload
 
+KEY, CONFIG = "--auth-supernode-private-key", "--node-config"
 IDLE_SECONDS = 1.0
 """Shortest sleep by which Flower's node waits for its next message; by shorter ones it waits for a reply."""
+POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
+"""Shortest and longest pause of a node before it asks for a message again: many nodes may ask one SuperLink."""
+POLL_SHARE, EARLY_SHARE = 0.05, 0.25
+"""In between, shares of the time waited so far, and of the time left until messages came in the last rounds."""
+GAPS = 4
+"""Number of waits for a message by which the next one is expected; a round has two."""
 BEAT_SECONDS = 15.0
 """Seconds between two signs of life of a task."""
 LOOK_SECONDS = 5.0
@@ -64,43 +76,52 @@ class Waits:
         """Set when the node pauses: the messages it has are complete, and tasks can be taken."""
         self.replied = threading.Event()
         """Set when the worker has handed in its reply."""
+        self.lost = threading.Event()
+        """Set when the worker has done without handing in a reply."""
         self._busy = time.monotonic()
+        self._idle = False
+        self._gaps: deque[float] = deque(maxlen=GAPS)
 
     def sleep(self, seconds: float) -> None:
         """Wait in place of the node's ``time.sleep``: before it asks for a message, or until the reply is there."""
         self.work.set()  # also where it waits for no reply: one to an older message may have ended its wait
+        now = time.monotonic()
         if seconds >= IDLE_SECONDS:
-            time.sleep(pause(time.monotonic() - self._busy))
+            self._idle = True
+            time.sleep(pause(now - self._busy, min(self._gaps, default=0.0)))
             return
-        self._busy = time.monotonic()
+        if self._idle:  # a message has come
+            self._idle = False
+            self._gaps.append(now - self._busy)
+        self._busy = now
         if self.replied.wait(seconds):
             time.sleep(0.005)  # in case the reply is for another message
+
+
+def pause(waited: float, expected: float) -> float:
+    """Return the seconds until a node asks again, after so many, if a message is expected after so many."""
+    return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited, EARLY_SHARE * (expected - waited)))
 
 
 @dataclass
 class Worker:
     """A running worker process."""
 
-    process: "subprocess.Popen[bytes]"
+    parent: Parent
     connection: socket.socket
     home: Path
     events: "queue.Queue[dict[str, Any] | None]"
     """What it has reported; None: its end of the connection is closed."""
 
     @classmethod
-    def start(cls, address: str) -> "Worker":
+    def start(cls, parent: Parent, address: str) -> "Worker":
         """Start a worker for the node at ``address``."""
+        # A home of its own: nodes would install over each other in a shared one.
         home = Path(tempfile.mkdtemp(prefix="posy-worker-"))
         ours, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "posy.commands.deploy.worker", address, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # A home of its own: nodes would install over each other in a shared one.
-                env={**os.environ, "FLWR_HOME": str(home)},
-            )
-        worker = cls(process, ours, home, queue.Queue())
+            parent.fork_worker(theirs, address, home)
+        worker = cls(parent, ours, home, queue.Queue())
         threading.Thread(target=worker._listen, daemon=True).start()
         return worker
 
@@ -109,13 +130,18 @@ class Worker:
         with contextlib.suppress(OSError):  # an event reports its death
             self.connection.sendall(f"{token}\n".encode())
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended yet."""
+        return self.parent.ended.empty()
+
     def end(self) -> str:
         """Kill the process, if it has not ended, and say how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.5)
-        if self.process.poll() is None:
-            self.process.kill()
-        code = self.process.wait()
+        try:
+            code = self.parent.ended.get(timeout=0.5)
+        except queue.Empty:
+            self.parent.kill_worker()
+            code = self.parent.ended.get()
         self.connection.close()
         shutil.rmtree(self.home, ignore_errors=True)
         return f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -130,12 +156,14 @@ class Worker:
 class Executor(threading.Thread):
     """Takes the node's tasks from its Runtime API at ``host:port``, one at a time; the worker carries them out."""
 
-    def __init__(self, address: str, waits: Waits) -> None:
+    def __init__(self, address: str, waits: Waits, parent: Parent) -> None:
         super().__init__(name="posy-executor", daemon=True)
         self._address = address
+        self._parent = parent
         self._waits = waits
         self._worker: Worker | None = None
         self._failed_starts = 0
+        self._next = False  # whether a further task can be taken at once
 
     def run(self) -> None:
         """Serve until the process ends; end it if no worker can be started."""
@@ -145,9 +173,17 @@ class Executor(threading.Thread):
                 worker = self._warm()
                 if worker is not None and self._waits.work.wait(LOOK_SECONDS):
                     self._waits.work.clear()
-                    if token := acquire_task(node):
+                    try:
+                        token = acquire_task(node)
+                    except httpx.TransportError as error:  # as after the node was suspended; it pauses again soon
+                        log(WARNING, "the node's own tasks could not be asked for: %r", error)
+                        continue
+                    if token:
+                        self._next = False
                         self._carry_out(worker, token)
                         self._waits.work.clear()  # a next message is complete only when the node pauses
+                        if self._next:
+                            self._waits.work.set()
         except Exception as error:
             log(ERROR, "the node ends, because its tasks cannot be carried out", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -155,10 +191,10 @@ class Executor(threading.Thread):
     def _warm(self) -> Worker | None:
         """Return a worker that is ready, a new one if necessary; None if that one died before it was ready."""
         if self._worker is not None:
-            if self._worker.process.poll() is None:
+            if self._worker.alive:
                 return self._worker
             log(WARNING, "the worker process died with nothing to do (%s); a new one is started", self._worker.end())
-        self._worker = worker = Worker.start(self._address)
+        self._worker = worker = Worker.start(self._parent, self._address)
         with contextlib.suppress(queue.Empty):
             if event := worker.events.get(timeout=WORKER_START_SECONDS):
                 self._failed_starts = 0
@@ -183,7 +219,7 @@ class Executor(threading.Thread):
                 except queue.Empty:
                     if time.monotonic() >= end:
                         reason = f"the worker process was killed: a reply after more than {limit:g} s would be too late"
-                        worker.process.kill()
+                        self._parent.kill_worker()
                         break
                     with contextlib.suppress(httpx.HTTPError):  # the next one may come through
                         task.beat()
@@ -195,7 +231,13 @@ class Executor(threading.Thread):
                     end = time.monotonic() + limit
                 elif event["event"] == "pushed":
                     self._waits.replied.set()
+                elif event["event"] == "gone":  # the task of the message that the node has now may be the next
+                    self._next = True
+                    return
                 else:
+                    if not self._waits.replied.is_set():
+                        self._waits.lost.set()
+                    self._waits.replied.set()
                     return
             ended = worker.end()
             self._worker = None
@@ -210,8 +252,12 @@ class Executor(threading.Thread):
             message = message or task.pull()[0]
             task.push(error_reply(message, reason, crashed=True), context_for(message))
             task.finish(None, reason)
+        except MessageGoneError:
+            self._next = True
+            return
         except (httpx.HTTPError, RuntimeError) as error:
-            log(WARNING, "Flower will answer for it within a minute: %r", error)
+            log(WARNING, "its node answers for it: %r", error)
+            self._waits.lost.set()
         self._waits.replied.set()
 
 
@@ -240,28 +286,42 @@ class Watch(threading.Thread):
 
 
 def main() -> None:
-    """Run a warm node; the arguments are those of ``flower-supernode``."""
+    """Run warm nodes; the arguments are those of ``flower-supernode``, some of them once for each node."""
     require_version()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(KEY, dest="keys", action="append", default=[])
+    parser.add_argument(CONFIG, dest="configs", action="append", default=[])
+    own, shared = parser.parse_known_args()
+    keys, configs = own.keys or [""], own.configs or [""] * max(1, len(own.keys))
+    if len(configs) != len(keys):
+        sys.exit(f"posy: {CONFIG} is given {len(configs)} times and {KEY} {len(keys)} times: once for each node")
+    nodes = []
+    for key, config in zip(keys, configs, strict=True):
+        secret = [KEY, key] if key and "--insecure" not in shared else []
+        words = [*secret, *([CONFIG, config] if config else [])]
+        nodes.append(Node(Path(key).stem, [*shared, *words]))
+    load_node()
+    preload(len(nodes))
+    leave(Family(nodes, serve, serve_worker).keep())
+
+
+def serve(arguments: Sequence[str], parent: Parent) -> None:
+    """Be one node; the arguments are those of ``flower-supernode``."""
+    parent.start()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="")
     parser.add_argument("--isolation", default="process", choices=["process"])
-    options, arguments = parser.parse_known_args()
+    options, rest = parser.parse_known_args(arguments)
     parser.add_argument("--superlink", default="")
     parser.add_argument("--max-wait-time", type=float)
-    limits, _ = parser.parse_known_args(arguments)  # these two are Flower's as well
+    limits, _ = parser.parse_known_args(rest)  # these two are Flower's as well
     if limits.max_wait_time is not None:
         Watch(limits.superlink, limits.max_wait_time).start()
     port = options.port or str(free_port())
     waits = Waits()
-    Executor(f"{options.host}:{port}", waits).start()
-    try:
-        run_node([*arguments, "--isolation", "process", "--host", options.host, "--port", port], waits.sleep)
-    except SystemExit as ended:
-        # The interpreter was seen to hang at its end, after Flower's guard against that was gone.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
+    Executor(f"{options.host}:{port}", waits, parent).start()
+    run_node([*rest, "--isolation", "process", "--host", options.host, "--port", port], waits.sleep, waits.lost)
 
 
 if __name__ == "__main__":

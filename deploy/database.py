@@ -1,0 +1,791 @@
+"""What the SuperLink's process uses of the internals of Flower 1.39, to lose nothing and to write less.
+
+Flower's SuperLink writes to its database some two hundred times for each message of a round. SQLite has one lock and
+no queue for it: with many nodes a call fails, and the message that it was about is lost. :func:`improve` changes that,
+each saving for itself. Where Flower has no longer what a saving needs, it is left out, with a line in the log.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from logging import ERROR, WARNING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import flwr
+import grpc
+import sqlalchemy
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from flwr.app import Message
+from flwr.common import constant
+from flwr.common.logger import log
+from flwr.server.superlink.linkstate import linkstate_factory, sql_linkstate
+from flwr.supercore import constant as core_constant
+from flwr.supercore.corestate import in_memory_corestate
+from flwr.supercore.date import now
+from flwr.supercore.state.schema import corestate_models, linkstate_models
+from flwr.supercore.utils import uint64_to_int64
+from sqlalchemy import Connection, Engine, event, func, select, update
+from sqlalchemy.pool import Pool
+
+if TYPE_CHECKING:
+    from flwr.proto.message_pb2 import ObjectTree
+    from flwr.proto.task_pb2 import Task
+    from flwr.supercore.run import Run, RunStatus
+
+    Base = sql_linkstate.SqlLinkState
+else:
+    Base = object
+
+TURN_SECONDS = 60.0
+"""Seconds that a writer waits for its turn before its call is answered with `try again`."""
+STEP_SECONDS = 2.0
+"""Seconds by which the wall clock may move against the monotonic one between two looks, without this being a step."""
+TROUBLE_SECONDS = 10.0
+"""Seconds of writes that fail after which signs of life may have been missed."""
+KEPT_SECONDS = 1.0
+"""Seconds for which an answer of the database may be used again, and between two looks after what may wait."""
+OBJECT_SECONDS = 60
+"""Seconds from one object of a message to the next, after which the rest counts as lost; with Flower's own 180 s a
+ServerApp waits that long for a reply of which an object is lost."""
+MOST_TIMES = 3
+"""Number of times that a message is handed out again to a node that does not confirm it."""
+AGAIN = "The database is busy, locked or full, try again."
+
+T = TypeVar("T")
+
+
+class TryAgainError(Exception):
+    """What a caller should ask again for."""
+
+
+def can_be_retried(error: BaseException) -> bool:
+    """Tell whether a call that has ended with this error may succeed if it is made again."""
+    if isinstance(error, (TryAgainError, sqlalchemy.exc.TimeoutError)):
+        return True
+    origin = error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else error
+    codes = (
+        sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
+    )  # fmt: skip
+    return isinstance(origin, sqlite3.Error) and getattr(origin, "sqlite_errorcode", 0) & 0xFF in codes
+
+
+# -- writers take turns: on public events of SQLAlchemy ---------------------------------------------------
+
+_TURN = "posy: turn"
+_TASKS = "posy: tasks"
+_WRITES = re.compile(r"\s*(?:WITH\b.*?\b)?(?:(INSERT|UPDATE|DELETE|REPLACE)|CREATE|ALTER|DROP|BEGIN IMMEDIATE)\b", re.S)
+_WRITES_TASKS = re.compile(r'\b(?:UPDATE|INTO|FROM)\s+"?task\b')
+
+
+class Turns:
+    """Lets the connections of this process write to a database one after the other; readers wait for nobody.
+
+    A connection has its turn from its first writing statement until it is back in its pool, so that a failed call
+    gives it back too. The statement is part of a transaction, even one that begins with ``WITH``, for which Python's
+    sqlite3 begins none: the claim of a message must not outlive an error later in the same call.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[str, threading.Lock] = {}
+        self._failing: float | None = None
+        self.gap = False
+        """Whether a time is over in which nothing could be written; whoever has made up for it says so here."""
+        self.on_tasks: list[Callable[[], None]] = []
+        """Called when a transaction that has changed tasks is over."""
+
+    def install(self, engine: Engine | type[Engine] = Engine) -> None:
+        """Have all databases of this process written to in turns, or one engine's."""
+        event.listen(engine, "before_cursor_execute", self._before)
+        event.listen(engine, "commit", self._on_commit)
+        event.listen(engine, "handle_error", self._on_error)
+        for name in ("checkin", "invalidate"):
+            event.listen(engine.pool if isinstance(engine, Engine) else Pool, name, self._after)
+
+    def failing(self) -> bool:
+        """Tell whether no write has come through for long, though some were tried."""
+        return self._failing is not None and time.monotonic() - self._failing > TROUBLE_SECONDS
+
+    def _before(self, connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
+        database = connection.engine.url.database
+        if connection.dialect.name != "sqlite" or database in (None, "", ":memory:"):
+            return
+        if (writes := _WRITES.match(statement)) is None:
+            return
+        info = connection.info  # not `record_info`, which is another dictionary
+        if _TURN not in info:
+            lock = self._locks.setdefault(str(database), threading.Lock())
+            if not lock.acquire(timeout=TURN_SECONDS):
+                raise TryAgainError(f"no turn to write within {TURN_SECONDS:g} s")
+            info[_TURN] = lock
+        if _WRITES_TASKS.search(statement):
+            info[_TASKS] = True
+        if writes[1] and not cursor.connection.in_transaction:
+            cursor.execute("BEGIN")
+
+    def _after(self, _: Any, record: Any, *error: Any) -> None:
+        if record.info.pop(_TASKS, None):
+            for call in self.on_tasks:
+                call()
+        if lock := record.info.pop(_TURN, None):
+            lock.release()
+
+    def _on_commit(self, connection: Connection) -> None:
+        if _TURN in connection.info:
+            self.gap |= self.failing()
+            self._failing = None
+
+    def _on_error(self, context: sqlalchemy.engine.ExceptionContext) -> None:
+        if self._failing is None and can_be_retried(context.original_exception):
+            self._failing = time.monotonic()
+
+
+TURNS = Turns()
+
+
+# -- errors that can be retried are retried by the other side ---------------------------------------------
+
+
+class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Answers calls of nodes that may succeed later with UNAVAILABLE: Flower's nodes make such a call again.
+
+    So it is with a call whose timestamp the SuperLink does not accept since a clock was set, except the first of a
+    node: Flower would refuse it too, but in words that end the node.
+    """
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Return the handler of a call, wrapped."""
+        handler = continuation(details)
+        first = details.method.endswith("/ActivateNode")
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return handler.unary_unary(request, context if first else _Context(context))
+            except Exception as error:
+                if not can_be_retried(error):
+                    raise
+                log(WARNING, "posy: %s is to be tried again: %s", details.method.rpartition("/")[2], _first_line(error))
+                return context.abort(grpc.StatusCode.UNAVAILABLE, AGAIN)
+
+        if handler is None or handler.unary_unary is None:
+            return handler
+        return grpc.unary_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
+
+
+class _Context:
+    """The context of a call in which an old timestamp is no reason to end the node."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def abort(self, code: grpc.StatusCode, details: str) -> Any:
+        if code is grpc.StatusCode.UNAUTHENTICATED and details == "Invalid timestamp":
+            log(WARNING, "posy: a node is to try again: its clock and this one's differ by more than Flower allows")
+            code = grpc.StatusCode.UNAVAILABLE
+        return self._context.abort(code, details)
+
+
+def _ask_again(request: Request, error: Exception) -> JSONResponse:
+    """Answer a ServerApp, or whoever else talks HTTP, with 503, after which Flower makes the call again."""
+    if not can_be_retried(error):
+        raise error
+    log(WARNING, "posy: %s is to be tried again: %s", request.url.path, _first_line(error))
+    return JSONResponse({"detail": AGAIN}, status_code=503)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _retry_errors() -> None:
+    superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    extensions = importlib.import_module("flwr.superlink.extensions")
+    run_fleet_api, configure = superlink._run_fleet_api_grpc_rere, extensions.configure_app
+
+    def with_interceptor(*args: Any, interceptors: Sequence[Any] | None = None, **named: Any) -> grpc.Server:
+        return run_fleet_api(*args, interceptors=[AskAgain(), *(interceptors or [])], **named)
+
+    def with_handlers(app: FastAPI) -> None:
+        configure(app)
+        for error in (
+            TryAgainError,
+            sqlalchemy.exc.OperationalError,
+            sqlalchemy.exc.TimeoutError,
+            sqlite3.OperationalError,
+        ):
+            app.add_exception_handler(error, _ask_again)
+
+    superlink._run_fleet_api_grpc_rere, extensions.configure_app = with_interceptor, with_handlers  # type: ignore[attr-defined]
+
+
+def _whole_calls() -> None:
+    """Make a call that claims messages, or ends a run, one transaction: it is done, or can be made again."""
+
+    def whole(handler: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(handler)
+        def call(request: Any, state: Any, *rest: Any, **named: Any) -> T:
+            if not isinstance(state, sql_linkstate.SqlLinkState):
+                return handler(request, state, *rest, **named)
+            with state.session():
+                return handler(request, state, *rest, **named)
+
+        return call
+
+    for name, handlers in _WHOLE.items():
+        module = importlib.import_module(name)
+        for handler in handlers:
+            setattr(module, handler, whole(getattr(module, handler)))
+
+
+_WHOLE = {
+    "flwr.server.superlink.fleet.message_handler.message_handler": {"pull_messages": "request state store"},
+    "flwr.superlink.servicer.runtime.runtime_handlers": {
+        "push_messages": "request state task",
+        "pull_messages": "request state task",
+        "push_task_output": "request state task",
+    },
+}
+
+
+# -- what the SuperLink keeps, and where ------------------------------------------------------------------
+
+
+class Kept:
+    """Answers of the database that may be used again for a second, unless something has changed."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Any, tuple[float, Any]] = {}
+        self._changes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, read: Callable[[], T]) -> T:
+        """Return the answer for a key, read anew if need be. An answer that is empty is not kept."""
+        with self._lock:
+            at, answer = self._answers.get(key, (-KEPT_SECONDS, None))
+            changes = self._changes
+        if time.monotonic() - at < KEPT_SECONDS:
+            return answer
+        at, answer = time.monotonic(), read()
+        if answer:
+            with self._lock:
+                if changes == self._changes:  # else it may be older than the change
+                    self._answers[key] = at, answer
+        return answer
+
+    def forget(self) -> None:
+        """Forget all answers."""
+        with self._lock:
+            self._changes += 1
+            self._answers.clear()
+
+
+class _EachSecond(Base):
+    """Does in a thread, once a second, what need not be done in every call."""
+
+    def initialize(self, log_queries: bool = False) -> list[str]:
+        tables = super().initialize(log_queries)
+        threading.Thread(target=self._go_on, name="posy-upkeep", daemon=True).start()
+        return tables
+
+    def _go_on(self) -> None:
+        while True:
+            for job in self._jobs():
+                try:
+                    job()
+                except Exception as error:
+                    if not can_be_retried(error):
+                        log(ERROR, "posy: the SuperLink's upkeep has failed", exc_info=error)
+            time.sleep(KEPT_SECONDS)
+
+    def _jobs(self) -> Iterator[Callable[[], None]]:
+        yield from ()
+
+
+class _Deadlines(_EachSecond):
+    """Declares runs and nodes dead only by a clock and a database that were in order.
+
+    When the clock was set, when nothing could be written for a while, and when the SuperLink begins, all that were
+    alive count as just seen: who is dead is found out one patience later. Until this is written, callers ask again.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._begun = False
+        self._clocks = _difference()
+
+    def _doubtful(self) -> bool:
+        stepped = abs(_difference() - self._clocks) > STEP_SECONDS
+        return not self._begun or stepped or TURNS.gap or TURNS.failing()
+
+    def _jobs(self) -> Iterator[Callable[[], None]]:
+        yield from super()._jobs()
+        yield self._look_at_deadlines
+
+    def _look_at_deadlines(self) -> None:
+        clocks = _difference()
+        if self._doubtful():
+            self._prolong()
+            self._begun, TURNS.gap = True, False
+        self._clocks = clocks
+        task = corestate_models.Task
+        with self.session() as session:
+            expired = select(task.task_id).where(task.token.is_not(None), task.active_until < now()).limit(1)
+            if session.scalar(expired) is None:
+                return
+        super()._cleanup_expired_task_tokens()
+
+    def _prolong(self) -> None:
+        node, task = linkstate_models.Node, corestate_models.Task
+        patience = constant.HEARTBEAT_PATIENCE
+        until = now().timestamp() + patience * node.heartbeat_interval
+        alive = update(node).where(node.status == core_constant.NodeStatus.ONLINE).values(online_until=until)
+        end = now() + timedelta(seconds=patience * constant.HEARTBEAT_DEFAULT_INTERVAL)
+        running = update(task).where(task.token.is_not(None), task.finished_at.is_(None)).values(active_until=end)
+        with self.session() as session:
+            session.execute(alive)
+            session.execute(running)
+
+    def _cleanup_expired_task_tokens(self) -> None:
+        """Leave it to the thread."""
+
+    def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
+        if not self._doubtful():
+            super()._check_and_tag_offline_nodes(node_ids)
+
+    def get_task_by_token(self, token: str) -> "Task | None":
+        return self._or_again(super().get_task_by_token(token))
+
+    def acknowledge_task_heartbeat(self, task_id: int) -> bool:
+        return self._or_again(super().acknowledge_task_heartbeat(task_id))
+
+    def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
+        if self._doubtful():
+            raise TryAgainError("whether nodes are alive is not known yet")
+        return super().get_message_res(message_ids, run_id)
+
+    def _or_again(self, found: T) -> T:
+        if not found and self._doubtful():
+            raise TryAgainError("whether the run is alive is not known yet")
+        return found
+
+
+def _difference() -> float:
+    """Return the wall clock's seconds less the monotonic one's: it changes when the clock is set, or after a sleep."""
+    return time.time() - time.monotonic()
+
+
+class _Traffic(_EachSecond):
+    """Adds up a second's bytes and seconds of a run before they are written."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._sums: dict[int, _Sums] = {}
+        self._sums_lock = threading.Lock()
+
+    def store_traffic(self, run_id: int, *, bytes_sent: int, bytes_recv: int) -> None:
+        if min(bytes_sent, bytes_recv) < 0 or bytes_sent == bytes_recv == 0:
+            super().store_traffic(run_id, bytes_sent=bytes_sent, bytes_recv=bytes_recv)  # which refuses it
+        self._add(run_id, _Sums(bytes_sent, bytes_recv))
+
+    def add_clientapp_runtime(self, run_id: int, runtime: float) -> None:
+        self._add(run_id, _Sums(seconds=runtime))
+
+    def get_run_info(self, **filters: Any) -> "Sequence[Run]":
+        runs = super().get_run_info(**filters)
+        with self._sums_lock:
+            for run in runs:
+                if sums := self._sums.get(run.run_id):
+                    run.bytes_sent += sums.sent
+                    run.bytes_recv += sums.received
+                    run.clientapp_runtime += sums.seconds
+        return runs
+
+    def _add(self, run_id: int, more: "_Sums") -> None:
+        with self._sums_lock:
+            self._sums[run_id] = self._sums.get(run_id, _Sums()) + more
+
+    def _jobs(self) -> Iterator[Callable[[], None]]:
+        yield from super()._jobs()
+        yield self._write_sums
+
+    def _write_sums(self) -> None:
+        with self._sums_lock:
+            written = dict(self._sums)
+        for run_id, sums in written.items():
+            with contextlib.suppress(ValueError), self.session():  # of a run that is no more
+                if sums.sent or sums.received:
+                    super().store_traffic(run_id, bytes_sent=sums.sent, bytes_recv=sums.received)
+                if sums.seconds:
+                    super().add_clientapp_runtime(run_id, sums.seconds)
+            with self._sums_lock:
+                if (left := self._sums[run_id] - sums) == _Sums():
+                    del self._sums[run_id]
+                else:
+                    self._sums[run_id] = left
+
+
+@dataclass(frozen=True)
+class _Sums:
+    sent: int = 0
+    received: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "_Sums") -> "_Sums":
+        return _Sums(self.sent + other.sent, self.received + other.received, self.seconds + other.seconds)
+
+    def __sub__(self, other: "_Sums") -> "_Sums":
+        return self + _Sums(-other.sent, -other.received, -other.seconds)
+
+
+class _Keys(Base):
+    """Looks up a node's key once a second, not in each of its calls."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._keys = Kept()
+
+    def get_node_id_by_public_key(self, public_key: bytes) -> int | None:
+        return self._keys.get(public_key, functools.partial(super().get_node_id_by_public_key, public_key))
+
+    def delete_node(self, owner_aid: str, node_id: int) -> None:
+        super().delete_node(owner_aid, node_id)
+        self._keys.forget()
+
+
+class _Tasks(Base):
+    """Reads what state a run is in once a second, or when a task has changed, not in each call about it."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._tasks = Kept()
+        TURNS.on_tasks.append(self._tasks.forget)
+
+    def get_run_status(self, run_ids: set[int]) -> "dict[int, RunStatus]":
+        key = frozenset(run_ids)
+        return dict(self._tasks.get(key, functools.partial(super().get_run_status, run_ids)))
+
+    def get_task_by_token(self, token: str) -> "Task | None":
+        return self._tasks.get(token, functools.partial(super().get_task_by_token, token))
+
+
+class _Claims(Base):
+    """Looks for messages before it claims them: most nodes, and most ServerApps, ask in vain."""
+
+    def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
+        message = linkstate_models.MessageIns
+        waiting = select(message.message_id).where(
+            message.dst_node_id == uint64_to_int64(node_id),
+            message.delivered_at == "",
+            message.created_at + message.ttl > now().timestamp(),
+        )
+        if run_id is not None:
+            waiting = waiting.where(message.run_id == uint64_to_int64(run_id))
+        with self.session() as session:
+            if session.scalar(waiting.limit(1)) is None:
+                return []
+            return super().get_message_ins(node_id, limit, run_id=run_id)
+
+    def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
+        """Return nothing only if all is well with all messages, and none has a reply yet."""
+        message, reply, node = linkstate_models.MessageIns, linkstate_models.MessageRes, linkstate_models.Node
+        time_now = now().timestamp()
+        well = select(func.count()).select_from(message).join(node, node.node_id == message.dst_node_id)
+        well = well.where(
+            message.message_id.in_(message_ids),
+            message.run_id == uint64_to_int64(run_id),
+            message.created_at + message.ttl > time_now,
+            node.status != core_constant.NodeStatus.UNREGISTERED,
+            node.online_until >= time_now,
+        )
+        replied = select(reply.message_id).where(reply.reply_to_message_id.in_(message_ids), reply.delivered_at == "")
+        with self.session() as session:
+            if session.scalar(replied.limit(1)) is None and session.scalar(well) == len(message_ids):
+                return []
+            return super().get_message_res(message_ids, run_id)
+
+
+class _Unreceived(Base):
+    """Hands out again what has not arrived.
+
+    A node or ServerApp confirms a message when it has all its objects, which are deleted then, and works on it only
+    after that. Whoever asks again while a message for it is there and not confirmed has not received it.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._handed: dict[int, dict[str, Message]] = {}
+        self._times: dict[str, int] = {}
+        self._answers: dict[str, Message] = {}
+
+    def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
+        if run_id is not None:  # a ServerApp
+            return super().get_message_ins(node_id, limit, run_id=run_id)
+        handed = self._handed.setdefault(node_id, {})
+        for number, message in list(handed.items()):
+            if self._is_lacked(number):
+                self._times[number] = self._times.get(number, 0) + 1
+                log(WARNING, "posy: node %s has not received message %s, which is handed out again", node_id, number)
+                return [message]
+            handed.pop(number, None)
+            self._times.pop(number, None)
+        messages = super().get_message_ins(node_id, limit, run_id=run_id)
+        handed |= {message.metadata.message_id: message for message in messages}
+        return messages
+
+    def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
+        for number, answer in list(self._answers.items()):
+            if answer.metadata.message_id not in self.object_store:
+                self._answers.pop(number, None)
+        again = [answer for number, answer in list(self._answers.items()) if number in message_ids]
+        new = super().get_message_res(message_ids - {answer.metadata.reply_to_message_id for answer in again}, run_id)
+        self._answers |= {reply.metadata.reply_to_message_id: reply for reply in new}
+        return again + new
+
+    def _is_lacked(self, number: str) -> bool:
+        if number not in self.object_store or self._times.get(number, 0) >= MOST_TIMES:
+            return False
+        reply = linkstate_models.MessageRes
+        with self.session() as session:
+            if session.scalar(select(reply.message_id).where(reply.reply_to_message_id == number)) is not None:
+                return False  # an error reply needs no objects
+            found = self.get_valid_message_ins(number)
+        return found is not None and found["delivered_at"] != ""
+
+
+class _Objects(_EachSecond):
+    """Keeps in memory in which order the objects of messages arrive, as the objects themselves.
+
+    What is on its way dies with the SuperLink, and is sent again by the ServerApp.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._object_push_sessions: dict[str, Any] = {}
+        self._object_push_session_by_root: dict[str, str] = {}
+        self._lock_object_push_sessions = threading.RLock()
+        self._overdue: set[str] = set()
+
+    def start_session(self, run_id: int) -> str:
+        return _Memory.start_session(self, run_id)
+
+    def delete_sessions_in_run(self, run_id: int) -> None:
+        _Memory.delete_sessions_in_run(self, run_id)
+
+    def preregister_object_tree(self, object_tree: "ObjectTree", session_id: str) -> list[str]:
+        return _Memory.preregister_object_tree(self, object_tree, session_id)
+
+    def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        stored = _Memory.store_object(self, run_id, session_id, object_id, object_content)
+        # Whoever has missed the first answer sends it again.
+        return stored or bool(self.object_store.get(object_id))
+
+    def get_object(self, run_id: int, object_id: str) -> bytes | None:
+        return _Memory.get_object(self, run_id, object_id)
+
+    def _cleanup_push_session(self, session_id: str, *, cleanup_messages: bool) -> None:
+        _Memory._cleanup_push_session(self, session_id, cleanup_messages=cleanup_messages)
+
+    def _on_push_session_expired(self, message_object_ids: set[str]) -> None:
+        """Delete their messages later: who holds the lock of the sessions must not wait for a turn to write."""
+        self._overdue |= message_object_ids
+
+    def _jobs(self) -> Iterator[Callable[[], None]]:
+        yield from super()._jobs()
+        yield self._delete_overdue
+
+    def _delete_overdue(self) -> None:
+        if overdue := set(self._overdue):
+            super()._on_push_session_expired(overdue)
+            with self._lock_object_push_sessions:
+                self._overdue -= overdue
+
+
+_Memory: Any = in_memory_corestate.InMemoryCoreState
+
+
+def _objects_in_memory() -> None:
+    loader = importlib.import_module("flwr.superlink.config_loader")
+    factory = loader.ObjectStoreFactory
+    vars(loader)["ObjectStoreFactory"] = lambda database: factory(core_constant.FLWR_IN_MEMORY_DB_NAME)
+    vars(in_memory_corestate)["OBJECT_PUSH_SESSION_TTL_SECONDS"] = OBJECT_SECONDS
+
+
+# -- what all this needs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Something that is done in another way than Flower's."""
+
+    name: str
+    needs: Mapping[str, str | None]
+    """The names of Flower that it uses, as ``module:name``, with the parameters of functions."""
+    state: type | None = None
+    """What it changes of the SuperLink's state."""
+    use: Callable[[], object] = lambda: None
+
+
+def improve() -> None:
+    """Let a SuperLink that is started in this process after this write less, and lose nothing."""
+    TURNS.install()
+    kinds = []
+    for saving in SAVINGS:
+        if missing := lacking(saving.needs):
+            log(WARNING, "posy: in Flower %s %s: the SuperLink goes without %s", flwr.__version__, missing, saving.name)
+            continue
+        saving.use()
+        kinds += [saving.state] if saving.state else []
+    vars(linkstate_factory)["SqlLinkState"] = improved(*kinds)
+
+
+def improved(*kinds: type) -> type[sql_linkstate.SqlLinkState]:
+    """Return the class of a SuperLink's state with some changes to it."""
+    return type("LinkState", (*kinds, sql_linkstate.SqlLinkState), {})
+
+
+def lacking(needs: Mapping[str, str | None]) -> str:
+    """Return what of these names Flower lacks or has in another form, in words; nothing if all is there."""
+    for path, parameters in needs.items():
+        module, _, name = path.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return f"there is no {path}"
+        if parameters is not None and (given := " ".join(inspect.signature(found).parameters)) != parameters:
+            return f"{path} takes ({given}), not ({parameters})"
+    return ""
+
+
+_STATE = "flwr.server.superlink.linkstate.sql_linkstate:SqlLinkState"
+_MEMORY = "flwr.supercore.corestate.in_memory_corestate:InMemoryCoreState"
+_NODE = "flwr.supercore.state.schema.linkstate_models:Node"
+_MESSAGE = "flwr.supercore.state.schema.linkstate_models:MessageIns"
+_REPLY = "flwr.supercore.state.schema.linkstate_models:MessageRes"
+_TASK = "flwr.supercore.state.schema.corestate_models:Task"
+_SECOND = {
+    "flwr.server.superlink.linkstate.linkstate_factory:SqlLinkState": "database_path federation_manager object_store",
+    f"{_STATE}.initialize": "self log_queries",
+    f"{_STATE}.session": "self",
+}
+_PUSH_SESSIONS = {
+    "start_session": "self run_id",
+    "delete_sessions_in_run": "self run_id",
+    "preregister_object_tree": "self object_tree session_id",
+    "store_object": "self run_id session_id object_id object_content",
+    "get_object": "self run_id object_id",
+    "_cleanup_push_session": "self session_id cleanup_messages",
+    "_on_push_session_expired": "self message_object_ids",
+}
+SAVINGS = (
+    Saving(
+        "errors that the other side retries",
+        {
+            "flwr.superlink.cli.flower_superlink:_run_fleet_api_grpc_rere": (
+                "address state_factory objectstore_factory enable_supernode_auth certificates interceptors"
+            ),
+            "flwr.superlink.extensions:configure_app": "app",
+        },
+        use=_retry_errors,
+    ),
+    Saving(
+        "calls that are one transaction",
+        {f"{module}:{name}": words for module, names in _WHOLE.items() for name, words in names.items()},
+        use=_whole_calls,
+    ),
+    Saving(
+        "messages handed out again that have not arrived",
+        {
+            f"{_STATE}.get_message_ins": "self node_id limit run_id",
+            f"{_STATE}.get_message_res": "self message_ids run_id",
+            f"{_STATE}.get_valid_message_ins": "self message_id",
+            f"{_STATE}.object_store": None,
+            "flwr.supercore.object_store:ObjectStore.__contains__": "self object_id",
+            f"{_REPLY}.message_id": None,
+            f"{_REPLY}.reply_to_message_id": None,
+        },
+        _Unreceived,
+    ),
+    Saving(
+        "run states kept for a second",
+        {f"{_STATE}.get_run_status": "self run_ids", f"{_STATE}.get_task_by_token": "self token"},
+        _Tasks,
+    ),
+    Saving(
+        "node keys kept for a second",
+        {
+            f"{_STATE}.get_node_id_by_public_key": "self public_key",
+            f"{_STATE}.delete_node": "self owner_aid node_id",
+        },
+        _Keys,
+    ),
+    Saving(
+        "a look before messages are claimed",
+        {
+            f"{_STATE}.get_message_ins": "self node_id limit run_id",
+            f"{_STATE}.get_message_res": "self message_ids run_id",
+            f"{_STATE}.session": "self",
+            **dict.fromkeys(f"{_NODE}.{name}" for name in ("node_id", "status", "online_until")),
+            **dict.fromkeys(
+                f"{_MESSAGE}.{name}"
+                for name in ("message_id", "run_id", "dst_node_id", "delivered_at", "created_at", "ttl")
+            ),
+            **dict.fromkeys(f"{_REPLY}.{name}" for name in ("message_id", "reply_to_message_id", "delivered_at")),
+            "flwr.supercore.constant:NodeStatus.UNREGISTERED": None,
+        },
+        _Claims,
+    ),
+    Saving(
+        "traffic written once a second",
+        {
+            **_SECOND,
+            f"{_STATE}.store_traffic": "self run_id bytes_sent bytes_recv",
+            f"{_STATE}.add_clientapp_runtime": "self run_id runtime",
+            f"{_STATE}.get_run_info": "self run_ids statuses flwr_aids federation_ids order_by ascending limit",
+        },
+        _Traffic,
+    ),
+    Saving(
+        "the objects of messages in memory",
+        {
+            **_SECOND,
+            **{f"{kind}.{name}": words for kind in (_STATE, _MEMORY) for name, words in _PUSH_SESSIONS.items()},
+            "flwr.superlink.config_loader:ObjectStoreFactory": "database",
+            "flwr.supercore.constant:FLWR_IN_MEMORY_DB_NAME": None,
+            "flwr.supercore.corestate.in_memory_corestate:OBJECT_PUSH_SESSION_TTL_SECONDS": None,
+        },
+        _Objects,
+        _objects_in_memory,
+    ),
+    Saving(
+        "deadlines that survive a clock that is set, and a look at them once a second",
+        {
+            **_SECOND,
+            f"{_STATE}._cleanup_expired_task_tokens": "self",
+            f"{_STATE}._check_and_tag_offline_nodes": "self node_ids",
+            f"{_STATE}.get_task_by_token": "self token",
+            f"{_STATE}.acknowledge_task_heartbeat": "self task_id",
+            f"{_STATE}.get_message_res": "self message_ids run_id",
+            **dict.fromkeys(f"{_NODE}.{name}" for name in ("status", "online_until", "heartbeat_interval")),
+            **dict.fromkeys(f"{_TASK}.{name}" for name in ("task_id", "token", "active_until", "finished_at")),
+            "flwr.supercore.constant:NodeStatus.ONLINE": None,
+            "flwr.common.constant:HEARTBEAT_PATIENCE": None,
+            "flwr.common.constant:HEARTBEAT_DEFAULT_INTERVAL": None,
+        },
+        _Deadlines,
+    ),
+)

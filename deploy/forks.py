@@ -1,0 +1,245 @@
+"""Nodes and their workers as processes forked from one, which has loaded Flower and PyTorch for all of them.
+
+What is loaded is in memory once, however many nodes a machine has, and a worker that died is replaced in no time. The
+parent has one thread, no gRPC channel and no CUDA context, because these do not survive a fork. Nodes and workers are
+all its children. A node asks it for a worker over a socket; so none of them outlives another by more than moments: the
+node ends when that socket closes, and a worker when its node has gone.
+"""
+
+import contextlib
+import gc
+import json
+import math
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+STOP_SECONDS = 10.0
+"""Seconds that nodes have to end by themselves."""
+READ = 1 << 16
+SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
+
+
+class Parent(threading.Thread):
+    """A node's connection to its parent, which forks and kills its worker; it has one at a time.
+
+    When the parent is gone, the node ends.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(name="posy-parent", daemon=True)
+        self._connection = connection
+        self.ended: queue.Queue[int] = queue.Queue()
+        """The exit code of the worker, once it has ended."""
+
+    def run(self) -> None:
+        """Listen to the parent until it is gone."""
+        with contextlib.suppress(OSError), self._connection.makefile("r") as lines:
+            for line in lines:
+                self.ended.put(int(line))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def fork_worker(self, connection: socket.socket, address: str, home: Path) -> None:
+        """Have a worker forked that serves the node at ``address`` over a connection, with a home of its own."""
+        order = json.dumps({"address": address, "home": str(home)}).encode()
+        socket.send_fds(self._connection, [order], [connection.fileno()])
+
+    def kill_worker(self) -> None:
+        """Kill the worker, if there is one."""
+        self._connection.sendall(b"kill")
+
+
+@dataclass
+class Node:
+    """A node, as its parent sees it."""
+
+    name: str
+    arguments: Sequence[str]
+    process: int = 0
+    worker: int = 0
+    connection: socket.socket | None = None
+    output: tuple[int, int] | None = None
+    """Both ends of the pipe that the node and its worker write to; None: they write where the parent does."""
+    unfinished: bytes = b""
+    """A line of it that has no end yet."""
+    code: int = 0
+    left: float = math.inf
+    """When the node ended, by the monotonic clock."""
+
+
+@dataclass
+class Family:
+    """The nodes of one parent, and what it needs to look after them."""
+
+    nodes: Sequence[Node]
+    serve_node: Callable[[Sequence[str], Parent], None]
+    serve_worker: Callable[[str, socket.socket], None]
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    stopped: float = 0.0
+    """When the nodes were told to end, by the monotonic clock; 0: not yet."""
+
+    def keep(self) -> int:
+        """Fork the nodes and look after them until all have ended; return the exit status."""
+        self._wakeup, wakeup = socket.socketpair()
+        for end in (self._wakeup, wakeup):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno())
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)  # what comes is read from the socket
+        self.selector.register(self._wakeup, selectors.EVENT_READ)
+        gc.collect()
+        gc.freeze()  # what is loaded stays; a collection that looked at it would copy it into every child
+        for node in self.nodes:
+            self._fork_node(node)
+        while any(node.process or node.worker for node in self.nodes):
+            ending = self.stopped or any(not node.process for node in self.nodes)
+            for key, _ in self.selector.select(1.0 if ending else None):
+                if key.data is None:
+                    self._heed(self._wakeup.recv(READ))
+                elif isinstance(key.fileobj, socket.socket):
+                    self._obey(key.data)
+                else:
+                    self._show(key.data)
+            for node in self.nodes:
+                if self.stopped and node.process and time.monotonic() - self.stopped > STOP_SECONDS:
+                    os.kill(node.process, signal.SIGKILL)
+                if node.worker and time.monotonic() - node.left > STOP_SECONDS:  # it hangs
+                    os.kill(node.worker, signal.SIGKILL)
+        codes = [node.code for node in self.nodes]
+        return next((code if code > 0 else 128 - code for code in codes if code), 0)
+
+    def _fork_node(self, node: Node) -> None:
+        node.connection, theirs = socket.socketpair()
+        if len(self.nodes) > 1:
+            node.output = os.pipe()
+            os.set_blocking(node.output[0], False)
+            self.selector.register(node.output[0], selectors.EVENT_READ, node)
+
+        def serve() -> None:
+            os.setsid()  # a Ctrl-C reaches it only through its parent
+            self.serve_node(node.arguments, Parent(theirs))
+
+        node.process = self._fork(node, f"node {node.name}", theirs, serve)
+        theirs.close()
+        self.selector.register(node.connection, selectors.EVENT_READ, node)
+        if len(self.nodes) > 1:
+            self._say(f"node {node.name} is process {node.process}")
+
+    def _obey(self, node: Node) -> None:
+        """Do what a node asks for: a worker, or its end."""
+        assert node.connection is not None
+        try:
+            order, files, _, _ = socket.recv_fds(node.connection, READ, 1)
+        except ConnectionError:
+            order, files = b"", []
+        if not order:  # the node has gone
+            self.selector.unregister(node.connection)
+            node.connection.close()
+            node.connection = None
+        elif order.startswith(b"kill"):
+            if node.worker:
+                os.kill(node.worker, signal.SIGKILL)
+        else:
+            asked = json.loads(order)
+            with socket.socket(fileno=files[0]) as connection:
+
+                def serve() -> None:
+                    os.environ["FLWR_HOME"] = asked["home"]
+                    self.serve_worker(asked["address"], connection)
+
+                node.worker = self._fork(node, f"worker {node.name}", connection, serve)
+
+    def _fork(self, node: Node, title: str, own: socket.socket, serve: Callable[[], None]) -> int:
+        """Fork a process that has one socket of its own, and return its number."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = os.fork()
+        if process:
+            return process
+        try:
+            self._leave(node, title)
+            serve()
+            leave(0)
+        except SystemExit as ended:
+            leave(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
+        except BaseException:  # nothing may go back to the parent's own loop
+            traceback.print_exc()
+            leave(1)
+
+    def _leave(self, node: Node, title: str) -> None:
+        """Give back, in a child, what belongs to the parent."""
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if node.output:
+            for standard in (1, 2):
+                os.dup2(node.output[1], standard)
+        self.selector.close()
+        self._wakeup.close()
+        for other in self.nodes:
+            if other.connection is not None:
+                other.connection.close()
+            for end in other.output or ():
+                os.close(end)
+        with contextlib.suppress(OSError):  # on Linux, for `ps` and `top`
+            Path("/proc/self/comm").write_text(title[:15])
+
+    def _heed(self, signals: bytes) -> None:
+        """Take up the signals that have come."""
+        if signal.SIGCHLD in signals:
+            with contextlib.suppress(ChildProcessError):
+                while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                    self._note_end(found[0], os.waitstatus_to_exitcode(found[1]))
+        if signal.SIGINT in signals or signal.SIGTERM in signals:
+            self._signal(signal.SIGKILL if self.stopped else signal.SIGTERM)
+            self.stopped = self.stopped or time.monotonic()
+
+    def _note_end(self, process: int, code: int) -> None:
+        for node in self.nodes:
+            if node.worker == process:
+                node.worker = 0
+                if node.connection is not None:
+                    with contextlib.suppress(OSError):  # the node has gone
+                        node.connection.sendall(f"{code}\n".encode())
+            elif node.process == process:
+                node.process, node.code, node.left = 0, code, time.monotonic()
+                if len(self.nodes) > 1:
+                    self._show(node)
+                    left = sum(bool(other.process) for other in self.nodes)
+                    how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                    self._say(f"node {node.name} {how}; {left} of {len(self.nodes)} go on")
+
+    def _signal(self, number: int) -> None:
+        for node in self.nodes:
+            if node.process:
+                os.kill(node.process, number)
+
+    def _show(self, node: Node) -> None:
+        """Show what a node has written, each line with its name."""
+        assert node.output is not None
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(node.output[0], READ):
+                *lines, node.unfinished = (node.unfinished + data).split(b"\n")
+                name = node.name.encode()
+                sys.stderr.buffer.write(b"".join(name + b" | " + line + b"\n" for line in lines))
+        sys.stderr.flush()
+
+    def _say(self, text: str) -> None:
+        print(f"posy: {text}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: what is loaded takes long to clean up, and has been seen to hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

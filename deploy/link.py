@@ -1,0 +1,27 @@
+"""The SuperLink's process: ``python -m posy.deploy.link`` takes the arguments of ``flower-superlink``.
+
+It is Flower's own SuperLink, which makes better use of its database (:mod:`posy.deploy.database`).
+"""
+
+import sys
+from importlib.metadata import entry_points
+from logging import WARNING
+
+from flwr.common.logger import log
+
+
+def main() -> None:
+    """Run the SuperLink."""
+    try:
+        from posy.deploy.database import improve  # noqa: PLC0415 - what Flower may no longer have
+    except ImportError as missing:
+        log(WARNING, "posy: this Flower is not the one known here (%s): its SuperLink runs as it is, slower", missing)
+    else:
+        improve()
+    [command] = entry_points(group="console_scripts", name="flower-superlink")
+    sys.argv[0] = command.name
+    command.load()()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The process that carries out a node's tasks, with PyTorch, code and data loaded once.
+
+:class:`posy.deploy.node.Executor` has it forked with a socket. From this it reads tokens, one a line, and writes JSON
+objects, one a line: ``ready``, then for each task ``gone`` if there is no message for it, or else ``message`` (its
+envelope, with which the node answers if this process dies, and the seconds for which an answer is of use), ``pushed``
+and ``done``. It ends when the socket closes.
+"""
+
+import base64
+import contextlib
+import importlib
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import threading
+from logging import ERROR, INFO, WARNING
+from typing import Any, TextIO
+
+import httpx
+from flwr.app import Message, MessageType, RecordDict
+from flwr.common.logger import log
+
+from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
+from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
+
+WORKER_PATIENCE = 10.0
+"""Seconds to wait for a missing part of a message: all parts are on this machine when the task is taken."""
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.optim", "safetensors.numpy"),
+    *("uvicorn.loops.auto", "uvicorn.lifespan.on", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"),
+)
+"""Modules that take long to import and do not belong to the code of a run."""
+SHARED = ("sklearn.datasets", "flwr_datasets.partitioner")
+"""Further ones, which only benchmarks' data needs: loaded beforehand where several nodes share them."""
+
+
+def preload(nodes: int) -> None:
+    """Import what takes long, for the workers of so many nodes that are forked from this process."""
+    for name in PRELOADED + (SHARED if nodes > 1 else ()):
+        importlib.import_module(name)
+
+
+def main(address: str, connection: socket.socket) -> None:
+    """Serve tasks of the node at ``address`` until it closes the socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever wants it to end tells its node
+        signal.signal(number, signal.SIG_IGN)
+    tokens: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_listen, args=(connection, tokens), daemon=True).start()
+    look_for_parts_sooner(WORKER_PATIENCE)
+    apps = Apps()
+    node = connection.makefile("w")
+    _report(node, event="ready", process=os.getpid())
+    last = Answered()
+    while True:
+        serve(Task(address, tokens.get()), apps, node, last)
+
+
+class Answered:
+    """The last answer of a client. A message that is sent again, because it seems lost, is not worked on twice."""
+
+    def __init__(self) -> None:
+        self._asked: object = None
+        self._content = RecordDict()
+
+    def find(self, message: Message) -> Message | None:
+        """Return the answer to a message whose copy was the last that was answered."""
+        return Message(self._content, reply_to=message) if self._asked == _asked(message) else None
+
+    def keep(self, message: Message, reply: Message) -> None:
+        """Keep an answer, unless it is an error, or costs nothing."""
+        if reply.has_content() and message.metadata.message_type != MessageType.QUERY:
+            self._asked, self._content = _asked(message), reply.content
+
+
+def _asked(message: Message) -> object:
+    """Return what tells a message from all others but its copies: run, phase, and the config of its content."""
+    configs = {name: dict(record) for name, record in message.content.config_records.items()}
+    return message.metadata.run_id, message.metadata.message_type, configs
+
+
+def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
+    """Carry out one task; what the ClientApp raises is its reply."""
+    try:
+        message, context, run, fab = task.pull()
+        seconds = max(0.0, message.metadata.ttl - CLOCK_SECONDS)
+        _report(node, event="message", seconds=seconds, envelope=base64.b64encode(envelope(message)).decode())
+        error = ""
+        try:
+            if reply := last.find(message):
+                log(INFO, "this message came before: it gets the answer that is known")
+            else:
+                log(
+                    INFO,
+                    "working on a %s message of round %s",
+                    message.metadata.message_type,
+                    message.metadata.group_id,
+                )
+                reply = apps.load(run, fab)(message, context)
+        except Exception as wrong:
+            log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
+            error = f"{type(wrong).__name__}: {wrong}"
+            reply = error_reply(message, error)
+        task.push(reply, context)
+        _report(node, event="pushed")
+        task.finish(None if error else context, error)
+        last.keep(message, reply)  # only now: the context holds what the client keeps for itself
+    except MessageGoneError as wrong:
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):
+            task.finish(None, str(wrong))
+        _report(node, event="gone")
+        return
+    except (httpx.HTTPError, RuntimeError) as wrong:  # the node answers by itself after a minute
+        log(WARNING, "a task was lost between node and worker: %r", wrong)
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):
+            task.finish(None, repr(wrong))
+    finally:
+        task.close()
+    _report(node, event="done")
+
+
+def _listen(connection: socket.socket, tokens: "queue.Queue[str]") -> None:
+    """Read tokens; end the process at once when the node has gone."""
+    with contextlib.suppress(OSError), connection.makefile("r") as lines:
+        for line in lines:
+            tokens.put(line.strip())
+    shutil.rmtree(os.environ["FLWR_HOME"], ignore_errors=True)
+    os._exit(0)
+
+
+def _report(node: TextIO, **event: Any) -> None:
+    with contextlib.suppress(OSError):  # the node has gone, which ends this process too
+        node.write(json.dumps(event) + "\n")
+        node.flush()

@@ -1,0 +1,527 @@
+"""How the SuperLink's process uses its database: writers in turns, errors that are retried, and fewer writes."""
+
+import importlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from flwr.app import Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, Status, SubStatus
+from flwr.proto.fleet_pb2 import PullMessagesRequest
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.proto.task_pb2 import Task
+from flwr.server.superlink.fleet.message_handler import message_handler
+from flwr.server.superlink.linkstate import SqlLinkState, linkstate_factory
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.servicer.runtime import runtime_handlers
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.exc import OperationalError
+
+from posy.deploy import database
+from posy.deploy.database import SAVINGS, Saving, TryAgainError, Turns, can_be_retried, improved, lacking
+
+Made = Callable[[], Engine]
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Made]:
+    """Return what makes engines for one database, whose connections wait for its lock for 50 ms."""
+    made: list[Engine] = []
+
+    def make() -> Engine:
+        made.append(create_engine(f"sqlite:///{tmp_path / 'a.db'}", connect_args={"check_same_thread": False}))
+        event.listen(made[-1], "connect", lambda connection, _: connection.execute("PRAGMA busy_timeout = 50") and None)
+        return made[-1]
+
+    with make().begin() as connection:
+        connection.execute(text("PRAGMA journal_mode = WAL"))
+        connection.execute(text("CREATE TABLE t (x INTEGER)"))
+    yield make
+    for engine in made:
+        engine.dispose()
+
+
+def write_while_another_holds_on(engine: Engine, statement: str = "INSERT INTO t VALUES (2)") -> None:
+    """Write, and keep the transaction open for 0.3 s; write in another thread meanwhile."""
+    begun = threading.Event()
+
+    def hold() -> None:
+        with engine.begin() as connection:
+            connection.execute(text("INSERT INTO t VALUES (1)"))
+            begun.set()
+            time.sleep(0.3)
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(hold)
+        begun.wait()
+        with engine.begin() as connection:
+            connection.execute(text(statement))
+        holder.result()
+
+
+def numbers(engine: Engine) -> list[int]:
+    with engine.connect() as connection:
+        return list(connection.scalars(text("SELECT x FROM t ORDER BY x")))
+
+
+@pytest.mark.parametrize(
+    "statement", ["INSERT INTO t VALUES (2)", "WITH a AS (SELECT 2 AS x) INSERT INTO t SELECT x FROM a"]
+)
+def test_writers_wait_for_their_turn_however_long_sqlite_would(engines: Made, statement: str) -> None:
+    engine = engines()
+    with pytest.raises(OperationalError, match="database is locked") as locked:
+        write_while_another_holds_on(engine, statement)
+    assert can_be_retried(locked.value)
+    assert numbers(engine) == [1]
+    Turns().install(engine)
+    write_while_another_holds_on(engine, statement)
+    assert numbers(engine) == [1, 1, 2]
+
+
+def test_a_reader_does_not_wait_for_a_writer(engines: Made) -> None:
+    engine = engines()
+    Turns().install(engine)
+    with engine.begin() as writer:
+        writer.execute(text("INSERT INTO t VALUES (1)"))
+        assert numbers(engine) == []
+
+
+def test_the_turn_is_given_back_after_an_error_and_by_a_connection_that_is_thrown_away(
+    engines: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "TURN_SECONDS", 0.2)
+    engine = engines()
+    Turns().install(engine)
+    with pytest.raises(OperationalError, match="no such table"), engine.begin() as connection:
+        connection.execute(text("INSERT INTO missing VALUES (1)"))
+    with engine.connect() as connection:
+        connection.execute(text("INSERT INTO t VALUES (1)"))
+        connection.invalidate()
+        with engine.begin() as other:
+            other.execute(text("INSERT INTO t VALUES (2)"))
+    assert numbers(engine) == [2]
+
+
+def test_a_writer_whose_turn_never_comes_is_to_try_again(engines: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "TURN_SECONDS", 0.2)
+    engine = engines()
+    Turns().install(engine)
+    with engine.begin() as holder:
+        holder.execute(text("INSERT INTO t VALUES (1)"))
+        with pytest.raises(TryAgainError, match=r"no turn to write within 0\.2 s"), engine.begin() as connection:
+            connection.execute(text("INSERT INTO t VALUES (2)"))
+
+
+def test_what_a_statement_with_a_subquery_has_written_does_not_outlive_an_error(engines: Made) -> None:
+    """Python's sqlite3 begins no transaction for it."""
+    engine = engines()
+    claim = text("WITH a AS (SELECT 1 AS x) INSERT INTO t SELECT x FROM a RETURNING x")
+    for kept in ([1], [1]):
+        with pytest.raises(ZeroDivisionError), engine.begin() as connection:
+            connection.execute(claim).all()
+            raise ZeroDivisionError
+        assert numbers(engine) == kept
+        Turns().install(engine)
+
+
+def test_errors_that_are_mistakes_are_not_retried(engines: Made) -> None:
+    with pytest.raises(OperationalError) as mistake, engines().begin() as connection:
+        connection.execute(text("SELECT nothing FROM t"))
+    assert not can_be_retried(mistake.value)
+    assert not can_be_retried(ValueError("database is locked"))
+
+
+def test_a_full_disk_can_be_retried(engines: Made) -> None:
+    with pytest.raises(OperationalError, match="full") as full, engines().begin() as connection:
+        connection.execute(text("PRAGMA max_page_count = 1"))
+        connection.execute(text("INSERT INTO t VALUES (zeroblob(100000))"))
+    assert can_be_retried(full.value)
+
+
+# -- what Flower has --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saving", SAVINGS, ids=lambda saving: saving.name)
+def test_flower_has_every_name_that_is_used(saving: Saving) -> None:
+    assert lacking(saving.needs) == ""
+
+
+def test_what_flower_lacks_or_has_in_another_form_is_named() -> None:
+    module = "flwr.server.superlink.linkstate.sql_linkstate"
+    assert lacking({f"{module}:SqlLinkState.no_such": None}) == f"there is no {module}:SqlLinkState.no_such"
+    assert lacking({"flwr.nothing:x": None}) == "there is no flwr.nothing:x"
+    path = f"{module}:SqlLinkState.get_run_status"
+    assert lacking({path: "self runs"}) == f"{path} takes (self run_ids), not (self runs)"
+
+
+def test_a_saving_that_flower_no_longer_admits_is_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    savings = (Saving("the moon", {"flwr.nothing:x": None}, database._Keys), Saving("the sun", {}, database._Tasks))
+    monkeypatch.setattr(database, "SAVINGS", savings)
+    monkeypatch.setattr(database.TURNS, "install", lambda: None)
+    monkeypatch.setattr(linkstate_factory, "SqlLinkState", linkstate_factory.SqlLinkState)
+    database.improve()
+    assert "there is no flwr.nothing:x: the SuperLink goes without the moon" in caplog.text
+    assert "the sun" not in caplog.text
+    kind = linkstate_factory.SqlLinkState
+    assert issubclass(kind, database._Tasks) and not issubclass(kind, database._Keys)
+
+
+# -- the state of a SuperLink -----------------------------------------------------------------------------
+
+
+class Ours:
+    """A state with a run and a node, as a SuperLink has it."""
+
+    def __init__(self, path: Path, kind: type[SqlLinkState]) -> None:
+        self.store = ObjectStoreFactory().store()
+        self.state = kind(str(path), NoOpFederationManager(), self.store)
+        self.state.initialize()
+        self.engine = self.state._engine
+        self.run = self.state.create_run(
+            "posy", "1", "hash", {}, NOOP_FEDERATION_ID, None, "account", TaskType.SERVER_APP
+        )
+        [info] = self.state.get_run_info(run_ids=[self.run])
+        self.task = info.primary_task_id
+        self.token = self.state.claim_task(self.task)
+        self.state.activate_task(self.task)
+        self.node = self.state.create_node("account", "name", b"key", 30.0)
+        self.state.activate_node(self.node, 30.0)
+
+    def push(self, ttl: float = 100.0) -> str:
+        """Push a message to the node and return its id."""
+        metadata = Metadata(self.run, "", SUPERLINK_NODE_ID, self.node, "", "1", time.time(), ttl, "train")
+        message = make_message(metadata, RecordDict())
+        self.store_with_objects(message)
+        return message.object_id
+
+    def store_with_objects(self, message: Message) -> None:
+        message.metadata.__dict__["_message_id"] = message.object_id
+        session = self.state.start_session(self.run)
+        stored, missing = self.state.store_message_and_object_tree(message, get_object_tree(message), session)
+        assert stored
+        self.objects = {name: thing.deflate() for name, thing in get_all_nested_objects(message).items()}
+        for name in missing:
+            assert self.state.store_object(self.run, session, name, self.objects[name])
+
+    def pull(self, *, confirm: bool = True) -> list[str]:
+        """Pull messages for the node as it does, and return their ids."""
+        request = PullMessagesRequest(node=Node(node_id=self.node))
+        response = message_handler.pull_messages(request=request, state=self.state, store=self.store)
+        numbers = [message.metadata.message_id for message in response.messages_list]
+        if confirm:
+            for number in numbers:
+                self.store.delete(number)
+        return numbers
+
+
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ours]:
+    """Return a state whose upkeep the tests do themselves."""
+    monkeypatch.setattr(database._EachSecond, "_go_on", lambda state: None)
+    made = Ours(tmp_path / "state.db", improved(*(saving.state for saving in SAVINGS if saving.state)))
+    database.TURNS.install(made.engine)
+    made.state._look_at_deadlines()
+    yield made
+    made.engine.dispose()
+
+
+def written(ours: Ours, statement: str) -> Any:
+    """Return what the database itself holds."""
+    with sqlite3.connect(ours.state.database_url.removeprefix("sqlite:///")) as connection:
+        return connection.execute(statement).fetchone()[0]
+
+
+def count_writes(ours: Ours) -> list[str]:
+    """Return a list that will hold the statements that write."""
+    found: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if database._WRITES.match(statement):
+            found.append(statement)
+
+    event.listen(ours.engine, "before_cursor_execute", note)
+    return found
+
+
+def test_a_message_is_handed_out_once_and_only_while_it_lives(ours: Ours) -> None:
+    assert ours.pull() == []
+    ours.push(ttl=0.05)
+    time.sleep(0.1)
+    pushed = [ours.push(), ours.push()]
+    assert [ours.pull(), ours.pull(), ours.pull()] == [pushed[:1], pushed[1:], []]
+
+
+def test_a_message_that_its_node_has_not_received_is_handed_out_again_but_not_for_ever(ours: Ours) -> None:
+    first = ours.push(), ours.push()
+    assert [ours.pull(confirm=False) for _ in range(database.MOST_TIMES + 1)] == [[first[0]]] * 4
+    assert ours.pull() == [first[1]]
+    assert ours.pull() == []
+
+
+def test_a_message_whose_claim_was_taken_back_is_handed_out_once(ours: Ours) -> None:
+    pushed = ours.push()
+    with pytest.raises(ZeroDivisionError), ours.state.session():
+        assert ours.pull(confirm=False) == [pushed]
+        raise ZeroDivisionError
+    assert [ours.pull(), ours.pull()] == [[pushed], []]
+
+
+def test_a_reply_that_the_server_app_has_not_received_is_handed_out_again(ours: Ours) -> None:
+    first, second = ours.push(), ours.push()
+    [message] = ours.state.get_message_ins(ours.node, 1)
+    reply = Message(RecordDict(), reply_to=message)
+    ours.store_with_objects(reply)
+    for _ in range(2):
+        request = PullAppMessagesRequest(message_ids=[first, second])
+        response = runtime_handlers.pull_messages(request, ours.state, Task(run_id=ours.run))
+        assert [found.metadata.message_id for found in response.messages_list] == [reply.object_id]
+    ours.store.delete(reply.object_id)  # as its confirmation does
+    request = PullAppMessagesRequest(message_ids=[second])
+    assert not runtime_handlers.pull_messages(request, ours.state, Task(run_id=ours.run)).messages_list
+    assert ours.state._answers == {}
+
+
+def test_an_object_may_be_sent_twice(ours: Ours) -> None:
+    """Whoever has not got the answer to the first call makes it again, also that for the last object."""
+    ours.push()
+    name = min(ours.objects)
+    assert ours.state.store_object(ours.run, "", name, ours.objects[name])
+    assert not ours.state.store_object(ours.run, "", "0" * 64, b"")
+
+
+def test_a_message_for_another_run_is_not_claimed(ours: Ours) -> None:
+    pushed = ours.push()
+    assert ours.state.get_message_ins(ours.node, None, run_id=ours.run + 1) == []
+    [message] = ours.state.get_message_ins(ours.node, None, run_id=ours.run)
+    assert message.metadata.message_id == pushed
+
+
+def test_a_message_whose_call_has_failed_is_handed_out_again(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = ours.push()
+    monkeypatch.setattr(message_handler, "pull_messages", message_handler.pull_messages)
+    database._whole_calls()
+    tree = ours.store.get_object_tree
+
+    def broken(object_id: str) -> Any:
+        monkeypatch.setattr(ours.store, "get_object_tree", tree)
+        raise TryAgainError
+
+    monkeypatch.setattr(ours.store, "get_object_tree", broken)
+    with pytest.raises(TryAgainError):
+        ours.pull()
+    assert ours.pull() == [pushed]
+
+
+def test_polls_and_objects_write_nothing(ours: Ours) -> None:
+    pushed = ours.push()
+    assert ours.pull(confirm=False) == [pushed]
+    assert ours.state.get_object(ours.run, pushed)
+    ours.store.delete(pushed)
+    writes = count_writes(ours)
+    assert ours.pull() == []
+    assert ours.state.get_message_res({pushed}, ours.run) == []
+    ours.state.store_traffic(ours.run, bytes_sent=1, bytes_recv=0)
+    ours.state.get_run_status({ours.run})
+    assert writes == []
+
+
+def test_a_reply_and_a_node_that_is_gone_are_seen(ours: Ours) -> None:
+    first, second = ours.push(), ours.push()
+    [message] = ours.state.get_message_ins(ours.node, 1)
+    reply = Message(RecordDict(), reply_to=message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    assert ours.state.store_message_res(reply) == reply.object_id
+    [found] = ours.state.get_message_res({first, second}, ours.run)
+    assert found.metadata.reply_to_message_id == first
+    assert ours.state.get_message_res({second}, ours.run) == []
+    ours.state.deactivate_node(ours.node)
+    [found] = ours.state.get_message_res({second}, ours.run)
+    assert found.error.code == ErrorCode.NODE_UNAVAILABLE
+
+
+def test_a_node_that_is_unregistered_is_not_known_from_then_on(ours: Ours) -> None:
+    assert ours.state.get_node_id_by_public_key(b"key") == ours.node
+    reads: list[str] = []
+    event.listen(ours.engine, "before_cursor_execute", lambda *call: reads.append(call[2]))
+    assert ours.state.get_node_id_by_public_key(b"key") == ours.node
+    assert reads == []
+    ours.state.delete_node("account", ours.node)
+    assert ours.state.get_node_id_by_public_key(b"key") is None
+
+
+def test_the_end_of_a_run_is_seen_at_once(ours: Ours) -> None:
+    assert ours.state.get_run_status({ours.run})[ours.run].status == Status.RUNNING
+    assert ours.state.get_task_by_token(ours.token) is not None
+    ours.state.finish_task(ours.task, SubStatus.COMPLETED, "")
+    assert ours.state.get_run_status({ours.run})[ours.run].status == Status.FINISHED
+    assert ours.state.get_task_by_token(ours.token) is None
+
+
+def test_traffic_is_told_at_once_and_written_once(ours: Ours) -> None:
+    ours.state._write_sums()
+    for _ in range(3):
+        ours.state.store_traffic(ours.run, bytes_sent=5, bytes_recv=2)
+    ours.state.add_clientapp_runtime(ours.run, 1.5)
+    for _ in range(2):
+        [run] = ours.state.get_run_info(run_ids=[ours.run])
+        assert (run.bytes_sent, run.bytes_recv, run.clientapp_runtime) == (15, 6, 1.5)
+        ours.state._write_sums()
+        assert written(ours, "SELECT bytes_sent FROM run") == 15
+    for wrong in ({"bytes_sent": -1, "bytes_recv": 1}, {"bytes_sent": 0, "bytes_recv": 0}):
+        with pytest.raises(ValueError, match="bytes"):
+            ours.state.store_traffic(ours.run, **wrong)
+
+
+def test_upkeep_is_done_by_itself_and_goes_on_after_an_error(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(database, "KEPT_SECONDS", 0.05)
+    errors: list[Exception] = [ValueError(), TryAgainError()]
+    write = ours.state._write_sums
+
+    def failing() -> None:
+        if errors:
+            raise errors.pop()
+        write()
+
+    monkeypatch.setattr(ours.state, "_write_sums", failing)
+    ours.state.store_traffic(ours.run, bytes_sent=5, bytes_recv=2)
+    threading.Thread(target=ours.state._go_on, daemon=True).start()
+    end = time.monotonic() + 20.0
+    while written(ours, "SELECT bytes_sent FROM run") != 5:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def the_clock_was_set(ours: Ours) -> None:
+    ours.state._clocks -= 3600
+
+
+def nothing_could_be_written_for_long(ours: Ours) -> None:
+    database.TURNS._failing = time.monotonic() - 60
+    with ours.engine.begin() as connection:
+        connection.execute(text("UPDATE run SET bytes_sent = 0"))  # by whoever comes first
+
+
+@pytest.mark.parametrize("fault", [the_clock_was_set, nothing_could_be_written_for_long])
+def test_what_kept_signs_of_life_away_ends_no_run_and_loses_no_node(ours: Ours, fault: Callable[[Ours], None]) -> None:
+    pushed = ours.push()
+    past(ours)
+    fault(ours)
+    calls = [
+        lambda: ours.state.get_task_by_token(ours.token),
+        lambda: ours.state.acknowledge_task_heartbeat(ours.task),
+        lambda: ours.state.get_message_res({pushed}, ours.run),
+    ]
+    for call in calls:
+        with pytest.raises(TryAgainError):
+            call()
+    assert [info.status for info in ours.state.get_node_info()] == ["online"]
+    ours.state._look_at_deadlines()
+    assert ours.state.get_task_by_token(ours.token) is not None
+    assert ours.state.acknowledge_task_heartbeat(ours.task)
+    assert ours.state.get_message_res({pushed}, ours.run) == []
+
+
+def test_without_such_a_reason_deadlines_hold(ours: Ours) -> None:
+    past(ours)
+    ours.state._look_at_deadlines()
+    assert ours.state.get_run_status({ours.run})[ours.run].status == Status.FINISHED
+    assert [info.status for info in ours.state.get_node_info()] == ["offline"]
+
+
+def past(ours: Ours) -> None:
+    """Let all signs of life be old."""
+    with ours.engine.begin() as connection:
+        connection.execute(text("UPDATE node SET online_until = 1"))
+        connection.execute(text("UPDATE task SET active_until = '2020-01-01 00:00:00.000000'"))
+
+
+# -- what the other side is told --------------------------------------------------------------------------
+
+
+def locked() -> OperationalError:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    return OperationalError("UPDATE", {}, error)
+
+
+def abort_as_flower_does(context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid timestamp")
+
+
+def fail(error: Exception) -> Callable[[Any], Any]:
+    def failing(context: Any) -> None:
+        raise error
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    ("method", "act", "code"),
+    [
+        ("PullMessages", fail(locked()), grpc.StatusCode.UNAVAILABLE),
+        ("PullMessages", fail(ValueError("a mistake")), grpc.StatusCode.INTERNAL),
+        ("PullMessages", abort_as_flower_does, grpc.StatusCode.UNAVAILABLE),
+        ("ActivateNode", abort_as_flower_does, grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+def test_a_node_is_told_to_call_again_only_when_that_helps(
+    method: str, act: Callable[[Any], Any], code: grpc.StatusCode
+) -> None:
+    """The calls of nodes go through Flower's translator of errors first, as in a SuperLink."""
+    from flwr.supercore.interceptors import RpcErrorTranslationServerInterceptor
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        act(context)
+        return b""
+
+    handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}
+    interceptors = [RpcErrorTranslationServerInterceptor(), database.AskAgain()]
+    server = grpc.server(futures.ThreadPoolExecutor(1), interceptors=interceptors)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("flwr.proto.Fleet", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as failed:
+            channel.unary_unary(f"/flwr.proto.Fleet/{method}")(b"", timeout=10.0)
+        assert failed.value.code() is code
+    finally:
+        server.stop(None)
+
+
+def test_a_server_app_is_told_to_call_again_only_when_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi.testclient import TestClient
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+    from flwr.superlink import extensions, main
+
+    superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    for module, name in ((extensions, "configure_app"), (superlink, "_run_fleet_api_grpc_rere")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    database._retry_errors()
+    app = main.create_app()
+    error: list[Exception] = [locked(), TryAgainError(), ValueError("a mistake")]
+
+    def failing(*_: Any) -> None:
+        raise error.pop(0)
+
+    app.state.runtime_handlers = SimpleNamespace(acquire_task=failing)
+    client = TestClient(app, raise_server_exceptions=False)
+    request = AcquireTaskRequest(supported_task_types=["x"]).SerializeToString()
+    headers = {"content-type": PROTOBUF_MEDIA_TYPE}
+    answers = [client.post("/v1/runtime/acquire-task", content=request, headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [503, 503, 500], answers[0].text

@@ -1,0 +1,414 @@
+"""`posy doctor`, renewed certificates and backups, with Flower's own Fleet API and database in this process."""
+
+import datetime
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import NodeAuthServerInterceptor
+from flwr.server.superlink.linkstate.linkstate_factory import LinkStateFactory
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.cli.flower_superlink import _run_fleet_api_grpc_rere
+from flwr.superlink.federation import NoOpFederationManager
+
+from posy.commands import cli
+from posy.commands.deploy import doctor
+from posy.commands.deploy.backup import back_up, held, restore
+from posy.commands.deploy.certificates import (
+    Files,
+    check_server,
+    hosts_of,
+    make_certificates,
+    public_half,
+    public_pem,
+    read_certificates,
+    renew,
+)
+from posy.commands.deploy.control import Run
+from posy.commands.deploy.doctor import Finding
+from posy.commands.deploy.status import doing, waiting
+from posy.commands.launch import Connection
+from posy.deploy.addresses import free_port
+from posy.flower import versions
+from posy.settings import SettingsError
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def made(folder: Path, *nodes: str, days: int = 365) -> Files:
+    make_certificates(folder, ["10.0.0.1"], nodes, days)
+    return Files(folder)
+
+
+def wrong(findings: Any) -> list[Finding]:
+    return [found for found in findings if found.level != "ok"]
+
+
+def trusted(port: int, ca: Path) -> bool:
+    """Tell whether Flower's own way of connecting trusts a port."""
+    with grpc.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(ca.read_bytes())) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=3.0)
+        except grpc.FutureTimeoutError:
+            return False
+    return True
+
+
+class Fleet(NamedTuple):
+    """Flower's Fleet API with node authentication."""
+
+    port: int
+    state: Any
+
+    @property
+    def address(self) -> str:
+        return f"localhost:{self.port}"
+
+
+def fleet_of(files: Files) -> tuple[Fleet, grpc.Server]:
+    objects = ObjectStoreFactory()
+    states = LinkStateFactory(":flwr-in-memory:", NoOpFederationManager(), objects)
+    content = tuple(path.read_bytes() for path in (files.ca, files.server, files.server_key))
+    port = free_port()
+    interceptors = [NodeAuthServerInterceptor(states)]
+    server = _run_fleet_api_grpc_rere(f"127.0.0.1:{port}", states, objects, True, content, interceptors)  # type: ignore[arg-type]
+    return Fleet(port, states.state()), server
+
+
+def register(fleet: Any, public: Path) -> int:
+    number: int = fleet.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_pem(public), 30, name=public.stem)
+    return number
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[tuple[Fleet, Files]]:
+    files = made(tmp_path / "certificates", "site-a", "site-b")
+    started, server = fleet_of(files)
+    register(started.state, files.node_public("site-a"))
+    yield started, files
+    server.stop(None).wait()
+
+
+# -- renewed certificates and keys -----------------------------------------------------------------------
+
+
+def test_a_renewed_server_certificate_is_for_the_same_hosts_and_the_old_one_is_kept(tmp_path: Path) -> None:
+    files = made(tmp_path)
+    before = {path: path.read_bytes() for path in (files.server, files.server_key, files.ca, files.ca_key)}
+    assert renew(tmp_path, ["new.example"], [], 30) == [files.server_key, files.server]
+    check_server(files.server, files.server_key)
+    [certificate] = read_certificates(files.server)
+    assert {str(name.value) for name in hosts_of(certificate)} == {"localhost", "127.0.0.1", "10.0.0.1", "new.example"}
+    assert (files.ca.read_bytes(), files.ca_key.read_bytes()) == (before[files.ca], before[files.ca_key])
+    for path in (files.server, files.server_key):
+        [old] = tmp_path.glob(f"{path.name}.*")
+        assert old.read_bytes() == before[path] != path.read_bytes()
+    for key in tmp_path.glob("*.key*"):
+        assert key.stat().st_mode & 0o077 == 0
+    assert not wrong(doctor.check_certificates(tmp_path))[1:]  # the new certificate is for 30 days only
+    assert not [*tmp_path.glob(".*.part")]
+
+
+def test_a_node_renews_its_key_where_there_is_no_authority(tmp_path: Path) -> None:
+    files = made(tmp_path, "site-a")
+    for path in (files.ca_key, files.server, files.server_key):
+        path.unlink()
+    before = files.node_key("site-a").read_bytes()
+    assert renew(tmp_path, [], ["site-a"], 1) == [files.node_key("site-a"), files.node_public("site-a")]
+    assert files.node_key("site-a").read_bytes() != before
+    assert public_half(files.node_key("site-a")) == public_pem(files.node_public("site-a"))
+    with pytest.raises(SettingsError, match=r"nobody\.key is missing: there is nothing to renew"):
+        renew(tmp_path, [], ["nobody"], 1)
+    with pytest.raises(SettingsError, match=r"server\.pem cannot be used"):
+        renew(tmp_path, [], [], 1)
+
+
+def test_an_authority_is_renewed_while_old_and_new_certificates_are_trusted(tmp_path: Path) -> None:
+    files = made(tmp_path / "server")
+    old_ca = tmp_path / "old.pem"
+    shutil.copy(files.ca, old_ca)
+    first, before = fleet_of(files)
+    renew(files.folder, [], [], 30, authority=True)
+    assert len(read_certificates(files.ca)) == 2
+    assert not [found for found in doctor.check_certificates(files.folder) if found.level == "error"]
+    assert trusted(first.port, files.ca)  # the certificate of before, by the new file
+    renew(files.folder, [], [], 30)
+    assert not [found for found in doctor.check_certificates(files.folder) if found.level == "error"]
+    after, server = fleet_of(files)
+    assert trusted(after.port, files.ca)
+    assert not trusted(after.port, old_ca)
+    for one in (before, server):
+        one.stop(None).wait()
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------
+
+
+def test_expired_and_nearly_expired_certificates(tmp_path: Path) -> None:
+    soon = wrong(doctor.check_certificates(made(tmp_path / "soon", days=10).folder))
+    assert [found.level for found in soon] == ["warning", "warning"]
+    assert all("expires in 9 days" in found.text for found in soon)
+    assert "--renew-authority`, and hand ca.pem to every site" in soon[0].text
+    over = wrong(doctor.check_certificates(made(tmp_path / "over", days=0).folder))
+    assert [found.level for found in over] == ["error", "error"]
+    assert "server.pem has expired on" in over[1].text
+    assert "--renew`" in over[1].text
+
+
+def test_a_certificate_that_is_valid_later_points_to_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = made(tmp_path)
+    past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+    monkeypatch.setattr(doctor, "_now", lambda: past)
+    found = wrong(doctor.check_certificates(files.folder))
+    assert all("is this machine's clock right?" in text for _, text in found)
+    assert len(found) == 2
+
+
+def test_modes_and_pairs_and_another_authority(tmp_path: Path) -> None:
+    files = made(tmp_path / "a", "site-a", "site-b")
+    other = made(tmp_path / "b", "site-a")
+    assert not wrong(doctor.check_certificates(files.folder))
+    files.node_key("site-b").chmod(0o644)
+    [found] = wrong(doctor.check_certificates(files.folder))
+    assert found == ("warning", f"{files.node_key('site-b')} can be read by others (mode 644): chmod 600 "
+                     f"{files.node_key('site-b')}")  # fmt: skip
+    files.node_key("site-b").chmod(0o600)
+    shutil.copy(other.node_public("site-a"), files.node_public("site-a"))
+    shutil.copy(other.server, files.server)
+    texts = [text for level, text in wrong(doctor.check_certificates(files.folder)) if level == "error"]
+    assert texts == [
+        f"{files.server_key} and {files.server} do not belong together",
+        f"{files.server} is not signed by an authority in {files.ca}: no node accepts it",
+        f"{files.node_key('site-a')} and {files.node_public('site-a')} do not belong together",
+    ]
+    files.ca.write_text("none")
+    files.node_key("site-b").write_text("none")
+    texts = [text for level, text in wrong(doctor.check_certificates(files.folder)) if level == "error"]
+    assert any("ca.pem cannot be used as a certificate" in text for text in texts)
+    assert any("site-b.key is not a private key as `posy certificates` makes it" in text for text in texts)
+
+
+def test_the_way_to_a_superlink(fleet: tuple[Fleet, Files], tmp_path: Path) -> None:
+    started, files = fleet
+    [ok] = doctor.check_reach("it", started.address, files.ca, files.server)
+    assert ok.level == "ok"
+    assert "is trusted; its certificate is valid until" in ok.text
+    [distrust] = doctor.check_reach("it", started.address, made(tmp_path / "other").ca)
+    assert distrust.level == "error"
+    assert "is not trusted by" in distrust.text
+    [away] = doctor.check_reach("it", f"localhost:{free_port()}", files.ca)
+    assert away.level == "error"
+    assert "does `posy superlink` run there" in away.text
+    renew(files.folder, [], [], 60)
+    *_, stale = doctor.check_reach("it", started.address, files.ca, files.server)
+    assert stale.level == "warning"
+    assert "does not use" in stale.text
+
+
+def test_a_key_is_registered_or_not_and_nothing_comes_of_asking(fleet: tuple[Fleet, Files]) -> None:
+    started, files = fleet
+    before = [str(node) for node in started.state.get_node_info()]
+    known = [*doctor.check_admission(started.address, files.ca, files.node_key("site-a"))]
+    assert [found.level for found in known] == ["ok", "ok"]
+    unknown = wrong(doctor.check_admission(started.address, files.ca, files.node_key("site-b")))
+    assert [found.level for found in unknown] == ["error"]
+    assert "site-b.key is not registered: `posy register site-b.pub` on the server" in unknown[0].text
+    assert [str(node) for node in started.state.get_node_info()] == before
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "text"),
+    [
+        (1, "ok", "is that of the SuperLink"),
+        (3.5, "warning", "ahead of the SuperLink's by more than 2 s"),
+        (20, "error", "more than 5 s ahead"),
+        (-30, "ok", "is that of the SuperLink"),
+        (-100, "warning", "behind the SuperLink's by more than 60 s"),
+        (-400, "error", "more than 305 s behind"),
+    ],
+)
+def test_the_clock_of_a_site(
+    seconds: float, level: str, text: str, fleet: tuple[Fleet, Files], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, files = fleet
+    right = doctor.now
+    monkeypatch.setattr(doctor, "now", lambda: right() + datetime.timedelta(seconds=seconds))
+    found = next(iter(doctor.check_admission(started.address, files.ca, files.node_key("site-a"))))
+    assert (found.level, text in found.text) == (level, True), found
+
+
+def test_versions_and_clocks_of_nodes() -> None:
+    nodes = [NodeInfo(node_id=number, name=name, status="online") for number, name in enumerate("abcd", start=1)]
+    same = {name: str(version) for name, version in versions().items()}
+    told = {
+        "9": {"nodes": {"1": {"told": 1.0, "clock": 300.0, "versions": {**same, "torch": "1.0"}}}},
+        "10": {
+            "nodes": {
+                "1": {"told": 2.0, "clock": -0.5, "versions": same | {"torch": f"{same['torch'].partition('+')[0]}+x"}},
+                "2": {"told": 2.0, "clock": 3.0, "versions": {**same, "flwr": "1.39.7"}},
+                "3": {"told": 2.0, "clock": -400.0, "versions": {}},
+            }
+        },
+    }
+    assert wrong(doctor.check_told(nodes, told)) == [
+        ("warning", f"b has flwr 1.39.7, the server {same['flwr']}"),
+        ("warning", "the clock of b is 3 s ahead: set it there (NTP)"),
+        ("error", "the clock of c is 400 s behind: set it there (NTP)"),
+    ]
+
+
+def test_keys_of_the_folder_and_of_the_superlink(tmp_path: Path) -> None:
+    files = made(tmp_path, "site-a", "site-b")
+    nodes = [
+        NodeInfo(name="site-a", public_key=public_pem(files.node_public("site-a")), status="registered"),
+        NodeInfo(name="gone", public_key=b"other", status="online", last_activated_at="2026-01-01T00:00:00+00:00"),
+    ]
+    texts = [text for _, text in wrong(doctor.check_nodes(nodes, tmp_path))]
+    assert [text.partition(":")[0] for text in texts] == [
+        f"{files.node_public('site-b')} is not registered",
+        "site-a was never online",
+        f"the key registered as gone is not in {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "level"),
+    [(1 << 40, 1 << 39, "ok"), (1 << 40, 1 << 35, "warning"), (1 << 31, 1 << 30, "ok"), (1 << 31, 1 << 29, "warning")],
+)
+def test_a_full_disk(total: int, free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(total, total - free, free))
+    place, temporary = doctor.check_disk([("the state", tmp_path / "not/yet/there")])
+    assert place.level == temporary.level == level
+    assert f"free disk for the state ({tmp_path / 'not/yet/there'}): " in place.text
+
+
+def test_data_of_a_site(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name, level in (("empty", "error"), ("none", "error"), ("file", "ok"), ("", "ok")):
+        [found] = doctor.check_data(tmp_path / name)
+        assert found.level == level, found
+
+
+def test_a_whole_check_of_a_site(
+    fleet: tuple[Fleet, Files], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started, files = fleet
+    reached = Connection(started.address, files.ca)
+    config = {"state-dir": str(tmp_path), "data": str(tmp_path / "none")}
+    assert doctor.show(doctor.of_site(reached, files.node_key("site-a"), config)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(("ok ", "warning "))] == [
+        line for line in lines if f"data={tmp_path / 'none'} cannot be read" in line
+    ]
+    assert doctor.show(doctor.of_site(reached, files.node_key("site-a"), {})) == 0
+
+
+def test_a_server_whose_superlink_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "certificates", "site-a")
+    words = ["doctor", "--certificates", str(tmp_path / "certificates"), "--state", str(tmp_path / "superlink")]
+    assert cli.main([*words, "--superlink", f"127.0.0.1:{free_port()}", "--fleet", f"127.0.0.1:{free_port()}"]) == 1
+    errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+    assert [error.partition(" at ")[0].split(maxsplit=1)[1] for error in errors] == [
+        "the SuperLink for orders",
+        "the SuperLink for nodes",
+        "which nodes are registered is not known: no SuperLink answers",
+    ]
+    assert cli.main([*words[:2], str(tmp_path / "none"), *words[3:]]) == 1
+    [error] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
+    assert "none/ca.pem cannot be used as a certificate" in error
+
+
+# -- backups ---------------------------------------------------------------------------------------------
+
+
+def test_a_backup_holds_the_registered_keys_while_the_database_is_open(tmp_path: Path) -> None:
+    state, file = tmp_path / "superlink", tmp_path / "backup"
+    files = made(tmp_path / "certificates", "site-a", "site-b", "site-c")
+    with pytest.raises(SettingsError, match=r"there is no state\.db; with --volatile a SuperLink keeps none"):
+        back_up(state, file)
+    state.mkdir()
+    link = reopened(state)
+    register(link, files.node_public("site-a"))
+    file.write_text("an old one")
+    back_up(state, file)
+    assert file.stat().st_mode & 0o077 == 0
+    register(link, files.node_public("site-b"))
+    with held(state), pytest.raises(SettingsError, match="a SuperLink is at work with it; end that first"):
+        restore(state, file)
+    old = restore(state, file)
+    names = {node.name for node in reopened(state).get_node_info()}
+    assert names == {"site-a"}
+    assert old is not None and old.exists()
+    shutil.rmtree(state)
+    assert restore(state, file) is None
+    again = reopened(state)
+    assert {node.name for node in again.get_node_info()} == {"site-a"}
+    register(again, files.node_public("site-c"))
+    assert (state / "state.db").stat().st_mode & 0o077 == 0
+    assert state.stat().st_mode & 0o077 == 0
+
+
+def reopened(state: Path) -> Any:
+    return LinkStateFactory(str(state / "state.db"), NoOpFederationManager(), ObjectStoreFactory()).state()
+
+
+def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
+    state = tmp_path / "superlink"
+    state.mkdir()
+    (state / "state.db").write_text("mine")
+    for content in (b"", b"no database" * 100):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(SettingsError, match="file"):
+            restore(state, tmp_path / "file")
+    with pytest.raises(SettingsError, match="cannot be restored"):
+        restore(state, tmp_path / "none")
+    sqlite3.connect(tmp_path / "empty").execute("CREATE TABLE other (a)").connection.close()
+    with pytest.raises(SettingsError, match="is no whole database of a SuperLink"):
+        restore(state, tmp_path / "empty")
+    assert (state / "state.db").read_text() == "mine"
+    with pytest.raises(SettingsError, match="cannot be copied"):
+        back_up(state, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+
+
+def test_a_damaged_state_is_replaced(tmp_path: Path) -> None:
+    state, file = tmp_path / "superlink", tmp_path / "backup"
+    state.mkdir()
+    link = reopened(state)
+    register(link, made(tmp_path / "certificates", "site-a").node_public("site-a"))
+    back_up(state, file)
+    for end in ("", "-wal", "-shm"):
+        (state / f"state.db{end}").write_text("damaged" * 1000)
+    old = restore(state, file)
+    assert old is not None and Path(f"{old}-wal").read_text().startswith("damaged")
+    assert {node.name for node in reopened(state).get_node_info()} == {"site-a"}
+
+
+# -- status ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_node_does_and_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    runs = [Run("1", {"run-name": "mine"}, "running", "", 0.0, ""), Run("2", {}, "completed", "", 0.0, "")]
+    told = {
+        "1": {"nodes": {"5": {"does": "trains in round 3", "since": 940.0}, "6": {}}},
+        "2": {"nodes": {"6": {"does": "trains in round 9", "since": 0.0}}},
+    }
+    assert doing(NodeInfo(node_id=5), runs, told) == "trains in round 3 of mine, for 1 min 0 s"
+    assert doing(NodeInfo(node_id=6), runs, told) == "waits"
+    assert doing(NodeInfo(node_id=6), runs, {}) == ""  # nobody here knows
+    waits = {"for": "1 of 3 clients to train in round 3", "since": 990.0, "until": 1100.0}
+    assert waiting(waits) == "1 of 3 clients to train in round 3, for 10 s, 1 min 40 s more at most"
+    assert waiting(waits | {"until": 995.0}).endswith("for 10 s, its time was over 5 s ago")
+    assert waiting(waits | {"until": None}).endswith("for 10 s, no limit so far")

@@ -1,0 +1,136 @@
+"""Nodes and workers as forks of one process, here without Flower: what each does is a few lines."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+PROGRAM = """
+import os, signal, socket, sys, time
+from pathlib import Path
+from posy.deploy.forks import Family, Node, leave
+
+def serve_node(arguments, parent):
+    parent.start()
+    name, = arguments
+    while True:
+        ours, theirs = socket.socketpair()
+        parent.fork_worker(theirs, name, Path(name))
+        theirs.close()
+        print("worker", ours.makefile().readline().strip(), os.environ.get("FLWR_HOME", "-"), flush=True)
+        if Path(f"{name}-end").exists():
+            parent.kill_worker()
+            sys.exit(7)
+        print("ended", parent.ended.get(), flush=True)
+
+def serve_worker(address, connection):
+    connection.sendall(f"{address} {os.getpid()} {os.environ['FLWR_HOME']}\\n".encode())
+    connection.recv(1)  # until the node has gone
+
+leave(Family([Node(name, [name]) for name in sys.argv[1:]], serve_node, serve_worker).keep())
+"""
+
+
+@contextmanager
+def family(folder: Path, *names: str) -> Iterator["subprocess.Popen[bytes]"]:
+    with (folder / "log").open("wb") as log:
+        command = [sys.executable, "-P", "-c", PROGRAM, *names]
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(true: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def lines(folder: Path, word: str) -> list[list[str]]:
+    return [line.split() for line in (folder / "log").read_text().splitlines() if word in line.split()]
+
+
+def processes(folder: Path) -> set[int]:
+    told = {int(words[-1]) for words in lines(folder, "process")}
+    return told | {int(words[4]) for words in lines(folder, "worker")}
+
+
+def gone(numbers: set[int]) -> bool:
+    return not any(Path(f"/proc/{number}/cmdline").exists() for number in numbers)
+
+
+def test_a_worker_that_dies_is_told_to_its_node_alone_and_replaced(tmp_path: Path) -> None:
+    with family(tmp_path, "a", "b") as process:
+        wait_for(lambda: len(lines(tmp_path, "worker")) == 2)
+        # Each line bears its node's name, each worker has its own home, and the node's environment is as it was.
+        assert {(w[0], w[3], w[5], w[6]) for w in lines(tmp_path, "worker")} == {
+            (name, name, name, os.environ.get("FLWR_HOME", "-")) for name in "ab"
+        }
+        os.kill(next(int(w[4]) for w in lines(tmp_path, "worker") if w[0] == "a"), signal.SIGKILL)
+        wait_for(lambda: len(lines(tmp_path, "worker")) == 3)
+        assert lines(tmp_path, "ended") == [["a", "|", "ended", str(-signal.SIGKILL)]]
+        assert process.poll() is None
+
+
+def test_a_node_that_ends_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+    with family(tmp_path, "a", "b", "c") as process:
+        wait_for(lambda: len(lines(tmp_path, "worker")) == 3)
+        nodes = {words[2]: int(words[-1]) for words in lines(tmp_path, "process")}
+        workers = {words[0]: int(words[4]) for words in lines(tmp_path, "worker")}
+        os.kill(nodes["a"], signal.SIGKILL)
+        (tmp_path / "b-end").touch()
+        os.kill(workers["b"], signal.SIGKILL)
+        wait_for(lambda: "1 of 3 go on" in (tmp_path / "log").read_text())
+        assert "posy: node a was killed by signal 9; 2 of 3 go on" in (tmp_path / "log").read_text()
+        assert "posy: node b ended with status 7; 1 of 3 go on" in (tmp_path / "log").read_text()
+        wait_for(lambda: gone({workers["a"], *(int(w[4]) for w in lines(tmp_path, "worker") if w[0] == "b")}))
+        assert not gone({nodes["c"]})
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(20.0) == 128 + signal.SIGKILL  # the first that did not end well
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_parent_ends_all(number: signal.Signals, tmp_path: Path) -> None:
+    with family(tmp_path, "a", "b") as process:
+        wait_for(lambda: len(lines(tmp_path, "worker")) == 2)
+        all_of_them = processes(tmp_path)
+        assert len(all_of_them) == 4
+        process.send_signal(number)
+        process.wait(20.0)
+        wait_for(lambda: gone(all_of_them))
+
+
+def test_one_node_alone_writes_as_it_is_and_gives_its_status(tmp_path: Path) -> None:
+    (tmp_path / "a-end").touch()
+    with family(tmp_path, "a") as process:
+        assert process.wait(20.0) == 7
+        assert [words[:2] for words in lines(tmp_path, "worker")] == [["worker", "a"]]
+        assert "posy:" not in (tmp_path / "log").read_text()
+
+
+def test_what_is_loaded_before_the_fork_starts_neither_threads_nor_cuda() -> None:
+    program = """
+import threading, torch
+from posy.deploy.internals import load_node
+from posy.deploy.worker import preload
+load_node()
+preload(2)
+assert threading.enumerate() == [threading.main_thread()]
+assert not torch.cuda.is_initialized()
+from posy.deploy.forks import leave
+leave(5)
+"""
+    assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == 5

@@ -1,0 +1,213 @@
+"""What docs/federation.md says under "Operations", with a SuperLink and two nodes: each step as it is typed there."""
+
+import contextlib
+import csv
+import os
+import re
+import shutil
+import signal
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography import x509
+from sklearn.datasets import load_digits
+
+from benchmarks.local_federation import Deployment, children
+from posy.commands.deploy.certificates import Files, read_certificates
+from posy.settings import LaunchError
+
+pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("operations")]
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs/federation.md").read_text(encoding="utf-8")
+MOST = 300.0
+NAMES = ("site-a", "site-b")
+
+
+class Sites(Deployment):
+    """A SuperLink and two nodes; the machine of site-a has a folder of certificates of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        x, y = load_digits(return_X_y=True)
+        np.savez(folder / "data.npz", x_train=x[:400].astype(np.float32), y_train=y[:400])
+        super().__init__(folder, list(NAMES))
+        for i in range(len(NAMES)):
+            self.bring_up(i)
+        for name in NAMES:
+            self.until(lambda name=name: self.ready(name), name, MOST)
+
+    def bring_up(self, number: int) -> None:
+        self.node(NAMES[number], f"partition-id={number}", "num-partitions=2", f"state-dir=state-{number}")
+
+    def settings(self, rounds: int) -> list[str]:
+        settings = {
+            "dataset": self.folder / "data.npz", "model": "mlp", "device": "cpu", "num-clients": 2, "method": "fedrep",
+            "num-server-rounds": rounds, "local-epochs": 1, "checkpoint-every": 1, "round-timeout": 60,
+        }  # fmt: skip
+        return [f"{key}={value}" for key, value in settings.items()]
+
+    def documented(self, text: str) -> str:
+        """Carry out a command that the page shows, here with this federation's ports; return what it has said."""
+        assert f"posy {text}" in PAGE, text
+        words = text.replace("localhost:8000", self.control).split()
+        words += self.where if words[0] in ("register", "unregister", "status") else []
+        done = self.posy(*words)
+        return done.stdout + done.stderr
+
+    def shows(self, address: str, certificate: x509.Certificate) -> bool:
+        """Tell whether a port shows a certificate."""
+        host, _, port = address.partition(":")
+        try:
+            shown = ssl.get_server_certificate((host, int(port)), timeout=5.0)
+        except OSError:
+            return False
+        return x509.load_pem_x509_certificate(shown.encode()) == certificate
+
+    def run_again(self, run: str, *settings: str) -> None:
+        """Resume a run and wait for its end."""
+        status = self.submit("again", f"resume={run}", *settings).wait(MOST)
+        assert status == 0, self.log("run-again")[-5000:]
+
+    def doctor(self, *words: str) -> str:
+        done = self.posy("doctor", "--superlink", self.control, "--fleet", self.fleet, *words)
+        return done.stdout
+
+    def whole_after(self, run: str, count: int) -> bool:
+        """Tell whether both clients have taken part in a round after the first ``count``."""
+        return any(row["cohort"] == 2 and not row["dropped"] for row in self.rounds(run)[count:])
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
+    folder = tmp_path_factory.mktemp("operations")
+    made = Sites.__new__(Sites)
+    made.processes = {}
+    try:
+        made.__init__(folder)  # type: ignore[misc]
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def going(sites: Sites) -> Sites:
+    """Begin a run that goes on through all that is renewed."""
+    sites.submit("long", *sites.settings(100_000))
+    sites.until(lambda: len(sites.rounds("long")) >= 2, "run-long", MOST)
+    return sites
+
+
+def test_status_tells_what_goes_on(going: Sites) -> None:
+    seen = going.posy("status", *going.where).stdout
+    assert re.search(r"long +fedrep +running .* \d+/100000\b", seen)
+    for name in NAMES:
+        line = next(line for line in seen.splitlines() if line.split()[:2] == [name, "online"])
+        assert re.search(r"(trains in round \d+ of long|evaluates in round \d+ of long|waits)", line), line
+        assert " right " in line
+        assert "1.39." in line
+    assert "free disk for the state" in seen
+    assert str(going.folder / "runs") in seen
+    elsewhere = going.posy("status", *going.where, "--state", "nowhere").stdout
+    assert "is known on the SuperLink's machine" in elsewhere
+    assert " 1.39." not in elsewhere
+
+
+def test_doctor_finds_nothing_wrong_on_server_and_site(going: Sites) -> None:
+    found = going.doctor()
+    assert "error" not in found
+    assert "stranger.pub is not registered" in found
+    assert "2 of 2 registered nodes are online" in found
+    assert "versions and clocks of 2 of 2 nodes are known" in found
+    where = ["--superlink", going.fleet, "--root-certificates", str(going.ca)]
+    before = len(going.rounds("long"))
+    site = going.posy("doctor", *where, "--key", "certificates/site-a.key", f"data={going.folder / 'data.npz'}").stdout
+    assert "site-a.key is registered" in site
+    assert "this machine's clock is that of the SuperLink" in site
+    with pytest.raises(LaunchError, match=r"error +\S+/stranger\.key is not registered"):
+        going.posy("doctor", *where, "--key", "certificates/stranger.key")
+    going.until(lambda: going.whole_after("long", before + 1), "run-long", MOST)
+
+
+def test_a_renewed_certificate_is_taken_up_while_a_run_goes_on(going: Sites) -> None:
+    files = Files(going.folder / "certificates")
+    [before] = read_certificates(files.server)
+    seen = len(going.rounds("long"))
+    going.documented("certificates certificates --renew")
+    [after] = read_certificates(files.server)
+    assert after != before
+    for address in (going.control, going.fleet):
+        going.until(lambda address=address: going.shows(address, after), "superlink", MOST)
+    assert "has changed: the SuperLink starts again with it" in going.log("superlink")
+    going.until(lambda: going.whole_after("long", seen + 1), "run-long", MOST)
+    assert read_certificates(next(files.folder.glob("server.pem.*"))) == [before]
+    assert "error" not in going.doctor()
+
+
+def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
+    renewed = going.documented("certificates certificates site-a --renew")
+    assert renewed.split() == ["certificates/site-a.key", "certificates/site-a.pub"]
+    register = "register --renew certificates/site-a.pub"
+    assert "beside the old" in going.documented(register)
+    with pytest.raises(LaunchError, match="keeps its old key: its node was not online with the new one"):
+        going.documented(register)
+    seen = len(going.rounds("long"))
+    going.until(lambda: going.whole_after("long", seen), "run-long", MOST)  # with the old key
+    node = going.processes["site-a"]
+    node.send_signal(signal.SIGINT)
+    node.wait(MOST)
+    going.bring_up(0)
+    going.until(lambda: going.ready("site-a"), "site-a", MOST)
+    seen = len(going.rounds("long"))
+    going.until(lambda: going.whole_after("long", seen + 1), "run-long", MOST)
+    assert "site-a (client 0) is back" in going.log("run-long")
+    assert "has its new key only" in going.documented(register)
+    [old] = (going.folder / "certificates").glob("site-a.key.*")
+    where = ["--superlink", going.fleet, "--root-certificates", str(going.ca)]
+    with pytest.raises(LaunchError, match=rf"{old.name} is not registered"):
+        going.posy("doctor", *where, "--key", str(old))
+    seen = len(going.rounds("long"))
+    going.until(lambda: going.whole_after("long", seen), "run-long", MOST)
+    with (going.results("long") / "clients.csv").open() as file:
+        sites = {row["partition"]: row["site"] for row in csv.DictReader(file)}
+    assert sites == {"0": "site-a", "1": "site-b"}
+
+
+def test_a_lost_state_is_restored_and_the_run_resumed(going: Sites) -> None:
+    going.documented("backup state.backup")
+    with pytest.raises(LaunchError, match="a SuperLink is at work with it"):
+        going.documented("restore state.backup")
+    superlink = going.processes["superlink"]
+    ours = children(superlink.pid)
+    superlink.kill()
+    superlink.wait()
+    [orphan] = [number for number, command in ours.items() if "--fleet-api-address" in command]
+    assert Path(f"/proc/{orphan}").exists()
+    with pytest.raises(LaunchError, match="a SuperLink is at work with it"):  # the one that was left behind
+        going.documented("restore state.backup")
+    for number in ours:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(number, signal.SIGKILL)
+    going.processes["run-long"].kill()
+    going.processes["run-long"].wait()
+    shutil.rmtree(going.folder / "superlink")
+    going.until(lambda: not Path(f"/proc/{orphan}").exists(), "superlink")
+    going.documented("restore state.backup")
+    words = ["--certificates", "certificates", "--control", going.control, "--fleet", going.fleet]
+    going.start("superlink", "superlink", *words)
+
+    def online() -> bool:
+        if "Starting Fleet API" not in going.log("superlink")[going._before["superlink"] :]:
+            return False
+        seen = [line.split()[:2] for line in going.documented("status").splitlines()]
+        return all([name, "online"] in seen for name in NAMES)
+
+    going.until(online, "superlink", MOST)
+    seen = len(going.rounds("long"))
+    assert "posy run --superlink localhost:8000 resume=long" in PAGE
+    going.run_again("long", f"num-server-rounds={seen + 3}")
+    rounds = going.rounds("long")
+    assert [row["round"] for row in rounds] == list(range(1, seen + 4))
+    assert rounds[-1]["cohort"] == 2
+    assert going.summary("long")["status"] == "completed"
