@@ -7,13 +7,15 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from posy.client_app import secure_aggregation
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.registry import client_class
+from posy.client_app.signatures import TRUSTED
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
-from posy.flower import isolate_simulation, of_simulation, record_of
+from posy.flower import PING, isolate_simulation, of_simulation, record_of, versions
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name
@@ -31,8 +33,17 @@ def work(message: Message, context: Context) -> Message:
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Tell which clients this node hosts, and how many samples they have; a site may be asked what it holds."""
+    """Tell which clients this node hosts, how many samples they have, and what is installed here.
+
+    A site may be asked what it holds, and a client for its part in a stage of secure aggregation. To be asked for
+    nothing but an answer tells the server that the node has done what it was asked before.
+    """
     config = message.content.config_records["config"]
+    if config.get(PING):
+        return Message(RecordDict(), reply_to=message)
+    if "secure-round" in config:
+        answer = ConfigRecord({"answer": secure_aggregation.answer(message, context)})
+        return Message(RecordDict({"config": answer}), reply_to=message)
     settings = str(config["settings"])
     if config.get("describe"):
         told = describe(settings, context)
@@ -46,6 +57,7 @@ def query(message: Message, context: Context) -> Message:
             "num-train": [len(part.train[c]) for c in clients],
             "num-test": [len(part.test[c]) for c in clients],
         }
+    told["versions"] = [f"{name} {version}" for name, version in versions().items()]
     return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
 
 
@@ -104,6 +116,9 @@ class Call:
         self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self._versions = Versions.take(self._config)
         self._training = message.metadata.message_type == MessageType.TRAIN
+        self._masking: secure_aggregation.Masking | None = None
+        if self._training and (self.workspace.settings.run.secure_aggregation or TRUSTED in context.node_config):
+            self._masking = secure_aggregation.Masking(self._config, message, context)
         self._state = State()
         self.number = int(self._config["client"])
         # Imported here, not where the client is made: that may be on one of several threads.
@@ -118,6 +133,7 @@ class Call:
         """Return the client, with its state, and the generator of what it is to do."""
         client = self._make(self.number, self.workspace, self._store.load(self.number, self._versions))
         self._state = client.state
+        client.masking = self._masking
         arrays = [array.numpy() for array in self.message.content.array_records["arrays"].values()]
         return client, (client.fit_steps if self._training else client.evaluate_steps)(arrays, self._config)
 

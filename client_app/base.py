@@ -22,6 +22,7 @@ from flwr.common.typing import NDArrays
 from torch import Tensor
 
 from posy.client_app.privacy import noised
+from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import State
 from posy.client_app.training.batches import Samples
 from posy.client_app.training.networks import Network
@@ -79,6 +80,8 @@ class PersonalClient(NumPyClient):
         self.architecture: Architecture = self.method.network(workspace.architecture, self.settings.data.num_clients)
         own = self.method.personal(self.architecture)
         self.shared, self.personal = self.layout.without(own), self.layout.part(own)
+        self.masking: Masking | None = None
+        """What an update is masked with in a run with secure aggregation."""
         self.round = 0
         self.lr = 0.0
         self.acknowledgement: dict[str, float] = {}
@@ -124,6 +127,10 @@ class PersonalClient(NumPyClient):
         self.keep_personal(trained.parameters)
         update = Update([self.shared.take(trained.parameters)], trained.loss)
         return update, self.plain(trained.parameters)
+
+    def weight(self, config: Config) -> int:
+        """Return what the client counts in the mean of the round, as the strategy has it."""
+        return len(self.data.y_train)
 
     # -- NumPyClient ---------------------------------------------------------------------------------
 
@@ -230,9 +237,13 @@ class PersonalClient(NumPyClient):
                 metrics |= yield from self._test_scores("local", local)
             self._save(local, config)
         arrays = [array_of(array) for array in update.arrays]
-        if self.settings.train.dp_clip:
+        if self.settings.train.dp_clip or self.masking:
             reference = self.method.reference(self.architecture, parameters, arrays)
-            arrays = noised(arrays, reference, self.settings.train)
+            if self.settings.train.dp_clip:
+                arrays = noised(arrays, reference, self.settings.train)
+            if self.masking:
+                limit = self.settings.run.secure_range
+                arrays = [self.masking.put_on(arrays, reference, self.weight(config), limit)]
         return arrays, len(self.data.y_train), metrics | self.acknowledgement
 
     def evaluate_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:

@@ -55,6 +55,10 @@ class PPFEClient(PersonalClient):
         fresh = not config["rounds-done"] and self.betas.size > 0
         return (yield from self.ensemble(stage, None if fresh else self.stage_model(stage, received[0])))
 
+    def weight(self, config: Config) -> int:
+        """Count as much as any other client from stage 2 on."""
+        return super().weight(config) if config["stage"] == 1 else 1
+
     @property
     def betas(self) -> np.ndarray:
         """Coefficients of the finished stages."""

@@ -16,10 +16,15 @@ from posy.settings import SettingsError
 from posy.strategies.replies import changes, norm_of
 from posy.strategies.settings import Settings, TrainSettings
 
+DEVIATIONS = 8
+"""Standard deviations that the noise is never beyond: once in 10^15 numbers."""
+
 
 def check_privacy(settings: Settings) -> None:
-    """Raise :class:`SettingsError` if the method or the model cannot bear the noise that the settings ask for."""
+    """Raise :class:`SettingsError` if the method or the model cannot bear the noise or the sums of the settings."""
     train = settings.train
+    if settings.run.secure_aggregation:
+        _check_sums(settings)
     if not train.dp_clip:
         return
     if settings.method.noise:
@@ -62,3 +67,23 @@ def noise_deviation(settings: TrainSettings) -> float:
     """
     sensitivity = settings.dp_sensitivity or 2 * settings.dp_clip
     return sensitivity * math.sqrt(2 * math.log(1.25 / settings.dp_delta)) / settings.dp_epsilon
+
+
+def _check_sums(settings: Settings) -> None:
+    """Raise :class:`SettingsError` if a run cannot do with the weighted sum of its clients' updates."""
+    run, train = settings.run, settings.train
+    on = "secure-aggregation = true"
+    if settings.method.sums:
+        raise SettingsError(f"{on} with method = {run.method!r}: {settings.method.sums.why}; it must be false")
+    if run.max_update_norm:
+        raise SettingsError(
+            f"{on} with max-update-norm = {run.max_update_norm:g}: the server sees no single update whose norm it "
+            "could measure; it must be 0 (a client itself refuses what changes a parameter by more than secure-range)"
+        )
+    if math.ceil(run.fraction_train * settings.data.num_clients - 1e-9) < 2:
+        raise SettingsError(f"{on}: two clients or more must train in a round, the sum of one is its own update")
+    if train.dp_clip and (least := train.dp_clip + DEVIATIONS * noise_deviation(train)) > run.secure_range:
+        raise SettingsError(
+            f"secure-range = {run.secure_range:g} with dp-clip = {train.dp_clip:g}: the noise may go beyond it; it "
+            f"must be >= {least:.4g}"
+        )

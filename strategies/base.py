@@ -40,12 +40,15 @@ from posy.strategies.replies import (
     read_update,
     scores_of,
 )
+from posy.strategies.secure_aggregation import Answer, SecureRound, check_masked, masked_shape
 from posy.strategies.settings import Settings
 from posy.strategies.states import ClientStates, LostStateError, version_after
 from posy.words import are, one_line
 
 SAVE_SECONDS = 120.0
 """Seconds between two rounds that store the models, so that a run that is stopped leaves some that are not too old."""
+MAX_LIFE_SECONDS = 7 * 86_400.0
+"""Longest life of a message."""
 MAX_REASONS = 10
 """The number of reasons for dropped replies that the log of a phase names."""
 
@@ -80,6 +83,8 @@ class PersonalisedStrategy(Strategy):
         self.resumed_after = 0
         """Rounds that were finished before this process took up the run."""
         self.states = ClientStates()
+        self.secure: SecureRound | None = None
+        """What the server and the clients of this round have agreed on, where it aggregates securely."""
         self.saving = False
         """Whether the models of this round are stored: the last round's, and now and then before."""
         self.class_counts: npt.NDArray[np.int64] | None = None
@@ -114,6 +119,10 @@ class PersonalisedStrategy(Strategy):
         """
         self.model = mean_of(updates)
         return {}
+
+    def weight(self, client: int) -> int:
+        """Return what a client counts in the mean of the round, where that is secure; the client must know it too."""
+        return self.clients[client].num_train
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the clients that train in a round, drawn from (seed, round) alone."""
@@ -216,7 +225,12 @@ class PersonalisedStrategy(Strategy):
         clients = [c for c in self.cohort(server_round) if c in self.clients]
         self.record.cohort = tuple(clients)
         log(INFO, "configure_train: Sampled %s clients (out of %s)", len(clients), len(self.clients))
-        flags = {client: {"evaluate-local": self.evaluates(server_round)} for client in clients}
+        flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": self.evaluates(server_round)} for c in clients}
+        if self.settings.run.secure_aggregation:
+            self.secure = self._secure_round(server_round, clients, grid)
+            flags = {client: flags[client] | own for client, own in self.secure.opened().items()}
+            for client, own in flags.items():
+                self._count_bytes(client, down=sum(map(len, own["shares"])))
         return self._messages(MessageType.TRAIN, server_round, config, flags)
 
     def aggregate_train(
@@ -225,11 +239,15 @@ class PersonalisedStrategy(Strategy):
         """Check the replies, change the server's state with the good ones, and record the round."""
         self._lap("train")
         updates = self._collect(replies, self._read_update)
-        if len(updates) < (least := self.settings.run.min_train_replies):
-            few = "aggregate_train: %s good replies, min-train-replies is %s: the state stays as it is"
-            log(WARNING, few, len(updates), least)
-            return None, None
         updates.sort(key=lambda update: update.client)
+        why = self.secure.refusal if self.secure else ""
+        if not why and len(updates) < (least := self.settings.run.min_train_replies):
+            why = f"{len(updates)} good replies, min-train-replies is {least}"
+        if not why and self.secure:
+            updates, why = self._summed(self.secure, updates)
+        if why:
+            log(WARNING, "aggregate_train: %s: the state stays as it is", why)
+            return None, None
         self.record.quantities = self.aggregate(server_round, updates)
         self._lap("aggregate")
         return None, MetricRecord({"train-loss": float(np.mean([float(update.loss) for update in updates]))})
@@ -293,10 +311,9 @@ class PersonalisedStrategy(Strategy):
             self._saved = self._clock
 
     def _messages(
-        self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, bool]]
+        self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, Any]]
     ) -> list[Message]:
         """Make a message for each client in ``flags``, with what a phase tells that client."""
-        lives = self.settings.run.round_timeout + CLOCK_SECONDS  # then a node that hangs need not answer it any more
         common: dict[str, Any] = {**config, "settings": self._settings_json, "server-round": server_round}
         common["lr"] = self.learning_rate(server_round)
         if self.saving:
@@ -315,11 +332,19 @@ class PersonalisedStrategy(Strategy):
             if info.name:
                 row["site"] = info.name
             content = RecordDict({"arrays": arrays, "config": told})
-            self._sent.append(Message(content, info.node_id, kind, ttl=lives, group_id=str(server_round)))
+            self._sent.append(self._message(content, client, kind))
         return self._sent
 
-    def _collect(self, replies: Iterable[Message], read: Any) -> list[Any]:
-        """Read the replies; drop and record those that are errors or must not be used."""
+    def _message(self, content: RecordDict, client: int, kind: str) -> Message:
+        """Return a message of this round for a client; a node that hangs need not answer it after the timeout."""
+        lives = min(self.settings.run.timeout, MAX_LIFE_SECONDS) + CLOCK_SECONDS
+        return Message(content, self.clients[client].node_id, kind, ttl=lives, group_id=str(self.record.number))
+
+    def _collect(self, replies: Iterable[Message], read: Any, *, stateful: bool = True) -> list[Any]:
+        """Read the replies; drop and record those that are errors or must not be used.
+
+        ``stateful`` says whether they tell which version of its state a client has now.
+        """
         good, dropped = [], []
         # A lost node's error comes from the SuperLink: only the message it answers tells whose it is.
         # A message that was never sent, for lack of time, has no id.
@@ -333,16 +358,18 @@ class PersonalisedStrategy(Strategy):
                     raise BadReplyError("a reply to no message of this phase, or a second one")
                 if reply.has_error():
                     raise BadReplyError(failure(reply.error))
-                version = version_after(asked, reply)
+                version = version_after(asked, reply) if stateful else None
                 good.append(read(client, reply.content))
-                self.states.versions[client] = version
+                if version is not None:
+                    self.states.versions[client] = version
             except UNREADABLE as error:
                 if isinstance(error, LostStateError):
                     self.states.versions.pop(client, None)
                     self.lost(client)
                 reason = str(error) if isinstance(error, BadReplyError) else f"malformed reply: {error!r}"
                 dropped.append((client, one_line(reason, MAX_REASON)))
-        late = f"no reply within round-timeout = {self.settings.run.round_timeout:g} s"
+        timeout = self.settings.run.timeout
+        late = "no reply" + (f" within round-timeout = {timeout:g} s" if timeout < math.inf else "")
         dropped += [(client, late) for client in (*map(client_of, waiting.values()), *unsent)]
         self._tell_dropped(set(dropped) - set(self.record.dropped))  # not again what the training has told already
         self.record.dropped += dropped
@@ -362,9 +389,13 @@ class PersonalisedStrategy(Strategy):
             log(WARNING, "round %s: replies are dropped for %s other reasons", self.record.number, more)
 
     def _read_update(self, client: int, content: RecordDict) -> Update:
-        update = read_update(content, self.expected_shapes(client))
+        shapes = self.expected_shapes(client)
+        update = read_update(content, [masked_shape(shapes)] if self.secure else shapes)
         update.client = client
-        self.check(update.arrays)
+        if self.secure:
+            check_masked(update, self.clients[client].num_train)
+        else:
+            self.check(update.arrays)
         if limit := self.settings.run.max_update_norm:  # beyond it an update is not clipped, which would hide it
             reference = self.method.reference(self.architecture, self.serve(client), update.arrays)
             if not (norm := norm_of(changes(update.arrays, reference))) <= limit:
@@ -380,6 +411,49 @@ class PersonalisedStrategy(Strategy):
         tested = int(update.metrics["num-test"])
         row |= {"n_train": update.num_examples, "n_test": tested, "train_loss": update.loss, **scores}
         return update
+
+    # -- secure aggregation ----------------------------------------------------------------------------
+
+    def _secure_round(self, server_round: int, clients: list[int], grid: Grid) -> SecureRound:
+        """Return what leads some clients through the stages of a round."""
+        name = f"{self.states.attempt}-{server_round}"
+
+        def ask(
+            stage: str, told: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
+        ) -> dict[int, Answer]:
+            def read(client: int, content: RecordDict) -> tuple[int, Answer]:
+                answer: Any = content.config_records["config"]["answer"]
+                check(client, answer)
+                self._count_bytes(client, up=sum(map(len, answer)))
+                return client, answer
+
+            self._sent = []
+            for client, own in told.items():
+                config = ConfigRecord({"client": client, "secure-round": name, "secure-stage": stage, **own})
+                self._count_bytes(client, down=config.count_bytes())
+                self._sent.append(self._message(RecordDict({"config": config}), client, MessageType.QUERY))
+            replies = grid.send_and_receive(self._sent, timeout=self.settings.run.timeout)
+            return dict(self._collect(replies, read, stateful=False))
+
+        weights = {client: self.weight(client) for client in clients}
+        return SecureRound(name, self.settings.run, weights, ask)
+
+    def _summed(self, secure: SecureRound, updates: list[Update]) -> tuple[list[Update], str]:
+        """Return the mean of masked updates as that of one client, or why there is none."""
+        client = updates[0].client  # all are served the same
+        shapes = self.expected_shapes(client)
+        unknown = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+        references = self.method.reference(self.architecture, self.serve(client), unknown)[: len(shapes)]
+        rate = self.learning_rate(self.record.number)
+        mean = secure.summed(updates, self._settings_json, rate, references)
+        return ([], secure.refusal) if mean is None else ([mean], "")
+
+    def _count_bytes(self, client: int, up: int = 0, down: int = 0) -> None:
+        row = self.record.row(client)
+        self.record.bytes_up += up
+        self.record.bytes_down += down
+        row["bytes_up"] += up
+        row["bytes_down"] += down
 
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
         metrics: Mapping[str, Any] = content.metric_records["metrics"]

@@ -27,6 +27,7 @@ Float64 = npt.NDArray[np.float64]
 class CwFedAvgSettings(
     MethodSettings,
     noise=Refused("class distributions are read off the norms of the output weights, which noise makes all alike"),
+    sums=Refused("it reads each client's class distribution off its own output weights"),
 ):
     """Settings of cwFedAvg."""
 

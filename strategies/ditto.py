@@ -7,7 +7,7 @@ from posy.settings import setting
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-class DittoSettings(MethodSettings, noise=ALLOWED):
+class DittoSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of Ditto."""
 
     strength: float = setting(0.1, "lambda: strength of the pull of the personal model", minimum=0)

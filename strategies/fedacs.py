@@ -19,6 +19,7 @@ BLOCK = 16_384
 class FedACSSettings(
     MethodSettings,
     noise=Refused("it decides who collaborates by the cosine similarity of single models, which noise brings to zero"),
+    sums=Refused("it decides who collaborates by the cosine similarity of single models"),
 ):
     """Settings of FedACS."""
 

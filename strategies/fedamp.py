@@ -15,6 +15,7 @@ SMALLEST = 1e-30
 class FedAMPSettings(
     MethodSettings,
     noise=Refused("it decides who collaborates by the distance of single models, which noise makes all alike"),
+    sums=Refused("it decides who collaborates by the distance of single models"),
 ):
     """Settings of FedAMP."""
 

@@ -4,7 +4,7 @@ from posy.settings import setting
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-class FedAvgFTSettings(MethodSettings, noise=ALLOWED):
+class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedAvg with fine-tuning."""
 
     epochs: int = setting(1, "passes of fine-tuning over the client's training data", minimum=1)

@@ -20,7 +20,7 @@ from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-class FedDRMSettings(MethodSettings, noise=ALLOWED):
+class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedDRM."""
 
     class_weight: float = setting(

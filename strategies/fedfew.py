@@ -15,7 +15,7 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import setting
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.method_settings import ALLOWED, MethodSettings
+from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.replies import Update, num_examples
 
 Float64 = npt.NDArray[np.float64]
@@ -23,7 +23,11 @@ SMALLEST = 1e-30
 """The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
 
 
-class FedFewSettings(MethodSettings, noise=ALLOWED):
+class FedFewSettings(
+    MethodSettings,
+    noise=ALLOWED,
+    sums=Refused("it weighs each client's updates by its losses of this round, which the sum would have to await"),
+):
     """Settings of FedFew."""
 
     models: int = setting(3, "number K of server models", minimum=1, maximum=1000)

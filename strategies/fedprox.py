@@ -4,7 +4,7 @@ from posy.settings import setting
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-class FedProxSettings(MethodSettings, noise=ALLOWED):
+class FedProxSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedProx."""
 
     mu: float = setting(0.001, "strength of the pull towards the server's model", minimum=0)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedRepSettings(MethodSettings, noise=ALLOWED):
+class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedRep."""
 
     head_epochs: int = setting(1, "epochs on the head, before `local-epochs` on the body", minimum=1)

@@ -14,7 +14,9 @@ from posy.strategies.replies import BadReplyError, Update, mean_of
 
 
 class IFCASettings(
-    MethodSettings, noise=Refused("each client names its cluster beside its model, and a name cannot be noised")
+    MethodSettings,
+    noise=Refused("each client names its cluster beside its model, and a name cannot be noised"),
+    sums=Refused("its server averages each cluster by itself, so it must see which model is whose"),
 ):
     """Settings of IFCA."""
 

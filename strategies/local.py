@@ -12,7 +12,9 @@ from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import Update
 
 
-class LocalSettings(MethodSettings, noise=Refused("its clients send no model")):
+class LocalSettings(
+    MethodSettings, noise=Refused("its clients send no model"), sums=Refused("its clients send no model")
+):
     """Local training has no settings of its own."""
 
 

@@ -12,13 +12,14 @@ if TYPE_CHECKING:  # settings are read without PyTorch
 
 
 class Refused(NamedTuple):
-    """The verdict that a method cannot bear the noise of local differential privacy, and why."""
+    """The verdict that something does not go with a method, and why."""
 
     why: str
 
 
 ALLOWED = None
-"""The verdict that a method can bear the noise of local differential privacy."""
+"""The verdict that it does."""
+UNDECIDED = Refused("it does not say that the weighted mean of its clients' arrays is all that its server needs")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(setting,))
@@ -26,17 +27,21 @@ class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
 
     A subclass states whether the method can bear noise, ``class FedPerSettings(MethodSettings, noise=ALLOWED)``,
-    or it does not load. Server and clients both read the methods below.
+    or it does not load; and whether the weighted mean of the clients' arrays is all that its server needs of them,
+    ``sums=ALLOWED``. Server and clients both read the methods below.
     """
 
     noise: ClassVar[Refused | None]
     """Why the method cannot bear the noise of local differential privacy; None (:data:`ALLOWED`) if it can."""
+    sums: ClassVar[Refused | None]
+    """Why the method needs single replies; None (:data:`ALLOWED`) if it can do with secure aggregation: all clients
+    of a round are served the same arrays, and its server needs no more than the weighted mean of theirs."""
     follows_number_of_rounds: ClassVar[bool] = False
     """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
 
-    def __init_subclass__(cls, *, noise: Refused | None) -> None:
+    def __init_subclass__(cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED) -> None:
         """Make the subclass a frozen dataclass."""
-        cls.noise = noise
+        cls.noise, cls.sums = noise, sums
         dataclass(frozen=True)(cls)
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":

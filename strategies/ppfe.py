@@ -31,7 +31,7 @@ PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
 
 
-class PPFESettings(MethodSettings, noise=ALLOWED):
+class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of PPFE."""
 
     follows_number_of_rounds = True
@@ -161,6 +161,10 @@ class PPFE(PersonalisedStrategy):
                 whole = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
                 self.model = np.ascontiguousarray(before.architecture.layout.without(self.stage.personal).take(whole))
         return quantities
+
+    def weight(self, client: int) -> int:
+        """Count the clients alike from stage 2 on."""
+        return super().weight(client) if self.stage.number == 1 else 1
 
     def draw(self, folder: Path) -> None:
         """Draw the coefficients of the clients' stages."""

@@ -1,12 +1,16 @@
 """The settings of a run: its method and rounds, the data, the training, and the method's own."""
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from posy.data.settings import DataSettings
 from posy.models.catalogue import MODELS
 from posy.settings import Scalar, SettingsError, as_config, setting
+
+AUTO, OFF = "auto", "off"
+"""The words in place of numbers: Posy finds one by itself, or there is none."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,39 @@ class RunSettings:
     max_update_norm: float = setting(
         0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
     )
-    round_timeout: float = setting(
-        3600.0,
-        "seconds to wait for the replies of a round",
+    secure_aggregation: bool = setting(
+        False,
+        "the server sees the sum of the clients' updates only (SecAgg+), where the method needs no more",
+        synonyms=("secagg", "secaggplus", "secagg+"),
+    )
+    secure_threshold: float = setting(
+        0.6,
+        "secure aggregation: fraction of a client and its neighbours that must stay to the end of a round",
+        above=0.5,
+        maximum=1,
+    )
+    secure_neighbours: int = setting(
+        0, "secure aggregation: clients that each one shares secrets with; 0: all others", minimum=0
+    )
+    secure_range: float = setting(
+        16.0,
+        "secure aggregation: the most that a parameter may change in a round, which sets the rounding",
+        minimum=1e-9,
+    )
+    grace: float | str = setting(
+        OFF,
+        "seconds that the other clients have left in a training round once min-train-replies have answered",
+        number_or=OFF,
+        minimum=0,
+        maximum=1e8,
+        resumable=True,
+        synonyms=("grace-period",),
+    )
+    round_timeout: float | str = setting(
+        AUTO,
+        "seconds to wait for the replies of a round; `auto`: found from the times that replies have taken so far, and "
+        "no limit in one process",
+        number_or=AUTO,
         above=0,
         maximum=1e8,
         resumable=True,
@@ -126,6 +160,11 @@ class RunSettings:
         resumable=True,
         affects_results=False,
     )
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait for the replies of a round; infinite if nobody has set them."""
+        return math.inf if self.round_timeout == AUTO else float(self.round_timeout)
 
     def __post_init__(self) -> None:
         """Check the settings that depend on each other."""

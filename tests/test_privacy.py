@@ -1,4 +1,4 @@
-"""Local differential privacy: clipping, noise, and which methods can bear it; why there is no SecAgg+."""
+"""Local differential privacy: clipping, noise, and which methods can bear it."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp.mod import LocalDpMod
-from flwr.server.workflow import SecAggPlusWorkflow
 
 from posy.client_app.privacy import check_privacy, noise_deviation, noised
 from posy.server_app.in_process import InProcessGrid
@@ -114,13 +113,6 @@ def test_who_may_have_noise(method: str) -> None:
 def test_running_variances_bear_no_noise() -> None:
     with pytest.raises(SettingsError, match="resnet18-bn"):
         check_privacy(read_settings({"method": "fedavg", "dp-clip": 1.0, "model": "resnet18-bn"}))
-
-
-def test_flowers_secagg_takes_no_strategy_that_works_with_messages() -> None:
-    """Why there is no secure aggregation; once this fails, Flower can do it."""
-    context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
-    with pytest.raises(TypeError, match="Expect a LegacyContext"):
-        SecAggPlusWorkflow(3, 2)(InProcessGrid(3), context)
 
 
 def test_a_whole_run_with_noise(make_config: Callable[..., Any], federate: Callable[..., Any]) -> None:

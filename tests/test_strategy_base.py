@@ -244,7 +244,7 @@ def test_errors_lost_doubled_and_foreign_replies_are_counted_by_reason(make_stra
     take(strategy, [replies[0], replies[0], error, foreign])
     assert state_of(strategy) == state_of(expected)
     strange = "a reply to no message of this phase, or a second one"
-    late = "no reply within round-timeout = 3600 s"
+    late = "no reply"
     assert Counter(strategy.record.dropped) == Counter(
         [(-1, strange), (1, "its copy of the app is not valid: out of memory"), (-1, strange), (2, late), (3, late)]
     )
@@ -294,7 +294,7 @@ def test_clients_that_are_left_out_for_one_reason_are_told_together(
     foreign = Message(replies[2].content, reply_to=messages[2])
     foreign.metadata.__dict__["_reply_to_message_id"] = "of another run"
     take(strategy, [replies[1], replies[0], foreign])
-    late = "no reply within round-timeout = 3600 s"
+    late = "no reply"
     assert lines_of(warnings)[:3] == [
         "round 1: dropped: a reply to no message of this phase, or a second one",
         "round 1: client 0 and client 1 are left out: NaN or Inf in the reply",
@@ -339,7 +339,7 @@ def test_messages_that_there_was_no_time_to_send_are_dropped_each(make_strategy:
     grid = InProcessGrid(4)
     messages = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
     take(strategy, grid.send_and_receive(messages[:1]))  # the others never reach the grid and have no id
-    assert strategy.record.dropped == [(c, "no reply within round-timeout = 3600 s") for c in (1, 2, 3)]
+    assert strategy.record.dropped == [(c, "no reply") for c in (1, 2, 3)]
 
 
 def test_a_reply_of_the_training_is_none_of_the_evaluation(make_strategy: MakeStrategy) -> None:

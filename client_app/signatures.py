@@ -1,0 +1,78 @@
+"""Keys of a round that its clients sign, where sites know each other's public keys: then no server can pose as one.
+
+A site names two things in its node config: ``signing-key``, its private key, which may be that of its node, and
+``trusted-keys``, a directory with the public keys (``*.pub``) of all sites, each as `posy certificates` makes them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+
+from posy.paths import absolute
+from posy.settings import SettingsError
+
+SIGNING, TRUSTED = "signing-key", "trusted-keys"
+_PURPOSE = b"posy secure aggregation, keys of "
+
+
+class UnknownSignerError(ValueError):
+    """Keys are not signed by a site that is trusted."""
+
+
+class Signatures:
+    """Signs for a site, and checks what others have signed."""
+
+    def __init__(self, key: Path, trusted: Path) -> None:
+        try:
+            private = load_ssh_private_key(key.read_bytes(), None)
+            public = {path.name: load_ssh_public_key(path.read_bytes()) for path in sorted(trusted.glob("*.pub"))}
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise SettingsError(f"{SIGNING} or {TRUSTED} in the node config cannot be used: {error}") from error
+        wrong = [name for name, one in public.items() if not isinstance(one, EllipticCurvePublicKey)]
+        if not isinstance(private, EllipticCurvePrivateKey) or wrong or not public:
+            raise SettingsError(
+                f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} a directory with "
+                "public ones (*.pub), as `posy certificates` makes them"
+            )
+        self._private = private
+        self._trusted = {_name(one): one for one in public.values() if isinstance(one, EllipticCurvePublicKey)}
+        self.own = _name(private.public_key())
+        if self.own not in self._trusted:
+            raise SettingsError(f"{TRUSTED} = {str(trusted)!r} lacks the public half of {SIGNING} = {str(key)!r}")
+
+    def sign(self, text: bytes) -> list[bytes]:
+        """Return a signature, and the public key that it can be checked with."""
+        return [self._private.sign(_PURPOSE + text, ECDSA(SHA256())), self.own]
+
+    def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
+        """Raise :class:`UnknownSignerError` unless a site that is trusted has signed a text."""
+        if signer not in self._trusted:
+            raise UnknownSignerError("not signed by a site whose key is trusted here")
+        try:
+            self._trusted[signer].verify(signature, _PURPOSE + text, ECDSA(SHA256()))
+        except InvalidSignature as error:
+            raise UnknownSignerError("the signature is wrong") from error
+
+
+def signatures_of(node_config: Mapping[str, Any]) -> Signatures | None:
+    """Return what a node signs with, None if it knows no other sites' keys."""
+    key, trusted = (str(node_config.get(name, "")) for name in (SIGNING, TRUSTED))
+    if not key and not trusted:
+        return None
+    if not key or not trusted:
+        raise SettingsError(f"the node config has {SIGNING} or {TRUSTED} alone: it must have both or neither")
+    return Signatures(absolute(key), absolute(trusted))
+
+
+def _name(public: EllipticCurvePublicKey) -> bytes:
+    return public.public_bytes(Encoding.X962, PublicFormat.CompressedPoint)

@@ -1,0 +1,179 @@
+"""The arithmetic of secure aggregation: fixed-point numbers modulo 2^32, masks over them, keys, shares of secrets.
+
+Every primitive is one of `cryptography` (X25519, HKDF, AES, ChaCha20-Poly1305) or PyCryptodome (Shamir's shares over
+GF(2^128)). Of Flower's `flwr.common.secure_aggregation` nothing is used: its masks come from NumPy's Mersenne Twister,
+which is no cryptographic generator, each under a seed that is folded to 32 bits, and never take the largest value of
+the modulus; its rounding draws from NumPy's global generator; its shares go through text forms of keys and padding.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+Words = npt.NDArray[np.uint32]
+"""Numbers modulo 2^32."""
+SECRET_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
+"""Bytes of a secret that is shared out, of a key, and of what a sealed text holds besides."""
+ONE = 2**30
+"""What the largest number stands for, ``secure-range``: the sum of all clients lies in ±2^30, half of the modulus."""
+
+
+class MaskingError(ValueError):
+    """What another party has sent cannot be used."""
+
+
+# -- numbers ----------------------------------------------------------------------------------------------
+
+
+def encoded(changed: Sequence[npt.NDArray[np.float64]], share: float, limit: float) -> Words:
+    """Return the words in which a client's change enters the sum, and after them one for its share of the weights.
+
+    A change Δ becomes round(Δ · share · 2^30 / limit): the shares of all clients sum to at most 1, so the sum keeps
+    within the modulus. Rounding is to the nearest, so a run repeats, and moves the sum of M clients by at most M/2.
+
+    Raises
+    ------
+    ArithmeticError
+        If a change is no number, or beyond the limit: to clip it would hide that something has gone wrong.
+    """
+    flat = np.concatenate([np.zeros(0), *(change.ravel() for change in changed)])
+    if not np.isfinite(flat).all():
+        raise ArithmeticError("NaN or Inf in the update")
+    if flat.size and np.abs(flat).max() > limit:
+        raise ArithmeticError(f"a parameter has changed by more than secure-range = {limit:g}")
+    return np.append(np.rint(flat * (share * ONE / limit)), _share_word(share)).astype(np.int64).astype(np.uint32)
+
+
+def decoded(total: Words, shares: Sequence[float], limit: float) -> npt.NDArray[np.float64]:
+    """Return the weighted mean of the changes of those whose shares of the weights are given, from their sum.
+
+    Raises
+    ------
+    MaskingError
+        If the last word is not the sum of the shares: the masks have not cancelled, and the sum means nothing.
+    """
+    if int(total[-1]) != sum(map(_share_word, shares)) % 2**32:
+        raise MaskingError("the masks do not cancel")
+    return total[:-1].view(np.int32).astype(np.float64) * (limit / ONE / sum(shares))
+
+
+def error_bound(shares: Sequence[float], limit: float) -> float:
+    """Return the most that rounding moves a parameter of the weighted mean of some clients."""
+    return len(shares) / 2 * limit / ONE / sum(shares)
+
+
+def digest(*parts: str | npt.NDArray[np.generic]) -> bytes:
+    """Return a digest of texts and arrays."""
+    whole = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
+        whole.update(len(content).to_bytes(8, "little") + content)
+    return whole.digest()
+
+
+def _share_word(share: float) -> int:
+    return round(share * ONE)
+
+
+# -- masks ------------------------------------------------------------------------------------------------
+
+
+def stream(key: bytes, count: int) -> Words:
+    """Return the mask of a key, uniform words: the key stream of AES-256 in counter mode.
+
+    A key is never used for two masks, so the counter may always begin at 0.
+    """
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    return np.frombuffer(encryptor.update(bytes(4 * count)), "<u4").astype(np.uint32, copy=False)
+
+
+def own_mask(secret: bytes, context: bytes, count: int) -> Words:
+    """Return the mask of a client's own secret."""
+    return stream(_derived(secret, b"own mask", context), count)
+
+
+def pair_mask(private: X25519PrivateKey, public: bytes, own: int, other: int, context: bytes, count: int) -> Words:
+    """Return what a client adds for another one; the other adds the negative."""
+    mask = stream(_agreed(private, public, b"pair mask", context), count)
+    return mask if own < other else np.negative(mask)
+
+
+# -- keys -------------------------------------------------------------------------------------------------
+
+
+def new_secret() -> bytes:
+    """Return a secret from the operating system's randomness."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def private_key(secret: bytes) -> X25519PrivateKey:
+    """Return the private key that a secret stands for."""
+    return X25519PrivateKey.from_private_bytes(_derived(secret, b"private key", b""))
+
+
+def public_key(private: X25519PrivateKey) -> bytes:
+    """Return the public half of a key."""
+    return private.public_key().public_bytes_raw()
+
+
+def check_public(public: bytes) -> None:
+    """Raise :class:`MaskingError` for a public key with which no secret can be agreed on."""
+    _agreed(X25519PrivateKey.generate(), public, b"nothing", b"")
+
+
+def sealed(plain: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
+    """Encrypt what one client sends another through the server, who can neither read nor change nor redirect it."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    key = _agreed(private, public, b"share", _direction(source, target) + context)
+    return nonce + ChaCha20Poly1305(key).encrypt(nonce, plain, None)
+
+
+def opened(content: bytes, private: X25519PrivateKey, public: bytes, source: int, target: int, context: bytes) -> bytes:
+    """Decrypt what :func:`sealed` has made; :class:`MaskingError` if it is anything else."""
+    key = _agreed(private, public, b"share", _direction(source, target) + context)
+    try:
+        return ChaCha20Poly1305(key).decrypt(content[:NONCE_BYTES], content[NONCE_BYTES:], None)
+    except (InvalidTag, ValueError) as error:
+        raise MaskingError(f"what client {source} has sent client {target} cannot be read") from error
+
+
+def _direction(source: int, target: int) -> bytes:
+    return source.to_bytes(8, "little") + target.to_bytes(8, "little")
+
+
+def _agreed(private: X25519PrivateKey, public: bytes, purpose: bytes, context: bytes) -> bytes:
+    try:
+        shared = private.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:
+        raise MaskingError("a public key cannot be used") from error
+    return _derived(shared, purpose, context)
+
+
+def _derived(secret: bytes, purpose: bytes, context: bytes) -> bytes:
+    info = b"posy secure aggregation, " + purpose + b": " + context
+    return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
+
+
+# -- shares of a secret -----------------------------------------------------------------------------------
+
+
+def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
+    """Return ``count`` shares of a secret; fewer than ``threshold`` of them tell nothing about it."""
+    return [share for _, share in Shamir.split(threshold, count, secret, ssss=False)]
+
+
+def combined(shares: Mapping[int, bytes], threshold: int) -> bytes:
+    """Return the secret of some shares by their places in what :func:`split` has returned."""
+    if len(shares) < threshold or any(len(share) != SECRET_BYTES for share in shares.values()):
+        raise MaskingError(f"{len(shares)} shares of a secret, {threshold} are needed")
+    return Shamir.combine([(place + 1, share) for place, share in sorted(shares.items())[:threshold]], ssss=False)

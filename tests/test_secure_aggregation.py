@@ -1,0 +1,760 @@
+"""Secure aggregation: the server learns the sum of the clients' updates, and of one client nothing."""
+
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from Crypto.Protocol.SecretSharing import Shamir
+from flwr.app import Array, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+from flwr.common.serde import context_from_proto, context_to_proto
+from scipy.stats import chisquare
+
+import posy
+from benchmarks.local_federation import Deployment
+from posy.client_app import secure_aggregation as client_side
+from posy.client_app.app import Call
+from posy.client_app.privacy import check_privacy
+from posy.client_app.secure_aggregation import Masking, ProtocolError, Secrets, answer
+from posy.commands.deploy.certificates import make_certificates
+from posy.server_app.in_process import InProcessGrid
+from posy.settings import SettingsError
+from posy.storage import load_arrays
+from posy.strategies import masking
+from posy.strategies.masking import (
+    MaskingError,
+    combined,
+    decoded,
+    encoded,
+    error_bound,
+    new_secret,
+    opened,
+    pair_mask,
+    private_key,
+    public_key,
+    sealed,
+    split,
+    stream,
+)
+from posy.strategies.method_settings import ALLOWED
+from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.registry import read_settings
+from posy.strategies.secure_aggregation import connected, neighbourhoods, threshold_of
+
+SUMMED = [method for method in METHODS if settings_class(method).sums is ALLOWED]
+CLIENTS = 5
+Key = tuple[str, int, int]
+Federate = Callable[..., Any]
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------
+
+
+def test_numbers_by_hand() -> None:
+    one = encoded([np.array([1.0, -2.0])], 0.25, 16.0)
+    other = encoded([np.array([[0.5]]), np.array([4.0])], 0.75, 16.0)
+    assert one.tolist() == [2**24, 2**32 - 2**25, 2**28]
+    assert other.tolist() == [3 * 2**23, 3 * 2**26, 3 * 2**28]
+    np.testing.assert_array_equal(decoded(one + other, [0.25, 0.75], 16.0), [0.625, 2.5])
+    np.testing.assert_array_equal(decoded(other, [0.75], 16.0), [0.5, 4.0])
+
+
+def test_the_mean_is_within_the_stated_error_of_the_exact_one() -> None:
+    rng = np.random.default_rng(3)
+    weights = rng.integers(1, 400, 7)
+    changes = rng.uniform(-16, 16, (7, 5000))
+    shares = [int(weight) / int(weights.sum()) for weight in weights]
+    words = [encoded([change], share, 16.0) for change, share in zip(changes, shares, strict=True)]
+    for who in (range(7), (1, 4, 6)):
+        there = [shares[i] for i in who]
+        mean = decoded(np.add.reduce([words[i] for i in who], dtype=np.uint32), there, 16.0)
+        exact = np.average(changes[list(who)], axis=0, weights=weights[list(who)])
+        error = np.abs(mean - exact).max()
+        assert 0.1 * error_bound(there, 16.0) < error <= error_bound(there, 16.0)
+    assert error_bound([0.2] * 5, 16.0) == pytest.approx(3.73e-8, rel=0.01)  # float32 holds numbers near 1 to 6e-8
+
+
+@pytest.mark.parametrize("wrong", [16.1, -16.1, np.nan, np.inf])
+def test_what_is_out_of_range_is_refused_and_not_clipped(wrong: float) -> None:
+    encoded([np.array([16.0, -16.0])], 1.0, 16.0)
+    with pytest.raises(ArithmeticError, match="NaN or Inf" if not np.isfinite(wrong) else "secure-range = 16"):
+        encoded([np.array([0.0, wrong])], 1.0, 16.0)
+
+
+def test_a_sum_whose_masks_are_left_is_recognised() -> None:
+    words = encoded([np.zeros(4)], 1.0, 16.0)
+    words += stream(bytes(32), 5)
+    with pytest.raises(MaskingError, match="do not cancel"):
+        decoded(words, [1.0], 16.0)
+
+
+def test_masks_are_the_key_stream_of_aes() -> None:
+    """The block of zeros under the key of zeros, as it is published for AES-256."""
+    assert stream(bytes(32), 4).astype("<u4").tobytes().hex() == "dc95c078a2408989ad48a21492842087"
+
+
+def test_masks_of_pairs_cancel() -> None:
+    keys = {client: private_key(new_secret()) for client in (0, 3, 7)}
+    public = {client: public_key(key) for client, key in keys.items()}
+
+    def masks(context: bytes, others: Mapping[int, bytes] | None = None) -> np.ndarray:
+        return np.add.reduce(
+            [
+                pair_mask(key, public[other], client, other, (others or {}).get(client, context), 50)
+                for client, key in keys.items()
+                for other in keys
+                if other != client
+            ],
+            dtype=np.uint32,
+        )
+
+    assert not masks(b"round 1").any()
+    assert masks(b"round 1", {3: b"another model"}).all()
+    first, again = (pair_mask(keys[0], public[3], 0, 3, name, 50) for name in (b"round 1", b"round 2"))
+    assert first.all() and not np.array_equal(first, again)
+
+
+def test_a_secret_comes_back_from_enough_shares_only() -> None:
+    secret = new_secret()
+    shares = split(secret, 3, 5)
+    for places in ((0, 1, 2), (4, 2, 0), (0, 1, 2, 3, 4)):
+        assert combined({place: shares[place] for place in places}, 3) == secret
+    with pytest.raises(MaskingError, match="2 shares of a secret, 3 are needed"):
+        combined({0: shares[0], 1: shares[1]}, 3)
+    assert Shamir.combine([(1, shares[0]), (2, shares[1])], ssss=False) != secret
+
+
+def test_sealed_shares_are_for_one_client_of_one_round_only() -> None:
+    one, other, third = (private_key(new_secret()) for _ in range(3))
+    content = sealed(b"share", one, public_key(other), 0, 1, b"1")
+    assert opened(content, other, public_key(one), 0, 1, b"1") == b"share"
+    for private, public, source, target, context in (
+        (third, public_key(one), 0, 1, b"1"),
+        (other, public_key(third), 0, 1, b"1"),
+        (other, public_key(one), 1, 0, b"1"),
+        (other, public_key(one), 0, 1, b"2"),
+    ):
+        with pytest.raises(MaskingError, match="cannot be read"):
+            opened(content, private, public, source, target, context)
+    with pytest.raises(MaskingError, match="cannot be read"):
+        opened(content[:-1], other, public_key(one), 0, 1, b"1")
+    with pytest.raises(MaskingError, match="public key"):
+        sealed(b"share", one, bytes(32), 0, 1, b"1")
+
+
+def test_neighbours_and_threshold() -> None:
+    assert neighbourhoods([4, 1, 2], 0) == {client: [1, 2, 4] for client in (4, 1, 2)}
+    assert neighbourhoods(range(5), 4) == neighbourhoods(range(5), 0)
+    ring = neighbourhoods(range(9), 3)  # rounded up
+    assert all(len(roster) == 5 and client in roster for client, roster in ring.items())
+    assert all(client in ring[other] for client, roster in ring.items() for other in roster)
+    assert len({str(neighbourhoods(range(30), 4)) for _ in range(5)}) == 5
+    line = {0: [0, 1], 1: [0, 1, 2], 2: [1, 2, 3], 3: [2, 3]}
+    assert connected({0, 1, 2, 3}, line) and connected({1, 2}, line) and not connected({0, 1, 3}, line)
+    assert [threshold_of(size, 0.6) for size in (2, 3, 4, 5, 10)] == [2, 2, 3, 3, 6]
+    assert [threshold_of(size, 0.5000001) for size in (2, 3, 4, 5, 10)] == [2, 2, 3, 3, 6]
+    assert threshold_of(5, 1.0) == 5
+
+
+def test_flowers_masks_are_none() -> None:
+    """Why its own are not used: 32 bits decide a mask, and no mask ever takes the largest value."""
+    seed, alike = bytes(range(32)), bytes(range(4, 8)) + bytes(range(4)) + bytes(range(8, 32))
+    one, other = (pseudo_rand_gen(own, 2**32, [(100,)])[0] for own in (seed, alike))
+    np.testing.assert_array_equal(one, other)
+    assert pseudo_rand_gen(seed, 2, [(1000,)])[0].max() == 0
+
+
+# -- whole rounds in process --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def five() -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]]:
+    """Five clients of unequal size."""
+    rng = np.random.default_rng(11)
+    sizes = (12, 20, 5, 9, 30)
+    y = rng.integers(0, 3, sum(sizes) + 3 * len(sizes))
+    x = (rng.normal(0, 2, (3, 6))[y] + rng.normal(0, 1, (len(y), 6))).astype(np.float32)
+    bounds = np.cumsum([0, *(size + 3 for size in sizes)]).tolist()
+    pairs = list(pairwise(bounds))
+    return x, y, [list(range(a, b - 3)) for a, b in pairs], [list(range(b - 3, b)) for _, b in pairs]
+
+
+class ProcessGrid(InProcessGrid):
+    """Lets each message find the context of its node as a process finds it that was started for this message alone."""
+
+    def _receive(self, message: Message) -> Message | Call:
+        context = self._contexts[message.metadata.dst_node_id]
+        state = context_from_proto(context_to_proto(context)).state
+        context.state.clear()
+        context.state.update(state)
+        return super()._receive(message)
+
+
+class StageGrid(InProcessGrid):
+    """Loses messages, or replies to them, may send all twice, and keeps what was handed in.
+
+    Messages are named by (stage, round, client).
+    """
+
+    def __init__(
+        self,
+        clients: int,
+        lost: Collection[Key] = (),
+        unheard: Collection[Key] = (),
+        twice: bool = False,
+        change: Callable[[Key, Message], None] = lambda key, message: None,
+    ) -> None:
+        super().__init__(clients)
+        self.lost, self.unheard, self.twice, self.change = lost, unheard, twice, change
+        self.masked: dict[tuple[int, int], np.ndarray] = {}
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        asked = [(key_of(message), message) for message in messages]
+        sent = [(key, message) for key, message in asked if key not in self.lost]
+        for key, message in sent:
+            self.change(key, message)
+        if self.twice:
+            list(super().send_and_receive([message for _, message in sent], timeout=timeout))
+        replies = list(super().send_and_receive([message for _, message in sent], timeout=timeout))
+        kept = []
+        for (key, _), reply in zip(sent, replies, strict=True):
+            if key[0] == "train" and not reply.has_error():
+                self.masked[key[1], key[2]] = reply.content.array_records["arrays"]["0"].numpy().copy()
+            if key not in self.unheard:
+                kept.append(reply)
+        return kept
+
+
+def key_of(message: Message) -> Key:
+    config: Mapping[str, Any] = message.content.config_records["config"]
+    if "secure-stage" in config:
+        return config["secure-stage"], int(config["secure-round"].split("-")[1]), config["client"]
+    return message.metadata.message_type, config.get("server-round", 0), config.get("client", -1)
+
+
+def run(federate: Federate, config: dict[str, Any], **grid: Any) -> Any:
+    """Carry out a run with secure aggregation."""
+    return federate(config | {"secure-aggregation": True}, grid=lambda clients: StageGrid(clients, **grid))
+
+
+def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], most: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=most, err_msg=name)
+
+
+def reasons(finished: Any, server_round: int) -> dict[int, str]:
+    return dict(finished.records[server_round - 1].dropped)
+
+
+@pytest.mark.parametrize("method", SUMMED)
+def test_models_are_those_of_the_plain_run(make_config: Any, federate: Federate, five: Any, method: str) -> None:
+    """PPFE's second stage counts all clients alike; FedRep, FedDRM and PPFE keep layers, Ditto a model."""
+    config = make_config(method, data=five, model="mlp", num_server_rounds=4, ppfe_stages=2, ppfe_stage_rounds="2,2")
+    plain, secure = federate(config), run(federate, config)
+    assert [record.dropped for record in secure.records] == [[]] * 4
+    assert_close(secure.strategy.server_state(), plain.strategy.server_state(), 2e-6)
+    for client in range(CLIENTS):
+        assert_close(secure.kept(client), plain.kept(client), 1e-5)
+    assert secure.column("served_accuracy") == plain.column("served_accuracy")
+    words = secure.grid.masked[4, 0]
+    assert words.dtype == np.uint32
+    assert words.shape == (secure.strategy.server_state()["model"].size + 1,)
+
+
+def test_one_round_is_within_the_stated_error(make_config: Any, federate: Federate, five: Any) -> None:
+    config = make_config("fedavg", data=five, num_server_rounds=1)
+    plain, secure = (done.strategy.model for done in (federate(config), run(federate, config)))
+    shares = [len(part) / sum(map(len, five[2])) for part in five[2]]
+    assert (
+        np.abs(secure - plain).max() <= error_bound(shares, 16.0) + 4 * np.finfo(np.float32).eps * np.abs(plain).max()
+    )
+    coarse = run(federate, config | {"secure-range": 2.0**20}).strategy.model
+    assert error_bound(shares, 16.0) < np.abs(coarse - plain).max() <= error_bound(shares, 2.0**20)
+
+
+def test_the_same_run_twice_is_the_same_models_under_other_masks(
+    make_config: Any, federate: Federate, five: Any
+) -> None:
+    config = make_config("fedrep", data=five, model="mlp", fraction_train=0.8)
+    first, again = run(federate, config), run(federate, config)
+    assert_close(first.strategy.server_state(), again.strategy.server_state(), 0)
+    assert first.grid.masked.keys() == again.grid.masked.keys()
+    assert all((words != again.grid.masked[key]).mean() > 0.9 for key, words in first.grid.masked.items())
+
+
+def test_secrets_pass_from_process_to_process_in_the_context(make_config: Any, federate: Federate, five: Any) -> None:
+    config = make_config("fedavg", data=five) | {"secure-aggregation": True}
+    there, here = federate(config, grid=ProcessGrid), run(federate, config)
+    assert [record.dropped for record in there.records] == [[]] * 3
+    assert_close(there.strategy.server_state(), here.strategy.server_state(), 0)
+
+
+def test_messages_that_come_twice_are_answered_alike(make_config: Any, federate: Federate, five: Any) -> None:
+    config = make_config("ditto", data=five)
+    assert_close(
+        run(federate, config, twice=True).strategy.server_state(), run(federate, config).strategy.server_state(), 0
+    )
+
+
+@pytest.mark.parametrize("neighbours", [0, 2])
+@pytest.mark.parametrize(
+    ("lost", "unheard", "summed"),
+    [
+        (("keys",), (), {0, 2, 3, 4}),
+        ((), ("keys",), {0, 2, 3, 4}),
+        (("shares",), (), {0, 2, 3, 4}),
+        ((), ("shares",), {0, 2, 3, 4}),
+        (("train",), (), {0, 2, 3, 4}),
+        ((), ("train",), {0, 2, 3, 4}),
+        (("unmask",), (), {0, 1, 2, 3, 4}),
+        ((), ("unmask",), {0, 1, 2, 3, 4}),
+    ],
+)
+def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
+    make_config: Any,
+    federate: Federate,
+    five: Any,
+    lost: tuple[str, ...],
+    unheard: tuple[str, ...],
+    summed: set[int],
+    neighbours: int,
+) -> None:
+    """Lost is the message to client 1 in round 1, unheard its answer, in one of the four stages."""
+    config = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-neighbours": neighbours}
+    secure = run(federate, config, lost=[(s, 1, 1) for s in lost], unheard=[(s, 1, 1) for s in unheard])
+    assert reasons(secure, 1) == {1: "no reply"}
+    assert reasons(secure, 2) == {}
+    plain = federate(config, grid=lambda clients: StageGrid(clients, [] if 1 in summed else [("train", 1, 1)]))
+    assert_close(secure.strategy.server_state(), plain.strategy.server_state(), 1e-6)
+
+
+@pytest.mark.parametrize("neighbours", [0, 2])
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "unmask"])
+def test_below_the_threshold_the_state_stays_as_it_is(
+    make_config: Any, federate: Federate, five: Any, warnings: Any, stage: str, neighbours: int
+) -> None:
+    """Three of five are too few for a threshold of 0.8; they are enough for themselves where no others have keys."""
+    config = make_config("fedavg", data=five, num_server_rounds=1) | {"secure-neighbours": neighbours}
+    gone = [(stage, 1, client) for client in ((1, 2, 3, 4) if stage == "keys" else (1, 3))]
+    secure = run(federate, config | {"secure-threshold": 0.8}, lost=gone)
+    np.testing.assert_array_equal(secure.strategy.model, secure.strategy.initial())
+    assert set(reasons(secure, 1)) == {client for _, _, client in gone}
+    [said] = {record.getMessage() for record in warnings.records if "the state stays as it is" in record.getMessage()}
+    assert "secure-threshold = 0.8 needs" in said or "1 of 5 clients have told their keys, 2 are needed" in said
+
+
+def test_a_client_that_diverges_leaves_itself_out(make_config: Any, federate: Federate, five: Any) -> None:
+    config = make_config("fedavg", data=five, num_server_rounds=1)
+    strict = run(federate, config | {"secure-range": 1e-9})
+    assert set(reasons(strict, 1)) == set(range(CLIENTS))
+    assert "changed by more than secure-range = 1e-09" in reasons(strict, 1)[0]
+    np.testing.assert_array_equal(strict.strategy.model, strict.strategy.initial())
+
+
+def test_noise_of_each_client_is_summed_too(make_config: Any, federate: Federate, five: Any) -> None:
+    config = make_config("fedavg", data=five, num_server_rounds=1, dp_clip=1e-9, dp_sensitivity=1e-3)
+    found = run(federate, config).strategy
+    deviation = 1e-3 * np.sqrt(2 * np.log(1.25e5)) * np.sqrt(sum((len(p) / 76) ** 2 for p in five[2]))
+    assert 0.5 * deviation < (found.model - found.initial()).std() < 1.6 * deviation
+
+
+# -- what the server holds of one client --------------------------------------------------------------------
+
+
+@pytest.fixture
+def fixed_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let secrets come from a seed, so that a test of their distribution always comes out alike."""
+    monkeypatch.setattr(masking.secrets, "token_bytes", np.random.default_rng(5).bytes)
+
+
+def unlikely(words: np.ndarray) -> float:
+    """Return how likely uniform words have bytes that are spread as unevenly as those of these, or more so."""
+    return float(chisquare(np.bincount(np.ascontiguousarray(words).view(np.uint8), minlength=256)).pvalue)
+
+
+@pytest.mark.parametrize("left_out", ["", "own", "pair", "both"])
+def test_what_is_handed_in_is_uniform_under_either_mask_and_not_without(
+    make_config: Any,
+    federate: Federate,
+    five: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    fixed_secrets: None,
+    left_out: str,
+) -> None:
+    """With the own masks told, those of pairs hide it; with a key told, of one that came late, the own one does."""
+
+    def nothing(*args: Any) -> np.ndarray:
+        return np.zeros(args[-1], np.uint32)
+
+    if left_out in ("own", "both"):
+        monkeypatch.setattr(client_side, "own_mask", nothing)
+    if left_out in ("pair", "both"):
+        monkeypatch.setattr(client_side, "pair_mask", nothing)
+    config = make_config("fedavg", data=five, model="mlp", num_server_rounds=20, evaluate_every=20, local_steps=1)
+    masked = run(federate, config).grid.masked
+    rounds = [masked[number, 0] for number in range(1, 21)]
+    assert len(rounds[0]) > 5000
+    if left_out == "both":
+        assert unlikely(np.concatenate(rounds)) < 1e-100
+    else:
+        assert unlikely(np.concatenate(rounds)) > 0.001
+        assert unlikely(np.concatenate([one - other for one, other in pairwise(rounds)])) > 0.001
+
+
+# -- what a client refuses, whatever the server says ----------------------------------------------------------
+
+
+class Asked:
+    """Clients that are asked one stage after the other, by a server that may ask for anything."""
+
+    def __init__(self, clients: int = 4, threshold: int = 3, configs: Sequence[dict[str, Any]] = ()) -> None:
+        InProcessGrid(1)  # gives this process the identity that messages need
+        self.contexts = [
+            Context(
+                run_id=0, node_id=c + 1, node_config=configs[c] if configs else {}, state=RecordDict(), run_config={}
+            )
+            for c in range(clients)
+        ]
+        self.roster, self.threshold = list(range(clients)), threshold
+        self.public: list[list[bytes]] = []
+        self.sealed: list[list[bytes]] = []
+
+    def message(self, client: int, **told: Any) -> Message:
+        config = ConfigRecord({"client": client, "secure-round": "0-1", "settings": "{}", "lr": 0.1} | told)
+        return Message(RecordDict({"config": config}), client + 1, MessageType.QUERY)
+
+    def ask(self, client: int, stage: str, **told: Any) -> list[bytes]:
+        config = {key.replace("_", "-"): value for key, value in told.items()}
+        return answer(self.message(client, **{"secure-stage": stage}, **config), self.contexts[client])
+
+    def keys(self, **told: Any) -> "Asked":
+        self.public = [self.ask(client, "keys", **told) for client in self.roster]
+        return self
+
+    def shares(self, client: int, **told: Any) -> list[bytes]:
+        keys = [text for texts in self.public for text in texts]
+        usual = {"roster": self.roster, "public_keys": keys, "threshold": self.threshold}
+        return self.ask(client, "shares", **(usual | told))
+
+    def shared(self) -> "Asked":
+        self.sealed = [self.shares(client) for client in self.keys().roster]
+        return self
+
+    def mask(self, client: int, value: float = 0.5, reference: float = 0.0, **told: Any) -> np.ndarray:
+        sources = [other for other in self.roster if other != client]
+        for_it = [self.sealed[other][client - (client > other)] for other in sources]
+        config = {"client": client, "secure-round": "0-1", "weights": 8, "sources": sources, "shares": for_it} | told
+        masked = Masking(config, self.message(client), self.contexts[client])
+        arrays = [np.full(6, value, np.float32)], [np.full(6, reference, np.float32)]
+        return masked.put_on(*arrays, 2, 16.0)
+
+    def handed_in(self) -> "Asked":
+        for client in self.shared().roster:
+            self.mask(client)
+        return self
+
+    def secrets_of(self, client: int) -> Any:
+        return Secrets(client, self.contexts[client], 0).latest()
+
+
+def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
+    asked = Asked().handed_in()
+    told = asked.ask(0, "unmask", survivors=[0, 1, 2])
+    assert asked.ask(0, "unmask", survivors=[0, 1, 2]) == told
+    for other in ([0, 1, 3], [0, 1, 2, 3], [0, 2, 1]):
+        with pytest.raises(ProtocolError, match="told for other clients before"):
+            asked.ask(0, "unmask", survivors=other)
+    for survivors in ([0, 2, 3], [0, 1], [0, 1, 1], [0, 1, 2, 9], []):
+        with pytest.raises(ProtocolError, match="have handed in"):
+            asked.ask(1, "unmask", survivors=survivors)
+    shares = {0: told, 1: asked.ask(1, "unmask", survivors=[0, 1, 2]), 2: asked.ask(2, "unmask", survivors=[0, 1, 2])}
+    for client in (0, 1, 2):  # those that have handed in: their own secrets, not what their keys are made from
+        own = asked.secrets_of(client)
+        assert not own.own_secret and not own.mask_secret and not own.seal_secret and not own.sealed and not own.kept
+    left = asked.secrets_of(3)
+    assert combined({place: told[3] for place, told in shares.items()}, 3) == left.mask_secret
+    assert left.own_secret not in [combined({place: t[who] for place, t in shares.items()}, 3) for who in range(4)]
+
+
+def test_nothing_is_told_before_the_update_was_handed_in_or_of_another_round() -> None:
+    asked = Asked().shared()
+    with pytest.raises(ProtocolError, match="has not handed in"):
+        asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
+    asked.mask(0)
+    with pytest.raises(ProtocolError, match=r"round 0-2 was not begun here"):
+        asked.ask(0, "unmask", survivors=[0, 1, 2, 3], secure_round="0-2")
+    first = asked.public[0]
+    assert asked.ask(0, "keys") == first
+    assert asked.ask(0, "keys", secure_round="0-10") != first
+    for stale in ("0-1", "0-9"):
+        with pytest.raises(ProtocolError, match=f"round {stale} is over"):
+            asked.ask(0, "keys", secure_round=stale)
+    with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are gone"):
+        asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
+    assert asked.ask(0, "keys", secure_round="1-2") != first
+
+
+def test_one_update_is_masked_and_no_second_one() -> None:
+    asked = Asked().shared()
+    handed_in = asked.mask(0)
+    np.testing.assert_array_equal(asked.mask(0), handed_in)
+    with pytest.raises(ProtocolError, match="another update was handed in"):
+        asked.mask(0, value=0.25)
+    with pytest.raises(ProtocolError, match="another update was handed in"):
+        asked.mask(0, reference=0.1)
+    with pytest.raises(ProtocolError, match="another update was handed in"):
+        asked.mask(0, weights=9)
+    for client in (1, 2, 3):
+        asked.mask(client)
+    asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
+    with pytest.raises(ProtocolError, match="round 0-1 is over"):
+        asked.mask(0)
+
+
+def test_no_update_goes_out_without_masks(make_config: Any, federate: Federate, five: Any) -> None:
+    def change(key: Key, message: Message) -> None:
+        if key == ("train", 1, 2):
+            del message.content.config_records["config"]["secure-round"]
+
+    done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), change=change)
+    assert "asks for an update without masks" in reasons(done, 1)[2]
+
+
+def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
+    asked = Asked().keys()
+    keys = [text for texts in asked.public for text in texts]
+    for threshold in (1, 2, 5):
+        with pytest.raises(ProtocolError, match=f"{threshold} of 4 clients are no safe threshold"):
+            asked.shares(0, threshold=threshold)
+    with pytest.raises(ProtocolError, match="not this client's keys"):
+        asked.shares(0, public_keys=[keys[4], *keys[1:]])
+    with pytest.raises(ProtocolError, match="not this client's keys"):
+        asked.shares(0, roster=[1, 2, 3], public_keys=keys[4:], threshold=2)
+    with pytest.raises(ProtocolError, match="two public keys are the same"):
+        asked.shares(0, public_keys=[*keys[:8], *keys[4:8], *keys[12:]])
+    shares = asked.shares(0)
+    assert asked.shares(0) == shares
+    stranger = public_key(private_key(new_secret()))
+    with pytest.raises(ProtocolError, match="to other keys before"):
+        asked.shares(0, public_keys=[*keys[:-4], stranger, *keys[-3:]])
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> list[dict[str, Any]]:
+    """The node configs of four sites that know each other's keys; a fifth one's key lies elsewhere."""
+    names = [f"site-{i}" for i in range(5)]
+    make_certificates(tmp_path, [], names, 1)
+    (tmp_path / "known").mkdir()
+    for name in names[:4]:
+        (tmp_path / f"{name}.pub").rename(tmp_path / f"known/{name}.pub")
+    return [{"signing-key": str(tmp_path / f"{name}.key"), "trusted-keys": str(tmp_path / "known")} for name in names]
+
+
+def test_a_server_cannot_pose_as_a_site_whose_keys_are_known(sites: list[dict[str, Any]]) -> None:
+    asked = Asked(configs=sites).shared()
+    assert [len(sealed) for sealed in asked.sealed] == [3] * 4
+    honest = asked.keys(secure_round="0-2").public
+    posed = [public_key(private_key(new_secret())) for _ in range(2)]
+    other = Asked(1, configs=sites[:1]).keys(secure_round="0-3").public[0]  # the same site, in another round
+    for texts, why in (
+        ([*posed, b"", b""], "not signed by a site whose key is trusted"),
+        ([*posed, *honest[1][2:]], "the signature is wrong"),
+        ([*honest[2][:2], *honest[1][2:]], "the signature is wrong"),
+        ([*posed, *other[2:]], "the signature is wrong"),
+    ):
+        asked.public = [honest[0], texts, *honest[2:]]
+        with pytest.raises(ProtocolError, match=f"the keys of client 1: {why}"):
+            asked.shares(0, secure_round="0-2")
+    asked.public = [honest[0], honest[2], honest[2], honest[3]]  # the keys of client 2 for those of client 1
+    with pytest.raises(ProtocolError, match="the keys of client 1: the signature is wrong"):
+        asked.shares(0, secure_round="0-2")
+    asked.public = honest
+    assert len(asked.shares(0, secure_round="0-2")) == 3
+
+    twice = Asked(configs=[sites[0], sites[1], sites[1], sites[2]]).keys()
+    with pytest.raises(ProtocolError, match="one site has signed the keys of two clients"):
+        twice.shares(0)
+
+
+def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]]) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (sites[4], "lacks the public half of signing-key"),
+        (sites[0] | {"signing-key": ""}, "must have both or neither"),
+        (sites[0] | {"signing-key": sites[0]["trusted-keys"] + "/site-0.pub"}, "cannot be used"),
+        (sites[0] | {"trusted-keys": "nowhere"}, "a directory with public ones"),
+    ]
+    for config, why in wrong:
+        with pytest.raises(SettingsError, match=why):
+            Asked(1, configs=[config]).keys()
+
+
+def test_a_site_that_knows_the_others_hands_in_nothing_plain(make_config: Any, federate: Federate, five: Any) -> None:
+    def grid(clients: int) -> InProcessGrid:
+        made = InProcessGrid(clients)
+        made._contexts[2].node_config["trusted-keys"] = "known"
+        return made
+
+    done = federate(make_config("fedavg", data=five, num_server_rounds=1), grid=grid)
+    assert set(reasons(done, 1)) == {1}
+    assert "asks for an update without masks" in reasons(done, 1)[1]
+
+
+def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
+    asked = Asked().shared()
+    usual = [asked.sealed[other][0] for other in (1, 2, 3)]
+    for sources, shares in (([1], usual[:1]), ([1, 2, 9], usual), ([0, 1, 2], usual)):
+        with pytest.raises(ProtocolError, match="not the neighbours needed"):
+            asked.mask(0, sources=sources, shares=shares)
+    with pytest.raises(MaskingError, match="what client 1 has sent client 0 cannot be read"):
+        asked.mask(0, shares=[usual[1], usual[0], usual[2]])
+    with pytest.raises(ProtocolError, match="a weight of 2 in a sum of 1"):
+        asked.mask(0, weights=1)
+
+
+@pytest.mark.parametrize("what", ["lr", "model", "weights"])
+def test_what_one_client_is_told_otherwise_keeps_its_update_hidden(
+    make_config: Any, federate: Federate, five: Any, warnings: Any, what: str
+) -> None:
+    """Else a server could let all others stand still, and the sum would be the update of one."""
+
+    def change(key: Key, message: Message) -> None:
+        if key == ("train", 1, 2):
+            config = message.content.config_records["config"]
+            if what == "model":
+                record = message.content.array_records["arrays"]
+                record["0"] = Array(record["0"].numpy() + np.float32(1e-3))
+            else:
+                config[what] = config[what] * 2
+
+    done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), change=change)
+    np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
+    assert "the masks do not cancel" in warnings.text
+
+
+# -- what the server refuses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "unmask"])
+@pytest.mark.parametrize("wrong", ["text", "short", "zero", "many"])
+def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
+    make_config: Any, federate: Federate, five: Any, monkeypatch: pytest.MonkeyPatch, stage: str, wrong: str
+) -> None:
+    usual = StageGrid.send_and_receive
+
+    def send(self: StageGrid, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        asked = list(messages)
+        replies = usual(self, asked, timeout=timeout)
+        for message, reply in zip(asked, replies, strict=True):
+            if key_of(message) == (stage, 1, 1):
+                if stage == "train":
+                    words = reply.content.array_records["arrays"]["0"].numpy()
+                    bad = {"text": words.astype(np.int64), "short": words[1:], "zero": words.astype(np.float32)}
+                    reply.content.array_records["arrays"]["0"] = Array(bad.get(wrong, np.append(words, words)))
+                else:
+                    config = reply.content.config_records["config"]
+                    texts: Any = config["answer"]
+                    bad_texts = {"text": "text", "short": [t[1:] for t in texts], "many": [*texts, texts[0]]}
+                    # A key of zeros is one with which no secret can be agreed on; other zeros look like any text.
+                    config["answer"] = bad_texts.get(wrong, [bytes(len(text)) for text in texts])
+        return replies
+
+    monkeypatch.setattr(StageGrid, "send_and_receive", send)
+    done = run(federate, make_config("fedavg", data=five, num_server_rounds=2))
+    changed = not np.array_equal(done.strategy.model, done.strategy.initial())
+    assert changed and np.isfinite(done.strategy.model).all() and np.abs(done.strategy.model).max() < 10
+    if (stage, wrong) == ("shares", "zero"):
+        assert all("cannot be read" in reason for reason in reasons(done, 1).values())  # the others refuse them
+    elif (stage, wrong) != ("unmask", "zero"):
+        assert set(reasons(done, 1)) == {1}
+    assert reasons(done, 2) == {}
+
+
+def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
+    make_config: Any, federate: Federate, five: Any, monkeypatch: pytest.MonkeyPatch, warnings: Any
+) -> None:
+    honest = client_side._unmask
+    monkeypatch.setattr(client_side, "_unmask", lambda *args: [bytes(16) for _ in honest(*args)])
+    for lost, said in (((), "the masks do not cancel"), ([("train", 1, 1)], "shares of client 1's key are wrong")):
+        done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), lost=lost)
+        np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
+        assert said in warnings.text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_who_may_sum(method: str) -> None:
+    settings = read_settings({"method": method, "secure-aggregation": True})
+    if method in SUMMED:
+        check_privacy(settings)
+    else:
+        with pytest.raises(SettingsError, match=f"secure-aggregation = true with method = '{method}': .*; it must be"):
+            check_privacy(settings)
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ({"max-update-norm": 1.0}, "the server sees no single update"),
+        ({"num-clients": 1}, "two clients or more"),
+        ({"fraction-train": 0.1}, "two clients or more"),
+        ({"dp-clip": 1.0}, r"secure-range = 16 with dp-clip = 1: .* >= 78.52"),
+        ({"secure-threshold": 0.5}, "secure-threshold"),
+    ],
+)
+def test_what_does_not_go_with_sums_is_refused_before_the_first_round(own: dict[str, Any], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        check_privacy(read_settings({"method": "fedavg", "secure-aggregation": True} | own))
+
+
+# -- real nodes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.federation
+@pytest.mark.xdist_group("secure")
+def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_path: Path, five: Any) -> None:
+    """One of three is killed in the middle of the second run."""
+    x, y = five[:2]
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y)
+    common = {
+        "method": "fedrep", "dataset": str(tmp_path / "data.npz"), "num-clients": 3, "lr": 0.05, "local-epochs": 1,
+        "model": "mlp", "device": "cpu", "stack": "loop", "secure-aggregation": "true",
+    }  # fmt: skip
+    names = [f"node-{i}" for i in range(3)]
+    deployment = Deployment(tmp_path, names)
+    try:
+        known = tmp_path / "known"
+        known.mkdir()
+        for name in names:
+            shutil.copy(tmp_path / f"certificates/{name}.pub", known)
+        for i, name in enumerate(names):
+            signed = f"signing-key=certificates/{name}.key", f"trusted-keys={known}"
+            deployment.node(name, f"partition-id={i}", "num-partitions=3", f"state-dir=state-{i}", *signed)
+        for name in names:
+            deployment.until(partial(deployment.ready, name), name, 200.0)
+        words = [f"{key}={value}" for key, value in common.items()]
+        summary = deployment.run("all", *words, "num-server-rounds=2")
+        assert (summary["status"], summary["dropped"]) == ("completed", {})
+        own: dict[str, Any] = {key.replace("-", "_"): value for key, value in common.items()}
+        own["secure_aggregation"] = True
+        reference = posy.run(**own, num_server_rounds=2, output_dir=str(tmp_path / "here"))
+        expected = load_arrays(reference.directory.models / "server.safetensors")
+        found = load_arrays(deployment.results("all") / "models/server.safetensors")
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+        deployment.submit("cut", *words, "num-server-rounds=3", "round-timeout=30", "min-clients=2")
+        deployment.until(lambda: deployment.rounds("cut"), "run-cut", 200.0)
+        deployment.kill("node-2")
+        assert deployment.processes["run-cut"].wait(400.0) == 0, deployment.log("run-cut")
+        rows = deployment.rounds("cut")
+        assert [row["round"] for row in rows] == [1, 2, 3]
+        assert {drop["client"] for row in rows for drop in row["dropped"]} == {2}
+        assert "the state stays as it is" not in deployment.log("run-cut")
+    finally:
+        deployment.stop()
