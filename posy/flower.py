@@ -1,12 +1,16 @@
 """What Posy knows about the Flower runtime that it runs in, its private parts included."""
 
+import importlib.metadata
 import os
+import platform
 import re
 import sys
 from collections.abc import Mapping
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import flwr
 import flwr.app
@@ -22,11 +26,18 @@ from flwr.supercore.retry import RetryInvoker, RetryState
 from posy.paths import START_DIRECTORY
 from posy.words import one_line
 
+FLOWER = "1.39"
+"""Version of Flower that Posy is made for."""
 CLOCK_SECONDS = 60.0
 """Seconds by which the clocks of two machines may differ; a message lives that much longer than round-timeout."""
 MAX_REASON = 300
 """Number of characters of a reason that are shown."""
+UNANSWERED = 1000
+"""Code of Posy's own errors, for messages without a reply."""
+PING = "ping"
+"""What the config of a message holds that asks a node for nothing but an answer."""
 FAILURES = {
+    UNANSWERED: "{}",
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app could not be loaded: {}",
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "it failed: {}",
     ErrorCode.MESSAGE_UNAVAILABLE: "its message or its reply was lost or came too late",
@@ -37,6 +48,18 @@ FAILURES = {
     ErrorCode.CLIENT_APP_CRASHED: "its app crashed: {}",
 }
 """What Flower's errors mean for a client; Flower's own words follow where they say more."""
+
+
+@cache
+def versions() -> dict[str, str | None]:
+    """Return what is installed on this machine and decides what a run computes, by name."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("posy", "flwr", "torch", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # an app bundle runs without being installed
+            found[name] = None
+    return found
 
 
 def isolate_simulation() -> None:
@@ -94,6 +117,13 @@ class Outages:
         self.count += isinstance(state.exception, httpx.ConnectError)
         if self._noted is not None:
             self._noted(state)
+
+
+def unanswered(message: Message, reason: str) -> Message:
+    """Return an error in place of the reply that a message has not got, which may not even have been sent."""
+    if not message.metadata.message_id:
+        message.metadata.__dict__["_message_id"] = str(uuid4())
+    return Message(Error(UNANSWERED, reason), reply_to=message)
 
 
 def answer_to(message_id: str, reply: Message) -> Message:

@@ -27,6 +27,10 @@ class RunError(RuntimeError):
     """A run has failed: its message is one line for people."""
 
 
+class LaunchError(Exception):
+    """A SuperLink or another process of Flower's could not be started or reached, or did not take the run."""
+
+
 class NothingTrainedError(RunError):
     """A run has ended without one accepted reply."""
 
@@ -48,6 +52,8 @@ class Setting:
     help: str
     choices: tuple[str, ...] = ()
     """The only values that it may have, if there are any."""
+    number_or: str = ""
+    """A word that may stand in place of a number, which then is the default."""
     minimum: float = -math.inf
     above: float = -math.inf
     maximum: float = math.inf
@@ -68,7 +74,7 @@ class Setting:
     @property
     def kind(self) -> type:
         """The type of its values."""
-        return type(self.default)
+        return float if self.number_or else type(self.default)
 
     @property
     def most(self) -> float:
@@ -81,7 +87,8 @@ class Setting:
             return "one of " + ", ".join(self.choices)
         bounds = {">=": self.minimum, ">": self.above, "<=": self.most}
         given = [f"{sign} {bound}" for sign, bound in bounds.items() if math.isfinite(bound)]
-        return " ".join(filter(None, (KINDS[self.kind], " and ".join(given))))
+        word = f"`{self.number_or}` or " if self.number_or else ""
+        return " ".join(filter(None, (word + KINDS[self.kind], " and ".join(given))))
 
     def admits(self, value: Any) -> bool:
         """Tell whether a value of the right type is one that it may have."""
@@ -93,6 +100,8 @@ class Setting:
 
     def checked(self, key: str, value: Any, where: str) -> Any:
         """Return a value in the type of the setting, or raise :class:`SettingsError`, as :func:`checked` does."""
+        if self.number_or and value == self.number_or:
+            return value
         if self.kind is float and type(value) is int and abs(value) <= LARGEST:
             value = float(value)
         if type(value) is self.kind and self.admits(value):  # exactly: a bool is an int to Python

@@ -1,5 +1,6 @@
 """Files that are either whole or missing: written to a temporary name and renamed, read with a check of every byte."""
 
+import fcntl
 import json
 import math
 import os
@@ -48,6 +49,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock(path: Path) -> int:
+    """Lock a directory as long as the descriptor is open that is returned, here or in a process that inherits it.
+
+    Raises :class:`BlockingIOError` if somebody else has locked it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def write_arrays(

@@ -1,7 +1,7 @@
 """The ServerApp: read the settings, find the clients, run the method's strategy, keep the record."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from logging import INFO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +17,20 @@ from posy.client_app.workspace import workspace_for
 from posy.data.settings import SITES
 from posy.flower import in_simulation, look_for_parts_sooner
 from posy.server_app.checkpoints import resumption
-from posy.server_app.grids import PollingGrid, WaveGrid
+from posy.server_app.delivery import PollingGrid
+from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation
+from posy.server_app.pace import Pace
 from posy.server_app.recorder import Recorder
 from posy.server_app.results import RunDirectory
 from posy.server_app.resume import StoredRun
+from posy.server_app.run_status import RunStatus, WatchedGrid
+from posy.server_app.waiting import WaitLog
 from posy.settings import SettingsError
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import defaults, read_settings
-from posy.strategies.settings import Settings
+from posy.strategies.settings import AUTO, OFF, RunSettings, Settings
 
 app = ServerApp()
 
@@ -34,9 +38,13 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
-    if not in_simulation():
-        look_for_parts_sooner()
-    run(grid, given_in(context.run_config, grid.run.override_config))
+    given = given_in(context.run_config, grid.run.override_config)
+    if in_simulation():
+        run(grid, given)
+        return
+    look_for_parts_sooner()
+    with closing(RunStatus.of_run(context.run_id)) as status:
+        run(grid, given, status=status)
 
 
 def given_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +61,7 @@ def run(
     given: Mapping[str, Any],
     where: str = "the run config",
     begun: Callable[[Path], object] = lambda path: None,
+    status: RunStatus | None = None,
 ) -> Recorder:
     """Run an experiment on a grid, whatever delivers its messages.
 
@@ -64,6 +73,8 @@ def run(
         The settings that a person has set, by key, and where, for the message of an error.
     begun : callable
         Called with the directory of the run when it is there.
+    status : RunStatus, optional
+        Where to note what the run does.
 
     Raises
     ------
@@ -85,8 +96,12 @@ def run(
             f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
             "site, and say where the SuperLink is with --superlink"
         )
-    waves = WaveGrid(grid) if in_this_process else PollingGrid(grid)
-    federation = Federation(waves, settings)
+    waves = (
+        WaveGrid(grid)
+        if in_this_process
+        else polling(WatchedGrid(grid, status) if status is not None else grid, settings.run)
+    )
+    federation = Federation(waves, settings, status)
     if settings.data.dataset == SITES:
         settings = federation.agree()
     workspace = workspace_for(settings, "")  # that of the clients, where they are in this process
@@ -109,9 +124,11 @@ def run(
             federation.restore(resumed.checkpoint.progress["sites"])
         strategy.clients = federation.join()
         strategy.refresh = federation.refresh
-        recorder = Recorder(settings, strategy, workspace, federation, resumed)
+        recorder = Recorder(settings, strategy, workspace, federation, resumed, status)
         stack.callback(recorder.directory.release)
         begun(recorder.directory.path)
+        if isinstance(waves, PollingGrid):
+            waves.on_wait = WaitLog(federation, status)
         if isinstance(grid, InProcessGrid):
             grid.states = stack.enter_context(states_in_memory(recorder, settings))
         recorder.tell_clients(one_file_system=in_simulation())
@@ -121,11 +138,20 @@ def run(
             grid=waves,
             initial_arrays=ArrayRecord(),
             num_rounds=settings.run.num_server_rounds,
-            timeout=settings.run.round_timeout,
+            timeout=settings.run.timeout,
             evaluate_fn=recorder.finish_round,
         )
         recorder.check_outcome()
     return recorder
+
+
+def polling(grid: Grid, run: RunSettings) -> PollingGrid:
+    """Return a grid that waits for replies as the settings of a run say."""
+    polling = PollingGrid(
+        grid, Pace(automatic=run.round_timeout == AUTO and not in_simulation()), real=not in_simulation()
+    )
+    polling.enough, polling.grace = run.min_train_replies, None if run.grace == OFF else float(run.grace)
+    return polling
 
 
 @contextmanager

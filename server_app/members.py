@@ -22,6 +22,7 @@ from posy.data.settings import SITES
 from posy.flower import failure, raised
 from posy.server_app.grids import LOST, WaveGrid, pause
 from posy.server_app.progress import task_table
+from posy.server_app.run_status import RunStatus
 from posy.settings import SettingsError
 from posy.storage import plain
 from posy.strategies.replies import UNREADABLE, BadReplyError, ClientInfo, check_count
@@ -89,9 +90,10 @@ class Federation:
     a node with a name has once hosted belongs to that name for the whole run: no other name takes it over.
     """
 
-    def __init__(self, grid: WaveGrid, settings: Settings) -> None:
+    def __init__(self, grid: WaveGrid, settings: Settings, status: RunStatus | None = None) -> None:
         self.grid = grid
         self.settings = settings
+        self._status = status or RunStatus()
         self.clients: dict[int, ClientInfo] = {}
         """The clients that can be reached now, by index; :meth:`refresh` changes it in place."""
         self.left_out: Counter[tuple[str, str]] = Counter()
@@ -174,6 +176,7 @@ class Federation:
                     missed |= set(lost)
                 if len(self.clients) >= needed or waited > self.settings.run.join_timeout:
                     break
+                self._wait_for(len(self.clients), needed, started)
                 if not warned:
                     log(WARNING, "%s; the round waits until %s are", there, needed)
                     warned = True
@@ -278,7 +281,14 @@ class Federation:
                         return
                     self._settle()  # which tells of nodes that claim the same client
                     raise SettingsError(self._too_few(found, waited))
+            self._wait_for(found, clients, self._started)
             time.sleep(pause(now - begun))
+
+    def _wait_for(self, there: int, clients: int, since: float) -> None:
+        """Let people see that the run waits for nodes; ``since`` is a time by the monotonic clock."""
+        since += time.time() - time.monotonic()
+        until = since + self.settings.run.join_timeout
+        self._status.waits(f"nodes: {there} of {clients} clients are there", since, until)
 
     def _too_few(self, found: int, waited: float) -> str:
         least, timeout = self.settings.run.min_clients, self.settings.run.join_timeout
@@ -336,7 +346,9 @@ class Federation:
             self._leave_out(node, said if own else failure(reply.error))
         else:
             try:
-                self._take(node, reply.content.config_records["config"])
+                answer = reply.content.config_records["config"]
+                self._take(node, answer)
+                self._status.node(node.number, [info.client for info in node.clients], answer)
             except UNREADABLE as error:
                 understood = isinstance(error, DataError | BadReplyError)
                 self._leave_out(node, str(error) if understood else f"malformed answer: {error!r}")

@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import WARNING
@@ -21,6 +22,7 @@ from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumpt
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.results import RunDirectory, Status, Totals
+from posy.server_app.run_status import RunStatus
 from posy.server_app.system import system_accuracy
 from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
@@ -50,7 +52,9 @@ class Recorder:
         workspace: Workspace,
         federation: Federation,
         resumption: Resumption | None = None,
+        status: RunStatus | None = None,
     ) -> None:
+        self.status = status or RunStatus()
         self.settings = settings
         self.strategy = strategy
         self.workspace = workspace
@@ -82,6 +86,8 @@ class Recorder:
         self._drawn = 0.0
         if resumption is not None:
             self._take_up(resumption.checkpoint)
+        self.status.note(results=self.directory.path, rounds=run.num_server_rounds)
+        self._note_round()
         self._progress = Progress(run.num_server_rounds, done=self.rounds)
 
     def __enter__(self) -> Self:
@@ -171,6 +177,8 @@ class Recorder:
         self.rounds = server_round
         self._versions = dict(self.strategy.states.versions)
         over_clients = self.totals.add(record, evaluated=self.strategy.evaluates(server_round))
+        counts, self.federation.grid.counts = self.federation.grid.counts, Counter()
+        self.totals.delivery += counts
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
         self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
         self.directory.append_round(
@@ -183,10 +191,12 @@ class Recorder:
                 "seconds": record.seconds,
                 "missing": record.missing,
                 "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
+                **{name.replace("-", "_"): count for name, count in counts.items()},
                 **record.quantities,
             }
         )
         self._write_summary("running")
+        self._note_round()
         means = {measure: found["mean"] for measure, found in over_clients.items() if found}
         clients = self.settings.data.num_clients
         self._progress.update(
@@ -207,6 +217,9 @@ class Recorder:
             self._server_state = {name: array.copy() for name, array in state.items()}
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
+
+    def _note_round(self) -> None:
+        self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def tell_clients(self, *, one_file_system: bool) -> None:
         """Have the strategy's messages say where the clients' states are kept, and which versions must stay.

@@ -2,8 +2,6 @@
 
 import csv
 import dataclasses
-import fcntl
-import importlib.metadata
 import io
 import json
 import os
@@ -22,9 +20,10 @@ from typing import Any, Literal, Self
 
 from flwr.common.logger import log
 
+from posy.flower import versions
 from posy.metrics import Evaluation, Spread, best, spread
 from posy.settings import SettingsError, key_of
-from posy.storage import is_folder_name, plain, replace, sync
+from posy.storage import is_folder_name, lock, plain, replace, sync
 from posy.strategies.replies import RoundRecord
 from posy.yaml12 import dump
 
@@ -57,6 +56,8 @@ class Totals:
     bytes_down: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     """Reasons of the dropped replies."""
+    delivery: Counter[str] = field(default_factory=Counter)
+    """Messages sent again, and late replies."""
     missing: list[int] = field(default_factory=list)
     """Clients that were missing in the last evaluation."""
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
@@ -71,7 +72,7 @@ class Totals:
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Return what :meth:`as_json` has written, which may stand among other keys."""
         found = cls(**{f.name: stored[key_of(f.name)] for f in dataclasses.fields(cls)})
-        found.dropped = Counter(found.dropped)
+        found.dropped, found.delivery = Counter(found.dropped), Counter(found.delivery)
         found.accuracy, found.loss = (
             [[Evaluation(*evaluation) for evaluation in evaluations] for evaluations in points]
             for points in (found.accuracy, found.loss)
@@ -114,7 +115,7 @@ class Totals:
             for point, evaluations in zip(POINTS, self.accuracy, strict=True)
         }
         own = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down}
-        return {**own, **accuracy, "dropped": self.dropped, "missing": self.missing}
+        return {**own, **accuracy, "dropped": self.dropped, **self.delivery, "missing": self.missing}
 
 
 class RunDirectory:
@@ -129,11 +130,9 @@ class RunDirectory:
         """Size and checksum, after every round, of each file that grows."""
         self.models, self.figures = path / "models", path / "figures"
         self.state, self.checkpoints = path / "state", path / "checkpoints"
-        self._lock = os.open(path, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock(path)
         except BlockingIOError:
-            self.release()
             raise SettingsError(f"resume = {path.name!r}: a process is still at work in {path}") from None
         self.models.mkdir(exist_ok=True)
         self.figures.mkdir(exist_ok=True)
@@ -176,8 +175,7 @@ class RunDirectory:
             "seed": settings.get("seed"),
             "id": self.id,
             **{key: value for key, value in more.items() if value},
-            "versions": {"python": platform.python_version()}
-            | {name: _version(name) for name in ("posy", "flwr", "torch", "numpy")},
+            "versions": versions(),
             "machine": {"system": platform.platform(), "cpu": cpu_model(), "cpus": os.cpu_count(), "gpu": gpu},
         }
         self._write("config.yaml", dump(plain(content)))
@@ -247,13 +245,6 @@ def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     return {"round": evaluation.round, **evaluation.over_clients, "missing": evaluation.missing}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None  # an app bundle runs without being installed
 
 
 def cpu_model() -> str:

@@ -88,9 +88,9 @@ class FailingGrid(InProcessGrid):
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one worker more than there are cores, each of a gigabyte; one for the federation that tests share."""
+    """Return one worker more than there are cores, each of a gigabyte; of federations, two at once."""
     if config.option.markexpr == "federation":
-        return 1
+        return 2
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 

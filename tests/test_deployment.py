@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from posy.commands.deploy.certificates import Files, make_certificates
-from posy.commands.deploy.commands import node_config
-from posy.commands.deploy.node import Waits
+from posy.commands.deploy.commands import node_config, node_configs
+from posy.deploy import node
+from posy.deploy.node import Waits, pause
 from posy.settings import SettingsError
 
 
@@ -41,7 +42,7 @@ def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path
     make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1)
     assert make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1) == []
     with pytest.raises(
-        SettingsError, match=r"server\.pem is there and is not for 10\.0\.0\.2, two\.example; delete it"
+        SettingsError, match=r"server\.pem is there and is not for 10\.0\.0\.2, two\.example; --renew has it made anew"
     ):
         make_certificates(tmp_path, ["two.example", "10.0.0.2", "one.example"], [], 1)
     for name in ("server.pem", "server.key"):
@@ -74,6 +75,22 @@ def test_node_config_must_be_key_and_value() -> None:
         node_config(["partition-id"])
 
 
+def test_nodes_of_one_command_share_out_the_partitions() -> None:
+    names = ["a", "b", "c"]
+    shared = ["num-partitions=3", "state-dir=/srv/{name}"]
+    assert node_configs(["state-dir=/srv/{name}"], names) == [
+        [f"partition-id={i}", f"state-dir=/srv/{name}", "num-partitions=3"] for i, name in enumerate(names)
+    ]
+    given = node_configs(["partition-id=25", "num-partitions=50"], names)
+    assert given == [[f"partition-id={i}", "num-partitions=50"] for i in (25, 26, 27)]
+    # Sites with data of their own are numbered by their names, unless one says otherwise.
+    assert node_configs(["data=/srv/{name}"], names) == [[f"data=/srv/{name}"] for name in names]
+    assert node_configs(["data=/srv", "partition-id=4", *shared], names)[2][0] == "partition-id=6"
+    for words in (["partition-id=25"], ["partition-id=x", "num-partitions=50"]):
+        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes: it must be a number"):
+            node_configs(words, names)
+
+
 def test_a_node_looks_for_tasks_at_each_of_its_pauses() -> None:
     """A reply to an older message may have ended its wait for the reply to the newest, which must not be forgotten."""
     for seconds in (3.0, 0.5):  # before it asks for a message; while it waits for a reply
@@ -81,3 +98,42 @@ def test_a_node_looks_for_tasks_at_each_of_its_pauses() -> None:
         waits.replied.set()
         waits.sleep(seconds)
         assert waits.work.is_set()
+
+
+def test_a_node_asks_seldom_until_about_when_the_last_messages_came() -> None:
+    def asked(gap: float, expected: float) -> tuple[int, float]:
+        """Return how often a node asks until a message comes after ``gap`` seconds, and how late it then is."""
+        waited, count = 0.0, 0
+        while waited < gap:
+            waited, count = waited + pause(waited, expected), count + 1
+        return count, waited - gap
+
+    assert asked(10, 0)[0] > 45
+    for gap in (3, 10, 30, 300):
+        count, late = asked(gap, gap)
+        assert count < 20 or gap == 300
+        assert late < max(0.1, min(0.05 * gap, 3))
+    for gap in (0.5, 2, 6):  # it comes earlier than expected
+        assert asked(gap, 10)[1] < 2.5
+    assert asked(3600, 10)[0] < 3600 / 2.9 + 60
+
+
+def test_a_node_learns_when_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(node.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(node.time, "sleep", sleep)
+    waits = Waits()
+    waits.replied.set()
+    for _ in range(2):
+        started = clock[0]
+        slept.clear()
+        while clock[0] < started + 10:
+            waits.sleep(3.0)
+        asked = len(slept)
+        waits.sleep(0.5)
+    assert asked < 20

@@ -6,19 +6,15 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import pairwise
 from logging import WARNING
 from pathlib import Path
 from typing import Any, ClassVar
 
-import httpx
 import hypothesis
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
-from flwr.supercore.retry import RetryState, make_simple_http_retry_invoker
 from hypothesis import strategies as st
 from nodes import NodeGrid
 
@@ -26,7 +22,8 @@ from posy.client_app.app import Call
 from posy.server_app import grids
 from posy.server_app import members as federation
 from posy.server_app.app import run
-from posy.server_app.grids import PollingGrid, WaveGrid
+from posy.server_app.delivery import PollingGrid
+from posy.server_app.grids import WaveGrid
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.members import Federation, Node
 from posy.settings import SettingsError
@@ -112,110 +109,6 @@ def test_the_rest_of_a_grid_is_passed_on(settings_json: str) -> None:
     ids = list(waves.push_messages(queries(settings_json, 1)))
     assert [r.metadata.reply_to_message_id for r in waves.pull_messages(ids)] == ids
     assert list(waves.pull_messages(ids)) == []
-
-
-def test_messages_that_a_superlink_has_lost_half_way_are_sent_again(settings_json: str) -> None:
-    class Forgetful(NodeGrid):
-        lost: ClassVar[list[list[float]]] = []
-
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            if len(self.lost) < 2:
-                self.lost.append([message.metadata.created_at for message in messages])
-                raise ObjectPushError("an object", 1, "a session")
-            return super().push_messages(messages)
-
-    grid = Forgetful(*parts(2))
-    sent = queries(settings_json, 1, 2)
-    replies = PollingGrid(grid).send_and_receive(sent)
-    assert {r.metadata.reply_to_message_id for r in replies} == {m.metadata.message_id for m in sent}
-    times = [*grid.lost, [message.metadata.created_at for message in sent]]
-    for one, two in pairwise(times):
-        assert all(before < after for before, after in zip(one, two, strict=True))
-
-
-class Outage(NodeGrid):
-    """A SuperLink that is lost once after it was asked for replies, with the messages for nodes 1 and 2.
-
-    Node 1 never gets the first; node 2 answers the second too late, node 3 before.
-    """
-
-    def __init__(self, *, refuse: bool = False) -> None:
-        super().__init__(*parts(3))
-        self.error: httpx.TransportError = httpx.ConnectError("refused")
-        self._retry_invoker = make_simple_http_retry_invoker()
-        self.late: dict[str, Message] = {}
-        self.refuse = refuse
-        self.pulls = 0
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        self.pulls += 1
-        if self.pulls == 1:
-            for message in self.kept:
-                if message.metadata.dst_node_id < 3:
-                    self.late[message.metadata.message_id] = self.replies.pop(message.metadata.message_id)
-            assert self._retry_invoker.on_backoff is not None
-            self._retry_invoker.on_backoff(RetryState(self.pull_messages, (), {}, 1, 0.5, self.error))
-        if self.pulls == 2:
-            [number] = [m.metadata.message_id for m in self.kept[:3] if m.metadata.dst_node_id == 2]
-            self.replies[number] = self.late[number]
-            if self.refuse:
-                for message in self.kept[3:]:
-                    error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "answered already")
-                    self.replies[message.metadata.message_id] = Message(error, reply_to=message)
-        return super().pull_messages(message_ids)
-
-
-def test_what_is_unanswered_after_an_outage_is_sent_again(settings_json: str) -> None:
-    grid = Outage()
-    sent = queries(settings_json, 1, 2, 3)
-    replies = list(PollingGrid(grid).send_and_receive(sent, timeout=20))
-    assert [node for _, node in grid.sent] == [1, 2, 3, 1, 2]
-    assert not any(reply.has_error() for reply in replies)
-    assert sorted(r.metadata.reply_to_message_id for r in replies) == sorted(m.metadata.message_id for m in sent)
-    assert [m.metadata.message_id for m in grid.kept[:3]] == [m.metadata.message_id for m in sent]
-    assert all(copy.metadata.ttl < m.metadata.ttl for copy, m in zip(grid.kept[3:], sent[:2], strict=True))
-
-
-def test_a_superlink_that_is_only_slow_has_lost_nothing(settings_json: str) -> None:
-    grid = Outage()
-    grid.error = httpx.ReadTimeout("slow")
-    sent = queries(settings_json, 1, 2, 3)
-    assert len(list(PollingGrid(grid).send_and_receive(sent, timeout=1))) == 2
-    assert len(grid.sent) == 3
-
-
-def test_of_two_answers_one_is_taken_that_is_no_error(settings_json: str) -> None:
-    grid = Outage(refuse=True)
-    sent = queries(settings_json, 1, 2, 3)
-    replies = {r.metadata.reply_to_message_id: r for r in PollingGrid(grid).send_and_receive(sent, timeout=1)}
-    errors = [replies[m.metadata.message_id].has_error() for m in sent]
-    assert errors == [True, False, False]
-
-
-def test_a_node_that_seems_gone_after_an_outage_is_waited_for(settings_json: str) -> None:
-    """It has not told the new SuperLink yet that it is there; one that stays away is an error in the end."""
-
-    class Away(NodeGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            self.pulls = getattr(self, "pulls", 0) + 1
-            if self.pulls == 1:
-                waves.outages.count += 1
-                for node in (2, 3):
-                    away[node] = self.nodes.pop(node)
-                for message in self.kept[1:]:
-                    error = Error(ErrorCode.NODE_UNAVAILABLE, "gone")
-                    self.replies[message.metadata.message_id] = Message(error, reply_to=message)
-            if self.pulls == 4:
-                self.nodes[2] = away[2]
-            return super().pull_messages(message_ids)
-
-    away: dict[int, Any] = {}
-    grid = Away(*parts(3))
-    waves = PollingGrid(grid)
-    sent = queries(settings_json, 1, 2, 3)
-    replies = {r.metadata.reply_to_message_id: r for r in waves.send_and_receive(sent, timeout=1.5)}
-    assert [replies[m.metadata.message_id].has_error() for m in sent] == [False, False, True]
-    assert [node for _, node in grid.sent] == [1, 2, 3, 2]
 
 
 def test_a_node_that_was_asked_to_join_is_asked_again_after_an_outage(settings: Settings) -> None:

@@ -168,6 +168,8 @@ def meant(key: str, text: str) -> Any:
     """Return what a word stands for in YAML 1.2, None where it stands for nothing that the setting can be."""
     kind, rule = rule_of(key)
     plain = text.partition(" #")[0].strip(" \n")
+    if rule.number_or and plain == rule.number_or:
+        return plain
     value: Any = None
     try:
         if kind in (int, float):

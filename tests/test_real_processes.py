@@ -4,6 +4,7 @@ To start a node costs far more than a run, so the tests share a SuperLink and it
 course of one long run. Whatever does, never ends a run or turns into a wrong number.
 """
 
+import contextlib
 import csv
 import os
 import signal
@@ -18,7 +19,7 @@ from nodes import pfllib, table
 from sklearn.datasets import load_digits
 
 import posy
-from benchmarks.local_federation import Deployment, children
+from benchmarks.local_federation import Deployment
 from posy.commands import cli
 from posy.commands.deploy.certificates import make_certificates
 from posy.storage import load_arrays
@@ -71,14 +72,13 @@ class Federation(Deployment):
         return self.processes[f"run-{run}"].wait(MOST)
 
     def server(self) -> int:
-        """Return the process of the one run that there is."""
+        """Return the process of the one run that there is, once it has one and those before it have ended."""
         found: list[int] = []
 
         def one() -> bool:
-            kept = children(self.processes["superlink"].pid)
-            [executor] = [number for number, command in kept.items() if "flower-superexec" in command]
-            found[:] = [number for number, command in children(executor).items() if "flwr-serverapp" in command]
-            return len(found) == 1
+            with contextlib.suppress(LookupError):
+                found.append(super(Federation, self).server())
+            return bool(found)
 
         self.wait(one, "superlink")
         return found[0]
@@ -323,10 +323,7 @@ def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federatio
 
 def test_a_run_outlives_its_superlink(long: Federation) -> None:
     seen = len(long.rounds("long"))
-    [superlink] = [
-        pid for pid, command in children(long.processes["superlink"].pid).items() if "flower-superlink" in command
-    ]
-    os.kill(superlink, signal.SIGKILL)
+    os.kill(long.superlink(), signal.SIGKILL)
     long.wait(lambda: long.whole_since("long", seen + 1), "run-long")
     assert [row["round"] for row in long.rounds("long")] == list(range(1, len(long.rounds("long")) + 1))
     assert "flower-superlink died (-9) and is started again" in long.log("superlink")

@@ -22,7 +22,7 @@ import yaml
 from recorded import assert_same_results, models_of, rounds_of, summary_of
 
 import posy
-from posy.commands.launch import free_port
+from posy.deploy.addresses import free_port
 from posy.strategies.methods import METHODS
 
 pytestmark = pytest.mark.xdist_group("simulation")
@@ -90,6 +90,7 @@ def here(settings: dict[str, Any]) -> None:
 
 
 CUT = {"num-server-rounds": 8, "checkpoint-every": 2}
+SECURE = {"secure-aggregation": True}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,7 @@ def simulated(folder: Path) -> Path:
     """Run every method in one simulation, and one that is killed after round 5; return the directory of the runs."""
     runs = folder / "runs"
     configs = [settings(runs, method, method) for method in METHODS]
+    configs.append(settings(runs, "ppfe", "secure", **SECURE))
     configs.append(settings(runs, "fedrep", "cut", **CUT))
     done = subprocess.run(
         [sys.executable, "-P", "-c", SIMULATION, str(CLIENTS)],
@@ -138,6 +140,11 @@ def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, 
     here(settings(tmp_path, method, method))
     assert len(models_of(simulated / method)) == CLIENTS + 1
     assert_same_results(simulated / method, tmp_path / method)
+
+
+def test_secure_aggregation_gives_the_same_models_on_ray(simulated: Path, tmp_path: Path) -> None:
+    here(settings(tmp_path, "ppfe", "secure", **SECURE))
+    assert_same_results(simulated / "secure", tmp_path / "secure")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,317 @@
+"""Messages to real nodes: how they are delivered, how a lost one is told from a slow node, and when waiting ends."""
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from logging import WARNING
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+
+from posy.flower import CLOCK_SECONDS, PING, answer_to, unanswered
+from posy.server_app.grids import LOST, WaveGrid, pause
+from posy.server_app.pace import Pace
+
+PUSHES = 5
+"""Attempts to push messages whose content does not get through."""
+HELD_SECONDS = 2.0
+"""Seconds of one look for replies from which on they count against no node: no other reply could be taken meanwhile."""
+COPIES = 3
+"""How often a message that is lost is sent again."""
+RETURN_SECONDS = 90.0
+"""Seconds after an outage in which a node that seems to be gone may be seen again; nodes report twice a minute."""
+
+
+@dataclass
+class Delivery:
+    """A message on its way to a node: the ids under which its reply may come, and the questions asked meanwhile."""
+
+    message: Message
+    number: str
+    """Id under which its reply comes: its own, or that of its last copy; empty when none comes any more."""
+    sent: float
+    """When it was first sent, by the monotonic clock."""
+    ask_at: float
+    """When its node is asked next whether it is still at work."""
+    patience: float
+    """Seconds to wait for that answer before it is asked again; they double each time."""
+    questions: set[str] = field(default_factory=set)
+    """Ids of the questions sent after the last copy."""
+    proven: bool = False
+    """Its node has answered a question that was sent after it."""
+    lost: bool = False
+    """It, or its reply, is lost: a copy is due, as soon as its node is there."""
+    patience_ends: float = math.inf
+    """When a node is given up that is not there, which after an outage of the SuperLink may only seem so."""
+    copies: int = 0
+    reply: Message | None = None
+    """The reply, or the last error."""
+
+    @property
+    def node(self) -> int:
+        """The node that it goes to."""
+        return self.message.metadata.dst_node_id
+
+    @property
+    def phase(self) -> str:
+        """The kind of the message."""
+        return self.message.metadata.message_type
+
+    @property
+    def open(self) -> bool:
+        """Whether a reply may still come."""
+        return bool(self.number) or self.lost
+
+
+@dataclass
+class Wait:
+    """What a phase waits for at this moment."""
+
+    messages: Sequence[Message]
+    """Those without a reply; some may not have been sent yet."""
+    seconds: float
+    """How long it has waited."""
+    left: float
+    """How long it will wait at most; infinite if nothing is known yet."""
+    silence: float
+    """Seconds of waiting that are nothing unusual."""
+
+
+class PollingGrid(WaveGrid):
+    """A grid of real nodes. It asks for replies up to ten times a second, Flower's own every 3 s.
+
+    A node handles one message at a time, in the order of their creation. So a node that is silent for long is sent a
+    question that touches no state. If that is answered and the earlier message is not, the message or its reply is
+    lost, and a copy is sent. A node that is at work answers neither. When a phase ends before a node has answered, the
+    node gets no other message until it has; its late reply is dropped and counted.
+
+    In a simulation (``real`` is False) nothing is lost, and no node is asked.
+    """
+
+    def __init__(self, grid: Grid, pace: Pace | None = None, *, real: bool = True) -> None:
+        super().__init__(grid)
+        self.pace = pace or Pace()
+        self.real = real
+        self.enough = 1
+        """Replies that a training needs."""
+        self.grace: float | None = None
+        """Seconds that the other nodes have left after these; None: no limit of that kind."""
+        self.on_wait: Callable[[Wait], object] = lambda wait: None
+        """Called before each look for replies."""
+        self.late: dict[int, Delivery] = {}
+        """What nodes are still at work on after its phase has ended."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push messages, again if the SuperLink was restarted half-way; return their ids, empty for those refused."""
+        wave, attempts = list(messages), PUSHES
+        while True:
+            try:
+                return list(self._grid.push_messages(wave))
+            except ObjectPushError as error:
+                if not (attempts := attempts - 1):
+                    raise
+                log(WARNING, "the SuperLink has lost messages on their way, they are sent again: %s", error)
+                for message in wave:  # under new ids: the SuperLink knows the old ones, without their content
+                    message.metadata.created_at = time.time()
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send each node its messages one after the other; return a reply to each message, an error if there is none.
+
+        All share the ``timeout``; without one, each node has what the pace says.
+        """
+        asked = list(messages)
+        phase = _Phase(self, asked, math.inf if timeout is None else timeout)
+        while not phase.over():
+            time.sleep(pause(phase.waited))
+        self._note_gone(asked, phase.replies)
+        return phase.replies
+
+    def send(self, messages: Collection[Message]) -> list[Delivery]:
+        """Send messages to nodes that have nothing to do, and return what is then under way."""
+        for message in messages if self.pace.automatic else ():
+            limit = self.pace.limit(message.metadata.message_type, message.metadata.dst_node_id)
+            message.metadata.ttl = min(message.metadata.ttl, limit + CLOCK_SECONDS)
+        numbers = self.push_messages(messages)
+        now, sent = time.monotonic(), []
+        for message, number in zip(messages, numbers, strict=False):
+            silence = self.pace.silence(message.metadata.message_type)
+            sent.append(Delivery(message, number or "", now, now + silence, silence))
+        return sent
+
+    def look(self, deliveries: Collection[Delivery]) -> None:
+        """Look for replies to what is under way, and see to what is lost or silent."""
+        outages, under_way = self.outages.count, [*deliveries, *self.late.values()]
+        self._read(under_way)
+        now = time.monotonic()
+        if outages != self.outages.count:  # ask, rather than send twice: what was handed out may have arrived
+            for delivery in under_way:
+                delivery.ask_at, delivery.patience_ends = min(delivery.ask_at, now), now + RETURN_SECONDS
+        for delivery in under_way:
+            delivery.lost |= delivery.proven and bool(delivery.number)
+        for node, late in list(self.late.items()):
+            if late.lost or not late.open:
+                if late.reply is not None and not late.reply.has_error():
+                    self.counts["late-replies"] += 1
+                del self.late[node]
+        self._send_copies([delivery for delivery in deliveries if delivery.lost], now)
+        if self.real:
+            self._ask([d for d in (*deliveries, *self.late.values()) if d.number and now >= d.ask_at], now)
+
+    def _read(self, deliveries: Collection[Delivery]) -> None:
+        """Ask once for the replies to messages, copies and questions, and note them."""
+        awaited = {delivery.number: delivery for delivery in deliveries if delivery.number}
+        questions = {number: delivery for delivery in deliveries for number in delivery.questions}
+        if not awaited and not questions:
+            return
+        began = time.monotonic()
+        replies = list(self._grid.pull_messages({*awaited, *questions}))
+        if (held := time.monotonic() - began) > HELD_SECONDS:  # as by a reply of which a part is missing
+            for delivery in deliveries:
+                delivery.sent += held
+                delivery.ask_at += held
+        for reply in replies:
+            number = reply.metadata.reply_to_message_id
+            missing = reply.has_error() and reply.error.code in LOST
+            if number in questions:
+                questions[number].questions.discard(number)
+                questions[number].proven |= not missing  # a question that is lost proves nothing
+            else:
+                awaited[number].number = ""
+                self._take(awaited[number], reply, missing=missing)
+
+    def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
+        """Note the reply to a message or its copy; ``missing``: it says that the message or the node was not found."""
+        now = time.monotonic()
+        delivery.reply = answer_to(delivery.message.metadata.message_id, reply)
+        if not reply.has_error():
+            self.pace.note(delivery.phase, delivery.node, now - delivery.sent)
+        elif missing:
+            in_time = now < delivery.sent + delivery.message.metadata.ttl - CLOCK_SECONDS
+            # A node that is not found is gone, unless the SuperLink was away itself.
+            gone = reply.error.code == ErrorCode.NODE_UNAVAILABLE and not now < delivery.patience_ends < math.inf
+            delivery.lost = self.real and in_time and not gone
+
+    def _send_copies(self, lost: Collection[Delivery], now: float) -> None:
+        """Send what is lost again to nodes that are there; give it up after a few copies, or if its node stays away."""
+        for delivery in lost:
+            if delivery.copies >= COPIES or now >= delivery.patience_ends:
+                delivery.lost, delivery.number = False, ""
+        due = [delivery for delivery in lost if delivery.lost]
+        present = set(self.get_node_ids()) if due else set()
+        if not (due := [delivery for delivery in due if delivery.node in present]):
+            return
+        log(WARNING, "%s messages that were lost on their way are sent again", len(due))
+        copies = []
+        for delivery in due:
+            content, old = delivery.message.content, delivery.message.metadata
+            ttl = max(CLOCK_SECONDS, old.ttl - (now - delivery.sent))
+            copies.append(Message(content, old.dst_node_id, old.message_type, ttl=ttl, group_id=old.group_id))
+        self.counts["sent-again"] += len(due)
+        for delivery, number in zip(due, self.push_messages(copies), strict=False):
+            delivery.lost = delivery.proven = False
+            delivery.questions, delivery.number = set(), number or ""
+            delivery.copies += 1
+            delivery.patience, delivery.patience_ends = self.pace.silence(delivery.phase), math.inf
+            delivery.ask_at = now + delivery.patience
+
+    def _ask(self, silent: Collection[Delivery], now: float) -> None:
+        """Ask nodes whether they are at work."""
+        if not silent:
+            return
+        questions = []
+        for delivery in silent:
+            content, old = RecordDict({"config": ConfigRecord({PING: True})}), delivery.message.metadata
+            question = Message(content, delivery.node, MessageType.QUERY, ttl=old.ttl)
+            # After the message, even if a clock was set back meanwhile.
+            question.metadata.created_at = max(question.metadata.created_at, old.created_at + 1e-3)
+            questions.append(question)
+        for delivery, number in zip(silent, self.push_messages(questions), strict=False):
+            delivery.questions |= {number} if number else set()
+            delivery.ask_at, delivery.patience = now + delivery.patience, 2 * delivery.patience
+
+
+class _Phase:
+    """The messages of one phase, until each has a reply or nothing waits for it any more."""
+
+    def __init__(self, grid: PollingGrid, messages: Sequence[Message], timeout: float) -> None:
+        self._grid = grid
+        self._queues: dict[int, deque[Message]] = defaultdict(deque)
+        for message in messages:
+            self._queues[message.metadata.dst_node_id].append(message)
+        self._under_way: dict[int, Delivery] = {}
+        self.replies: list[Message] = []
+        """One for each message that is settled."""
+        self._started = time.monotonic()
+        self._timeout, self._grace_ends = timeout, math.inf
+        training = any(message.metadata.message_type == MessageType.TRAIN for message in messages)
+        self._needed = grid.enough if training else 1
+        self._grace = grid.grace if training else None
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the phase began."""
+        return time.monotonic() - self._started
+
+    def over(self) -> bool:
+        """Send what can be sent, look for replies, and tell whether the phase is over."""
+        grid, under_way = self._grid, self._under_way
+        free = [node for node, queue in self._queues.items() if queue and node not in {*under_way, *grid.late}]
+        under_way |= {delivery.node: delivery for delivery in grid.send([self._queues[n].popleft() for n in free])}
+        self._tell()
+        grid.look(list(under_way.values()))
+        for node, delivery in list(under_way.items()):
+            if not delivery.open:
+                why = "its message was lost every time" if delivery.copies else "the SuperLink did not take its message"
+                self.replies.append(delivery.reply or unanswered(delivery.message, why))
+                del under_way[node]
+        good = sum(not reply.has_error() for reply in self.replies)
+        if self._grace is not None and good >= self._needed:
+            self._grace_ends = min(self._grace_ends, time.monotonic() + self._grace)
+        self._give_up()
+        queued = [node for node, queue in self._queues.items() if queue]
+        # Clients whose nodes are at work on something else are not waited for, if there are enough others.
+        if not under_way and all(node in grid.late for node in queued) and (not queued or good >= self._needed):
+            self._leave_out("it was still at work on an earlier message")
+            return True
+        return False
+
+    def _give_up(self) -> None:
+        """End the wait for clients whose time is up; their nodes are left at work."""
+        now, all_end = time.monotonic(), ""
+        if now >= self._started + self._timeout:
+            all_end = f"no reply within round-timeout = {self._timeout:g} s"
+        elif now >= self._grace_ends:
+            all_end = f"no reply within grace = {self._grace:g} s after {self._needed} of the others"
+        for node, delivery in list(self._under_way.items()):
+            limit = self._grid.pace.limit(delivery.phase, node)
+            reason = all_end or (
+                f"no reply within {limit:.3g} s (round-timeout = auto)" if now >= delivery.sent + limit else ""
+            )
+            if reason:
+                self.replies.append(unanswered(delivery.message, reason))
+                del self._under_way[node]
+                if not delivery.lost:
+                    self._grid.late[node] = delivery
+        if all_end:
+            self._leave_out(all_end)
+
+    def _leave_out(self, reason: str) -> None:
+        """Answer what was not sent."""
+        for queue in self._queues.values():
+            self.replies += [unanswered(message, reason) for message in queue]
+            queue.clear()
+
+    def _tell(self) -> None:
+        """Tell what the phase waits for."""
+        now, pace, under_way = time.monotonic(), self._grid.pace, self._under_way.values()
+        waiting = [delivery.message for delivery in under_way] + [m for queue in self._queues.values() for m in queue]
+        if waiting:
+            longest = max((d.sent + pace.limit(d.phase, d.node) for d in under_way), default=math.inf)
+            left = min(longest, self._started + self._timeout, self._grace_ends) - now
+            silence = pace.silence(waiting[0].metadata.message_type)
+            self._grid.on_wait(Wait(waiting, now - self._started, left, silence))

@@ -1,0 +1,47 @@
+"""What a run says while it waits for replies for longer than usual."""
+
+import math
+import time
+from collections.abc import Mapping
+
+from flwr.app import MessageType
+
+from posy.server_app.delivery import Wait
+from posy.server_app.members import Federation
+from posy.server_app.progress import duration
+from posy.server_app.run_status import RunStatus
+from posy.strategies.replies import client_of
+from posy.words import are
+
+WORK = {MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
+
+
+class WaitLog:
+    """Prints whom a phase waits for: first when that is unusual, then each time the wait has doubled.
+
+    The ``status`` of the run is told until when.
+    """
+
+    def __init__(self, federation: Federation, status: RunStatus | None = None) -> None:
+        self._federation = federation
+        self._status = status or RunStatus()
+        self._next, self._seconds = 0.0, math.inf
+
+    def __call__(self, wait: Wait) -> None:
+        """Take note of what a phase waits for."""
+        self._status.waits_until(time.time() + wait.left if wait.left < math.inf else None)
+        if wait.seconds < self._seconds:  # another phase
+            self._next = wait.silence
+        self._seconds = wait.seconds
+        if wait.seconds >= self._next:
+            self._next = 2 * wait.seconds
+            print(said(wait, self._federation.owners, self._federation.settings.data.num_clients), flush=True)
+
+
+def said(wait: Wait, owners: Mapping[int, str], num_clients: int) -> str:
+    """Return in words whom a phase waits for, since when and for how long yet."""
+    [first, *_] = wait.messages
+    work = WORK.get(first.metadata.message_type, first.metadata.message_type)
+    clients = are(sorted(map(client_of, wait.messages)), owners, num_clients)
+    left = f"at most {duration(wait.left)} more" if wait.left < math.inf else "without a limit so far"
+    return f"{clients} still at work ({work}, round {first.metadata.group_id}) after {duration(wait.seconds)}; {left}"

@@ -1,0 +1,151 @@
+"""What a run notes of itself for `posy status`, with the real ClientApp behind every node."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.supercore.retry import RetryState, make_simple_http_retry_invoker
+from nodes import NodeGrid
+
+from posy.flower import CLOCK_SECONDS, versions
+from posy.server_app.app import run
+from posy.server_app.delivery import PollingGrid
+from posy.server_app.run_status import RunStatus, WatchedGrid, read_statuses
+
+NODES = tuple({"partition-id": i, "num-partitions": 4} for i in range(4))
+
+
+class Watched(NodeGrid):
+    """Looks at the file whenever messages have left, before they are answered, and may lose one of them."""
+
+    def __init__(self, path: Path, lose: tuple[str, int] = ("", 0)) -> None:
+        super().__init__(*NODES)
+        self.path, self.lose = path, lose
+        self.seen: list[dict[str, Any]] = []
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        if self.path.exists():
+            self.seen.append(json.loads(self.path.read_text()))
+        return super().pull_messages(message_ids)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posy.server_app.run_status.WRITE_SECONDS", -1.0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_run_tells_what_it_waits_for_and_what_its_nodes_do(
+    make_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "flower/posy-runs/7.json"
+    grid = Watched(path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FLWR_HOME", str(tmp_path / "flower"))
+        status = RunStatus.of_run(7)
+    recorder = run(grid, make_config("fedavg", num_server_rounds=2, round_timeout=100), status=status)
+    waited = [seen["waits"] for seen in grid.seen if seen["waits"]]
+    told = list(dict.fromkeys(waits["for"] for waits in waited))
+    assert told[-4:] == [
+        "4 of 4 clients to train in round 1",
+        "4 of 4 clients to evaluate in round 1",
+        "4 of 4 clients to train in round 2",
+        "4 of 4 clients to evaluate in round 2",
+    ]
+    assert all(90 < waits["until"] - waits["since"] <= 101 for waits in waited if "clients to" in waits["for"])
+    training = next(seen for seen in grid.seen if seen["waits"] and "to train in round 2" in seen["waits"]["for"])
+    assert (training["round"], training["rounds"], training["dropped"]) == (1, 2, 0)
+    assert training["nodes"]["1"]["does"] == "trains in round 2"
+    assert training["nodes"]["1"]["versions"] == {name: str(version) for name, version in versions().items()}
+    assert training["nodes"]["1"]["clients"] == [0]
+    assert abs(training["nodes"]["1"]["clock"]) < 5
+    status.close()
+    [(number, last)] = read_statuses(tmp_path / "flower").items()
+    assert (number, last["round"], last["waits"]) == ("7", 2, None)
+    assert not any("does" in node for node in last["nodes"].values())
+    assert last["results"] == str(recorder.directory.path)
+
+
+def test_a_run_waits_for_nodes_visibly(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "7.json"
+    grid = Watched(path)
+    grid.leave(4)
+    config = make_config("fedavg", num_server_rounds=1, join_timeout=1.5, min_clients=3)
+    run(grid, config, status=RunStatus(path))
+    [waits] = {json.dumps(seen["waits"]): seen["waits"] for seen in grid.seen if "nodes" in str(seen["waits"])}.values()
+    assert waits["for"] == "nodes: 3 of 4 clients are there"
+    assert waits["until"] - waits["since"] == pytest.approx(1.5)
+
+
+def ask(node: int, server_round: int, client: int = 0, kind: str = MessageType.TRAIN) -> Message:
+    config = ConfigRecord({"client": client})
+    lives = 50 + CLOCK_SECONDS
+    return Message(RecordDict({"config": config}), node, kind, ttl=lives, group_id=str(server_round))
+
+
+def test_copies_of_a_message_are_counted_and_either_answer_counts() -> None:
+    NodeGrid()
+    status = RunStatus()
+    messages = [ask(1, 3), ask(2, 3), ask(2, 3, client=1)]
+    status.sent(messages, ["a", "b", ""])  # one that was refused
+    status.sent([ask(1, 3)], ["copy"])
+    seen = status.as_json()
+    assert (seen["sent-again"], seen["waits"]["for"]) == (1, "2 of 2 clients to train in round 3")
+    answer = Message(RecordDict(), reply_to=messages[0])
+    answer.metadata.__dict__["_reply_to_message_id"] = "a"
+    status.answered([answer])
+    seen = status.as_json()
+    assert (seen["waits"]["for"], set(seen["nodes"])) == ("1 of 2 clients to train in round 3", {"2"})
+    status.sent([ask(1, 4), ask(3, 4)], ["d", "e"])  # the next round begins without an answer of node 2
+    seen = status.as_json()
+    assert (seen["sent-again"], seen["waits"]["for"]) == (1, "2 of 2 clients to train in round 4")
+    assert seen["nodes"]["2"]["does"] == "trains in round 3"
+
+
+@pytest.mark.parametrize(("written", "off"), [(1000.0, 0.0), (1030.0, 0.0), (1130.0, 100.0), (900.0, -100.0)])
+def test_a_nodes_clock_is_seen_in_its_answer(written: float, off: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked at 1000, and its answer is read at 1030: written in between is right, however long that took."""
+    NodeGrid()
+    status = RunStatus()
+    question = ask(1, 0, kind=MessageType.QUERY)
+    answer = Message(RecordDict(), reply_to=question)
+    answer.metadata.__dict__["_reply_to_message_id"] = "q"
+    answer.metadata.created_at = written
+    clock = iter([1000.0, *[1030.0] * 9])
+    monkeypatch.setattr("posy.server_app.run_status.time.time", lambda: next(clock))
+    status.sent([question], ["q"])
+    status.answered([answer])
+    assert status.as_json()["nodes"]["1"]["clock"] == off
+    assert status.as_json()["sent-again"] == 0
+
+
+def test_versions_of_a_node_are_no_way_to_fill_the_file() -> None:
+    status = RunStatus()
+    status.node(1, [0], {"versions": ["flwr " + "9" * 10_000, *(f"x{i} 1" for i in range(1000))]})
+    status.node(2, [1], {"versions": 5})
+    nodes = status.as_json()["nodes"]
+    assert len(json.dumps(nodes)) < 500
+    assert nodes["2"]["versions"] == {}
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    status = RunStatus(tmp_path / "file/7.json")
+    status.close()
+    assert "`posy status` does not know it" in warnings.text
+    warnings.clear()
+    status.close()
+    assert not warnings.text  # it is told once
+
+
+def test_outages_are_still_seen() -> None:
+    grid = NodeGrid()
+    vars(grid)["_retry_invoker"] = invoker = make_simple_http_retry_invoker()
+    outages = PollingGrid(WatchedGrid(grid, RunStatus())).outages
+    assert invoker.on_backoff is not None
+    invoker.on_backoff(RetryState(print, (), {}, 1, 0.0, httpx.ConnectError("gone"), 0.1))
+    assert outages.count == 1
