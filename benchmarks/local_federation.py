@@ -1,7 +1,9 @@
 """A federation of real processes on this machine, with TLS and node authentication, for tests and measurements."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posy.commands.launch import APP, LaunchError, free_port
+from posy.commands.launch import APP
+from posy.deploy.addresses import free_port
+from posy.settings import LaunchError
 
 POSY = (sys.executable, "-P", "-m", "posy.commands.cli")
-START_SECONDS = 90.0
+START_SECONDS = 300.0
 
 
 class Deployment:
@@ -75,10 +79,19 @@ class Deployment:
         words = ["--superlink", self.fleet, "--root-certificates", str(self.ca), "--key", f"certificates/{name}.key"]
         return self.start(name, "supernode", *words, *config, python_path=python_path)
 
-    def ready(self, name: str) -> bool:
-        """Tell whether a node has connected and its worker is warm, since it was last started."""
+    def nodes(self, name: str, nodes: list[str], *words: str, fleet: str = "") -> "subprocess.Popen[bytes]":
+        """Start several nodes by one command, which bears the name.
+
+        The words are its options and the nodes' config; ``fleet`` is where they connect to, if not to the SuperLink.
+        """
+        where = ["--superlink", fleet or self.fleet, "--root-certificates", str(self.ca)]
+        keys = [word for node in nodes for word in ("--key", f"certificates/{node}.key")]
+        return self.start(name, "supernode", *where, *keys, *words)
+
+    def ready(self, name: str, count: int = 1) -> bool:
+        """Tell whether a command's nodes have connected and their workers are warm, since it was last started."""
         log = self.log(name)[self._before[name] :]
-        return "SuperNode ID" in log and "is ready" in log
+        return log.count("SuperNode ID") >= count and log.count("is ready") >= count
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
         """Submit a run and go on; its results lie in :meth:`results` of the name, or of the run that it resumes."""
@@ -120,15 +133,30 @@ class Deployment:
             time.sleep(0.1)
 
     def kill(self, name: str) -> None:
-        """Kill a process with -9; what it started must end by itself."""
-        self.processes[name].kill()
+        """Kill a node with -9; what it started must end by itself."""
+        os.kill(self.forked("node")[name], signal.SIGKILL)
         self.processes[name].wait()
+
+    def forked(self, part: str) -> dict[str, int]:
+        """Return the process numbers of all nodes by name; the part is ``node`` or ``worker``."""
+        found: dict[str, int] = {}
+        for number in [number for process in self.processes.values() for number in children(process.pid)]:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                kind, _, name = Path(f"/proc/{number}/comm").read_text().strip().partition(" ")
+                found |= {name: number} if kind == part else {}
+        return found
 
     def worker(self, node: str) -> int:
         """Return the process number of a node's worker."""
-        found = children(self.processes[node].pid)
-        [worker] = [number for number, command in found.items() if "posy.commands.deploy.worker" in command]
-        return worker
+        return self.forked("worker")[node]
+
+    def superlink(self) -> int:
+        """Return the process number of the SuperLink itself, which `posy superlink` keeps."""
+        return child(self.processes["superlink"].pid, "posy.deploy.link", "flower-superlink")
+
+    def server(self) -> int:
+        """Return the process number of the one ServerApp that there is; :class:`LookupError` while there is none."""
+        return child(child(self.processes["superlink"].pid, "flower-superexec"), "flwr-serverapp")
 
     def stop(self) -> None:
         """End all processes."""
@@ -140,6 +168,14 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def child(process: int, *words: str) -> int:
+    """Return the one process started by another whose command line holds one of the words, or :class:`LookupError`."""
+    found = [number for number, command in children(process).items() if any(word in command for word in words)]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} processes {' or '.join(words)}")
+    return found[0]
 
 
 def children(process: int) -> dict[int, str]:

@@ -134,8 +134,9 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
     -------
     dict
         ``seconds`` of the training phase, median without the first round; ``messages`` of the phase; ``samples``
-        trained in it; ``evaluation`` seconds; seconds of ``imports``, and of ``start_up`` and end outside the rounds;
-        ``peak_mib`` of the largest process.
+        trained in it; ``aggregation`` seconds, and ``bytes`` of a round without evaluation; ``evaluation`` seconds;
+        seconds of ``imports``, and of ``start_up`` and end outside the rounds; ``cpu`` seconds of all; ``peak_mib`` of
+        the largest process.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {
@@ -160,8 +161,11 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
         "seconds": statistics.median(row["seconds"]["train"] for row in rows[1:]),
         "messages": rows[-1]["cohort"],
         "samples": int(trained["n_train"].sum()),
+        "aggregation": statistics.median(row["seconds"]["aggregate"] for row in rows[1:]),
+        "bytes": rows[1]["bytes_up"] + rows[1]["bytes_down"],
         "evaluation": rows[-1]["seconds"].get("evaluate"),
         "imports": imports,
         "start_up": wall - sum(sum(row["seconds"].values()) for row in rows),
+        "cpu": usage.ru_utime + usage.ru_stime,
         "peak_mib": round(usage.ru_maxrss / 1024),
     }

@@ -7,6 +7,8 @@ better of the bare loops before and after the federated runs is the limit. Targe
 with K = 3 at most 3.2 times the time of one model, the regulariser of cwFedAvg at most 1.1 times that of FedAvg.
 FedDRM's network has a second branch; a bare loop that trains it too is its limit.
 
+``python -m benchmarks.speed secure``: what secure aggregation adds to a round of the CNN, all clients in one process.
+
 ``python -m benchmarks.speed engines``: for each workload, number of clients and engine also the overhead of a message
 and the peak of memory. The overhead is what a message costs beyond one step on one sample: it is measured in runs that
 train no more than that. Beside it stands what no engine can save: to copy the model once to where it is trained, and
@@ -95,6 +97,28 @@ def methods(
         "runs": table,
         "fedfew_K3_over_K1": ratio("fedfew, K = 3", "fedfew, K = 1"),
         "wdr_over_none": ratio("cwfedavg", "cwfedavg without wdr"),
+    }
+    print(json.dumps(report, indent=2))
+
+
+@app.command()
+def secure(data_dir: Path = Path("datasets"), clients: int = 5, neighbours: int = 0, rounds: int = 40) -> None:
+    """Measure what secure aggregation adds to a round."""
+    config: dict[str, Any] = {
+        "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 40 * clients,
+        "num-clients": clients, "partition": "iid", "model": "cnn", "local-steps": 1, "stack": "loop",
+        "secure-neighbours": neighbours,
+    }  # fmt: skip
+    plain, secured = (federated(config | {"secure-aggregation": on}, rounds) for on in (False, True))
+    report = {
+        "machine": machine(),
+        "clients": clients,
+        "neighbours": neighbours or clients - 1,
+        "more_cpu_seconds_a_round": round((secured["cpu"] - plain["cpu"]) / rounds, 3),
+        "more_seconds_a_round": round(
+            secured["seconds"] + secured["aggregation"] - plain["seconds"] - plain["aggregation"], 3
+        ),
+        "bytes_a_round": {"plain": plain["bytes"], "secure": secured["bytes"]},
     }
     print(json.dumps(report, indent=2))
 
