@@ -53,9 +53,6 @@ TROUBLE_SECONDS = 10.0
 """Seconds of writes that fail after which signs of life may have been missed."""
 KEPT_SECONDS = 1.0
 """Seconds for which an answer of the database may be used again, and between two looks after what may wait."""
-OBJECT_SECONDS = 60
-"""Seconds from one object of a message to the next, after which the rest counts as lost; with Flower's own 180 s a
-ServerApp waits that long for a reply of which an object is lost."""
 MOST_TIMES = 3
 """Number of times that a message is handed out again to a node that does not confirm it."""
 AGAIN = "The database is busy, locked or full, try again."
@@ -566,9 +563,10 @@ class _Unreceived(Base):
 
 
 class _Objects(_EachSecond):
-    """Keeps in memory in which order the objects of messages arrive, as the objects themselves.
+    """Keeps in memory which objects of messages are to come, as the objects themselves.
 
-    What is on its way dies with the SuperLink, and is sent again by the ServerApp.
+    What is on its way dies with the SuperLink, and is sent again by the ServerApp. A message or reply is handed out
+    when it is whole: who is given one before waits for the rest of it, a ServerApp meanwhile for no other node.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -577,6 +575,40 @@ class _Objects(_EachSecond):
         self._object_push_session_by_root: dict[str, str] = {}
         self._lock_object_push_sessions = threading.RLock()
         self._overdue: set[str] = set()
+        self._kept: dict[int | str, list[Message]] = {}
+        """What was claimed and may not be whole yet: messages by their node, replies by the id of their message."""
+
+    def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
+        whole = [message for message in self._whole(node_id) if self._is_claimed(message)]
+        whole = whole or self._whole(node_id, super().get_message_ins(node_id, limit, run_id=run_id))
+        most = len(whole) if limit is None else limit
+        if whole[most:]:
+            self._kept.setdefault(node_id, []).extend(whole[most:])
+        return whole[:most]
+
+    def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
+        whole = [reply for number in message_ids for reply in self._whole(number)]
+        for reply in super().get_message_res(message_ids - self._kept.keys(), run_id):
+            whole += self._whole(reply.metadata.reply_to_message_id, [reply])
+        return whole
+
+    def _whole(self, key: int | str, new: Sequence[Message] = ()) -> list[Message]:
+        """Return the messages that are whole, of those kept under a key and of new ones; keep the others."""
+        with self._lock_object_push_sessions:
+            kept = [message for message in self._kept.pop(key, ()) if message.metadata.message_id in self.object_store]
+            parts = [message for message in (*kept, *new) if self._lacks_objects(message.metadata.message_id)]
+            if parts:
+                self._kept[key] = parts
+            return [message for message in (*kept, *new) if message not in parts]
+
+    def _is_claimed(self, message: Message) -> bool:
+        """Tell whether a kept message is still claimed: the call that has claimed it may have failed."""
+        found = self.get_valid_message_ins(message.metadata.message_id)
+        return found is not None and found["delivered_at"] != ""
+
+    def _lacks_objects(self, number: str) -> bool:
+        session = self._object_push_sessions.get(self._object_push_session_by_root.get(number, ""))
+        return session is not None and bool(session.pending_object_ids)
 
     def start_session(self, run_id: int) -> str:
         return _Memory.start_session(self, run_id)
@@ -604,7 +636,15 @@ class _Objects(_EachSecond):
 
     def _jobs(self) -> Iterator[Callable[[], None]]:
         yield from super()._jobs()
+        yield self._end_sessions
         yield self._delete_overdue
+
+    def _end_sessions(self) -> None:
+        """Give up what lacks objects of which none has come for long: nobody asks for them, which would end it."""
+        with self._lock_object_push_sessions:
+            for number, session in list(self._object_push_sessions.items()):
+                if session.expires_at <= now():
+                    self._cleanup_push_session(number, cleanup_messages=bool(session.pending_object_ids))
 
     def _delete_overdue(self) -> None:
         if overdue := set(self._overdue):
@@ -620,7 +660,6 @@ def _objects_in_memory() -> None:
     loader = importlib.import_module("flwr.superlink.config_loader")
     factory = loader.ObjectStoreFactory
     vars(loader)["ObjectStoreFactory"] = lambda database: factory(core_constant.FLWR_IN_MEMORY_DB_NAME)
-    vars(in_memory_corestate)["OBJECT_PUSH_SESSION_TTL_SECONDS"] = OBJECT_SECONDS
 
 
 # -- what all this needs ----------------------------------------------------------------------------------
@@ -721,6 +760,21 @@ SAVINGS = (
         _Unreceived,
     ),
     Saving(
+        "the objects of messages in memory",
+        {
+            **_SECOND,
+            **{f"{kind}.{name}": words for kind in (_STATE, _MEMORY) for name, words in _PUSH_SESSIONS.items()},
+            "flwr.superlink.config_loader:ObjectStoreFactory": "database",
+            "flwr.supercore.constant:FLWR_IN_MEMORY_DB_NAME": None,
+            f"{_STATE}.get_message_ins": "self node_id limit run_id",
+            f"{_STATE}.get_message_res": "self message_ids run_id",
+            f"{_STATE}.get_valid_message_ins": "self message_id",
+            "flwr.supercore.object_store:ObjectStore.__contains__": "self object_id",
+        },
+        _Objects,
+        _objects_in_memory,
+    ),
+    Saving(
         "run states kept for a second",
         {f"{_STATE}.get_run_status": "self run_ids", f"{_STATE}.get_task_by_token": "self token"},
         _Tasks,
@@ -758,18 +812,6 @@ SAVINGS = (
             f"{_STATE}.get_run_info": "self run_ids statuses flwr_aids federation_ids order_by ascending limit",
         },
         _Traffic,
-    ),
-    Saving(
-        "the objects of messages in memory",
-        {
-            **_SECOND,
-            **{f"{kind}.{name}": words for kind in (_STATE, _MEMORY) for name, words in _PUSH_SESSIONS.items()},
-            "flwr.superlink.config_loader:ObjectStoreFactory": "database",
-            "flwr.supercore.constant:FLWR_IN_MEMORY_DB_NAME": None,
-            "flwr.supercore.corestate.in_memory_corestate:OBJECT_PUSH_SESSION_TTL_SECONDS": None,
-        },
-        _Objects,
-        _objects_in_memory,
     ),
     Saving(
         "deadlines that survive a clock that is set, and a look at them once a second",

@@ -21,6 +21,8 @@ PUSHES = 5
 """Attempts to push messages whose content does not get through."""
 HELD_SECONDS = 2.0
 """Seconds of one look for replies from which on they count against no node: no other reply could be taken meanwhile."""
+TIMEOUT_SHARE = 1 / 3
+"""Share of a timeout after which silence is unusual at the latest: what is lost has to be sent again within it."""
 COPIES = 3
 """How often a message that is lost is sent again."""
 RETURN_SECONDS = 90.0
@@ -38,8 +40,10 @@ class Delivery:
     """When it was first sent, by the monotonic clock."""
     ask_at: float
     """When its node is asked next whether it is still at work."""
+    silence: float
+    """Seconds of silence that are unusual."""
     patience: float
-    """Seconds to wait for that answer before it is asked again; they double each time."""
+    """Seconds to wait for the answer before it is asked again; they double each time."""
     questions: set[str] = field(default_factory=set)
     """Ids of the questions sent after the last copy."""
     proven: bool = False
@@ -131,7 +135,7 @@ class PollingGrid(WaveGrid):
         self._note_gone(asked, phase.replies)
         return phase.replies
 
-    def send(self, messages: Collection[Message]) -> list[Delivery]:
+    def send(self, messages: Collection[Message], timeout: float = math.inf) -> list[Delivery]:
         """Send messages to nodes that have nothing to do, and return what is then under way."""
         for message in messages if self.pace.automatic else ():
             limit = self.pace.limit(message.metadata.message_type, message.metadata.dst_node_id)
@@ -139,14 +143,17 @@ class PollingGrid(WaveGrid):
         numbers = self.push_messages(messages)
         now, sent = time.monotonic(), []
         for message, number in zip(messages, numbers, strict=False):
-            silence = self.pace.silence(message.metadata.message_type)
-            sent.append(Delivery(message, number or "", now, now + silence, silence))
+            silence = min(self.pace.silence(message.metadata.message_type), TIMEOUT_SHARE * timeout)
+            sent.append(Delivery(message, number or "", now, now + silence, silence, silence))
         return sent
 
-    def look(self, deliveries: Collection[Delivery]) -> None:
-        """Look for replies to what is under way, and see to what is lost or silent."""
+    def look(self, deliveries: Collection[Delivery]) -> float:
+        """Look for replies to what is under way, and see to what is lost or silent.
+
+        Return the seconds in which no reply could be taken, which count against no node.
+        """
         outages, under_way = self.outages.count, [*deliveries, *self.late.values()]
-        self._read(under_way)
+        held = self._read(under_way)
         now = time.monotonic()
         if outages != self.outages.count:  # ask, rather than send twice: what was handed out may have arrived
             for delivery in under_way:
@@ -161,19 +168,21 @@ class PollingGrid(WaveGrid):
         self._send_copies([delivery for delivery in deliveries if delivery.lost], now)
         if self.real:
             self._ask([d for d in (*deliveries, *self.late.values()) if d.number and now >= d.ask_at], now)
+        return held
 
-    def _read(self, deliveries: Collection[Delivery]) -> None:
-        """Ask once for the replies to messages, copies and questions, and note them."""
+    def _read(self, deliveries: Collection[Delivery]) -> float:
+        """Ask once for the replies to messages, copies and questions, and note them; return the seconds held up."""
         awaited = {delivery.number: delivery for delivery in deliveries if delivery.number}
         questions = {number: delivery for delivery in deliveries for number in delivery.questions}
         if not awaited and not questions:
-            return
+            return 0.0
         began = time.monotonic()
         replies = list(self._grid.pull_messages({*awaited, *questions}))
-        if (held := time.monotonic() - began) > HELD_SECONDS:  # as by a reply of which a part is missing
-            for delivery in deliveries:
-                delivery.sent += held
-                delivery.ask_at += held
+        held = time.monotonic() - began
+        held = held if held > HELD_SECONDS else 0.0  # as by a reply of which a part is missing
+        for delivery in deliveries:
+            delivery.sent += held
+            delivery.ask_at += held
         for reply in replies:
             number = reply.metadata.reply_to_message_id
             missing = reply.has_error() and reply.error.code in LOST
@@ -183,6 +192,7 @@ class PollingGrid(WaveGrid):
             else:
                 awaited[number].number = ""
                 self._take(awaited[number], reply, missing=missing)
+        return held
 
     def _take(self, delivery: Delivery, reply: Message, *, missing: bool) -> None:
         """Note the reply to a message or its copy; ``missing``: it says that the message or the node was not found."""
@@ -216,7 +226,7 @@ class PollingGrid(WaveGrid):
             delivery.lost = delivery.proven = False
             delivery.questions, delivery.number = set(), number or ""
             delivery.copies += 1
-            delivery.patience, delivery.patience_ends = self.pace.silence(delivery.phase), math.inf
+            delivery.patience, delivery.patience_ends = delivery.silence, math.inf
             delivery.ask_at = now + delivery.patience
 
     def _ask(self, silent: Collection[Delivery], now: float) -> None:
@@ -247,7 +257,7 @@ class _Phase:
         self.replies: list[Message] = []
         """One for each message that is settled."""
         self._started = time.monotonic()
-        self._timeout, self._grace_ends = timeout, math.inf
+        self._timeout, self._ends, self._grace_ends = timeout, self._started + timeout, math.inf
         training = any(message.metadata.message_type == MessageType.TRAIN for message in messages)
         self._needed = grid.enough if training else 1
         self._grace = grid.grace if training else None
@@ -261,9 +271,11 @@ class _Phase:
         """Send what can be sent, look for replies, and tell whether the phase is over."""
         grid, under_way = self._grid, self._under_way
         free = [node for node, queue in self._queues.items() if queue and node not in {*under_way, *grid.late}]
-        under_way |= {delivery.node: delivery for delivery in grid.send([self._queues[n].popleft() for n in free])}
+        wave = [self._queues[node].popleft() for node in free]
+        under_way |= {delivery.node: delivery for delivery in grid.send(wave, self._timeout)}
         self._tell()
-        grid.look(list(under_way.values()))
+        held = grid.look(list(under_way.values()))
+        self._ends, self._grace_ends = self._ends + held, self._grace_ends + held
         for node, delivery in list(under_way.items()):
             if not delivery.open:
                 why = "its message was lost every time" if delivery.copies else "the SuperLink did not take its message"
@@ -283,7 +295,7 @@ class _Phase:
     def _give_up(self) -> None:
         """End the wait for clients whose time is up; their nodes are left at work."""
         now, all_end = time.monotonic(), ""
-        if now >= self._started + self._timeout:
+        if now >= self._ends:
             all_end = f"no reply within round-timeout = {self._timeout:g} s"
         elif now >= self._grace_ends:
             all_end = f"no reply within grace = {self._grace:g} s after {self._needed} of the others"
@@ -312,6 +324,6 @@ class _Phase:
         waiting = [delivery.message for delivery in under_way] + [m for queue in self._queues.values() for m in queue]
         if waiting:
             longest = max((d.sent + pace.limit(d.phase, d.node) for d in under_way), default=math.inf)
-            left = min(longest, self._started + self._timeout, self._grace_ends) - now
+            left = min(longest, self._ends, self._grace_ends) - now
             silence = pace.silence(waiting[0].metadata.message_type)
             self._grid.on_wait(Wait(waiting, now - self._started, left, silence))

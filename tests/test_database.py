@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-from flwr.app import Message, Metadata, RecordDict
+from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, Status, SubStatus
 from flwr.proto.fleet_pb2 import PullMessagesRequest
@@ -22,6 +23,7 @@ from flwr.proto.task_pb2 import Task
 from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import SqlLinkState, linkstate_factory
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.corestate import in_memory_corestate
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
@@ -203,19 +205,28 @@ class Ours:
 
     def push(self, ttl: float = 100.0) -> str:
         """Push a message to the node and return its id."""
-        metadata = Metadata(self.run, "", SUPERLINK_NODE_ID, self.node, "", "1", time.time(), ttl, "train")
-        message = make_message(metadata, RecordDict())
+        message = self.message(ttl)
         self.store_with_objects(message)
         return message.object_id
 
+    def message(self, ttl: float = 100.0) -> Message:
+        """Return a message to the node."""
+        metadata = Metadata(self.run, "", SUPERLINK_NODE_ID, self.node, "", "1", time.time(), ttl, "train")
+        return make_message(metadata, RecordDict({"config": ConfigRecord({"round": 1})}))
+
     def store_with_objects(self, message: Message) -> None:
+        for store in self.store_without_objects(message):
+            assert store()
+
+    def store_without_objects(self, message: Message) -> list[Callable[[], bool]]:
+        """Store a message; return a call for each of its objects that stores that one."""
         message.metadata.__dict__["_message_id"] = message.object_id
         session = self.state.start_session(self.run)
         stored, missing = self.state.store_message_and_object_tree(message, get_object_tree(message), session)
         assert stored
         self.objects = {name: thing.deflate() for name, thing in get_all_nested_objects(message).items()}
-        for name in missing:
-            assert self.state.store_object(self.run, session, name, self.objects[name])
+        store = partial(self.state.store_object, self.run, session)
+        return [partial(store, name, self.objects[name]) for name in missing]
 
     def pull(self, *, confirm: bool = True) -> list[str]:
         """Pull messages for the node as it does, and return their ids."""
@@ -226,6 +237,24 @@ class Ours:
             for number in numbers:
                 self.store.delete(number)
         return numbers
+
+    def receive(self) -> list[Message]:
+        """Pull a message for the node, and confirm it."""
+        found = self.state.get_message_ins(self.node, 1)
+        for message in found:
+            self.store.delete(message.metadata.message_id)
+        return found
+
+    def replies(self, message_ids: list[str]) -> list[str]:
+        """Pull the replies to messages as a ServerApp does, and return their ids."""
+        request = PullAppMessagesRequest(message_ids=message_ids)
+        response = runtime_handlers.pull_messages(request, self.state, Task(run_id=self.run))
+        return [message.metadata.message_id for message in response.messages_list]
+
+    def upkeep(self) -> None:
+        """Do what is done once a second."""
+        for job in self.state._jobs():
+            job()
 
 
 @pytest.fixture
@@ -286,13 +315,69 @@ def test_a_reply_that_the_server_app_has_not_received_is_handed_out_again(ours: 
     reply = Message(RecordDict(), reply_to=message)
     ours.store_with_objects(reply)
     for _ in range(2):
-        request = PullAppMessagesRequest(message_ids=[first, second])
-        response = runtime_handlers.pull_messages(request, ours.state, Task(run_id=ours.run))
-        assert [found.metadata.message_id for found in response.messages_list] == [reply.object_id]
+        assert ours.replies([first, second]) == [reply.object_id]
     ours.store.delete(reply.object_id)  # as its confirmation does
-    request = PullAppMessagesRequest(message_ids=[second])
-    assert not runtime_handlers.pull_messages(request, ours.state, Task(run_id=ours.run)).messages_list
+    assert ours.replies([second]) == []
     assert ours.state._answers == {}
+
+
+def test_a_message_that_lacks_an_object_is_handed_out_when_it_is_whole_and_holds_up_no_other(ours: Ours) -> None:
+    message = ours.message()
+    *first, last = ours.store_without_objects(message)
+    assert all(store() for store in first), "there are several"
+    assert ours.pull() == []
+    later = ours.push()
+    assert ours.pull() == [later]
+    assert last()
+    assert [ours.pull(), ours.pull()] == [[message.object_id], []]
+
+
+def test_a_reply_that_lacks_an_object_holds_up_no_other(ours: Ours) -> None:
+    pushed = [ours.push(), ours.push()]
+    [first], [second] = (ours.receive() for _ in pushed)
+    slow = Message(RecordDict({"config": ConfigRecord({"round": 1})}), reply_to=first)
+    quick = Message(RecordDict(), reply_to=second)
+    *objects, last = ours.store_without_objects(slow)
+    assert all(store() for store in objects), "there are several"
+    ours.store_with_objects(quick)
+    assert ours.replies(pushed) == [quick.object_id]
+    ours.store.delete(quick.object_id)
+    assert ours.replies(pushed[:1]) == []
+    assert last()
+    assert ours.replies(pushed[:1]) == [slow.object_id]
+
+
+def test_what_lacks_an_object_for_too_long_is_given_up_and_can_be_sent_again(
+    ours: Ours, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_memory_corestate, "OBJECT_PUSH_SESSION_TTL_SECONDS", 0.05)
+    message = ours.message()
+    ours.store_without_objects(message)
+    assert ours.pull() == []
+    time.sleep(0.1)
+    ours.upkeep()
+    assert message.object_id not in ours.store
+    assert ours.pull() == []
+    pushed = ours.push()
+    [message] = ours.receive()
+    reply = Message(RecordDict({"config": ConfigRecord({"round": 1})}), reply_to=message)
+    ours.store_without_objects(reply)
+    assert ours.replies([pushed]) == []
+    time.sleep(0.1)
+    ours.upkeep()
+    assert ours.replies([pushed]) == []
+    ours.store_with_objects(reply)
+    assert ours.replies([pushed]) == [reply.object_id]
+
+
+def test_a_kept_message_whose_claim_was_taken_back_is_handed_out_once(ours: Ours) -> None:
+    message = ours.message()
+    *first, last = ours.store_without_objects(message)
+    with pytest.raises(ZeroDivisionError), ours.state.session():
+        assert ours.pull() == []
+        raise ZeroDivisionError
+    assert all(store() for store in (*first, last))
+    assert [ours.pull(), ours.pull()] == [[message.object_id], []]
 
 
 def test_an_object_may_be_sent_twice(ours: Ours) -> None:

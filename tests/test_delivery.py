@@ -441,7 +441,10 @@ def test_a_node_beyond_its_automatic_limit_is_left_out_and_its_own_pace_is_respe
     assert sent[0].metadata.ttl > 60.0 + 0.5
 
 
-def test_time_in_which_no_reply_could_be_taken_counts_against_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timeout", [None, 0.6])
+def test_time_in_which_no_reply_could_be_taken_counts_against_no_node(
+    monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
     """As when a part of one reply is missing: it is waited for before any other reply is looked for."""
     monkeypatch.setattr(pace, "FLOOR_SECONDS", 0.6)
     monkeypatch.setattr(delivery, "HELD_SECONDS", 0.5)
@@ -459,7 +462,7 @@ def test_time_in_which_no_reply_could_be_taken_counts_against_no_node(monkeypatc
         line.replies[sent[0].metadata.message_id] = Message(lost, reply_to=sent[0])
 
     line.then = {line.looks + 1: hold_up}
-    assert outcome(sent, grid.send_and_receive(sent)) == ["", ""]
+    assert outcome(sent, grid.send_and_receive(sent, timeout=timeout)) == ["", ""]
     assert line.copies() == [1]
 
 

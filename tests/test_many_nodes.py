@@ -113,8 +113,8 @@ def test_a_node_that_was_suspended_goes_on(long: Deployment) -> None:
         os.kill(process, signal.SIGCONT)
     wait_for_whole_round(long, NODES)
     assert [long.forked(part)["node-1"] for part in ("node", "worker")] == processes
-    left_out = {drop["client"] for row in long.rounds("long") for drop in row["dropped"]}
-    assert left_out <= {1}
+    left_out = [drop for row in long.rounds("long") for drop in row["dropped"]]
+    assert {drop["client"] for drop in left_out} <= {1}, left_out
 
 
 def test_a_killed_node_is_said_and_the_others_go_on(long: Deployment) -> None:
