@@ -16,12 +16,13 @@ from posy.client_app.state import ContextStore, DirectoryStore, MissingStateErro
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
 from posy.flower import PING, isolate_simulation, of_simulation, record_of, versions
+from posy.folding import answer_in_kind
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name
 
 isolate_simulation()
-app = ClientApp()
+app = ClientApp(mods=[answer_in_kind])
 
 
 @app.train()

@@ -19,6 +19,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from posy.flower import versions
+from posy.folding import folded, unfolded
 from posy.server_app.grids import OwnGrid
 from posy.storage import plain, replace
 from posy.words import one_line
@@ -181,7 +182,7 @@ class RunStatus:
 
 
 class WatchedGrid(OwnGrid):
-    """A grid of real nodes that notes what travels over it."""
+    """A grid of real nodes: it notes what travels over it, in as few parts as can be."""
 
     def __init__(self, grid: Grid, status: RunStatus) -> None:
         self._grid = grid
@@ -197,15 +198,15 @@ class WatchedGrid(OwnGrid):
         return self._grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push messages, and note them."""
+        """Push messages, folded, and note them."""
         wave = list(messages)
-        numbers = list(self._grid.push_messages(wave))
+        numbers = list(self._grid.push_messages([folded(message) for message in wave]))
         self._status.sent(wave, numbers)
         return numbers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Pull replies, and note them."""
-        replies = list(self._grid.pull_messages(message_ids))
+        replies = [unfolded(reply) for reply in self._grid.pull_messages(message_ids)]
         self._status.answered(replies)
         return replies
 

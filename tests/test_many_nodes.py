@@ -134,7 +134,7 @@ def test_a_run_ends_with_all_clients_behind_a_line_that_is_cut_every_2_megabytes
     random = np.random.default_rng(1)
     x = random.standard_normal((200, 3, 32, 32), dtype=np.float32)
     np.savez(federation.folder / "images.npz", x_train=x, y_train=random.integers(0, 10, 200))
-    quality = Quality(delay=0.005, cut_after=2e6)
+    quality = Quality(delay=0.005, cut_after=2e6, failing=0.02)
     with Line(federation.fleet, federation.folder / "certificates", quality) as line:
         federation.nodes("far", ["far-0", "far-1"], fleet=line.address)
         wait(federation, lambda: federation.ready("far", 2), "far")

@@ -26,9 +26,6 @@ MAX_DAYS = 36_500
 STATE = Path("superlink")
 HOME = "flower"
 """Flower's home in the directory of a SuperLink's state."""
-CHUNK = 1 << 20
-"""Bytes of an array that are sent in one call, if the environment does not say otherwise. A call that fails starts
-anew: with Flower's own 5 MB none would end on a line that is cut more often than that."""
 
 SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes orders.")]
 RootCertificates = Annotated[
@@ -541,7 +538,6 @@ def _write_connection(home: Path, superlink: Connection) -> None:
 def _flower_environment(home: Path) -> dict[str, str]:
     """Return the environment for Flower's commands, which keep their own files in ``home``."""
     return {
-        "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(CHUNK),
         **os.environ,
         **ENVIRONMENT,
         "FLWR_HOME": str(home),

@@ -1,0 +1,105 @@
+"""The content of messages in few parts."""
+
+import time
+
+import numpy as np
+import pytest
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Context, Metadata, MetricRecord, RecordDict
+from flwr.app.message import make_message
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+from posy import folding
+from posy.client_app.app import app
+from posy.flower import PING, Array, failure, record_of
+from posy.folding import fold, folded, is_folded, unfold, unfolded
+
+ARRAYS = {
+    "large": np.arange(40_000, dtype=np.float64).reshape(200, 200).T,
+    "small": np.array([1.5, -2.0], np.float32),
+    "scalar": np.array(7),
+    "empty": np.zeros((0, 3), np.float32),
+    "largest": np.random.default_rng(0).standard_normal(600_000, dtype=np.float32),
+}
+
+
+def content(**changed: np.ndarray) -> RecordDict:
+    metrics = MetricRecord({"train-loss": 0.25, "num-examples": 3, "curve": [0.5, 1.0]})
+    config = ConfigRecord({"client": 1, "round": 2, "settings": "{}", "yes": True, "raw": b"\x00\xff"})
+    return RecordDict({"arrays": record_of({**ARRAYS, **changed}), "metrics": metrics, "config": config})
+
+
+def over_the_wire(told: RecordDict) -> RecordDict:
+    """Return a content as it is after Flower has taken it apart and put it together again."""
+    objects = {name: thing.deflate() for name, thing in get_all_nested_objects(told).items()}
+    return inflate_object_from_contents(told.object_id, objects)
+
+
+def test_what_is_unfolded_is_what_was_folded() -> None:
+    told = content()
+    found = unfold(over_the_wire(fold(told)))
+    assert list(found) == list(told)
+    assert (found["metrics"], found["config"]) == (told["metrics"], told["config"])
+    assert list(found.array_records["arrays"]) == list(ARRAYS)
+    for name, array in found.array_records["arrays"].items():
+        np.testing.assert_array_equal(array.numpy(), ARRAYS[name])
+        assert array.numpy().dtype == ARRAYS[name].dtype
+        assert array.data == told.array_records["arrays"][name].data
+
+
+def test_there_are_few_parts_and_none_too_large_for_a_line_that_is_cut_every_2_megabytes() -> None:
+    parts = get_all_nested_objects(fold(content()))
+    # Itself, all that is small, one piece of `large`, two of `largest` with its 2.4 MB.
+    assert len(parts) == 5
+    assert max(len(part.deflate()) for part in parts.values()) < 1_850_000
+    assert len(get_all_nested_objects(content())) == 2 * len(ARRAYS) + 4
+
+
+def test_clients_that_are_sent_the_same_array_share_its_pieces() -> None:
+    shared = Array(ARRAYS["largest"])
+    one, other = (fold(RecordDict({"arrays": record_of({"0": shared}), "of": ConfigRecord({"c": c})})) for c in "ab")
+    assert [one[name] is other[name] for name in one] == [False, True, True]
+
+
+def test_a_content_is_folded_the_same_way_each_time() -> None:
+    assert fold(content()).object_id == fold(content()).object_id
+
+
+def test_a_client_app_answers_in_kind() -> None:
+    context = Context(1, 2, {}, RecordDict(), {})
+    metadata = Metadata(1, "m", SUPERLINK_NODE_ID, 2, "", "1", time.time(), 100.0, "query")
+    plain = make_message(metadata, RecordDict({"config": ConfigRecord({PING: True})}))
+    assert not is_folded(app(plain, context))
+    reply = app(folded(plain), context)
+    assert is_folded(reply)
+    assert unfold(reply.content) == RecordDict()
+    assert reply.metadata.reply_to_message_id == "m"
+
+
+def test_a_reply_that_cannot_be_unfolded_is_an_error_that_says_so() -> None:
+    metadata = Metadata(1, "r", 2, SUPERLINK_NODE_ID, "m", "1", time.time(), 100.0, "train")
+    reply = make_message(metadata, RecordDict({folding.REST: ConfigRecord({folding.REST: [1, 2]})}))
+    assert "malformed reply: TypeError" in failure(unfolded(reply).error)
+    assert unfolded(reply).metadata.reply_to_message_id == "m"
+    whole = make_message(metadata, content())
+    assert unfolded(whole) is whole
+    assert unfolded(folded(whole)).content["metrics"] == whole.content["metrics"]
+
+
+@pytest.mark.parametrize("wrong", [{folding.REST: b"\xff\xff"}, {folding.REST: "text"}, {}])
+def test_what_was_not_folded_is_refused(wrong: dict[str, bytes | str]) -> None:
+    with pytest.raises(Exception, match=r"."):
+        unfold(RecordDict({folding.REST: ConfigRecord(wrong)}))
+
+
+def test_a_piece_that_is_missing_is_not_made_up() -> None:
+    told = fold(content())
+    del told["arrays/largest/1"]
+    with pytest.raises(ValueError, match=r"reshape|EOF|read"):
+        unfold(told).array_records["arrays"]["largest"].numpy()
+    told = fold(RecordDict({"arrays": ArrayRecord({"0": FlowerArray(ARRAYS["large"])})}))
+    told["arrays/0/0"] = ConfigRecord({"": [1, 2]})
+    with pytest.raises((ValueError, EOFError)):
+        unfold(told).array_records["arrays"]["0"].numpy()
