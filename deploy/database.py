@@ -228,6 +228,13 @@ def _retry_errors() -> None:
     superlink._run_fleet_api_grpc_rere, extensions.configure_app = with_interceptor, with_handlers  # type: ignore[attr-defined]
 
 
+def _quiet() -> None:
+    """Leave calls of which each message needs several out of the log, if they succeed."""
+    logging = importlib.import_module("flwr.supercore.http_logging")
+    calls = ("push-object", "pull-object", "push-messages", "pull-messages", "confirm-message-received")
+    vars(logging)["ROUTINE_ACCESS_PATHS"] = logging.ROUTINE_ACCESS_PATHS | {f"/v1/runtime/{call}" for call in calls}
+
+
 def _whole_calls() -> None:
     """Make a call that claims messages, or ends a run, one transaction: it is done, or can be made again."""
 
@@ -741,6 +748,7 @@ SAVINGS = (
         },
         use=_retry_errors,
     ),
+    Saving("a short log", {"flwr.supercore.http_logging:ROUTINE_ACCESS_PATHS": None}, use=_quiet),
     Saving(
         "calls that are one transaction",
         {f"{module}:{name}": words for module, names in _WHOLE.items() for name, words in names.items()},

@@ -54,8 +54,8 @@ IDLE_SECONDS = 1.0
 """Shortest sleep by which Flower's node waits for its next message; by shorter ones it waits for a reply."""
 POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 3.0
 """Shortest and longest pause of a node before it asks for a message again: many nodes may ask one SuperLink."""
-POLL_SHARE, EARLY_SHARE = 0.05, 0.25
-"""In between, shares of the time waited so far, and of the time left until messages came in the last rounds."""
+POLL_SHARE, EARLY_SHARE = 0.1, 0.5
+"""In between, shares of the time that messages take to come, and of what is left of it by the last rounds."""
 GAPS = 4
 """Number of waits for a message by which the next one is expected; a round has two."""
 BEAT_SECONDS = 15.0
@@ -100,7 +100,8 @@ class Waits:
 
 def pause(waited: float, expected: float) -> float:
     """Return the seconds until a node asks again, after so many, if a message is expected after so many."""
-    return min(MAX_POLL_SECONDS, max(POLL_SECONDS, POLL_SHARE * waited, EARLY_SHARE * (expected - waited)))
+    share = POLL_SHARE * max(waited, expected)
+    return min(MAX_POLL_SECONDS, max(POLL_SECONDS, share, EARLY_SHARE * (expected - waited)))
 
 
 @dataclass

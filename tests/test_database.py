@@ -366,6 +366,7 @@ def test_what_lacks_an_object_for_too_long_is_given_up_and_can_be_sent_again(
     time.sleep(0.1)
     ours.upkeep()
     assert ours.replies([pushed]) == []
+    monkeypatch.undo()
     ours.store_with_objects(reply)
     assert ours.replies([pushed]) == [reply.object_id]
 
