@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import math
 import re
 import sqlite3
 import threading
@@ -53,6 +54,8 @@ TROUBLE_SECONDS = 10.0
 """Seconds of writes that fail after which signs of life may have been missed."""
 KEPT_SECONDS = 1.0
 """Seconds for which an answer of the database may be used again, and between two looks after what may wait."""
+KEY_SECONDS = 60.0
+"""Seconds for which it is known whose a key is."""
 MOST_TIMES = 3
 """Number of times that a message is handed out again to a node that does not confirm it."""
 AGAIN = "The database is busy, locked or full, try again."
@@ -268,9 +271,10 @@ _WHOLE = {
 
 
 class Kept:
-    """Answers of the database that may be used again for a second, unless something has changed."""
+    """Answers of the database that may be used again for some seconds, unless something has changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._answers: dict[Any, tuple[float, Any]] = {}
         self._changes = 0
         self._lock = threading.Lock()
@@ -278,9 +282,9 @@ class Kept:
     def get(self, key: Any, read: Callable[[], T]) -> T:
         """Return the answer for a key, read anew if need be. An answer that is empty is not kept."""
         with self._lock:
-            at, answer = self._answers.get(key, (-KEPT_SECONDS, None))
+            at, answer = self._answers.get(key, (-math.inf, None))
             changes = self._changes
-        if time.monotonic() - at < KEPT_SECONDS:
+        if time.monotonic() - at < self._seconds:
             return answer
         at, answer = time.monotonic(), read()
         if answer:
@@ -455,11 +459,11 @@ class _Sums:
 
 
 class _Keys(Base):
-    """Looks up a node's key once a second, not in each of its calls."""
+    """Looks up a node's key once a minute, not in each of its calls; only :meth:`delete_node` changes whose it is."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._keys = Kept()
+        self._keys = Kept(KEY_SECONDS)
 
     def get_node_id_by_public_key(self, public_key: bytes) -> int | None:
         return self._keys.get(public_key, functools.partial(super().get_node_id_by_public_key, public_key))
@@ -474,7 +478,7 @@ class _Tasks(Base):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._tasks = Kept()
+        self._tasks = Kept(KEPT_SECONDS)
         TURNS.on_tasks.append(self._tasks.forget)
 
     def get_run_status(self, run_ids: set[int]) -> "dict[int, RunStatus]":
@@ -788,7 +792,7 @@ SAVINGS = (
         _Tasks,
     ),
     Saving(
-        "node keys kept for a second",
+        "node keys kept for a minute",
         {
             f"{_STATE}.get_node_id_by_public_key": "self public_key",
             f"{_STATE}.delete_node": "self owner_aid node_id",
