@@ -2,6 +2,7 @@
 
 import importlib
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -485,11 +486,14 @@ def test_upkeep_is_done_by_itself_and_goes_on_after_an_error(ours: Ours, monkeyp
 
     monkeypatch.setattr(ours.state, "_write_sums", failing)
     ours.state.store_traffic(ours.run, bytes_sent=5, bytes_recv=2)
-    threading.Thread(target=ours.state._go_on, daemon=True).start()
+    upkeep = threading.Thread(target=ours.state._go_on, daemon=True)
+    upkeep.start()
     end = time.monotonic() + 20.0
     while written(ours, "SELECT bytes_sent FROM run") != 5:
         assert time.monotonic() < end
         time.sleep(0.02)
+    monkeypatch.setattr(ours.state, "_jobs", sys.exit)  # else it would tell other tests' states that all is well
+    upkeep.join()
 
 
 def the_clock_was_set(ours: Ours) -> None:

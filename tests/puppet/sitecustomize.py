@@ -53,13 +53,17 @@ def misbehaving(push: Callable[..., Any]) -> Callable[..., Any]:
     """Return what hands in replies, in its own way."""
 
     def pushed(client: Any, message: Any, context: Any) -> Any:
+        from posy.folding import fold, unfold
+
         trained = message.metadata.message_type == "train" and message.has_content()
-        if trained and message.content.config_records["config"]["client"] == CLIENT:
+        content = unfold(message.content) if trained else None
+        if content is not None and content.config_records["config"]["client"] == CLIENT:
             number = int(message.metadata.group_id or 0)
             if Path("slow").exists():
                 time.sleep(PAUSE_SECONDS)
             if Path("lie").exists() and 1 <= number <= len(LIES):
-                spoil(message.content, LIES[number - 1])
+                spoil(content, LIES[number - 1])
+                message.content = fold(content)
             for word, number in (("die", signal.SIGKILL), ("hang", signal.SIGSTOP)):
                 if told(word):
                     os.kill(os.getpid(), number)
