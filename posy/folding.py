@@ -99,6 +99,6 @@ def answer_in_kind(message: Message, context: Context, call_next: ClientAppCalla
     """Unfold a message for the ClientApp, and fold the reply to one that was; a mod, as Flower calls this."""
     if not is_folded(message):
         return call_next(message, context)
-    message.content = unfold(message.content)
-    reply = call_next(message, context)
+    # A message of its own: the worker knows a copy of the one that came by its content.
+    reply = call_next(make_message(message.metadata, unfold(message.content)), context)
     return folded(reply) if reply.has_content() else reply

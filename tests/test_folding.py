@@ -72,7 +72,9 @@ def test_a_client_app_answers_in_kind() -> None:
     metadata = Metadata(1, "m", SUPERLINK_NODE_ID, 2, "", "1", time.time(), 100.0, "query")
     plain = make_message(metadata, RecordDict({"config": ConfigRecord({PING: True})}))
     assert not is_folded(app(plain, context))
-    reply = app(folded(plain), context)
+    asked = folded(plain)
+    reply = app(asked, context)
+    assert is_folded(asked)
     assert is_folded(reply)
     assert unfold(reply.content) == RecordDict()
     assert reply.metadata.reply_to_message_id == "m"
