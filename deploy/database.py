@@ -569,8 +569,13 @@ class _Unreceived(Base):
         with self.session() as session:
             if session.scalar(select(reply.message_id).where(reply.reply_to_message_id == number)) is not None:
                 return False  # an error reply needs no objects
-            found = self.get_valid_message_ins(number)
-        return found is not None and found["delivered_at"] != ""
+            return _is_claimed(self, number)
+
+
+def _is_claimed(state: Base, number: str) -> bool:
+    """Tell whether a message is there and claimed; a call that claimed it may have failed since."""
+    found = state.get_valid_message_ins(number)
+    return found is not None and found["delivered_at"] != ""
 
 
 class _Objects(_EachSecond):
@@ -590,12 +595,9 @@ class _Objects(_EachSecond):
         """What was claimed and may not be whole yet: messages by their node, replies by the id of their message."""
 
     def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
-        whole = [message for message in self._whole(node_id) if self._is_claimed(message)]
-        whole = whole or self._whole(node_id, super().get_message_ins(node_id, limit, run_id=run_id))
-        most = len(whole) if limit is None else limit
-        if whole[most:]:
-            self._kept.setdefault(node_id, []).extend(whole[most:])
-        return whole[:most]
+        kept = self._whole(node_id, limit=limit)
+        claimed = [message for message in kept if _is_claimed(self, message.metadata.message_id)]
+        return claimed or self._whole(node_id, super().get_message_ins(node_id, limit, run_id=run_id), limit)
 
     def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
         whole = [reply for number in message_ids for reply in self._whole(number)]
@@ -603,19 +605,19 @@ class _Objects(_EachSecond):
             whole += self._whole(reply.metadata.reply_to_message_id, [reply])
         return whole
 
-    def _whole(self, key: int | str, new: Sequence[Message] = ()) -> list[Message]:
-        """Return the messages that are whole, of those kept under a key and of new ones; keep the others."""
+    def _whole(self, key: int | str, new: Sequence[Message] = (), limit: int | None = None) -> list[Message]:
+        """Return so many messages that are whole, of those kept under a key and of new ones; keep the others."""
         with self._lock_object_push_sessions:
             kept = [message for message in self._kept.pop(key, ()) if message.metadata.message_id in self.object_store]
-            parts = [message for message in (*kept, *new) if self._lacks_objects(message.metadata.message_id)]
+            whole: list[Message] = []
+            parts: list[Message] = []
+            for message in (*kept, *new):
+                (parts if self._lacks_objects(message.metadata.message_id) else whole).append(message)
+            if limit is not None:
+                parts, whole = parts + whole[limit:], whole[:limit]
             if parts:
                 self._kept[key] = parts
-            return [message for message in (*kept, *new) if message not in parts]
-
-    def _is_claimed(self, message: Message) -> bool:
-        """Tell whether a kept message is still claimed: the call that has claimed it may have failed."""
-        found = self.get_valid_message_ins(message.metadata.message_id)
-        return found is not None and found["delivered_at"] != ""
+            return whole
 
     def _lacks_objects(self, number: str) -> bool:
         session = self._object_push_sessions.get(self._object_push_session_by_root.get(number, ""))

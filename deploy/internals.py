@@ -108,7 +108,7 @@ class Task:
             raise RuntimeError(f"the message of a task is not there: {error}") from error
 
     def beat(self) -> None:
-        """Tell the node that the task is alive; 60 s after the last such call the node answers with an error."""
+        """Tell the node that the task is alive; minutes after the last such call the node answers with an error."""
         self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
     def push(self, reply: Message, context: Context) -> None:

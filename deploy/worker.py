@@ -112,7 +112,7 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
             task.finish(None, str(wrong))
         _report(node, event="gone")
         return
-    except (httpx.HTTPError, RuntimeError) as wrong:  # the node answers by itself after a minute
+    except (httpx.HTTPError, RuntimeError) as wrong:  # its node answers for it
         log(WARNING, "a task was lost between node and worker: %r", wrong)
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             task.finish(None, repr(wrong))
