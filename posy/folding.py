@@ -48,6 +48,7 @@ def _pieces(array: Array) -> list[ConfigRecord]:
         data = memoryview(array.data)
         starts = range(0, len(data), PIECE_BYTES)
         vars(array)["_pieces"] = [ConfigRecord({"": bytes(data[i : i + PIECE_BYTES])}) for i in starts]
+        vars(array).pop("_data", None)  # what our own arrays keep once they were serialised: the pieces hold it now
     pieces: list[ConfigRecord] = vars(array)["_pieces"]
     return pieces
 
