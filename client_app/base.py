@@ -24,9 +24,9 @@ from torch import Tensor
 from posy.client_app.privacy import noised
 from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import State
-from posy.client_app.training.batches import Samples
+from posy.client_app.training.batches import Samples, Share
 from posy.client_app.training.networks import Network
-from posy.client_app.training.work import Forward, Job, Train, Trained
+from posy.client_app.training.work import Forward, Job, Split, Train, Trained
 from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Layout
@@ -84,6 +84,8 @@ class PersonalClient(NumPyClient):
         """What an update is masked with in a run with secure aggregation."""
         self.round = 0
         self.lr = 0.0
+        self.processed = 0
+        """Samples that models were trained on in this call, those of K models K times."""
         self.acknowledgement: dict[str, float] = {}
         """What the server is told with every reply, after training and evaluation alike."""
 
@@ -161,7 +163,7 @@ class PersonalClient(NumPyClient):
 
     def best_of(self, models: Tensor) -> Steps[Predictor]:
         """Return the one of K models ``(K, d)`` with the lowest training loss."""
-        best = int((yield from self.train_losses(models)).argmin())
+        best = int((yield from self.losses(models)).argmin())
         return self.plain(models[best], str(best))
 
     @property
@@ -191,19 +193,22 @@ class PersonalClient(NumPyClient):
         counts = torch.bincount(self.data.y_train, minlength=self.data.num_classes)
         return counts / counts.sum()
 
-    def samples(self, split: str) -> Samples:
-        """Return the samples of a split."""
-        data = self.data
-        return Samples(data.x_train, data.y_train) if split == "train" else Samples(data.x_test, data.y_test)
+    def steps_of(self, work: Train) -> int:
+        """Return the number of steps that a training takes."""
+        return self._share(self._job(work)).steps
 
-    def predict(self, predictor: Predictor, split: str) -> Steps[Tensor]:
+    def samples(self, split: Split) -> Samples:
+        """Return the samples of a split."""
+        return Samples(getattr(self.data, f"x_{split}"), getattr(self.data, f"y_{split}"))
+
+    def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
         """Return log-probabilities ``(n, C)``; an ensemble averages probabilities by coefficient.
 
         If all coefficients are zero the members count alike.
         """
         outputs = []
         for member in predictor.members:
-            logits = yield Forward(member.parameters, split, member.architecture)  # type: ignore[arg-type]
+            logits = yield Forward(member.parameters, split, member.architecture)
             outputs.append(F.log_softmax(logits[0] if isinstance(logits, tuple) else logits, dim=-1))
         if len(outputs) == 1:
             return outputs[0]
@@ -215,11 +220,11 @@ class PersonalClient(NumPyClient):
         mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
         return mixture.clamp_min(1e-12).log()
 
-    def train_losses(self, models: Tensor) -> Steps[Tensor]:
-        """Return the training loss of each of K models ``(K, d)`` as ``(K,)``; that of a diverged one is infinite."""
-        logits = yield Forward(models, "train", self.architecture)
+    def losses(self, models: Tensor, split: Split = "train") -> Steps[Tensor]:
+        """Return the loss of each of K models ``(K, d)`` on a split as ``(K,)``; that of a diverged one is infinite."""
+        logits, labels = (yield Forward(models, split, self.architecture)), self.samples(split).y
         k, n, _ = logits.shape
-        losses = F.cross_entropy(logits.flatten(0, 1), self.data.y_train.repeat(k), reduction="none").view(k, n).mean(1)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(k), reduction="none").view(k, n).mean(1)
         return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     # -- one round -----------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class PersonalClient(NumPyClient):
         metrics: dict[str, Any] = {**update.metrics, "train-loss": loss, "num-test": len(self.data.y_test)}
         if local is not None:
             if config.get("evaluate-local"):
-                metrics |= yield from self._test_scores("local", local)
+                metrics |= yield from self._scores("local", local)
             self._save(local, config)
         arrays = [array_of(array) for array in update.arrays]
         if self.settings.train.dp_clip or self.masking:
@@ -244,7 +249,7 @@ class PersonalClient(NumPyClient):
             if self.masking:
                 limit = self.settings.run.secure_range
                 arrays = [self.masking.put_on(arrays, reference, self.weight(config), limit)]
-        return arrays, len(self.data.y_train), metrics | self.acknowledgement
+        return arrays, len(self.data.y_train), {**metrics, "samples": self.processed, **self.acknowledgement}
 
     def evaluate_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
         """Do what :meth:`evaluate` does, asking whoever drives the generator for training and outputs."""
@@ -254,7 +259,7 @@ class PersonalClient(NumPyClient):
         if received:
             best = served = yield from _result(self.served_model(received, config))
             metrics["chosen"] = served.chosen
-            metrics |= yield from self._test_scores("served", served)
+            metrics |= yield from self._scores("served", served)
         if self.personal_in_every_evaluation or config.get("evaluate-personal"):
             try:
                 personal = yield from _result(self.personal_model(received, config))
@@ -263,18 +268,21 @@ class PersonalClient(NumPyClient):
                 personal = None
             if personal is not None:
                 best = personal
-                metrics |= yield from self._test_scores("local", personal)
+                metrics |= yield from self._scores("local", personal)
             if best is not None:
                 self._save(best, config)
-        return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics | self.acknowledgement
+        metrics |= {"samples": self.processed, **self.acknowledgement}
+        return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics
 
-    def _test_scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
-        """Return a predictor's scores on the test split by key; none where the client has no test samples."""
-        if not len(self.data.y_test):
-            return {}
-        log_probabilities = yield from self.predict(predictor, "test")
-        loss, accuracy = scores(log_probabilities, self.data.y_test)
-        return {f"{point}-accuracy": accuracy, f"{point}-loss": loss}
+    def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
+        """Return a predictor's scores by key, on the test and validation splits that hold samples."""
+        found: dict[str, float] = {}
+        splits: dict[str, Split] = {point: "test", f"{point}-validation": "validation"}
+        for key, split in splits.items():
+            if len(labels := self.samples(split).y):
+                loss, accuracy = scores((yield from self.predict(predictor, split)), labels)
+                found |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
+        return found
 
     def _received(self, parameters: NDArrays) -> list[Tensor]:
         return [self.workspace.tensor(np.asarray(array)) for array in parameters]
@@ -310,11 +318,19 @@ class PersonalClient(NumPyClient):
 
     def job(self, work: Train) -> Job:
         """Return a training with the client's samples and its random streams of this round."""
+        job = self._job(work)
+        self.processed += self._share(job).total * (1 if work.start.dim() == 1 else len(work.start))
+        return job
 
+    def _share(self, job: Job) -> Share:
+        return self.workspace.trainer.share(job, self.network(job.work).smallest_batch)
+
+    def _job(self, work: Train) -> Job:
         def stream(purpose: str) -> torch.Generator:
             return torch_generator(self.settings.run.seed, purpose, self.round, self.client, work.stream)
 
-        return Job(work, self.samples("train"), stream("batches"), self.lr, self.workspace.augment(stream("augment")))
+        rate = self.lr if work.lr is None else work.lr
+        return Job(work, self.samples("train"), stream("batches"), rate, self.workspace.augment(stream("augment")))
 
     def _save(self, predictor: Predictor, config: Config) -> None:
         """Write the personal model to the folder that the config names (simulation: the run's own)."""

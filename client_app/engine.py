@@ -137,7 +137,7 @@ class Engine:
         if isinstance(request, Train):
             return network, request.kind if stacks else id(one), one.client.lr
         # One model for all is one pass over all samples, whatever the network.
-        return network, request.parameters.shape, None if stacks else id(request.parameters)
+        return network, request.parameters.shape, request.features, None if stacks else id(request.parameters)
 
     def _together(self, group: Sequence[Running]) -> list[Any]:
         """Answer requests of one kind, in as many pieces as memory asks for."""

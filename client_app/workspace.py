@@ -121,10 +121,9 @@ class Workspace:
             data = self._clients.get(client)
             if data is None:
                 data = client_data(self.dataset, self.partition, self.part_of(client), self.settings.data, self.device)
-                size = sum(tensor.nbytes for tensor in (data.x_train, data.y_train, data.x_test, data.y_test))
-                if self._cached + size <= self._room:
+                if self._cached + data.nbytes <= self._room:
                     self._clients[client] = data
-                    self._cached += size
+                    self._cached += data.nbytes
             return data
 
     def network(self, architecture: Architecture) -> Network:

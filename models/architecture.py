@@ -7,10 +7,13 @@ from functools import lru_cache
 from torch import nn
 
 from posy.data.task import Task
-from posy.models.build import build_model, resolve
+from posy.models.build import build_model, resolve, seeded
 from posy.models.chain import ChainModel
+from posy.models.conditional import Conditional
+from posy.models.layers import CosineLinear
 from posy.models.parameters import Entry, FloatArray, Layout, layout_of
 from posy.models.two_branch import TwoBranch
+from posy.randomness import seed_of
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,18 @@ class Architecture:
     task: Task
     ranks: tuple[tuple[str, int], ...] = ()  # of the fully connected layers that are two low-rank factors (PPFE)
     clients: int = 0  # outputs M of FedDRM's client branch; 0: no such branch
+    cosine: float = 0.0  # scale of a head that compares directions (FedNH); 0: a linear head
     sharing: str = "deep"  # how many blocks both branches share, of posy.models.two_branch.SHARING
+    conditional: bool = False  # with FedCP's policy and global head
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the network; the same seed gives the same weights."""
         chain = build_model(self.model, self.task, seed=seed, ranks=dict(self.ranks))
+        if self.cosine:
+            with seeded(seed_of(seed, "head")):
+                chain.head = CosineLinear(chain.embedding_dim, self.task.num_classes, self.cosine)
+        if self.conditional:
+            return Conditional(chain, seed=seed)
         if not self.clients:
             return chain
         return TwoBranch(chain, self.clients, self.sharing, seed=seed)
@@ -37,7 +47,10 @@ class Architecture:
 
     @property
     def layout(self) -> Layout:
-        """Order of the tensors in the flat vector; FedDRM's branch is the layer ``client-branch``."""
+        """Order of the tensors in the flat vector; FedDRM's branch is the layer ``client-branch``.
+
+        FedCP's further layers are ``policy`` and ``global-head``.
+        """
         return _layout(self)
 
     @property
@@ -49,6 +62,18 @@ class Architecture:
     def fully_connected(self) -> tuple[str, ...]:
         """Those of the layers that are fully connected."""
         return _chain(self).fully_connected
+
+    @property
+    def normalisation(self) -> tuple[str, ...]:
+        """Names of the tensors that belong to normalisation."""
+        kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+        modules = [name for name, module in _chain(self).named_modules() if isinstance(module, kinds)]
+        return tuple(entry.name for entry in self.layout.entries if entry.name.rpartition(".")[0] in modules)
+
+    @property
+    def embedding_dim(self) -> int:
+        """Number D of features that the head sees."""
+        return _chain(self).embedding_dim
 
     def weight(self, layer: str) -> Entry:
         """Return the entry of a dense fully connected layer's weight ``(outputs, inputs)``."""
@@ -75,6 +100,8 @@ def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
     if isinstance(module, TwoBranch):
         branch = nn.ModuleList([module.client_blocks, module.client_head])
         return {**layers_of(module.model), "client-branch": branch}
+    if isinstance(module, Conditional):
+        return {**layers_of(module.model), "policy": module.policy, "global-head": module.global_head}
     assert isinstance(module, ChainModel)
     return {name: module.layer(name) for name in module.layer_names}
 
@@ -88,4 +115,4 @@ def _layout(architecture: Architecture) -> Layout:
 @lru_cache(maxsize=64)
 def _chain(architecture: Architecture) -> ChainModel:
     module = architecture.build()
-    return module.model if isinstance(module, TwoBranch) else module  # type: ignore[return-value]
+    return module.model if isinstance(module, TwoBranch | Conditional) else module  # type: ignore[return-value]

@@ -24,9 +24,11 @@ class ChainModel(nn.Module):
         """Return the output of the last block, ``(B, embedding_dim)``."""
         return run_blocks(self.blocks.values(), x).flatten(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``."""
-        return self.head(self.body(x))
+    def forward(self, x: Tensor, features: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits ``(B, C)`` of a batch ``(B, *input_shape)``, on demand after what the head has seen."""
+        seen = self.body(x)
+        logits = self.head(seen)
+        return (seen, logits) if features else logits
 
     @property
     def embedding_dim(self) -> int:

@@ -63,6 +63,45 @@ class LowRankLinear(nn.Module):
         return self.up(self.down(x))
 
 
+class CosineLinear(nn.Linear):
+    """Scaled cosines between the input and a direction for each output (FedNH, Section 3)."""
+
+    def __init__(self, in_features: int, out_features: int, scale: float) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.scale = scale
+
+    def reset_parameters(self) -> None:
+        """Spread the directions."""
+        with torch.no_grad():
+            self.weight.copy_(spread_directions(self.out_features, self.in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(B, in_features)`` to ``(B, out_features)``."""
+        return self.scale * F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1))
+
+
+SHARPNESS, STEP, STEPS = 20.0, 0.1, 500
+"""How much more the nearer directions repel each other; by how much they move; and how often."""
+
+
+def spread_directions(count: int, size: int) -> Tensor:
+    """Return directions ``(count, size)`` whose largest cosine is as small as can be, drawn from the global generator.
+
+    Up to ``size + 1`` they are the vertices of a regular simplex, turned at random, with cosines of -1 / (count - 1).
+    More repel each other until they are about as far apart as they can be.
+    """
+    if not 2 <= count <= size + 1:
+        directions = F.normalize(torch.randn(count, size))
+        for _ in range(STEPS if count > 1 else 0):
+            near = (SHARPNESS * directions @ directions.T).fill_diagonal_(-torch.inf).softmax(dim=1)
+            directions = F.normalize(directions - STEP * near @ directions)
+        return directions
+    steps = torch.arange(1.0, count)
+    helmert = (torch.ones(count - 1, count).tril() - torch.diag(steps, 1)[:-1]) / (steps * (steps + 1)).sqrt()[:, None]
+    turned, _ = torch.linalg.qr(torch.randn(size, count - 1))
+    return F.normalize(helmert.T @ turned.T)
+
+
 def linear(in_features: int, out_features: int, rank: int | None = None) -> nn.Linear | LowRankLinear:
     """Return a linear layer: of the given rank, capped at what saves parameters, or dense if none does."""
     capped = None if rank is None else capped_rank(in_features, out_features, rank)

@@ -78,17 +78,20 @@ class Layout:
         """Names of the layers, in the order of the flat vector."""
         return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
-    def part(self, layers: Iterable[str]) -> Part:
-        """Return the part of the flat vector that belongs to some layers; :class:`KeyError` if there is no such."""
-        wanted = set(layers)
-        if unknown := wanted - set(self.layers):
-            raise KeyError(f"no layer {sorted(unknown)}; the model has {self.layers}")
-        return self.select(lambda entry: entry.layer in wanted)
+    def part(self, names: Iterable[str]) -> Part:
+        """Return the part of the flat vector that belongs to some layers, or is some tensors, by name.
 
-    def without(self, layers: Iterable[str]) -> Part:
-        """Return the part that belongs to all other layers."""
-        left_out = set(layers)
-        return self.select(lambda entry: entry.layer not in left_out)
+        Raises :class:`KeyError` if there is no such.
+        """
+        wanted = set(names)
+        if unknown := wanted - {*self.layers, *(entry.name for entry in self.entries)}:
+            raise KeyError(f"no layer {sorted(unknown)}; the model has {self.layers}")
+        return self.select(lambda entry: entry.layer in wanted or entry.name in wanted)
+
+    def without(self, names: Iterable[str]) -> Part:
+        """Return all that is no part of some layers and none of some tensors."""
+        left_out = set(names)
+        return self.select(lambda entry: entry.layer not in left_out and entry.name not in left_out)
 
     def select(self, condition: Callable[[Entry], bool]) -> Part:
         """Return the part of the entries for which a condition holds, neighbours merged."""
@@ -99,6 +102,11 @@ class Layout:
             else:
                 slices.append(slice(entry.start, entry.stop))
         return Part(tuple(slices))
+
+    @property
+    def trainable(self) -> Part:
+        """The parameters, without BatchNorm's running statistics."""
+        return self.select(lambda entry: entry.trainable)
 
     def views(self, flat: Any) -> dict[str, Any]:
         """Return the tensors ``(..., *shape)`` of ``(..., d)`` as views by name."""

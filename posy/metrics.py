@@ -1,5 +1,6 @@
 """Numbers over clients: how a measure spreads over them, and their majority vote."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -10,14 +11,16 @@ import numpy.typing as npt
 class Spread(TypedDict):
     """A measure over M clients, ``clients`` in number: one value a client, summed up.
 
-    ``std`` is that of the population (divided by M), ``weighted`` the mean weighted by the clients'
-    weights, ``jain`` Jain's index J = (Σ a_i)² / (M Σ a_i²), None where every a_i is 0.
+    ``std`` is that of the population (divided by M), ``tenth`` the mean of the lowest tenth (of one client at least),
+    ``weighted`` the mean weighted by the clients' weights, ``jain`` Jain's index J = (Σ a_i)² / (M Σ a_i²), None where
+    every a_i is 0.
     """
 
     mean: float
     std: float
     min: float
     max: float
+    tenth: float
     weighted: float
     jain: float | None
     clients: int
@@ -54,10 +57,11 @@ def spread(values: Sequence[float], weights: Sequence[float]) -> Spread | None:
     scale = max(abs(low), abs(high)) or 1.0
     unit = a / scale  # squares of a diverged loss would overflow
     # Rounding must not carry a mean out of [min, max].
-    mean, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), a @ (w / w.sum())))
+    lowest = np.sort(a)[: math.ceil(len(a) / 10)]
+    mean, tenth, weighted = (float(np.clip(x, low, high)) for x in (a.mean(), lowest.mean(), a @ (w / w.sum())))
     std, squares = scale * float(unit.std()), float(unit @ unit)
     jain = min(1.0, float(unit.sum()) ** 2 / (len(a) * squares)) if squares else None
-    return Spread(mean=mean, std=std, min=low, max=high, weighted=weighted, jain=jain, clients=len(a))
+    return Spread(mean=mean, std=std, min=low, max=high, tenth=tenth, weighted=weighted, jain=jain, clients=len(a))
 
 
 def majority_vote(predictions: Iterable[npt.NDArray[np.integer]], num_classes: int) -> npt.NDArray[np.int64]:
@@ -88,3 +92,9 @@ def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     most = max((e.over_clients["clients"] for e in evaluations), default=0)
     comparable = [e for e in evaluations if 10 * e.over_clients["clients"] >= 9 * most]
     return max(comparable, key=lambda e: e.over_clients["mean"], default=None)
+
+
+def chosen(evaluations: Sequence[Evaluation], validation: Sequence[Evaluation]) -> Evaluation | None:
+    """Return the evaluation of the round that is best on the validation splits, or None where there is none."""
+    found = best(validation)
+    return None if found is None else next((e for e in evaluations if e.round == found.round), None)

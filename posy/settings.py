@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 Scalar = bool | int | float | str
 P = ParamSpec("P")
@@ -43,6 +43,14 @@ class SettingsError(ValueError):
     """A setting is unknown, of the wrong type, or outside its range."""
 
 
+class Search(NamedTuple):
+    """Where good values of a number lie: what `posy tune` searches, on a logarithmic scale if ``log``."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
 @dataclass(frozen=True)
 class Setting:
     """The declaration of a setting."""
@@ -68,8 +76,15 @@ class Setting:
     """``only``: it is for sites that hold their own data; ``never``: it is not for them."""
     synonyms: tuple[str, ...] = ()
     """What other tools call it, and people type for it."""
+    search: Search | None = None
+    """What `posy tune` tries of it; None: it is left as it is."""
     affects_results: bool = True
     """What a run computes depends on it. False: it says where and how the run is carried out, and no more."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether what a run computes depends on it, now and when the run is repeated."""
+        return self.affects_results and not self.once
 
     @property
     def kind(self) -> type:

@@ -127,7 +127,7 @@ def test_a_model_that_outputs_no_numbers_has_no_accuracy(make_client: MakeClient
 def test_training_losses_of_several_models(make_client: MakeClient) -> None:
     client = make_client("fedfew", fedfew_models=3)
     models = torch.stack([torch.from_numpy(initial(client, k)) for k in range(3)])
-    losses = drive(client, client.train_losses(models))
+    losses = drive(client, client.losses(models))
     y = client.data.y_train
     assert torch.allclose(
         losses, torch.stack([F.cross_entropy(logits(client, m, "train"), y) for m in models]), atol=1e-6
@@ -139,7 +139,7 @@ def test_nobody_chooses_a_model_that_has_diverged(make_client: MakeClient, metho
     client = make_client(method)
     models = np.stack([initial(client, k) for k in range(3)])
     models[0] = math.nan
-    assert torch.isinf(drive(client, client.train_losses(torch.from_numpy(models)))).tolist() == [True, False, False]
+    assert torch.isinf(drive(client, client.losses(torch.from_numpy(models)))).tolist() == [True, False, False]
     _, _, metrics = client.evaluate([models], {"server-round": 1})
     assert metrics["chosen"] in ("1", "2")
     assert 0 <= metrics["served-accuracy"] <= 1
@@ -166,7 +166,7 @@ def test_fit_returns_model_count_and_scores_that_can_be_computed_again(make_clie
     arrays, count, metrics = client.fit([initial(client)], TRAIN)
     trained = torch.from_numpy(arrays[0])
     assert count == len(client.data.y_train) == 21
-    assert set(metrics) == {"train-loss", "num-test", "local-accuracy", "local-loss"}
+    assert set(metrics) == {"train-loss", "num-test", "samples", "local-accuracy", "local-loss"}
     assert metrics["num-test"] == 9
     outputs, y = logits(client, trained), client.data.y_test
     assert metrics["local-accuracy"] == pytest.approx(float((outputs.argmax(1) == y).float().mean()))

@@ -47,7 +47,7 @@ def test_jain_neither_underflows_nor_overflows(scale: float) -> None:
 
 
 def test_one_client() -> None:
-    one = {"mean": 0.5, "std": 0, "min": 0.5, "max": 0.5, "weighted": 0.5, "jain": 1, "clients": 1}
+    one = {"mean": 0.5, "std": 0, "min": 0.5, "max": 0.5, "tenth": 0.5, "weighted": 0.5, "jain": 1, "clients": 1}
     assert spread([0.5], [3]) == one
 
 

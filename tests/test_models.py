@@ -12,6 +12,7 @@ from posy.models.architecture import Architecture
 from posy.models.build import build_model, resolve, seeded
 from posy.models.catalogue import MODELS
 from posy.models.chain import ChainModel
+from posy.models.conditional import Conditional
 from posy.models.layers import (
     FullyConnected,
     LowRankLinear,
@@ -379,6 +380,19 @@ def test_two_branches_share_the_body_and_not_the_rest(name: str) -> None:
     gradients = torch.autograd.grad(clients.sum(), list(model.parameters()), allow_unused=True)
     deep = {id(p) for b in list(model.blocks.values())[: two.shared_blocks] for p in b.parameters()}
     assert all((g is not None) == (id(p) in deep) for g, p in zip(gradients, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", SUITED)
+def test_a_conditional_policy_goes_with_every_network(name: str) -> None:
+    task = SUITED[name]
+    model = build_model(name, task, seed=0).eval()
+    first, second, other = (Conditional(model, seed=seed).eval() for seed in (0, 0, 1))
+    x = batch(task)
+    features, logits = first(x, True)
+    assert logits.shape == (2, task.num_classes) and torch.equal(features, model.body(x))
+    assert torch.equal(logits, second(x)) and not torch.equal(logits, other(x))
+    layers = Architecture(name, task, conditional=True).layout.layers
+    assert set(layers) == {*model.layer_names, "policy", "global-head"}
 
 
 def test_client_branch_has_weights_of_its_own_from_its_seed() -> None:

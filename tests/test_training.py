@@ -11,18 +11,23 @@ from torch import Tensor, nn
 
 from posy.client_app.cwfedavg import regularised
 from posy.client_app.feddrm import class_and_client
+from posy.client_app.prototypes import towards_prototypes
 from posy.client_app.training.batches import Augment, Batch, Samples, Share, plan_passes
 from posy.client_app.training.networks import Network, trainable_names
+from posy.client_app.training.rules import FisherTrace, MetaGradient, Mixed, MoreauEnvelope, SharpnessAware
 from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import (
     Forward,
     Job,
+    Net,
     Objective,
     Pull,
+    Rule,
     Train,
     Trained,
     TrainingDivergedError,
     classification,
+    cross_entropy,
 )
 from posy.data.task import Task
 from posy.models.architecture import Architecture
@@ -100,6 +105,8 @@ def by_hand(
     data: Samples | None = None,
     size: int = 4,
     clip: float = math.inf,
+    offset: Tensor | None = None,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> tuple[Tensor, float]:
     """Train with PyTorch's own optimiser, in double precision, drawing the batches as a person would."""
     data, own, rates = data or samples(), generator(), rates or {}
@@ -110,7 +117,7 @@ def by_hand(
         return {k: v.double() for k, v in shape.views(flat).items()}
 
     module.load_state_dict(split(start))
-    anchor, masks = (None if t is None else split(t) for t in (pull.anchor if pull else None, mask))
+    anchor, masks, offsets = (None if t is None else split(t) for t in (pull.anchor if pull else None, mask, offset))
     optimiser = torch.optim.SGD(
         [{"params": list(m.parameters()), "lr": LR * rates.get(name, 1.0)} for name, m in module.named_children()],
         lr=LR,
@@ -136,9 +143,13 @@ def by_hand(
                     parameter.grad += decay * parameter.detach()
                 if pull is not None and anchor is not None:
                     parameter.grad += pull.strength * (parameter.detach() - anchor[name])
+                if offsets is not None:
+                    parameter.grad += offsets[name]
                 if masks is not None:
                     parameter.grad *= masks[name]
             optimiser.step()
+            for parameter in module.parameters():
+                parameter.data.clamp_(*bounds)
             taken += 1
             total, seen = total + loss.item() * len(chosen), seen + len(chosen)
         if taken == steps:
@@ -184,6 +195,9 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "steps of two passes": ({}, {"local_steps": 6}),
     "own epochs": ({"epochs": 3}, {"local_steps": 2}),
     "own steps": ({"steps": 4}, {"local_steps": 2}),
+    "offset": ({"offset": initial(4)}, {"momentum": 0.5, "max_grad_norm": 0.4}),
+    "offset, mask": ({"offset": initial(4), "mask": MASK}, {}),
+    "bounds": ({"bounds": (-0.2, 0.3)}, {}),
 }
 
 
@@ -199,6 +213,169 @@ def test_training_equals_a_loop_written_by_hand(name: str) -> None:
     assert torch.allclose(result.parameters, expected, rtol=0, atol=1e-6)
     assert float(result.loss) == pytest.approx(loss, abs=1e-6)
     assert (result.parameters - start).abs().max() > 1e-3
+
+
+def test_a_plain_training_heeds_no_momentum_decay_or_clipping() -> None:
+    plain = train(Train(initial(), plain=True), momentum=0.9, weight_decay=0.3, max_grad_norm=0.1)
+    assert torch.equal(plain.parameters, train(Train(initial())).parameters)
+
+
+OBJECTIVE_TASK = Task("features", (4,), tuple("abc"))
+PLAIN = Architecture("mlp", OBJECTIVE_TASK)
+
+# -- rules --------------------------------------------------------------------------------------------------
+
+RULES: dict[str, Rule] = {
+    "SAM": SharpnessAware(0.3),
+    "Per-FedAvg (FO)": MetaGradient(0.2),
+    "Per-FedAvg (HF)": MetaGradient(0.2, hessian=0.05),
+    "pFedMe": MoreauEnvelope(2.0, 3, 0.1),
+}
+
+
+def gradient(w: Tensor, data: Samples) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient of Tiny in double precision."""
+    leaf = w.clone().requires_grad_()
+    outputs = torch.func.functional_call(Tiny(), layout().views(leaf), (data.x.double(),))
+    loss = F.cross_entropy(outputs, data.y)
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def part_of(data: Samples, first: int, step: int) -> Samples:
+    return Samples(data.x[first::step], data.y[first::step])
+
+
+def one_step_by_hand(name: str, w: Tensor, batch: Samples) -> Tensor:
+    """Return what a step descends along, from the formulas of the papers."""
+    _, g = gradient(w, batch)
+    if name == "SAM":
+        return gradient(w + 0.3 * g / g.norm(), batch)[1]
+    if name == "pFedMe":
+        theta = w
+        for _ in range(3):
+            theta = theta - 0.1 * (gradient(theta, batch)[1] + 2.0 * (theta - w))
+        return 2.0 * (w - theta)
+    parts = [part_of(batch, i, 3 if "HF" in name else 2) for i in range(3)]
+    outer = gradient(w - 0.2 * gradient(w, parts[0])[1], parts[1])[1]
+    if "FO" in name:
+        return outer
+    difference = gradient(w + 0.05 * outer, parts[2])[1] - gradient(w - 0.05 * outer, parts[2])[1]
+    return outer - 0.2 * difference / (2 * 0.05)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_takes_the_steps_of_its_paper(name: str) -> None:
+    w, data, own = initial().double(), samples(), generator()
+    order = torch.randperm(N, generator=own)
+    for begin in (0, 4, 8):
+        chosen = order[begin : begin + 4]
+        w = w - LR * one_step_by_hand(name, w, Samples(data.x[chosen], data.y[chosen]))
+    result = train(Train(initial(), rule=RULES[name], epochs=1))
+    assert torch.allclose(result.parameters.double(), w, rtol=0, atol=1e-6)
+
+
+def test_a_mixture_is_trained_beside_the_shared_model() -> None:
+    w, v, data, own = initial().double(), initial(1).double(), samples(), generator()
+    order = torch.randperm(N, generator=own)
+    for begin in (0, 4, 8):
+        batch = Samples(data.x[order[begin : begin + 4]], data.y[order[begin : begin + 4]])
+        mixed = gradient(0.3 * v + 0.7 * w, batch)[1]
+        w, v = w - LR * gradient(w, batch)[1], v - LR * 0.3 * mixed
+    result = train(Train(torch.stack([initial(), initial(1)]), rule=Mixed(0.3), epochs=1))
+    assert torch.allclose(result.parameters.double(), torch.stack([w, v]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SharpnessAware(0.0),
+        MoreauEnvelope(10.0, 1, 0.1),  # strength times rate is 1
+        MetaGradient(0.0),
+        MetaGradient(0.0, hessian=0.1),
+    ],
+)
+def test_rules_without_a_step_of_their_own_are_plain(rule: Rule) -> None:
+    expected = train(Train(initial()), batch_size=1).parameters  # a sample alone is in all parts of its batch
+    assert torch.allclose(train(Train(initial(), rule=rule), batch_size=1).parameters, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_the_trace_of_the_fisher_information_is_measured_and_nothing_moves(stack: str) -> None:
+    start, data, own = torch.stack([initial(), initial(1)]), samples(), generator()
+    order = torch.randperm(N, generator=own)
+    expected = torch.zeros(2, dtype=torch.float64)
+    for begin in (0, 4, 8):
+        chosen = order[begin : begin + 4]
+        batch = Samples(data.x[chosen], data.y[chosen])
+        expected += torch.stack([gradient(w.double(), batch)[1].square().sum() for w in start]) * len(chosen) / N
+    work = Train(start, rule=FisherTrace(), plain=True, epochs=1)
+    found = train(work, stack=stack, momentum=0.9, weight_decay=0.3, max_grad_norm=0.1)
+    assert torch.allclose(found.loss.double(), expected, rtol=1e-5)
+    assert torch.equal(found.parameters, start)
+
+
+def with_notes(net: Net, batch: Batch, context: Any) -> Tensor:
+    assert batch.notes is not None
+    features, logits = net.features(batch.x)
+    assert features.shape[1] == 64
+    squares = (logits - batch.notes).square().mean(dim=1)
+    return squares.mean() if batch.weight is None else (squares * batch.weight).mean()
+
+
+def mixed_with(net: Net, batch: Batch, context: Any) -> Tensor:
+    """Return the loss of the network whose tensors lie half-way to others."""
+    names = [entry.name for entry in PLAIN.layout.entries]
+    other = PLAIN.layout.views(context["other"])
+    return cross_entropy(net.at({name: (net[name] + other[name]) / 2 for name in names})(batch.x), batch)
+
+
+EXTRA: dict[str, dict[str, Any]] = {
+    **{name: {"rule": rule} for name, rule in RULES.items()},
+    "APFL": {"rule": Mixed(0.3)},
+    "offset": {"offset": torch.linspace(-0.1, 0.1, PLAIN.layout.size)},
+    "bounds": {"bounds": (-0.05, 0.05)},
+    "notes": {"objective": with_notes},
+    "other tensors": {"objective": mixed_with},
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_clients_trained_together_take_the_steps_that_each_takes_alone(name: str) -> None:
+    counts, models = (11, 1, 6, 3), 2 if name == "APFL" else 1
+
+    def job(client: int) -> Job:
+        start = torch.stack([torch.from_numpy(PLAIN.initial(10 * client + k)) for k in range(models)])
+        own = dict(EXTRA[name])
+        if name == "notes":
+            own["notes"] = torch.randn(counts[client], CLASSES, generator=generator(client))
+        if name == "other tensors":
+            own["context"] = {"other": torch.from_numpy(PLAIN.initial(99 + client))}
+        work = Train(start if models > 1 else start[0], **own)
+        return Job(work, samples(counts[client], client), generator(client), LR)
+
+    settings = TrainSettings(batch_size=4, local_epochs=2, momentum=0.5)
+    network = Network(PLAIN.build, PLAIN.layout, CPU)
+    together = Trainer(settings, CPU).train_together([job(client) for client in range(len(counts))], network)
+    for client in range(len(counts)):
+        alone = Trainer(settings, CPU).train(job(client), network)
+        found = together[client]
+        assert isinstance(found, Trained)
+        assert torch.allclose(found.parameters, alone.parameters, rtol=0, atol=1e-6)
+        assert torch.allclose(found.loss, alone.loss, rtol=1e-5)
+        assert (alone.parameters - job(client).work.start).abs().max() > 1e-3
+
+
+def test_features_come_before_the_outputs() -> None:
+    start, data = torch.from_numpy(PLAIN.initial(0)), samples()
+    network = Network(PLAIN.build, PLAIN.layout, CPU)
+    trainer = Trainer(TrainSettings(), CPU)
+    features, logits = trainer.forward(Forward(start, features=True), network, data)
+    assert torch.equal(logits, trainer.forward(Forward(start), network, data))
+    head = PLAIN.layout.views(start)
+    assert torch.allclose(features @ head["head.weight"].T + head["head.bias"], logits, atol=1e-6)
+    others = [Forward(torch.from_numpy(PLAIN.initial(seed)), features=True) for seed in (1, 0)]
+    stacked = trainer.forward_together(others, network, [samples(5), data])[1]
+    assert torch.allclose(stacked[0], features, atol=1e-6) and torch.allclose(stacked[1], logits, atol=1e-6)
 
 
 def test_frozen_and_masked_parameters_keep_every_bit() -> None:
@@ -259,13 +436,16 @@ def test_a_strong_pull_ends_at_the_anchor() -> None:
 
 # -- K models at once -----------------------------------------------------------------------------------
 
-OBJECTIVE_TASK = Task("features", (4,), tuple("abc"))
-PLAIN = Architecture("mlp", OBJECTIVE_TASK)
 TWO = Architecture("mlp", OBJECTIVE_TASK, clients=5)
+PROTOTYPES = {
+    "prototypes": torch.randn(CLASSES, 64, generator=torch.Generator().manual_seed(1)),
+    "known": torch.tensor([1.0, 0.0, 1.0]),
+}
 CONTEXTS: dict[str, tuple[Architecture, Objective, dict[str, Tensor]]] = {
     "plain": (PLAIN, classification, {}),
     "WDR": (PLAIN, regularised, {"distribution": torch.tensor([0.7, 0.3, 0.0]), "lambda": torch.tensor(10.0)}),
     "two branches": (TWO, class_and_client, {"client": torch.tensor(3), "lambda": torch.tensor(0.8)}),
+    "prototypes": (PLAIN, towards_prototypes, {**PROTOTYPES, "lambda": torch.tensor(2.0)}),
 }
 
 
@@ -608,9 +788,9 @@ def test_forward_of_no_samples() -> None:
 )
 def test_as_many_steps_as_asked_for(steps: int, count: int, size: int, smallest: int, plan: list[int | None]) -> None:
     assert plan_passes(7, steps, count, size, smallest) == plan
-    if steps:
-        rows = Samples(torch.zeros(count, 2), torch.zeros(count, dtype=torch.int64))
-        assert len(list(Share(rows, plan, generator(), size, smallest))) == steps
+    rows = Samples(torch.zeros(count, 2), torch.zeros(count, dtype=torch.int64))
+    share = Share(rows, plan, generator(), size, smallest)
+    assert len(list(share)) == share.steps == (steps or 7 * (count // size + (count % size >= smallest)))
 
 
 def test_augmentation_sees_every_batch_and_draws_from_its_stream() -> None:

@@ -17,11 +17,12 @@ class Samples(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A mini-batch: inputs ``(B, ...)``, labels ``(B,)`` and optional sample weights ``(B,)``."""
+    """A mini-batch: inputs ``(B, ...)``, labels ``(B,)``, optional sample weights ``(B,)`` and notes ``(B, ...)``."""
 
     x: Tensor
     y: Tensor
     weight: Tensor | None = None
+    notes: Tensor | None = None
 
 
 class Augment(NamedTuple):
@@ -64,6 +65,7 @@ class Share:
     weight: Tensor | None = None  # (n,), of each sample
     odds: Tensor | None = None  # (n,); a pass is n draws with replacement in proportion to them
     augment: Augment | None = None
+    notes: Tensor | None = None  # (n, ...), constants that go with the samples
 
     def length(self, steps: int | None) -> int:
         """Return the number of samples in a pass of some steps."""
@@ -73,9 +75,19 @@ class Share:
         return count - rest if rest < self.smallest else count
 
     @property
+    def total(self) -> int:
+        """Number of samples in all passes."""
+        return sum(map(self.length, self.passes))
+
+    @property
     def seen(self) -> int:
         """Number of samples in the last pass."""
         return self.length(self.passes[-1])
+
+    @property
+    def steps(self) -> int:
+        """Number of mini-batches in all passes."""
+        return sum(-(-self.length(steps) // self.size) for steps in self.passes)
 
     def order(self, steps: int | None) -> Tensor:
         """Draw the indices of the samples of a pass."""
@@ -92,14 +104,15 @@ class Share:
         # Shuffled once a pass: batches are then views, with no gather and no copy in a step.
         x = self.samples.x
         x = x.permute(0, 2, 3, 1)[order].permute(0, 3, 1, 2) if x.dim() == 4 else x[order]
-        y, weight = self.samples.y[order], None if self.weight is None else self.weight[order]
+        y, weight, notes = (None if each is None else each[order] for each in (self.samples.y, self.weight, self.notes))
+        assert y is not None
         pieces = [slice(start, min(start + self.size, len(y))) for start in range(0, len(y), self.size)]
         change = numbers = None
         if self.augment is not None:
             change, numbers = self.augment.change, self.augment.numbers([p.stop - p.start for p in pieces]).to(x.device)
         for piece in pieces:
             inputs = x[piece] if change is None or numbers is None else change(x[piece], numbers[piece])
-            yield Batch(inputs, y[piece], None if weight is None else weight[piece])
+            yield Batch(inputs, y[piece], *(None if each is None else each[piece] for each in (weight, notes)))
 
     def __iter__(self) -> Iterator[tuple[Batch, int | None]]:
         """Yield the batches of all passes, and what each counts in the loss: its size, or None before the last pass."""
@@ -154,6 +167,7 @@ class Schedule:
         if any(share.weight is not None for share in shares):
             ones = [torch.ones(len(s.samples.y), device=device) if s.weight is None else s.weight for s in shares]
             self._sample_weight = torch.cat(ones)
+        self._notes = None if shares[0].notes is None else torch.cat([_present(share.notes) for share in shares])
         self._augment = shares[0].augment
         if self._augment is not None:
             # What fills up a batch gets no random numbers: they would come from the client's stream.
@@ -179,4 +193,10 @@ class Schedule:
                 x = self._augment.change(x.flatten(0, 1), numbers).view(x.shape)
             if self._sample_weight is not None:
                 weight = weight * self._sample_weight[index]
-            yield Batch(x, self._y[index], weight), self._counted[step, :active]
+            notes = None if self._notes is None else self._notes[index]
+            yield Batch(x, self._y[index], weight, notes), self._counted[step, :active]
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # trainings of one kind all have it
+    return tensor

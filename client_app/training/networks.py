@@ -1,11 +1,11 @@
 """The networks that are trained: resident modules, one after the other, or stacked."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train
@@ -54,7 +54,7 @@ class Network:
             self._flat = torch.empty(size, self.layout.size, device=self.device)
             self.modules = [self._build().to(self.device) for _ in range(size)]
             self.nets = [
-                Net(module, _bound(module, self.layout.views(row)))
+                Net(module, _bound(module, self.layout.views(row)), resident=True)
                 for module, row in zip(self.modules, self._flat, strict=True)
             ]
         return self._flat[:size]
@@ -106,15 +106,22 @@ class LoopedModels:
             losses.append(loss.detach())
         return torch.stack(losses).unsqueeze(0), gradients
 
-    def clipped(self, gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
-        """Return the gradients, those of each model scaled down to an L2 norm that they exceed."""
-        clipped: list[Tensor] = []
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the L2 norms ``(P, K)`` of the models' gradients."""
+        each = [torch._foreach_norm(self.of_model(gradients, number)) for number in range(len(self._nets))]
+        return torch.stack([torch.linalg.vector_norm(torch.stack(norms)) for norms in each]).unsqueeze(0)
+
+    def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
+        """Return the gradients, those of each model scaled down to an L2 norm that they exceed, or up to it too."""
+        resized: list[Tensor] = []
+        for number, found in enumerate(self.norms(gradients)[0]):
+            resized += torch._foreach_mul(self.of_model(gradients, number), _factor(norm, found, enlarge))
+        return resized
+
+    def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Return what belongs to one of the K models."""
         size = len(self._names)
-        for begin in range(0, len(gradients), size):
-            own = list(gradients[begin : begin + size])
-            found = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(own)))
-            clipped += torch._foreach_mul(own, (norm / found).clamp(max=1.0))
-        return clipped
+        return list(tensors[number * size : (number + 1) * size])
 
 
 class StackedModels:
@@ -145,7 +152,8 @@ class StackedModels:
         self._fixed = [entry for entry in network.layout.entries if entry.name not in moving]
         self.parameters = self._cut(self.flat)
         models = vmap(self._loss, in_dims=(0, 0, None, None), randomness="error")
-        self._losses = vmap(models, in_dims=(0, 0, 0, 0), randomness="error")
+        batches = Batch(0, 0, 0, None if first.notes is None else 0)  # type: ignore[arg-type]
+        self._losses = vmap(models, in_dims=(0, 0, batches, 0), randomness="error")
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Cut P vectors ``(d,)`` or ``(K, d)`` into segments ``(P, K, s)``."""
@@ -161,11 +169,18 @@ class StackedModels:
         # The models have nothing in common, so the gradient of the sum holds that of each.
         return losses.detach(), torch.autograd.grad(losses.sum(), moving)
 
-    def clipped(self, gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
-        """Clip the gradients of all models at once."""
-        found = torch.stack([gradient.square().sum(dim=-1) for gradient in gradients]).sum(dim=0).sqrt()
-        factor = (norm / found).clamp(max=1.0).unsqueeze(-1)
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the L2 norms ``(P, K)`` of the models' gradients."""
+        return torch.stack([gradient.square().sum(dim=-1) for gradient in gradients]).sum(dim=0).sqrt()
+
+    def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
+        """Scale the gradients of all models at once."""
+        factor = _factor(norm, self.norms(gradients), enlarge).unsqueeze(-1)
         return [gradient * factor for gradient in gradients]
+
+    def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Return what belongs to one of the K models of each client."""
+        return [tensor[:, number] for tensor in tensors]
 
     def _cut(self, rows: Tensor) -> list[Tensor]:
         return [rows[..., entries[0].start : entries[-1].stop] for entries in self._segments]
@@ -175,10 +190,16 @@ class StackedModels:
         for segment, entries in zip(moving, self._segments, strict=True):
             pieces = torch.split(segment, [e.stop - e.start for e in entries])
             tensors |= {e.name: piece.view(e.shape) for e, piece in zip(entries, pieces, strict=True)}
-        return self._objective(Net(partial(functional_call, self._module, tensors), tensors), batch, context)
+        return self._objective(Net(self._module, tensors), batch, context)
 
 
 Models = LoopedModels | StackedModels
+
+
+def _factor(norm: float, found: Tensor, enlarge: bool) -> Tensor:
+    """Return what scales vectors of some norms to another one; one of zeros stays as it is."""
+    factor = norm / found.clamp_min(torch.finfo(found.dtype).tiny)
+    return torch.where(found > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
 
 
 def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posy.client_app.training.batches import Samples, Schedule, Share, plan_passes
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, rows_of
+from posy.client_app.training.rules import leading
 from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
 from posy.sharing import is_shared
 from posy.strategies.settings import TrainSettings
@@ -116,9 +117,10 @@ class Trainer:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
         optimiser = SGD(self.settings, models, jobs)
         total = torch.zeros(models.flat.shape[:2], device=self.device)
+        rule = jobs[0].work.rule
         for batch, counted in schedule:
             with self._autocast():
-                losses, gradients = models.gradients(batch)
+                losses, gradients = rule.gradients(models, batch) if rule else models.gradients(batch)
             optimiser.step(gradients)
             if counted is not None:
                 total[: len(losses)] += losses * counted
@@ -133,7 +135,7 @@ class Trainer:
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
         passes = plan_passes(epochs, steps, len(job.samples.y), size, smallest)
         weight, odds = (None, work.sample_weight) if work.resample else (work.sample_weight, None)
-        return Share(job.samples, passes, job.generator, size, smallest, weight, odds, job.augment)
+        return Share(job.samples, passes, job.generator, size, smallest, weight, odds, job.augment, work.notes)
 
     def forward(self, work: Forward, network: Network, samples: Samples) -> Any:
         """Return the outputs of the model or models in evaluation mode."""
@@ -147,7 +149,7 @@ class Trainer:
         are one stacked computation.
         """
         with self._autocast():
-            if is_shared([work.parameters for work in works]):
+            if is_shared([work.parameters for work in works]):  # requests of one kind: all with features, or none
                 inputs = samples[0].x if len(samples) == 1 else torch.cat([each.x for each in samples])
                 lengths = [len(each.y) for each in samples]
                 outputs = self._forward_alone(works[0], network, inputs)
@@ -161,9 +163,10 @@ class Trainer:
         parameters = work.parameters.unsqueeze(0) if single else work.parameters
         network.stack(len(parameters)).copy_(parameters)
         outputs = []
+        options = (True,) if work.features else ()
         for module in network.modules[: len(parameters)]:
             module.eval()
-            pieces = [_tuple(module(x)) for x in torch.split(inputs, EVALUATION_BATCH)]
+            pieces = [_tuple(module(x, *options)) for x in torch.split(inputs, EVALUATION_BATCH)]
             outputs.append([torch.cat(column) for column in zip(*pieces, strict=True)])
         return outputs[0] if single else [torch.stack(column) for column in zip(*outputs, strict=True)]
 
@@ -177,9 +180,10 @@ class Trainer:
         inputs = torch.cat([samples[i].x for i in order])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)[:-1]])
         module = network.template.eval()
+        options = (True,) if works[0].features else ()
 
         def outputs(row: Tensor, x: Tensor) -> Any:
-            return torch.func.functional_call(module, network.layout.views(row), (x,))
+            return torch.func.functional_call(module, network.layout.views(row), (x, *options))
 
         compute = torch.func.vmap(torch.func.vmap(outputs, in_dims=(0, None)), in_dims=(0, 0))
         width = max(1, EVALUATION_BATCH // len(works))
@@ -211,8 +215,12 @@ class SGD:
     """
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
-        self.settings = settings
-        self._clipped = models.clipped
+        work = jobs[0].work
+        self._norm = 0.0 if work.plain else settings.max_grad_norm
+        self._decay = 0.0 if work.plain else settings.weight_decay
+        self._momentum = 0.0 if work.plain else settings.momentum
+        self._bounds = work.bounds
+        self._resized = models.resized
         self._groups: dict[float, list[int]] = {}
         for index, rate in enumerate(models.rates):
             self._groups.setdefault(jobs[0].lr * rate, []).append(index)
@@ -220,27 +228,30 @@ class SGD:
         self._buffers: list[Tensor] = []
         pulls = [job.work.pull for job in jobs if job.work.pull is not None]
         masks = [job.work.mask for job in jobs if job.work.mask is not None]
+        offsets = [job.work.offset for job in jobs if job.work.offset is not None]
         self._strength = pulls[0].strength if pulls else 0.0
         self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
         self._masks = models.parts(masks) if masks else []
+        self._offsets = models.parts(offsets) if offsets else []
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor]) -> None:
         """Update the parameters in place."""
-        settings = self.settings
-        gradients = self._clipped(grads, settings.max_grad_norm) if settings.max_grad_norm else list(grads)
-        parameters = _first(self.parameters, gradients)
-        if settings.weight_decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=settings.weight_decay))
+        gradients = self._resized(grads, self._norm) if self._norm else list(grads)
+        parameters = leading(self.parameters, gradients)
+        if self._decay:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=self._decay))
         if self._anchors:
-            distance = torch._foreach_sub(parameters, _first(self._anchors, gradients))
+            distance = torch._foreach_sub(parameters, leading(self._anchors, gradients))
             gradients = list(torch._foreach_add(gradients, distance, alpha=self._strength))
+        if self._offsets:
+            gradients = list(torch._foreach_add(gradients, leading(self._offsets, gradients)))
         if self._masks:
-            gradients = list(torch._foreach_mul(gradients, _first(self._masks, gradients)))
-        if settings.momentum:
+            gradients = list(torch._foreach_mul(gradients, leading(self._masks, gradients)))
+        if self._momentum:
             if self._buffers:
-                buffers = _first(self._buffers, gradients)
-                torch._foreach_mul_(buffers, settings.momentum)
+                buffers = leading(self._buffers, gradients)
+                torch._foreach_mul_(buffers, self._momentum)
                 torch._foreach_add_(buffers, gradients)
                 gradients = buffers
             else:
@@ -250,10 +261,6 @@ class SGD:
                 torch._foreach_add_(parameters, gradients, alpha=-rate)
             else:
                 torch._foreach_add_([parameters[i] for i in members], [gradients[i] for i in members], alpha=-rate)
-
-
-def _first(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leading part of tensors, as long as the gradients that they go with."""
-    if not tensors or tensors[0].shape == like[0].shape:
-        return tensors
-    return [tensor[: len(like[0])] for tensor in tensors]
+        if self._bounds:
+            torch._foreach_clamp_min_(parameters, self._bounds[0])
+            torch._foreach_clamp_max_(parameters, self._bounds[1])

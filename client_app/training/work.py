@@ -1,14 +1,17 @@
 """What a method may ask for: trainings and outputs."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from posy.client_app.training.batches import Augment, Batch, Samples
+
+Split = Literal["train", "test", "validation"]
 
 
 class TrainingDivergedError(ArithmeticError):
@@ -23,15 +26,28 @@ class TrainingInterruptedError(Exception):
 class Net:
     """What an objective sees of a model: its outputs for a batch, ``net(x)``, and its tensors, ``net[name]``."""
 
-    outputs: Callable[[Tensor], Any]
+    module: nn.Module
     tensors: Mapping[str, Tensor]
+    resident: bool = False
+    """Whether the tensors are the module's own."""
 
-    def __call__(self, x: Tensor) -> Any:
-        """Return the outputs for a batch of inputs."""
-        return self.outputs(x)
+    def __call__(self, x: Tensor, *options: Any) -> Any:
+        """Return the outputs for a batch of inputs; the options are those of the module's ``forward``."""
+        if self.resident:
+            return self.module(x, *options)
+        return functional_call(self.module, dict(self.tensors), (x, *options))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the head sees of a batch ``(B, D)``, and the logits ``(B, C)``."""
+        seen, logits = self(x, True)
+        return seen, logits
+
+    def at(self, tensors: Mapping[str, Tensor]) -> "Net":
+        """Return the same network with other tensors, which may be functions of this one's."""
+        return Net(self.module, tensors)
 
 
 Context = Mapping[str, Tensor]
@@ -42,12 +58,42 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     """Return the (weighted) mean cross-entropy of a batch."""
     if batch.weight is None:
         return F.cross_entropy(logits, batch.y)
-    return (F.cross_entropy(logits, batch.y, reduction="none") * batch.weight).mean()
+    return mean_over(F.cross_entropy(logits, batch.y, reduction="none"), batch)
+
+
+def mean_over(values: Tensor, batch: Batch) -> Tensor:
+    """Return the (weighted) mean of what the samples of a batch have come to ``(B,)``."""
+    return (values if batch.weight is None else values * batch.weight).mean()
 
 
 def classification(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return the plain objective: the cross-entropy of the labels."""
     return cross_entropy(net(batch.x), batch)
+
+
+class Models(Protocol):
+    """The models that are trained, as a rule sees them: K of each of P clients."""
+
+    parameters: list[Tensor]
+
+    def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the L2 norms ``(P, K)`` of the models' gradients."""
+
+    def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
+        """Return the gradients, each model's scaled down to an L2 norm, or up too."""
+
+    def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Return what belongs to one of the K models of each client."""
+
+
+class Rule(Protocol):
+    """What a step descends along, where it is not the gradient at the parameters; hashable."""
+
+    def gradients(self, models: Models, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return what :meth:`Models.gradients` returns; the parameters are as they were."""
 
 
 class Pull(NamedTuple):
@@ -72,10 +118,16 @@ class Train:
     sample_weight: Tensor | None = None  # (n,)
     resample: bool = False
     pull: Pull | None = None
+    rule: Rule | None = None  # of posy.client_app.training.rules; None: the gradient
+    offset: Tensor | None = None  # (d,), added to each gradient
+    notes: Tensor | None = None  # (n, ...), constants that go with the samples: the objective's ``batch.notes``
+    bounds: tuple[float, float] | None = None  # between which the parameters are kept
+    plain: bool = False  # without the settings momentum, weight-decay and max-grad-norm
     rates: Mapping[str, float] = field(default_factory=dict)  # factors on the learning rate by layer, else 1; 0 freezes
     mask: Tensor | None = None  # (d,) 0/1; parameters whose entry is 0 do not move
     epochs: int | None = None  # instead of the setting local-epochs
     steps: int | None = None  # instead of the setting local-steps
+    lr: float | None = None  # instead of the round's
     network: Any = None  # which of the client's networks to train
     stream: int = 0  # distinguishes several trainings of one round, which then see different batches
 
@@ -87,6 +139,8 @@ class Train:
             self.start.shape,
             tuple(sorted((name, value.shape, value.dtype) for name, value in self.context.items())),
             None if self.pull is None else (self.pull.strength, self.pull.anchor.dim()),
+            (self.rule, self.offset is None, self.bounds, self.plain, self.lr),
+            None if self.notes is None else self.notes.shape[1:],
             tuple(sorted(self.rates.items())),
             self.mask is None,
         )
@@ -101,11 +155,15 @@ class Trained(NamedTuple):
 
 @dataclass
 class Forward:
-    """Outputs of one model ``(d,)`` or K models ``(K, d)`` on a split: ``(n, C)`` or ``(K, n, C)``."""
+    """Outputs of one model ``(d,)`` or K models ``(K, d)`` on a split: ``(n, C)`` or ``(K, n, C)``.
+
+    With ``features`` what the head sees, ``(n, D)`` or ``(K, n, D)``, comes before them.
+    """
 
     parameters: Tensor
-    split: Literal["train", "test"] = "test"
+    split: Split = "test"
     network: Any = None
+    features: bool = False
 
 
 class Job(NamedTuple):
