@@ -20,8 +20,11 @@ class FedAvgFTClient(PersonalClient):
 
     def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
         """Fine-tune the served model."""
-        self.lr = self.method.lr or self.lr
+        trained: Trained = yield self.fine_tuning(self.assembled(received))
+        return self.plain(trained.parameters)
+
+    def fine_tuning(self, start: Tensor) -> Train:
+        """Return the training that makes the local model."""
         steps = self.method.steps or None
         epochs = None if steps else self.method.epochs
-        trained: Trained = yield Train(received[0], epochs=epochs, steps=steps, stream=FINE_TUNING)
-        return self.plain(trained.parameters)
+        return Train(start, epochs=epochs, steps=steps, lr=self.method.lr or None, stream=FINE_TUNING)

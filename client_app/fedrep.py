@@ -1,5 +1,7 @@
 """FedRep's client: first the head on a fixed body, then the body on a fixed head."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
@@ -13,8 +15,11 @@ class FedRepClient(PersonalClient):
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the head, then the body; send the body."""
+        return self.share((yield from self.alternated(Train(self.assembled(received), stream=BODY))))
+
+    def alternated(self, work: Train) -> Steps[Trained]:
+        """Train the head by itself from where some work starts, then do the work on the body."""
         body = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
-        start = self.assembled(received)
-        head: Trained = yield Train(start, rates=body, epochs=self.method.head_epochs, stream=HEAD)
-        trained: Trained = yield Train(head.parameters, rates={"head": 0.0}, stream=BODY)
-        return self.share(trained)
+        head: Trained = yield Train(work.start, rates=body, epochs=self.method.head_epochs, stream=HEAD)
+        trained: Trained = yield replace(work, start=head.parameters, rates={"head": 0.0})
+        return trained

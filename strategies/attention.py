@@ -1,9 +1,9 @@
-"""The part that FedACS and FedAMP share: a model for each client, mixed by an attention matrix."""
+"""The part that FedACS, FedAMP and FedMTL share: a model for each client, mixed by an attention matrix."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,35 +11,33 @@ from flwr.common.typing import NDArrays
 
 from posy import figures
 from posy.models.parameters import FloatArray
-from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.latest import LatestModels
 from posy.strategies.replies import Update
 
 PICTURED_ROUNDS = 4
 """The number of rounds whose attention matrices are drawn."""
 
 
-class AttentionStrategy(PersonalisedStrategy):
+class AttentionStrategy(LatestModels):
     """Keep the latest model w_i of every client seen; send client i the mix u_i = Σ_j a_ij w_j.
 
-    A client without a model yet is sent the plain mean of those seen, or the initial model. The state holds the
-    clients seen ``(m,)``, their models and what they are sent ``(m, d)``, and the attention ``(P, M, M)`` of the
-    pictured rounds ``(P,)``.
+    A client without a model yet is sent the plain mean of those seen, or the initial model. The state holds besides
+    what the clients seen are sent ``(m, d)``, and the attention ``(P, M, M)`` of the pictured rounds ``(P,)``.
     """
 
-    state = ("seen", "models", "mixed", "pictures", "pictured")
+    state: ClassVar[tuple[str, ...]] = (*LatestModels.state, "mixed", "pictures", "pictured")
 
     @abstractmethod
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
-        """Return the weights a ``(M, M)``, rows summing to 1, for the parameters ``(M, d)`` of those seen."""
+        """Return the weights a ``(M, M)`` for the parameters ``(M, d)`` of those seen; rows sum to 1, as a rule."""
 
     def initialise(self) -> None:
         """Start without any client's model."""
-        self.seen: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self.models: FloatArray = np.empty((0, self.size), np.float32)
+        super().initialise()
         self.mixed: FloatArray = self.models
         self.unseen_start = self.initial()
         # BatchNorm's running statistics are no parameters: they would outweigh these in any comparison.
-        self.parameters = self.architecture.layout.select(lambda entry: entry.trainable)
+        self.parameters = self.architecture.layout.trainable
         self.pictures = np.empty((0, self.num_clients, self.num_clients))
         self.pictured: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -49,7 +47,8 @@ class AttentionStrategy(PersonalisedStrategy):
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Take up the new models and mix anew."""
-        self._take_up(updates)
+        self.take_up(updates)
+        self._prepare_unseen()
         weights = self.attention(self.parameters.take(self.models))
         self.mixed = weights.astype(np.float32) @ self.models
         self._remember(server_round, weights)
@@ -75,17 +74,6 @@ class AttentionStrategy(PersonalisedStrategy):
             for number, matrix in zip(self.pictured, self.pictures, strict=True)
         ]
         figures.heatmaps(panels, folder / "attention.png", title="Attention between clients, similar data side by side")
-
-    def _take_up(self, updates: list[Update]) -> None:
-        clients = [update.client for update in updates]
-        seen = np.union1d(self.seen, clients)
-        if len(seen) > len(self.seen):
-            models = np.empty((len(seen), self.size), np.float32)
-            models[np.searchsorted(seen, self.seen)] = self.models
-            self.seen, self.models = seen, models
-        for place, update in zip(np.searchsorted(self.seen, clients), updates, strict=True):
-            self.models[place] = update.arrays[0]
-        self._prepare_unseen()
 
     def _prepare_unseen(self) -> None:
         if 0 < len(self.seen) < self.num_clients:

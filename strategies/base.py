@@ -38,6 +38,7 @@ from posy.strategies.replies import (
     mean_of,
     norm_of,
     read_update,
+    samples_of,
     scores_of,
 )
 from posy.strategies.secure_aggregation import Answer, SecureRound, check_masked, masked_shape
@@ -78,6 +79,10 @@ class PersonalisedStrategy(Strategy):
         """The clients that can be reached, by index."""
         self.refresh: Callable[[], list[int]] | None = None
         """Brings :attr:`clients` up to date before a round."""
+        self.newcomers = self._held_out()
+        """The clients that are set aside until the end."""
+        self.newcomer_rows: dict[int, dict[str, Any]] = {}
+        """What these have scored, by client."""
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
         self.resumed_after = 0
@@ -112,6 +117,10 @@ class PersonalisedStrategy(Strategy):
     def check(self, arrays: NDArrays) -> None:
         """Raise :class:`BadReplyError` for arrays of the right shapes that mean nothing to the method."""
 
+    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
+        """Return what a client's reply is a change of, for ``max-update-norm``; by default as both sides know it."""
+        return self.method.reference(self.architecture, self.serve(client), arrays)
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change the server's state; return the method's own quantities for the record.
 
@@ -126,11 +135,12 @@ class PersonalisedStrategy(Strategy):
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the clients that train in a round, drawn from (seed, round) alone."""
+        members = self.members
         if self.settings.run.fraction_train >= 1:
-            return list(range(self.num_clients))
-        size = max(1, math.ceil(self.settings.run.fraction_train * self.num_clients - 1e-9))
+            return members
+        size = max(1, math.ceil(self.settings.run.fraction_train * len(members) - 1e-9))
         generator = numpy_generator(self.settings.run.seed, "cohort", server_round)
-        return sorted(generator.choice(self.num_clients, size, replace=False).tolist())
+        return sorted(generator.choice(members, size, replace=False).tolist())
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
         """Return what a client is told besides the arrays."""
@@ -215,6 +225,8 @@ class PersonalisedStrategy(Strategy):
             ):
                 if values is not None:
                     history[server_round] = values
+        if self.newcomers:
+            self._try_newcomers(num_rounds, train_config, evaluate_config, grid, timeout)
         return result
 
     def configure_train(
@@ -260,7 +272,8 @@ class PersonalisedStrategy(Strategy):
         if not self.evaluates(server_round):
             return []
         trained = {c for c, row in self.record.clients.items() if "train_loss" in row}
-        flags = {client: {"evaluate-personal": client not in trained} for client in sorted(self.clients)}
+        present = [client for client in self.members if client in self.clients]
+        flags = {client: {"evaluate-personal": client not in trained} for client in present}
         return self._messages(MessageType.EVALUATE, server_round, config, flags)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -271,6 +284,46 @@ class PersonalisedStrategy(Strategy):
         self._lap("evaluate")
         served = [row["served_accuracy"] for row in self.record.clients.values() if "served_accuracy" in row]
         return MetricRecord({"served-accuracy": float(np.mean(served))}) if results and served else None
+
+    # -- clients that never trained ----------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[int]:
+        """The clients that take part in the rounds."""
+        return [client for client in range(self.num_clients) if client not in self.newcomers]
+
+    def _held_out(self) -> tuple[int, ...]:
+        """Return the clients that are set aside, drawn from the seed alone."""
+        run = self.settings.run
+        if not run.holdout_clients:
+            return ()
+        count = min(max(1, round(run.holdout_clients * self.num_clients)), self.num_clients - 1)
+        if not count:
+            raise SettingsError(f"holdout-clients = {run.holdout_clients:g}: a single client cannot be set aside")
+        drawn = numpy_generator(run.seed, "holdout").choice(self.num_clients, count, replace=False)
+        return tuple(sorted(drawn.tolist()))
+
+    def _try_newcomers(
+        self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
+    ) -> None:
+        """Serve each client that has never trained, and let it train once; the server learns nothing of it."""
+        last = self.record
+        self._begin_round(server_round, grid)
+        present = [client for client in self.newcomers if client in self.clients]
+
+        def read(client: int, content: RecordDict) -> None:
+            metrics: Mapping[str, Any] = content.metric_records["metrics"]
+            row = self.newcomer_rows.setdefault(client, {"n_train": self.clients[client].num_train})
+            row |= scores_of(metrics)
+            self.acknowledged(client, metrics)
+
+        for kind, config, flag in (
+            (MessageType.EVALUATE, evaluate_config, "evaluate-personal"),
+            (MessageType.TRAIN, train_config, "evaluate-local"),
+        ):
+            messages = self._messages(kind, server_round, config, {client: {flag: True} for client in present})
+            self._collect(grid.send_and_receive(messages, timeout=timeout), read)
+        self.record = last
 
     # -- helpers for methods ---------------------------------------------------------------------------
 
@@ -397,11 +450,11 @@ class PersonalisedStrategy(Strategy):
         else:
             self.check(update.arrays)
         if limit := self.settings.run.max_update_norm:  # beyond it an update is not clipped, which would hide it
-            reference = self.method.reference(self.architecture, self.serve(client), update.arrays)
+            reference = self.reference(client, update.arrays)
             if not (norm := norm_of(changes(update.arrays, reference))) <= limit:
                 log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
                 raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
-        scores = scores_of(update.metrics)
+        scores, samples = scores_of(update.metrics), samples_of(update.metrics)
         self.acknowledged(client, update.metrics)
         # From here on the reply is good: one that is dropped leaves nothing in the client's row.
         size = sum(array.nbytes for array in update.arrays)
@@ -410,6 +463,7 @@ class PersonalisedStrategy(Strategy):
         row["bytes_up"] += size
         tested = int(update.metrics["num-test"])
         row |= {"n_train": update.num_examples, "n_test": tested, "train_loss": update.loss, **scores}
+        self.record.samples += samples
         return update
 
     # -- secure aggregation ----------------------------------------------------------------------------
@@ -460,11 +514,12 @@ class PersonalisedStrategy(Strategy):
         count, tested = metrics["num-train"], metrics["num-examples"]
         check_count("num-train", count, 1)
         check_count("num-examples", tested, 0)
-        scores = scores_of(metrics)
+        scores, samples = scores_of(metrics), samples_of(metrics)
         chosen = content.config_records["config"].get("chosen", "")
         self.acknowledged(client, metrics)
         row = self.record.row(client)
         row |= {"n_train": int(count), "n_test": int(tested)}
+        self.record.samples += samples
         for column, value in scores.items():
             row.setdefault(column, value)  # those of its training round stand before those of an evaluation
         if chosen:

@@ -15,7 +15,7 @@ from flwr.common.typing import NDArrays
 from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
-from posy.settings import setting
+from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
@@ -28,6 +28,7 @@ class CwFedAvgSettings(
     MethodSettings,
     noise=Refused("class distributions are read off the norms of the output weights, which noise makes all alike"),
     sums=Refused("it reads each client's class distribution off its own output weights"),
+    point="served",
 ):
     """Settings of cwFedAvg."""
 
@@ -38,7 +39,12 @@ class CwFedAvgSettings(
         choices=("approx", "empirical"),
     )
     wdr: bool = setting(True, "regularise the clients' weight distribution (Eq. 8)")
-    wdr_lambda: float = setting(10.0, "lambda of the regulariser: 10 for ten classes, 1000-2000 for 100-200", minimum=0)
+    wdr_lambda: float = setting(
+        10.0,
+        "lambda of the regulariser: 10 for ten classes, 1000-2000 for 100-200",
+        minimum=0,
+        search=Search(0.1, 100.0, log=True),
+    )
 
     def parts(self, network: Architecture) -> tuple[Part, Part]:
         """Return the parts of the flat vector that are averaged over all clients, and class-wise (Table 3)."""

@@ -8,22 +8,27 @@ import numpy as np
 import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
-from posy.settings import setting
+from posy.settings import Search, setting
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.method_settings import MethodSettings, Refused
-
-BLOCK = 16_384
-"""Parameters that are taken at a time in double precision."""
+from posy.strategies.replies import BLOCK, gram
 
 
 class FedACSSettings(
     MethodSettings,
     noise=Refused("it decides who collaborates by the cosine similarity of single models, which noise brings to zero"),
     sums=Refused("it decides who collaborates by the cosine similarity of single models"),
+    point="served",
 ):
     """Settings of FedACS."""
 
-    p: float = setting(0.5, "quantile of the similarities below which clients do not collaborate", minimum=0, maximum=1)
+    p: float = setting(
+        0.5,
+        "quantile of the similarities below which clients do not collaborate",
+        minimum=0,
+        maximum=1,
+        search=Search(0.0, 1.0),
+    )
 
 
 class FedACS(AttentionStrategy):
@@ -42,22 +47,17 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
     models : numpy.ndarray, float32, (M, d)
         The clients' models.
     block : int
-        Parameters taken at a time in double precision, so that besides the models only O(M block + M²)
-        memory is needed.
+        As for :func:`~posy.strategies.replies.gram`.
 
     Returns
     -------
     numpy.ndarray, float64, (M, M)
         Symmetric, the diagonal exactly 1. A model of norm zero resembles no other.
     """
-    gram = np.zeros((len(models), len(models)))
-    for start in range(0, models.shape[1], block):
-        # Models that have hardly parted differ in digits that a product of float32 does not have.
-        part = models[:, start : start + block].astype(np.float64)
-        gram += part @ part.T
-    norms = np.sqrt(np.diag(gram))
+    products = gram(models, block)
+    norms = np.sqrt(np.diag(products))
     scale = np.outer(norms, norms)
-    similarity = np.divide(gram, scale, out=np.zeros_like(gram), where=scale > 0)
+    similarity = np.divide(products, scale, out=np.zeros_like(products), where=scale > 0)
     similarity = np.clip((similarity + similarity.T) / 2, -1.0, 1.0)
     np.fill_diagonal(similarity, 1.0)
     return similarity

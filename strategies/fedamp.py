@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posy.models.parameters import FloatArray
-from posy.settings import setting
+from posy.settings import Search, setting
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.method_settings import MethodSettings, Refused
 
@@ -20,8 +20,15 @@ class FedAMPSettings(
     """Settings of FedAMP."""
 
     alpha: float = setting(1000.0, "step size alpha of the server's gradient step", above=0)
-    strength: float = setting(1.0, "lambda of the clients' proximal term", minimum=0)
-    sigma: float = setting(0.1, "sigma of the attention-inducing function 1 - exp(-x / sigma)", above=0)
+    strength: float = setting(
+        1.0, "lambda of the clients' proximal term", minimum=0, search=Search(0.01, 100.0, log=True)
+    )
+    sigma: float = setting(
+        0.1,
+        "sigma of the attention-inducing function 1 - exp(-x / sigma)",
+        above=0,
+        search=Search(0.01, 100.0, log=True),
+    )
 
 
 class FedAMP(AttentionStrategy):

@@ -7,5 +7,5 @@ It has no strategy and no client of its own: :class:`~posy.strategies.base.Perso
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-class FedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class FedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """FedAvg has no settings of its own."""

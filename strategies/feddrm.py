@@ -15,16 +15,20 @@ from torch import Tensor
 from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.two_branch import SHARING
-from posy.settings import SettingsError, setting
+from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of FedDRM."""
 
     class_weight: float = setting(
-        0.8, "lambda: weight of the class loss; 1 - lambda weighs the client loss", minimum=0, maximum=1
+        0.8,
+        "lambda: weight of the class loss; 1 - lambda weighs the client loss",
+        minimum=0,
+        maximum=1,
+        search=Search(0.3, 0.98),
     )
     routing: str = setting(
         "density",
@@ -53,7 +57,9 @@ class FedDRM(PersonalisedStrategy):
     def choose(self, client_logits: Tensor) -> Tensor:
         """Return the client ``(n,)`` that each query is sent to, from the outputs ``(n, M)`` of the client branch."""
         sizes = np.array([self.clients[c].num_train for c in sorted(self.clients)], np.float64)
-        return route_queries(client_logits, sizes, self.method.routing)
+        # A client that has never trained has taught nobody to recognise it.
+        untaught = torch.tensor(self.newcomers, dtype=torch.int64, device=client_logits.device)
+        return route_queries(client_logits.index_fill(-1, untaught, -torch.inf), sizes, self.method.routing)
 
     def note_routing(self, owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> None:
         """Keep which client each query came from and was sent to, both ``(n,)``."""

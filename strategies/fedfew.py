@@ -13,7 +13,7 @@ from flwr.common.typing import NDArrays
 from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
-from posy.settings import setting
+from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.replies import Update, num_examples
@@ -27,12 +27,13 @@ class FedFewSettings(
     MethodSettings,
     noise=ALLOWED,
     sums=Refused("it weighs each client's updates by its losses of this round, which the sum would have to await"),
+    point="served",
 ):
     """Settings of FedFew."""
 
     models: int = setting(3, "number K of server models", minimum=1, maximum=1000)
-    mu: float = setting(0.01, "smoothing parameter of STCH-Set", above=0)
-    server_lr: float = setting(1.0, "server step size eta_s", above=0)
+    mu: float = setting(0.01, "smoothing parameter of STCH-Set", above=0, search=Search(0.001, 1.0, log=True))
+    server_lr: float = setting(1.0, "server step size eta_s", above=0, search=Search(0.5, 5.0, log=True))
     weigh_losses: bool = setting(True, "multiply each client's losses by n_i / N before weighting (footnote 2)")
     initialisation: str = setting(
         "distinct",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from posy.settings import setting
+from posy.settings import Search, setting
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedRep."""
 
-    head_epochs: int = setting(1, "epochs on the head, before `local-epochs` on the body", minimum=1)
+    head_epochs: int = setting(
+        1, "epochs on the head, before `local-epochs` on the body", minimum=1, search=Search(1, 10)
+    )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Keep the head."""

@@ -7,7 +7,7 @@ from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
-from posy.settings import setting
+from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, mean_of
@@ -17,10 +17,11 @@ class IFCASettings(
     MethodSettings,
     noise=Refused("each client names its cluster beside its model, and a name cannot be noised"),
     sums=Refused("its server averages each cluster by itself, so it must see which model is whose"),
+    point="served",
 ):
     """Settings of IFCA."""
 
-    clusters: int = setting(2, "number K of cluster models", minimum=1, maximum=1000)
+    clusters: int = setting(2, "number K of cluster models", minimum=1, maximum=1000, search=Search(2, 5))
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the model of the client's cluster."""

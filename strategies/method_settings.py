@@ -1,7 +1,7 @@
 """What server and clients of a method must agree on: its settings, and the facts that follow from them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, dataclass_transform
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, dataclass_transform
 
 from posy.settings import setting
 
@@ -36,12 +36,17 @@ class MethodSettings:
     sums: ClassVar[Refused | None]
     """Why the method needs single replies; None (:data:`ALLOWED`) if it can do with secure aggregation: all clients
     of a round are served the same arrays, and its server needs no more than the weighted mean of theirs."""
+    point: ClassVar[str] = "local"
+    """The evaluation point at which the method is meant to be used: ``served`` if its clients need no training of their
+    own before they predict, else ``local``."""
     follows_number_of_rounds: ClassVar[bool] = False
     """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
 
-    def __init_subclass__(cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED) -> None:
+    def __init_subclass__(
+        cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED, point: Literal["served", "local"] = "local"
+    ) -> None:
         """Make the subclass a frozen dataclass."""
-        cls.noise, cls.sums = noise, sums
+        cls.noise, cls.sums, cls.point = noise, sums, point
         dataclass(frozen=True)(cls)
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
@@ -49,7 +54,7 @@ class MethodSettings:
         return plain
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Return the layers that stay with the client; by default none."""
+        """Return the layers, or single tensors, that stay with the client; by default none."""
         return ()
 
     def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":

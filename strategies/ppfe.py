@@ -21,7 +21,7 @@ from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.layers import capped_rank
 from posy.models.parameters import FloatArray, Part
-from posy.settings import SettingsError, setting
+from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
@@ -31,7 +31,7 @@ PAPER_ROUNDS = (30, 50, 40, 40)
 """Rounds of the stages in the paper."""
 
 
-class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of PPFE."""
 
     follows_number_of_rounds = True
@@ -47,7 +47,9 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
         "100,50,24;80,40,16",
         "svd: ranks of the last fully connected layers, one list for each personal stage (the last list goes on)",
     )
-    body_lr_factor: float = setting(0.1, "factor on lr for the shared layers from stage 2 on", minimum=0)
+    body_lr_factor: float = setting(
+        0.1, "factor on lr for the shared layers from stage 2 on", minimum=0, search=Search(0.01, 1.0, log=True)
+    )
     beta: str = setting("samme", "coefficient of a stage", choices=("samme", "adaboost"))
     loss: str = setting(
         "zero-one", "loss of a sample in the reweighting: 0/1, or 1 - p(label)", choices=("zero-one", "probability")
@@ -116,7 +118,7 @@ class PPFE(PersonalisedStrategy):
 
     def cohort(self, server_round: int) -> list[int]:
         """Take all clients at the end of a stage, else the usual sample."""
-        return list(range(self.num_clients)) if self._is_end(server_round) else super().cohort(server_round)
+        return self.members if self._is_end(server_round) else super().cohort(server_round)
 
     def serve(self, client: int) -> NDArrays:
         """Send the shared layers of this stage, and those of finished stages that the client lacks."""

@@ -31,7 +31,15 @@ UNREADABLE = (
 BadZipFile: an .npz in its place; MemoryError: a header that claims too much)."""
 ITEM_BYTES, HEADER_BYTES = 8, 4096
 """The most bytes that an element and the header of an array in a reply may take."""
-SCORES = ("served-accuracy", "served-loss", "local-accuracy", "local-loss")
+SCORES = tuple(
+    f"{point}{split}-{measure}"
+    for split in ("", "-validation")
+    for point in ("served", "local")
+    for measure in ("accuracy", "loss")
+)
+"""Keys of what a client may measure: at each evaluation point, on its test and on its validation split."""
+BLOCK = 16_384
+"""Parameters that are taken at a time in double precision."""
 
 
 @dataclass
@@ -79,6 +87,8 @@ class RoundRecord:
     """Clients that were asked to evaluate, those without test samples left out, and of them those who did."""
     bytes_up: int = 0
     bytes_down: int = 0
+    samples: int = 0
+    """Samples that clients have trained on, as often as they have."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def row(self, client: int) -> dict[str, Any]:
@@ -119,6 +129,29 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
 def mean_of(updates: list[Update]) -> FloatArray:
     """Return the mean of the updates' first arrays, weighted by the clients' training samples, as FedAvg does."""
     return weighted_mean(stacked(updates), num_examples(updates))
+
+
+def gram(rows: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
+    """Return the inner products <row_i, row_j> in double precision.
+
+    Models that have hardly parted differ in digits that a product of float32 does not have.
+
+    Parameters
+    ----------
+    rows : numpy.ndarray, float32, (M, d)
+        Stacked vectors.
+    block : int
+        Parameters taken at a time, so that besides the rows only O(M block + M²) memory is needed.
+
+    Returns
+    -------
+    numpy.ndarray, float64, (M, M)
+    """
+    products = np.zeros((len(rows), len(rows)))
+    for start in range(0, rows.shape[1], block):
+        part = rows[:, start : start + block].astype(np.float64)
+        products += part @ part.T
+    return products
 
 
 def stacked(updates: list[Update], position: int = 0) -> FloatArray:
@@ -193,6 +226,13 @@ def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
         if not math.isfinite(value) or value < 0 or (key.endswith("accuracy") and value > 1):
             raise BadReplyError(f"{key} = {value}")
     return {key.replace("-", "_"): value for key, value in scores.items()}
+
+
+def samples_of(metrics: Mapping[str, Any]) -> int:
+    """Return how many samples a client has trained on for a reply, as often as it has."""
+    count = metrics.get("samples", 0)
+    check_count("samples", count, 0)
+    return int(count)
 
 
 def client_of(message: Message) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from posy.data.settings import DataSettings
 from posy.models.catalogue import MODELS
-from posy.settings import Scalar, SettingsError, as_config, setting
+from posy.settings import Scalar, Search, SettingsError, as_config, setting
 
 AUTO, OFF = "auto", "off"
 """The words in place of numbers: Posy finds one by itself, or there is none."""
@@ -28,7 +28,9 @@ class TrainSettings:
     )
     local_steps: int = setting(0, "SGD steps a round instead of epochs; 0: use local-epochs", minimum=0)
     batch_size: int = setting(10, "samples in a mini-batch", minimum=1, synonyms=("batch",))
-    lr: float = setting(0.05, "learning rate", above=0, synonyms=("learning-rate",))
+    lr: float = setting(
+        0.05, "learning rate", above=0, synonyms=("learning-rate",), search=Search(0.005, 0.5, log=True)
+    )
     lr_schedule: str = setting("constant", "learning rate over the rounds", choices=("constant", "cosine"))
     momentum: float = setting(0.0, "SGD momentum, fresh each round", minimum=0, maximum=0.9999)
     weight_decay: float = setting(0.0, "L2 weight decay", minimum=0, synonyms=("l2", "wd"))
@@ -77,6 +79,14 @@ class RunSettings:
         above=0,
         maximum=1,
         synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),
+    )
+    holdout_clients: float = setting(
+        0.0,
+        "fraction of the clients that never train for the others; at the end each is served as a newcomer, and trains "
+        "once for itself",
+        minimum=0,
+        maximum=0.9,
+        synonyms=("held-out-clients", "new-clients", "unseen-clients"),
     )
     min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
     max_update_norm: float = setting(
@@ -168,6 +178,11 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         """Check the settings that depend on each other."""
+        if self.holdout_clients and self.secure_aggregation:
+            raise SettingsError(
+                f"holdout-clients = {self.holdout_clients:g} does not go with secure-aggregation = true: a newcomer's "
+                "training is a round of its own, whose update nobody may see; set one of them to its default"
+            )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
 

@@ -261,6 +261,16 @@ def update() -> Callable[..., Update]:
 
 
 @pytest.fixture
+def gradient_of(softmax_regression: Callable[..., tuple[float, np.ndarray]]) -> Callable[..., np.ndarray]:
+    """Return what computes the gradient of a client's training loss for the linear model."""
+
+    def compute(client: PersonalClient, flat: np.ndarray) -> np.ndarray:
+        return softmax_regression(flat, client.data.x_train.numpy(), client.data.y_train.numpy())[1]
+
+    return compute
+
+
+@pytest.fixture
 def softmax_regression() -> Callable[..., tuple[float, np.ndarray]]:
     """Return loss and gradient of the model ``linear``, in the order of its flat vector (weights, then biases)."""
 

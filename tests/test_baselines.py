@@ -23,16 +23,6 @@ def start_of(client, seed=0):
     return np.random.default_rng(seed).normal(size=client.layout.size).astype(np.float32)
 
 
-@pytest.fixture
-def gradient_of(softmax_regression):
-    """Return what computes the gradient of a client's training loss for the linear model."""
-
-    def compute(client, flat):
-        return softmax_regression(flat, client.data.x_train.numpy(), client.data.y_train.numpy())[1]
-
-    return compute
-
-
 # -- FedAvg --------------------------------------------------------------------------------------------
 
 

@@ -267,7 +267,7 @@ def test_label_counts_leave_the_client_only_in_the_ablation(make_client, make_st
         arrays, _, metrics = client.fit(sent(client), {"server-round": 1})
         shapes = make_strategy("cwfedavg", cwfedavg_distribution=distribution).expected_shapes(1)
         assert [a.shape for a in arrays] == shapes and len(arrays) == count
-        assert set(metrics) <= {"train-loss", "num-test"}
+        assert set(metrics) <= {"train-loss", "num-test", "samples"}
     np.testing.assert_allclose(arrays[1], [0.5, 0.5, 0])
 
 

@@ -259,7 +259,7 @@ def test_sizes_turn_the_routing(known):
 
 def test_pooled_test_names_each_samples_client(known):
     _, _, workspace, _ = known(5.0, 0.0)
-    _, y, owner = pooled_test(workspace)
+    _, y, owner = pooled_test(workspace, range(2))
     assert owner.tolist() == [0] * 4 + [1] * 4
     assert y.tolist() == Y[TEST[0] + TEST[1]].tolist()
 
@@ -276,6 +276,6 @@ def test_federation_learns_to_route(make_config, federate):
     whole = torch.from_numpy(strategy.shared.put(strategy.initial(), strategy.model))
     model = strategy.architecture.build()
     model.load_state_dict(strategy.architecture.layout.views(whole))
-    x, _, owner = pooled_test(Workspace(strategy.settings))
+    x, _, owner = pooled_test(Workspace(strategy.settings), strategy.members)
     assert route_queries(model(x)[1], np.array([4.0, 2.0])).tolist() == owner.tolist()
     assert finished.column("served_accuracy")[-1] == {0: 1.0, 1: 1.0}

@@ -207,7 +207,10 @@ def test_one_client(make_config, federate, method):
     assert [set(column) for column in finished.column("local_accuracy")] == [{0}] * 3
 
 
-@pytest.mark.parametrize("method", ["fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp", "ifca"])
+SAME = ("fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp", "ifca", "scaffold", "fedbn", "moon")
+
+
+@pytest.mark.parametrize("method", [*SAME, "fedpac", "fedas"])
 def test_one_client_is_served_what_it_trained(make_config, federate, method):
     """A mean over one client is that client's model (FedFew: with K = 1)."""
     rng = np.random.default_rng(0)

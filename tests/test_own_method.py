@@ -25,7 +25,7 @@ FEDPER = {
         from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-        class FedPerSettings(MethodSettings, noise=ALLOWED):
+        class MyFedPerSettings(MethodSettings, noise=ALLOWED):
             """Settings of FedPer."""
 
             layers: int = setting(1, "number of personal layers, counted from the output", minimum=1)
@@ -143,7 +143,11 @@ IFCA = {
     ''',
 }
 
-OWN = {"fedper": ("FedPer", FEDPER, 15), "myditto": ("MyDitto", DITTO, 25), "myifca": ("MyIfca", IFCA, 45)}
+OWN = {
+    "myfedper": ("MyFedPer", FEDPER, 15),
+    "myditto": ("MyDitto", DITTO, 25),
+    "myifca": ("MyIfca", IFCA, 45),
+}
 """Methods by name: what their classes are called, their sources, and the lines of code that they may take."""
 
 
@@ -191,7 +195,7 @@ def test_a_method_of_ones_own_is_short(name: str) -> None:
 def test_fedper_keeps_its_last_layers(
     own_methods: None, make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
-    finished = federate(make_config("fedper", model="mlp", fedper_layers=2, dp_clip=1e6, dp_sensitivity=1e-30))
+    finished = federate(make_config("myfedper", model="mlp", myfedper_layers=2, dp_clip=1e6, dp_sensitivity=1e-30))
     layout = finished.strategy.architecture.layout
     assert finished.strategy.model.size == layout.without(layout.layers[-2:]).size < layout.size
     assert [record.dropped for record in finished.records] == [[]] * 3
@@ -204,7 +208,9 @@ def test_fedper_keeps_its_last_layers(
 
 
 @pytest.mark.parametrize(
-    ("own", "known", "kept"), [("myditto", "ditto", True), ("myifca", "ifca", False)], ids=["ditto", "ifca"]
+    ("own", "known", "kept"),
+    [("myfedper", "fedper", True), ("myditto", "ditto", True), ("myifca", "ifca", False)],
+    ids=["fedper", "ditto", "ifca"],
 )
 def test_a_method_written_anew_gives_what_ours_does(
     own: str,
@@ -245,7 +251,7 @@ def test_a_hook_may_be_a_plain_function_or_a_generator(make_client: Callable[...
     _, _, plain = client.evaluate([flat], {"server-round": 1})
 
     def asking(received: list[torch.Tensor], config: Any) -> Any:
-        yield from client.train_losses(received[0][None])
+        yield from client.losses(received[0][None])
         return client.plain(received[0])
 
     client.served_model = asking

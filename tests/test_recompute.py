@@ -5,6 +5,7 @@ safetensors files, and forward passes, ensembles, routing and statistics are pla
 """
 
 import csv
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -94,8 +95,9 @@ def texts(folder: Path) -> tuple[Path, Task]:
 
 
 def place(name: str) -> tuple[Any, ...]:
-    """Order of the tensors in a flat vector: client branch last, the head after the blocks, weight before bias."""
-    branch = 2 if name.startswith("client_head") else name.startswith("client_blocks")
+    """Order of the tensors in a flat vector: branches last, the head after the blocks, weight before bias."""
+    later = ("client_blocks", "client_head", "policy", "global_head")
+    branch = next((number for number, start in enumerate(later, start=1) if name.startswith(start)), 0)
     stem, _, kind = name.rpartition(".")
     return branch, ".head" in "." + stem, stem, kind != "weight"
 
@@ -116,10 +118,18 @@ def flattened(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndar
 
 
 def affine(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.ndarray:
-    """Apply a fully connected layer, dense or in its two factors."""
+    """Apply a fully connected layer, dense, in its two factors, or FedNH's head: 30 times the cosines."""
+    if stem == "head" and "head.bias" not in arrays and "head.up.bias" not in arrays:
+        return 30 * unit(x) @ unit(arrays["head.weight"]).T
     if f"{stem}.weight" in arrays:
         return x @ arrays[f"{stem}.weight"].T + arrays[f"{stem}.bias"]
     return (x @ arrays[f"{stem}.down.weight"].T) @ arrays[f"{stem}.up.weight"].T + arrays[f"{stem}.up.bias"]
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    """Return rows at length 1; a row of zeros stays."""
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return rows / np.where(lengths > 0, lengths, 1)
 
 
 def block(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.ndarray:
@@ -138,11 +148,27 @@ def block(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.ndar
 def logits(arrays: Mapping[str, np.ndarray], x: np.ndarray, branch: str = "") -> np.ndarray:
     """Return the outputs of a stored model; ``client_`` gives those of FedDRM's client branch."""
     wide = {name.removeprefix("model."): array.astype(np.float64) for name, array in arrays.items()}
+    seen = embedded(wide, x, branch)
+    return conditional(seen, wide) if "policy.linear.weight" in wide else affine(seen, wide, f"{branch}head")
+
+
+def embedded(wide: Mapping[str, np.ndarray], x: np.ndarray, branch: str = "") -> np.ndarray:
+    """Return what the head sees."""
     names = {name.split(".")[1] for name in wide if name.startswith("blocks.")}
     own = {name.split(".")[1] for name in wide if name.startswith("client_blocks.")}
     for name in sorted(names):  # conv1, conv2, embedding, fc1, fc2
         x = block(x, wide, f"client_blocks.{name}" if branch and name in own else f"blocks.{name}")
-    return affine(x.reshape(len(x), -1), wide, f"{branch}head")
+    return x.reshape(len(x), -1)
+
+
+def conditional(x: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return what FedCP's heads make of features."""
+    v = arrays["head.weight"].sum(axis=0)
+    a = affine(x * v / np.linalg.norm(v), arrays, "policy.linear")
+    a = (a - a.mean(axis=1, keepdims=True)) / np.sqrt(a.var(axis=1, keepdims=True) + 1e-5)
+    a = np.maximum(a * arrays["policy.norm.weight"] + arrays["policy.norm.bias"], 0).reshape(len(x), 2, -1)
+    personal, shared = np.moveaxis(softmax(np.moveaxis(a, 1, -1)), -1, 0)
+    return affine(x * personal, arrays, "head") + affine(x * shared, arrays, "global_head")
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -215,6 +241,12 @@ class Ran:
         """The server's state before the last round."""
         return arrays_of(self.path / "checkpoints" / f"round-{len(self.rounds) - 1}" / "server.safetensors")[0]
 
+    def kept(self, client: int) -> Arrays:
+        """What a client keeps on its node."""
+        files = (self.path / "state" / f"client-{client}").glob("*.safetensors")
+        newest = max(files, key=lambda file: [int(number) for number in file.stem.split("-")], default=None)
+        return {} if newest is None else arrays_of(newest)[0]
+
     @property
     def model(self) -> Arrays:
         """The tensors of the plain model, for their shapes."""
@@ -240,8 +272,13 @@ def case(name: str, method: str, source: Callable[[Path], tuple[Path, Task]] = f
 
 
 PARTIAL = {"fraction_train": 0.5, "num_server_rounds": 3}
-EVERY = [case(method, method) for method in METHODS]
-SOME = [case(f"{method}, partial", method, **PARTIAL) for method in METHODS if method not in ("local", "fedprox")]
+OWN = {"fedbabu": {"fedbabu_lr": 1e-30}}  # fine-tuned by nothing, its head is the initial one, which no file holds
+EVERY = [case(method, method, **OWN.get(method, {})) for method in METHODS]
+SOME = [
+    case(f"{method}, partial", method, **PARTIAL, **OWN.get(method, {}))
+    for method in METHODS
+    if method not in ("local", "fedprox")
+]
 FURTHER = [
     case("linear", "fedavg", model="linear"),
     case("cnn", "fedavg", images),
@@ -249,6 +286,9 @@ FURTHER = [
     case("fedfew K=1", "fedfew", fedfew_models=1),
     case("fedfew, losses as they are", "fedfew", fedfew_weigh_losses=False, fedfew_mu=0.3, fedfew_server_lr=2.0),
     case("ifca K=4, cnn", "ifca", images, ifca_clusters=4),
+    case("cfl, split", "cfl", cfl_eps1=1.5, cfl_eps2=0.5),
+    case("fedala, cnn", "fedala", images, fedala_eta=20.0),
+    case("fedfomo, two models", "fedfomo", fedfomo_models=2),
     case("cwfedavg all", "cwfedavg", cwfedavg_layers="all", cwfedavg_wdr=False),
     case("cwfedavg fc, empirical", "cwfedavg", cwfedavg_layers="fc-output", cwfedavg_distribution="empirical"),
     case("feddrm, cnn", "feddrm", images, feddrm_class_weight=0.1, local_epochs=8),
@@ -262,6 +302,10 @@ FURTHER = [
     ),
     case("fedacs p=0", "fedacs", fedacs_p=0.0),
     case("fedamp, near and far", "fedamp", fedamp_sigma=30.0, fedamp_alpha=10.0),
+    case("fedmtl, learnt", "fedmtl", fedmtl_relations="learnt", fedmtl_strength=0.5),
+    case("fedmgda, far from FedAvg", "fedmgda", fedmgda_epsilon=1.0, fedmgda_normalise=False),
+    case("fednh, cnn", "fednh", images),
+    case("pfedfda, cnn", "pfedfda", images),
     case("ppfe, cnn", "ppfe", images, ppfe_ranks="8,2;4,1", num_server_rounds=6),
     case("ppfe, text", "ppfe", texts),
     case("ppfe, adaboost", "ppfe", ppfe_beta="adaboost", ppfe_ranks="9,2;3,1"),
@@ -322,10 +366,22 @@ def is_head(name: str) -> bool:
     return name.removeprefix("model.").startswith("head.")
 
 
+WITHOUT_HEAD = ("fedrep", "feddrm", "fedper", "fedbabu", "confree", "fedas", "fedcp", "fedpac")
+"""The methods that share all but the head."""
+OTHER_HEAD = ("fednh", "pfedfda")
+"""Those whose server makes the head otherwise than as a mean."""
+
+
+def is_shared(ran: Ran, name: str) -> bool:
+    return (
+        is_head(name) if ran.method == "lg-fedavg" else not is_head(name) or ran.method not in WITHOUT_HEAD + OTHER_HEAD
+    )
+
+
 def with_shared(ran: Ran, client: int, shared: np.ndarray) -> Arrays:
     """Return a client's stored model with its shared layers replaced by the server's."""
     own = ran.stored[client]
-    return {**own, **unflattened(shared, [name for name in own if not is_head(name)], own)}
+    return {**own, **unflattened(shared, [name for name in own if is_shared(ran, name)], own)}
 
 
 def classwise_names(ran: Ran) -> list[str]:
@@ -338,6 +394,13 @@ def cwfedavg_served(ran: Ran, state: Arrays, client: int) -> Arrays:
     mixed = state["distributions"][client] @ state["class_models"].astype(np.float64)
     others = [name for name in model if name not in names]
     return {**unflattened(state["model"], others, model), **unflattened(mixed, names, model)}
+
+
+def fedproto_served(ran: Ran, state: Arrays, client: int) -> Arrays:
+    """Return a client's own network with a head that finds the nearest prototype."""
+    prototypes = state["prototypes"].astype(np.float64)
+    bias = np.where(state["known"] > 0, -(prototypes**2).sum(axis=1), -1e9)
+    return {**ran.stored[client], "head.weight": 2 * prototypes, "head.bias": bias}
 
 
 def stage_models(arrays: Arrays) -> Members:
@@ -383,18 +446,107 @@ def candidates(ran: Ran, state: Arrays) -> list[Arrays]:
     return [unflattened(model, list(ran.model), ran.model) for model in state["models"]]
 
 
+def pfedfda_served(ran: Ran, state: Arrays, client: int) -> Arrays:
+    """Return the server's body with the discriminant of Gaussians between the global ones and the client's own."""
+    x, y = ran.split(client, "train")
+    size = ran.model["head.weight"].shape[1]
+    body, means, covariance = np.split(state["model"].astype(np.float64), [-(CLASSES + size) * size, -size * size])
+    overall = means.reshape(CLASSES, size), covariance.reshape(size, size)
+    model = with_shared(ran, client, body)
+    z = embedded({name: array.astype(np.float64) for name, array in model.items()}, x)
+    prior = np.bincount(y, minlength=CLASSES) / len(y) + 1e-4
+
+    def gaussians(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        few = [(y[part] == c).sum() <= 2 for c in range(CLASSES)]
+        own = np.stack([overall[0][c] if few[c] else z[part][y[part] == c].mean(axis=0) for c in range(CLASSES)])
+        centred = z[part] - own[y[part]]
+        return own, centred.T @ centred / max(1, len(centred) - 1) + np.eye(size)
+
+    def head(share: float, own: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        mu, sigma = (share * a + (1 - share) * b for a, b in zip(own, overall, strict=True))
+        weight = np.linalg.solve(sigma, mu.T).T
+        return weight, np.log(prior / prior.sum()) - np.einsum("cd,cd->c", weight, mu) / 2
+
+    turn = np.array([(y[:i] == y[i]).sum() % 2 for i in range(len(y))])
+    turn[[(y == label).sum() < 2 for label in y]] = -1
+    losses = np.zeros(11)
+    for fold in (0, 1):
+        own, test = gaussians((turn >= 0) & (turn != fold)), turn == fold
+        for i in range(11 if test.any() else 0):
+            weight, bias = head(i / 10, own)
+            losses[i] += cross_entropy(softmax(z[test] @ weight.T + bias), y[test]) * test.sum()
+    weight, bias = head(losses.argmin() / 10, gaussians(np.ones(len(y), bool)))
+    return {**model, "head.weight": weight, "head.bias": bias}
+
+
 def served_by(ran: Ran, state: Arrays, client: int) -> Arrays:
     """Return the model that a client is sent in some state of the server; of K models its best in training loss."""
-    if ran.method in ("fedrep", "feddrm"):
+    if ran.method in (*WITHOUT_HEAD, "lg-fedavg") and ran.method != "fedpac":
         return with_shared(ran, client, state["model"])
+    if ran.method == "fedmtl":  # its own
+        return ran.stored[client]
+    if ran.method == "pfedfda":
+        return pfedfda_served(ran, state, client)
+    if ran.method == "fedpac":
+        arrays = with_shared(ran, client, state["model"])
+        return {**arrays, **unflattened(state["heads"][client], [n for n in arrays if is_head(n)], arrays)}
+    if ran.method == "fedproto":
+        return fedproto_served(ran, state, client)
     if ran.method == "cwfedavg":
         return cwfedavg_served(ran, state, client)
     if ran.method in ("fedacs", "fedamp"):
         return unflattened(attended(ran, state, client), list(ran.model), ran.model)
+    if ran.method not in ("fedfew", "ifca", "fedfomo", "fedala", "cfl"):
+        return unflattened(state["model"], list(ran.model), ran.model)
     if ran.method in ("fedfew", "ifca"):
         x, y = ran.split(client, "train")
         return min(candidates(ran, state), key=lambda model: cross_entropy(softmax(logits(model, x)), y))
-    return unflattened(state["model"], list(ran.model), ran.model)
+    if ran.method == "fedfomo":
+        return fedfomo_served(ran, state, client)
+    if ran.method == "fedala":
+        return fedala_served(ran, state, client)
+    return unflattened(cluster_models(state)[state["cluster"][client]], list(ran.model), ran.model)
+
+
+def cluster_models(state: Arrays) -> list[np.ndarray]:
+    return [state["model"], *state["split_off"]]
+
+
+def fedfomo_served(ran: Ran, state: Arrays, client: int) -> Arrays:
+    """Return the client's model, moved towards those that it is sent (Eqs. 3-5)."""
+    own, (x, y) = ran.stored[client], ran.split(client, "train")
+    if not has_local(ran, client):
+        return own  # what it was served last is all that is known of it
+    others = [state["models"][state["seen"].tolist().index(c)] for c in state["sent"][client] if c >= 0]
+    wide = [flattened(own, list(own)).astype(np.float64), *(other.astype(np.float64) for other in others)]
+    losses = [cross_entropy(softmax(logits(unflattened(model, list(own), own), x)), y) for model in wide]
+    gains = [(losses[0] - loss) / np.linalg.norm(w - wide[0]) for loss, w in zip(losses[1:], wide[1:], strict=True)]
+    positive = np.maximum(gains, 0)
+    moved = wide[0] + positive / max(positive.sum(), 1e-300) @ (np.stack(wide[1:]) - wide[0])
+    return unflattened(moved, list(own), own)
+
+
+def fedala_served(ran: Ran, state: Arrays, client: int) -> Arrays:
+    """Return the server's model with a head between the client's and the server's, by weights of one more training."""
+    shared, own = unflattened(state["model"], list(ran.model), ran.model), ran.stored[client]
+    if not has_local(ran, client):
+        return shared
+    (x, y), eta = ran.split(client, "train"), ran.own("eta", 1.0)
+    heads = [np.hstack([a["head.weight"], a["head.bias"][:, None]]).astype(np.float64) for a in (shared, own)]
+    gap = heads[0] - heads[1]
+    kept = ran.kept(client).get("weights")
+    weights = np.ones_like(gap)
+    if kept is not None:
+        weights = np.hstack([kept[: -len(gap)].reshape(len(gap), -1), kept[-len(gap) :, None]]).astype(np.float64)
+    identity = {"head.weight": np.eye(gap.shape[1] - 1), "head.bias": np.zeros(gap.shape[1] - 1)}
+    seen = np.hstack([logits({**shared, **identity}, x), np.ones((len(x), 1))])
+    losses: list[float] = []
+    while not losses if kept is not None else len(losses) < 10 or (np.std(losses[-10:]) >= 0.1 and len(losses) < 50):
+        p = softmax(seen @ (heads[0] - (1 - weights) * gap).T)
+        losses.append(cross_entropy(p, y))
+        weights = np.clip(weights - eta * ((p - np.eye(CLASSES)[y]).T @ seen / len(x)) * gap, 0, 1)
+    head = heads[0] - (1 - weights) * gap
+    return {**shared, "head.weight": head[:, :-1], "head.bias": head[:, -1]}
 
 
 def served(ran: Ran, client: int) -> Members | None:
@@ -405,9 +557,11 @@ def served(ran: Ran, client: int) -> Members | None:
 
 def has_local(ran: Ran, client: int) -> bool:
     """Some methods keep a model, or make one in each evaluation; in the others only who has trained has one."""
-    if ran.method in ("local", "ditto", "fedamp"):
+    kept = ("local", "ditto", "fedamp", "apfl", "pfedme", "fedfomo", "fedala", "fedmtl", "moon", "fedproto")
+    if ran.method in kept:
         return any(client in ran.trained(row["round"]) for row in ran.rounds)
-    return ran.method == "fedavg-ft" or client in ran.trained()
+    tuned = ("fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu", "per-fedavg")
+    return ran.method in tuned or client in ran.trained()
 
 
 @of(CASES)
@@ -458,6 +612,7 @@ def spread_of(values: Mapping[int, float]) -> dict[str, Any] | None:
         "min": min(a),
         "max": max(a),
         "weighted": math.fsum(v * w for v, w in zip(a, n, strict=True)) / sum(n),
+        "tenth": math.fsum(sorted(a)[: math.ceil(len(a) / 10)]) / math.ceil(len(a) / 10),
         "jain": math.fsum(a) ** 2 / (len(a) * squares) if squares else None,
         "clients": len(a),
     }
@@ -483,12 +638,12 @@ def test_rounds_and_summary_follow_from_the_clients_rows(ran: Ran) -> None:
         assert ran.summary[f"bytes-{way}"] == sum(int(row[f"bytes_{way}"]) for row in ran.rows)
     for point, evaluations in points.items():
         if not evaluations:
-            assert ran.summary[point] == {"last": None, "best": None}
+            assert ran.summary[point] == {"last": None, "best": None, "upper-bound": None}
             continue
         most = max(e["clients"] for e in evaluations)
         best = max((e for e in evaluations if e["clients"] >= 0.9 * most), key=lambda e: e["mean"])
         assert ran.summary[point]["last"] == pytest.approx({**evaluations[-1], "missing": 0}, rel=1e-9, abs=1e-12)
-        assert ran.summary[point]["best"] == pytest.approx({**best, "missing": 0}, rel=1e-9, abs=1e-12)
+        assert ran.summary[point]["upper-bound"] == pytest.approx({**best, "missing": 0}, rel=1e-9, abs=1e-12)
     assert (ran.summary["rounds"], ran.summary["dropped"]) == (len(ran.rounds), {})
 
 
@@ -517,22 +672,40 @@ def test_bytes_are_those_of_the_arrays_sent(ran: Ran) -> None:
     whole = elements(ran.model, list(ran.model))
     body = elements(ran.model, [name for name in ran.model if not is_head(name)])
     several = len(ran.server.get("models", ()))
+    size = ran.model["head.weight"].shape[1] if ran.method == "pfedfda" else 0
+    gaussians = (CLASSES + size) * size
     empirical = CLASSES * (ran.own("distribution", "approx") == "empirical")
+    head = whole - body
+    prototypes = ran.server["prototypes"].size if "prototypes" in ran.server else 0
     served, reply = {
         "local": (0, 0),
         "fedfew": (4 * several * whole, 4 * several * whole + 4 * several),
         "ifca": (4 * several * whole, 4 * whole + 8),  # the cluster is an int64
         "cwfedavg": (4 * whole, 4 * (whole + empirical)),
-        "fedrep": (4 * body, 4 * body),
-        "feddrm": (4 * body, 4 * body),
+        "lg-fedavg": (4 * head, 4 * head),
+        **dict.fromkeys(WITHOUT_HEAD, (4 * body, 4 * body)),
+        "pfedfda": (4 * (body + gaussians), 4 * (body + gaussians)),
+        "scaffold": (8 * whole, 8 * whole),
+        "fedcp": (4 * body, 4 * body),
+        "fedas": (4 * body, 4 * body + 4),
+        "fedpac": (4 * (whole + prototypes + CLASSES), 4 * (whole + 2 * prototypes + CLASSES + 1)),
+        "fedproto": (4 * prototypes + 4 * CLASSES, 4 * prototypes + 4 * CLASSES),
     }.get(ran.method, (4 * whole, 4 * whole))
     sent = ppfe_bytes(ran) if ran.method == "ppfe" else [(reply, served, served)] * len(ran.rounds)
+    seen = set[int]()
     for number, (up, down, later) in enumerate(sent, start=1):
         trained = ran.trained(number)
-        assert ran.column(number, "bytes_up") == {c: up * (c in trained) for c in CLIENTS}
+        ups, downs, laters = (dict.fromkeys(CLIENTS, way) for way in (up, down, later))
+        if ran.method == "fedfomo":  # the models of others who were seen, and a weight of each
+            before = {c: min(ran.own("models", 5), len(seen - {c})) for c in CLIENTS}
+            seen |= trained
+            after = {c: min(ran.own("models", 5), len(seen - {c})) for c in CLIENTS}
+            ups = {c: 4 * (whole + before[c]) for c in CLIENTS}
+            downs, laters = ({c: 4 * whole * count[c] for c in CLIENTS} for count in (before, after))
+        assert ran.column(number, "bytes_up") == {c: ups[c] * (c in trained) for c in CLIENTS}
         if ran.method == "ppfe" and "fraction_train" in ran.settings:
             continue  # who was left out of a stage's end lacks more than one stage
-        assert ran.column(number, "bytes_down") == {c: down * (c in trained) + later for c in CLIENTS}
+        assert ran.column(number, "bytes_down") == {c: downs[c] * (c in trained) + laters[c] for c in CLIENTS}
 
 
 # -- the server's step -----------------------------------------------------------------------------------
@@ -547,12 +720,33 @@ def weighted(rows: Sequence[np.ndarray], clients: Sequence[int]) -> np.ndarray:
     return np.average(rows, axis=0, weights=[TRAIN[c] for c in clients])
 
 
-@of(methods("fedavg", "fedprox", "fedrep", "feddrm"))
+MEANS = ("fedavg", "fedprox", "feduv", "scaffold", "fedbn", "moon")  # of networks without normalisation
+MEANS += ("fedrep", "feddrm", "fedper", "lg-fedavg", "fedala", "fednh", "pfedfda", "fedpac")
+
+
+@of(methods(*MEANS))
 def test_the_mean_model_is_that_of_the_clients_models(ran: Ran) -> None:
     clients = sorted(ran.trained())
-    names = [n for n in ran.model if ran.method in ("fedavg", "fedprox") or not is_head(n)]
+    names = [n for n in ran.model if is_shared(ran, n)]
     expected = weighted([local_flat(ran, c, names) for c in clients], clients)
-    np.testing.assert_allclose(ran.server["model"], expected, rtol=1e-4, atol=1e-6)
+    found = ran.server["model"]
+    if ran.method in OTHER_HEAD:  # the rest is no mean of stored models
+        found = found[: len(expected)]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@of(methods("fednh"))
+def test_prototypes_are_drawn_to_the_clients_mean_directions(ran: Ran) -> None:
+    shape = ran.model["head.weight"].shape
+    before, after = (state["model"][-math.prod(shape) :].reshape(shape) for state in (ran.before, ran.server))
+    sums = np.zeros(shape)
+    for client in sorted(ran.trained()):
+        np.testing.assert_array_equal(ran.stored[client]["head.weight"], before)
+        x, y = ran.split(client, "train")
+        z = unit(embedded({name: a.astype(np.float64) for name, a in ran.stored[client].items()}, x))
+        sums += [(y == c).sum() * unit(z[y == c].sum(axis=0, keepdims=True))[0] for c in range(CLASSES)]
+    fresh = np.where(sums.any(axis=1, keepdims=True), unit(sums), before)
+    np.testing.assert_allclose(after, unit(0.9 * before + 0.1 * fresh), rtol=1e-4, atol=1e-6)
 
 
 @of(methods("cwfedavg"))
@@ -613,6 +807,99 @@ def test_attention_and_mixed_models(ran: Ran) -> None:
     assert ran.rounds[-1]["collaborators"] == pytest.approx((others > 0).sum(axis=1).mean())
 
 
+def body_output(arrays: Arrays, x: np.ndarray) -> np.ndarray:
+    """Return what the head sees."""
+    width = arrays["head.weight"].shape[1]
+    return logits({**arrays, "head.weight": np.eye(width), "head.bias": np.zeros(width)}, x)
+
+
+@of(methods("fedproto", "fedpac"))
+def test_prototypes_are_the_mean_features_of_classes(ran: Ran) -> None:
+    clients = sorted(ran.trained())
+    assert int(ran.server["known"].sum()) == CLASSES
+    samples = {c: ran.split(c, "train") for c in clients}
+    outputs = np.concatenate([body_output(ran.stored[c], x) for c, (x, _) in samples.items()])
+    labels = np.concatenate([y for _, y in samples.values()])
+    for label in range(CLASSES):
+        members = outputs[labels == label]  # their mean is that of the clients' means, weighted by samples
+        expected = members.mean(axis=0) if len(members) else ran.before["prototypes"][label]
+        np.testing.assert_allclose(ran.server["prototypes"][label], expected, rtol=1e-4, atol=1e-5)
+
+
+@of(methods("fedcp"))
+def test_fedcps_global_head_is_that_of_half_the_clients_heads(ran: Ran) -> None:
+    clients, sent = sorted(ran.trained()), []
+    for client in clients:
+        own = dict(ran.stored[client])
+        for kind in ("weight", "bias"):
+            own[f"global_head.{kind}"] = (own[f"global_head.{kind}"] + own[f"model.head.{kind}"]) / 2
+        sent.append(flattened(own, [name for name in own if not is_head(name)]).astype(np.float64))
+    np.testing.assert_allclose(ran.server["model"], weighted(sent, clients), rtol=1e-4, atol=1e-6)
+
+
+def squared_gradient(arrays: Arrays, x: np.ndarray, y: np.ndarray) -> float:
+    """Return the squared norm of the gradient of a perceptron's mean cross-entropy."""
+    wide = {name: array.astype(np.float64) for name, array in arrays.items()}
+    stems, inputs = ["blocks.fc1.linear", "blocks.fc2.linear", "head"], [x]
+    for stem in stems[:-1]:
+        inputs.append(np.maximum(affine(inputs[-1], wide, stem), 0))
+    slope = (softmax(affine(inputs[-1], wide, "head")) - np.eye(CLASSES)[y]) / len(y)
+    total = 0.0
+    for stem, seen in reversed(list(zip(stems, inputs, strict=True))):
+        total += np.square(slope.T @ seen).sum() + np.square(slope.sum(axis=0)).sum()
+        slope = slope @ wide[f"{stem}.weight"] * (seen > 0)
+    return float(total)
+
+
+@of(methods("fedas"))
+def test_fedas_bodies_by_fisher_information(ran: Ran) -> None:
+    clients = sorted(ran.trained())
+    weights = [TRAIN[c] * squared_gradient(ran.stored[c], *ran.split(c, "train")) for c in clients]
+    rows = [local_flat(ran, c, [n for n in ran.model if not is_head(n)]) for c in clients]
+    expected = np.average(rows, axis=0, weights=weights)
+    np.testing.assert_allclose(ran.server["model"], expected, rtol=1e-4, atol=1e-6)
+    assert ran.rounds[-1]["largest_weight"] == pytest.approx(max(weights) / sum(weights), rel=1e-4)
+
+
+def least_on_simplex(matrix: np.ndarray) -> np.ndarray:
+    """Return the weights that minimise a quadratic: of all faces, the best with a minimum inside."""
+    count, best, value = len(matrix), np.empty(0), math.inf
+    for chosen in range(1, 2**count):
+        face = [j for j in range(count) if chosen >> j & 1]
+        system = np.ones((len(face) + 1, len(face) + 1))
+        system[:-1, :-1], system[-1, -1] = matrix[np.ix_(face, face)], 0.0
+        weights = np.zeros(count)
+        weights[face] = np.linalg.lstsq(system, np.eye(len(system))[-1], rcond=None)[0][:-1]
+        if (weights > -1e-12).all() and weights @ matrix @ weights < value - 1e-15:
+            best, value = weights, weights @ matrix @ weights
+    return best
+
+
+@of(methods("fedpac"))
+def test_fedpacs_heads(ran: Ran) -> None:
+    """From the statistics of the features of the body that was served in the last round."""
+    clients = sorted(ran.trained())
+    products, variances, heads = [], [], []
+    for client in clients:
+        x, y = ran.split(client, "train")
+        features = body_output(served_by(ran, ran.before, client), x)
+        outer = np.eye(CLASSES)[y][:, :, None] * features[:, None, :]
+        products.append(outer.mean(axis=0).ravel())
+        variances.append(np.square(outer - outer.mean(axis=0)).sum() / len(y) ** 2)
+        heads.append(local_flat(ran, client, [n for n in ran.model if is_head(n)]))
+    own = []
+    for i, client in enumerate(clients):
+        away = products[i] - np.stack(products)
+        weights = least_on_simplex(away @ away.T + np.diag(variances))
+        own.append(weights[i])
+        np.testing.assert_allclose(ran.server["heads"][client], weights @ np.stack(heads), rtol=1e-3, atol=1e-4)
+    assert ran.rounds[-1]["weight_of_own_head"] == pytest.approx(np.mean(own), abs=1e-3)
+    mean = weighted(heads, clients)
+    for client in CLIENTS:
+        if not ran.server["seen"][client]:
+            np.testing.assert_allclose(ran.server["heads"][client], mean, rtol=1e-4, atol=1e-6)
+
+
 @of(methods("fedfew"))
 def test_fedfews_weights_objective_and_counts(ran: Ran) -> None:
     clients = sorted(ran.trained())
@@ -652,6 +939,32 @@ def test_ifcas_clusters(ran: Ran) -> None:
         x, y = ran.split(client, "train")
         losses = [cross_entropy(softmax(logits(m, x)), y) for m in candidates(ran, ran.before)]
         assert losses[cluster] == pytest.approx(min(losses), rel=1e-5)
+
+
+@of(methods("cfl"))
+def test_cfls_clusters_and_where_they_are_split(ran: Ran) -> None:
+    trained, before, after = ran.trained(), ran.before["cluster"], ran.server["cluster"]
+    models = cluster_models(ran.server)
+    assert len(models) > 1 or "cfl_eps1" not in ran.settings
+    for number, model in enumerate(models):
+        own = [c for c in CLIENTS if after[c] == number and c in trained]
+        if own:
+            np.testing.assert_allclose(model, weighted([local_flat(ran, c) for c in own], own), rtol=1e-4, atol=1e-6)
+        elif number < len(cluster_models(ran.before)):
+            np.testing.assert_array_equal(model, cluster_models(ran.before)[number])
+    for number, start in enumerate(cluster_models(ran.before)):
+        own = [c for c in CLIENTS if before[c] == number]
+        parts = {int(after[c]) for c in own}
+        moved = np.stack([local_flat(ran, c) - start for c in own])
+        at_rest = np.linalg.norm(weighted(list(moved), own)) < ran.own("eps1", 0.4)
+        apart = np.linalg.norm(moved, axis=1).max() > ran.own("eps2", 0.9)
+        assert (len(parts) == 2) is (len(own) > 1 and trained >= set(own) and bool(at_rest and apart))
+        if len(parts) == 2:
+            unit = moved / np.linalg.norm(moved, axis=1, keepdims=True)
+            cosine, every = unit @ unit.T, itertools.product((False, True), repeat=len(own))
+            largest = [cosine[np.ix_(bits, ~np.array(bits))].max() for bits in every if len(set(bits)) == 2]
+            found = np.array([after[c] == after[own[0]] for c in own])
+            assert cosine[np.ix_(found, ~found)].max() == pytest.approx(min(largest), abs=1e-9)
 
 
 @of(methods("fedfew", "ifca"))
@@ -714,7 +1027,10 @@ def test_ppfes_coefficients(ran: Ran) -> None:
         np.testing.assert_allclose([coefficient for _, coefficient in stored], expected, rtol=1e-3, atol=1e-5)
 
 
-@of(methods("fedavg", "fedavg-ft", "fedprox", "fedacs", "ifca", "fedamp", "fedfew", "cwfedavg"))
+STARTS = ("fedavg", "fedavg-ft", "fedprox", "fedacs", "ifca", "fedamp", "fedfew", "cwfedavg")
+
+
+@of(methods(*STARTS, "fedprox-ft", "fedsam-ft", "fedbabu", "cfl", "fedmgda", "fednh", "scaffold", "fedbn"))
 def test_the_training_loss_is_that_of_what_the_clients_started_from(ran: Ran) -> None:
     """All of a client's samples are one batch, so that the loss of the only epoch is that before its only step."""
     for client, recorded in ran.column(len(ran.rounds), "train_loss").items():
@@ -733,7 +1049,7 @@ def test_the_training_loss_is_that_of_what_the_clients_started_from(ran: Ran) ->
             norms = np.linalg.norm(start["head.weight"].astype(np.float64), axis=1)
             distance = np.bincount(y, minlength=CLASSES) / len(y) - norms / norms.sum()
             expected += 10.0 * float(np.linalg.norm(distance))
-        assert recorded == pytest.approx(expected, rel=1e-4)
+        assert recorded == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 # -- the federation as a whole ---------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def simulated(folder: Path) -> Path:
     done = subprocess.run(
         [sys.executable, "-P", "-c", SIMULATION, str(CLIENTS)],
         input=json.dumps(configs), env=environment(folder), cwd=folder,
-        capture_output=True, text=True, timeout=MOST, check=False,
+        capture_output=True, text=True, timeout=3 * MOST, check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr[-5000:]
     return runs

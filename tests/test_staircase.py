@@ -105,7 +105,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     distributions = packages_distributions()
     used = {d.lower().replace("_", "-") for name in names for d in distributions.get(name, ())} - {"posy"}
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
-    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    lines = [line.split("#")[0].strip() for line in (*text.splitlines(), *extra["compare"], "ray")]  # flwr[simulation]
     declared = {line.split(">")[0].split("<")[0].split("=")[0].split("[")[0].strip().lower() for line in lines if line}
     assert used - declared == set()
     assert declared - used <= NOT_IMPORTED  # the user's choice of dependencies; see requirements.txt

@@ -153,6 +153,8 @@ TRAIN_FAULTS: dict[str, tuple[Change, str]] = {
     "num-examples a list": (metrics(num_examples=[3]), "malformed"),
     "num-test -1": (metrics(num_test=-1), "num-test = -1"),
     "num-test NaN": (metrics(num_test=math.nan), "num-test = nan"),
+    "samples -1": (metrics(samples=-1), "samples = -1"),
+    "samples NaN": (metrics(samples=math.nan), "samples = nan"),
     "train-loss NaN": (metrics(train_loss=math.nan), "NaN or Inf"),
     "train-loss Inf": (metrics(train_loss=math.inf), "NaN or Inf"),
     "train-loss a list": (metrics(train_loss=[1.0]), "malformed"),
@@ -171,6 +173,7 @@ EVALUATE_FAULTS: dict[str, tuple[Change, str]] = {
     "num-train NaN": (metrics(num_train=math.nan), "num-train = nan"),
     "num-train 1e12": (metrics(num_train=1e12), "num-train = 1000000000000"),
     "num-examples -1": (metrics(num_examples=-1), "num-examples = -1"),
+    "samples -1": (metrics(samples=-1), "samples = -1"),
     "accuracy NaN": (metrics(served_accuracy=math.nan), "served-accuracy = nan"),
     "accuracy 2": (metrics(served_accuracy=2.0), "served-accuracy = 2"),
     "loss Inf": (metrics(served_loss=math.inf), "served-loss = inf"),
@@ -637,7 +640,20 @@ def test_arrays_that_mean_nothing_to_the_method_are_refused(
 
 # -- limits on what a reply may hold ---------------------------------------------------------------------
 
-LIMITED = ("fedavg", "fedrep", "cwfedavg", "fedacs", "fedamp", "feddrm", "ppfe", "fedfew", "ifca")
+LIMITED = (
+    "fedavg",
+    "fedrep",
+    "cwfedavg",
+    "fedacs",
+    "fedamp",
+    "feddrm",
+    "ppfe",
+    "fedfew",
+    "ifca",
+    "fedper",
+    "lg-fedavg",
+    "cfl",
+)
 
 
 def moved_by_3_and_4(strategy: Any) -> Change:

@@ -1,0 +1,17 @@
+"""FedBABU's client: it trains the body on the head that all share, and fine-tunes both."""
+
+from torch import Tensor
+
+from posy.client_app.fedavg_ft import FedAvgFTClient
+from posy.client_app.training.work import Train
+
+
+class FedBABUClient(FedAvgFTClient):
+    """FedAvg's client on a fixed head (FedBABU, Algorithm 1); the whole network is fine-tuned."""
+
+    def work(self, start: Tensor) -> Train:
+        """Return the training of the body."""
+        return Train(start, rates={"head": 0.0})
+
+    def keep_personal(self, parameters: Tensor) -> None:
+        """Keep nothing: the head is that of the common initialisation."""

@@ -1,0 +1,57 @@
+"""FedCP's client: it trains all but the global head, with features near those of the served body."""
+
+import torch
+from torch import Tensor
+
+from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Context, Forward, Net, Train, Trained, cross_entropy
+
+WIDTHS = (10.0, 15.0, 20.0, 50.0)
+"""Squared widths of the Gaussian kernels."""
+
+
+class FedCPClient(PersonalClient):
+    """Minimise cross-entropy + λ times the discrepancy of features (FedCP).
+
+    The features of the served body are constants of a round. They are of the samples as they are, also where those
+    that are trained on are augmented, and with BatchNorm by its running statistics.
+    """
+
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+        """Train with the global head fixed; send the mean of both heads in its place."""
+        start = self.assembled(received)
+        work = Train(start, rates={"global-head": 0.0})
+        if self.method.strength:
+            features, _ = yield Forward(start, "train", features=True)
+            work.objective, work.notes = near_the_served_body, features
+            work.context = {"lambda": torch.tensor(self.method.strength, device=self.device)}
+        trained: Trained = yield work
+        both = [self.layout.part((layer,)) for layer in ("head", "global-head")]
+        whole = trained.parameters.clone()
+        both[1].put(whole, sum(part.take(trained.parameters) for part in both) / 2)
+        update, _ = self.share(Trained(whole, trained.loss))
+        return update, self.plain(trained.parameters)
+
+
+def near_the_served_body(net: Net, batch: Batch, context: Context) -> Tensor:
+    """Return cross-entropy + λ times the discrepancy of the features and ``batch.notes`` ``(B, D)``."""
+    assert batch.notes is not None
+    features, logits = net.features(batch.x)
+    return cross_entropy(logits, batch) + context["lambda"] * discrepancy(features, batch.notes, batch.weight)
+
+
+def discrepancy(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return the squared maximum mean discrepancy of two samples ``(B, D)``, summed over the kernels.
+
+    Weights ``(B,)`` of mean 1 are those of the rows of both.
+    """
+
+    def kernels(a: Tensor, b: Tensor) -> Tensor:
+        squared = a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * a @ b.T
+        return torch.stack([torch.exp(-0.5 * squared / width) for width in WIDTHS]).sum(0)
+
+    with torch.autocast(x.device.type, enabled=False):  # differences of large numbers
+        x, y = x.float(), y.float()
+        pairs = kernels(x, x) + kernels(y, y) - 2 * kernels(x, y)
+    return (pairs if weight is None else pairs * weight[:, None] * weight[None, :]).mean()

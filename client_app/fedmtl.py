@@ -1,0 +1,21 @@
+"""FedMTL's client: it goes on with its own model, tied to those of the others."""
+
+from torch import Tensor
+
+from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
+from posy.client_app.training.work import Pull, Train, Trained
+from posy.strategies.replies import Update
+
+
+class FedMTLClient(PersonalClient):
+    """Minimise F_i(w_i) + lambda/2 tr(W Omega W^T) over w_i (FedMTL, Eq. 1)."""
+
+    def served_model(self, received: list[Tensor], config: Config) -> Predictor:
+        """Return the client's own model: what it is sent is none."""
+        return self.plain(self.kept_model(self.initial()))
+
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+        """Train the client's own model and send it."""
+        pull = Pull(received[0], config["tie"])
+        trained: Trained = yield Train(self.kept_model(self.initial()), pull=pull)
+        return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)

@@ -1,0 +1,8 @@
+"""FedProx with fine-tuning: FedProx's client, whose local model is the served one after some plain local training."""
+
+from posy.client_app.fedavg_ft import FedAvgFTClient
+from posy.client_app.fedprox import FedProxClient
+
+
+class FedProxFTClient(FedAvgFTClient, FedProxClient):
+    """It trains as FedProx's client does, and fine-tunes."""

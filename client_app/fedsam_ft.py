@@ -1,0 +1,15 @@
+"""FedSAM with fine-tuning: its client takes the gradient where the loss near the parameters is worst."""
+
+from torch import Tensor
+
+from posy.client_app.fedavg_ft import FedAvgFTClient
+from posy.client_app.training.rules import SharpnessAware
+from posy.client_app.training.work import Train
+
+
+class FedSAMFTClient(FedAvgFTClient):
+    """Minimise max F_i(w + e) over ||e|| <= rho (FedSAM, Algorithm 1), and fine-tune."""
+
+    def work(self, start: Tensor) -> Train:
+        """Return local training with SAM."""
+        return Train(start, rule=SharpnessAware(self.method.rho) if self.method.rho else None)

@@ -1,0 +1,42 @@
+"""MOON's client: features are to resemble the global model's more than those of its own previous model."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posy.client_app.base import Config, PersonalClient, Result, Steps
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Context, Forward, Net, Train, Trained, cross_entropy, mean_over
+from posy.strategies.replies import Update
+
+
+class MOONClient(PersonalClient):
+    """Minimise cross-entropy + μ times the contrastive term (MOON, Algorithm 1).
+
+    What the two other models make of a sample does not change during a round. It is computed once, of the samples as
+    they are, also where those that are trained on are augmented, and with BatchNorm by its running statistics.
+    """
+
+    def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
+        """Train from the global model, and keep the result for the next round."""
+        work = Train(received[0])
+        if self.method.mu:
+            both = torch.stack([received[0], self.kept_model(received[0])])
+            features, _ = yield Forward(both, "train", features=True)
+            scales = {"mu": self.method.mu, "temperature": self.method.temperature}
+            work.context = {name: torch.tensor(value, device=self.device) for name, value in scales.items()}
+            work.objective, work.notes = contrastive, features.transpose(0, 1)
+        trained: Trained = yield work
+        return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
+
+
+def contrastive(net: Net, batch: Batch, context: Context) -> Tensor:
+    """Return cross-entropy − μ log of the global model's share in the similarities.
+
+    ``batch.notes`` ``(B, 2, D)`` are the features of the global and of the previous model.
+    """
+    assert batch.notes is not None
+    features, logits = net.features(batch.x)
+    similarity = F.cosine_similarity(features.unsqueeze(1), batch.notes, dim=-1) / context["temperature"]
+    shares = F.log_softmax(similarity, dim=-1)
+    return cross_entropy(logits, batch) - context["mu"] * mean_over(shares[:, 0], batch)

@@ -1,0 +1,20 @@
+"""Per-FedAvg's client: it trains for the loss after adaptation; the local model is the served one, adapted."""
+
+from torch import Tensor
+
+from posy.client_app.fedavg_ft import FINE_TUNING, FedAvgFTClient
+from posy.client_app.training.rules import MetaGradient
+from posy.client_app.training.work import Train
+
+
+class PerFedAvgClient(FedAvgFTClient):
+    """Minimise F_i(w - alpha grad F_i(w)) (Per-FedAvg, Algorithm 1)."""
+
+    def work(self, start: Tensor) -> Train:
+        """Return local training along the meta-gradient."""
+        hessian = self.method.hessian_delta if self.method.hessian == "hf" else 0.0
+        return Train(start, rule=MetaGradient(self.method.alpha, hessian))
+
+    def fine_tuning(self, start: Tensor) -> Train:
+        """Return the adaptation."""
+        return Train(start, steps=self.method.steps, lr=self.method.alpha, plain=True, stream=FINE_TUNING)

@@ -1,0 +1,34 @@
+"""Class prototypes on a client: means of features by class, and the pull towards them."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Context, Net, cross_entropy, mean_over
+
+
+def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Return the means by class ``(C, D)`` of features ``(n, D)``, and the numbers of samples ``(C,)``.
+
+    The mean of a class without samples is zero. They are computed in double precision, on every device alike.
+    """
+    members = F.one_hot(labels, num_classes).double()
+    counts = members.sum(0)
+    means = members.T @ features.double() / counts.clamp_min(1)[:, None]
+    return means.float(), counts.float()
+
+
+def distance_to_prototypes(features: Tensor, batch: Batch, context: Context) -> Tensor:
+    """Return the mean square of f − c over the samples of a batch and their features.
+
+    c is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. Where ``context["known"]`` ``(C,)`` is 0
+    the class has none, and its samples count as if they were there.
+    """
+    squares = (features - context["prototypes"][batch.y]).square().mean(dim=-1)
+    return mean_over(squares * context["known"][batch.y], batch)
+
+
+def towards_prototypes(net: Net, batch: Batch, context: Context) -> Tensor:
+    """Return cross-entropy + λ times the distance to the prototypes."""
+    features, logits = net.features(batch.x)
+    return cross_entropy(logits, batch) + context["lambda"] * distance_to_prototypes(features, batch, context)

@@ -1,0 +1,32 @@
+"""Class prototypes on the server: means of what clients' features of a class are, weighted by their samples of it."""
+
+import numpy as np
+import numpy.typing as npt
+
+from posy.models.parameters import FloatArray
+from posy.strategies.replies import BadReplyError
+
+
+def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: FloatArray) -> FloatArray:
+    """Return Σ_i n_ij c_ij / Σ_i n_ij for each class j; a class that no client has keeps its prototype.
+
+    Parameters
+    ----------
+    prototypes : numpy.ndarray, float32, (M, C, D)
+        c_ij; those of classes that a client lacks mean nothing.
+    counts : array_like, (M, C)
+        n_ij, the clients' samples by class.
+    before : numpy.ndarray, float32, (C, D)
+        The prototypes of the round before.
+    """
+    n = np.asarray(counts, np.float64)
+    total = n.sum(axis=0)[:, None]
+    sums = np.einsum("mc,mcd->cd", n, prototypes.astype(np.float64))
+    return np.where(total > 0, sums / np.maximum(total, 1), before).astype(np.float32)
+
+
+def check_counts(counts: npt.ArrayLike) -> None:
+    """Raise :class:`BadReplyError` for numbers of samples by class ``(C,)`` that cannot be."""
+    n = np.asarray(counts, np.float64)
+    if (n < 0).any() or (n != np.round(n)).any() or not n.any():
+        raise BadReplyError(f"samples by class: {n.tolist()}")

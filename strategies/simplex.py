@@ -1,0 +1,149 @@
+"""A convex quadratic over weights that sum to 1: which mix of clients, or of their gradients, is the smallest."""
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+Box = tuple[Float64, Float64, Float64]
+"""w, lower and upper bounds of the points x with Σ w_j x_j = 1."""
+
+STEPS, ROUNDS = 20, 200
+"""Accelerated steps before each step to the minimum of a face, and how often both are tried."""
+TOLERANCE, ROUNDING = 1e-12, 1e-15
+"""What may be left to gain, as a share of the minimum; or the least gain to go on for, as a share of its terms."""
+FLATTEST = 1e-12
+"""The smallest diagonal entry, as a share of the largest, by which a coordinate is scaled."""
+
+
+def minimise_on_simplex(
+    matrix: npt.ArrayLike, centre: npt.ArrayLike | None = None, radius: float | None = None
+) -> Float64:
+    """Return the α that minimises αᵀ A α over α ≥ 0, Σ α_j = 1 and, where a radius is given, |α_j − centre_j| ≤ radius.
+
+    Accelerated projected gradient (Beck and Teboulle, 2009), started anew where its momentum points uphill
+    (O'Donoghue and Candès, 2015), on coordinates that are scaled so that A has ones on its diagonal. Now and then it
+    goes straight to the minimum of the face that has been reached, or of the smaller one that bounds stop it at. It
+    ends when the linearised problem tells that nothing is left to gain, or when rounding hides what is.
+
+    Parameters
+    ----------
+    matrix : array_like, (M, M)
+        A, positive semidefinite; of one that is not symmetric, the symmetric part.
+    centre : array_like, (M,), optional
+        Centre of the box, by default 1/M.
+    radius : float, optional
+        Half the width of the box.
+
+    Returns
+    -------
+    numpy.ndarray, float64, (M,)
+
+    Raises
+    ------
+    ValueError
+        If no weights that sum to 1 lie in the box.
+    """
+    a = np.asarray(matrix, np.float64)
+    a = (a + a.T) / 2
+    count = len(a)
+    middle = np.full(count, 1 / count) if centre is None else np.asarray(centre, np.float64)
+    lower, upper = np.zeros(count), np.ones(count)
+    if radius is not None:
+        lower, upper = np.maximum(middle - radius, 0.0), np.minimum(middle + radius, 1.0)
+    if not lower.sum() <= 1 + 1e-9 or not upper.sum() >= 1 - 1e-9 or (lower > upper).any():
+        raise ValueError(f"no weights between {lower.tolist()} and {upper.tolist()} sum to 1")
+    best = projected(middle, np.ones(count), lower, upper)
+    if (largest := float(np.diag(a).max())) <= 0:
+        return best
+    diagonal = np.diag(a) / largest
+    # Of x = α / w, with Σ w_j x_j = 1, the quadratic has ones on its diagonal.
+    w = 1 / np.sqrt(np.maximum(diagonal, FLATTEST))
+    scaled = a / largest * np.outer(w, w)
+    length = 1 / float(np.linalg.eigvalsh(scaled)[-1])
+    box = (w, lower / w, upper / w)
+    point, before = projected(best / w, *box), np.inf
+    for _ in range(ROUNDS):
+        point = _accelerated(scaled, length, point, box)
+        point = _to_the_minimum_of_the_face(scaled, point, box)
+        reached, terms = float(point @ scaled @ point), float(point @ point)
+        if _gap(scaled, point, box) <= TOLERANCE * reached or before - reached <= ROUNDING * terms:
+            break
+        before = reached
+    return point * w
+
+
+def projected(vector: Float64, w: Float64, lower: Float64, upper: Float64) -> Float64:
+    """Return the nearest point x with lower ≤ x ≤ upper and Σ w_j x_j = 1, of which there must be one; w is positive.
+
+    It is the vector less τ w, clipped. The sum falls with τ, linearly between the numbers at which a coordinate meets a
+    bound: bisection finds the two around it, and τ lies between them in proportion.
+    """
+    knots = np.sort(np.concatenate([(vector - upper) / w, (vector - lower) / w]))
+    first, last = 0, len(knots) - 1
+    while last - first > 1:
+        middle = (first + last) // 2
+        if w @ _within(vector - knots[middle] * w, lower, upper) >= 1:
+            first = middle
+        else:
+            last = middle
+    high, low = (float(w @ _within(vector - knots[end] * w, lower, upper)) for end in (first, last))
+    share = min(max((high - 1) / (high - low), 0.0), 1.0) if high > low else 0.0
+    return _within(vector - (knots[first] + share * (knots[last] - knots[first])) * w, lower, upper)
+
+
+def _within(vector: Float64, lower: Float64, upper: Float64) -> Float64:
+    return np.minimum(np.maximum(vector, lower), upper)  # in less than half the time that np.clip takes
+
+
+def _accelerated(a: Float64, length: float, point: Float64, box: Box) -> Float64:
+    """Return where some steps along half the gradient lead."""
+    ahead, momentum = point, 1.0
+    for _ in range(STEPS):
+        moved = projected(ahead - length * (a @ ahead), *box)
+        if (ahead - moved) @ (moved - point) > 0:
+            if momentum == 1.0:
+                break
+            ahead, momentum = point, 1.0
+            continue
+        following = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = moved + (momentum - 1) / following * (moved - point)
+        point, momentum = moved, following
+    return point
+
+
+def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64:
+    """Return the minimum over the coordinates at no bound, the others held; one that meets a bound on the way stays."""
+    w, lower, upper = box
+    while True:
+        free = np.flatnonzero((point > lower) & (point < upper))
+        if len(free) < 2:
+            return point
+        system = np.zeros((len(free) + 1, len(free) + 1))
+        system[:-1, :-1] = a[np.ix_(free, free)]
+        system[:-1, -1] = system[-1, :-1] = w[free] / w[free].max()
+        # Of several minima the one nearest by: what equal clients get stays equal.
+        way = np.linalg.lstsq(system, np.append(-(a @ point)[free], 0.0), rcond=None)[0][:-1]
+        way -= w[free] * (w[free] @ way) / (w[free] @ w[free])
+        bound = np.where(way > 0, upper[free], lower[free])
+        lengths = np.divide(bound - point[free], way, out=np.full(len(free), np.inf), where=way != 0)
+        nearest = int(lengths.argmin())
+        reached = point.copy()
+        reached[free] += min(1.0, lengths[nearest]) * way
+        reached = _within(reached, lower, upper)
+        if lengths[nearest] < 1:
+            reached[free[nearest]] = bound[nearest]
+        if reached @ a @ reached > point @ a @ point:
+            return point
+        point = reached
+        if lengths[nearest] >= 1:
+            return point
+
+
+def _gap(a: Float64, point: Float64, box: Box) -> float:
+    """Return how much a linearised objective can still fall: the most that the objective is above its minimum, / 2."""
+    w, lower, upper = box
+    gradient = (a @ point) / w
+    order = np.argsort(gradient)
+    room = (w * (upper - lower))[order]
+    taken = np.clip(1 - w @ lower - (np.cumsum(room) - room), 0.0, room)  # the cheapest first
+    return float(gradient @ (w * (point - lower)) - gradient[order] @ taken)

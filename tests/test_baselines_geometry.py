@@ -1,0 +1,540 @@
+"""Baselines that compare models, updates or features as vectors: worked by hand, and their degenerate cases."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import sqrtm
+from scipy.stats import multivariate_normal
+
+from posy.client_app.fednh import mean_directions
+from posy.client_app.feduv import closeness, too_little_variance
+from posy.client_app.pfedfda import best_share, discriminant, folds_of, gaussians
+from posy.models.layers import spread_directions
+from posy.settings import SettingsError
+from posy.strategies.confree import best_for_the_worst, guidance
+from posy.strategies.fedmgda import common_descent
+from posy.strategies.fedmtl import learnt_relations
+from posy.strategies.fednh import drawn
+from posy.strategies.replies import BadReplyError, gram
+
+LR = 0.1
+CONFIG = {"server-round": 1, "lr": LR}
+WHOLE = {"model": "linear", "batch_size": 100}
+MLP = {"model": "mlp", "batch_size": 100}
+
+
+def start_of(client, seed=0):
+    return np.random.default_rng(seed).normal(size=client.layout.size).astype(np.float32)
+
+
+def body_step(client, flat, head):
+    """Return the flat body after one whole-batch step of cross-entropy, and its features of the training data then.
+
+    ``head`` maps features to logits.
+    """
+    model = client.architecture.build()
+    model.load_state_dict(client.layout.views(torch.from_numpy(flat).clone()))
+    parameters = list(model.blocks.parameters())
+    loss = torch.nn.functional.cross_entropy(head(model.body(client.data.x_train)), client.data.y_train)
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.sub_(LR * gradient)
+        body = torch.cat([p.flatten() for p in parameters]).numpy()
+        return body, model.body(client.data.x_train).double().numpy()
+
+
+def test_inner_products_by_hand():
+    rows = np.array([[1, 2, 0], [0, 1, -1]], np.float32)
+    for block in (1, 2, 16_384):
+        assert gram(rows, block).tolist() == [[5, 2], [2, 2]]
+
+
+# -- FedMTL --------------------------------------------------------------------------------------------
+
+
+def test_every_client_is_tied_to_the_mean_of_all(make_strategy, update):
+    """λ Σ_j Ω_ij w_j with Ω = I − 11ᵀ/3 is λ (w_i − w̄): strength 2λ/3 towards the mean of the others."""
+    strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
+    models = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
+    strategy.aggregate(1, [update(c, [row], n) for c, row, n in zip((0, 1, 3), models, (5, 1, 9), strict=True)])
+    for client, own, others in ((0, 0, (1, 2)), (1, 1, (0, 2)), (3, 2, (0, 1))):
+        (served,) = strategy.serve(client)
+        tie = strategy.train_config(2, client)["tie"]
+        np.testing.assert_allclose(served, models[list(others)].mean(axis=0), atol=1e-6)
+        assert tie == pytest.approx(0.4)
+        np.testing.assert_allclose(tie * (models[own] - served), 0.6 * (models[own] - models.mean(axis=0)), atol=1e-6)
+
+
+def test_a_newcomer_counts_as_one_more(make_strategy, update):
+    strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
+    assert strategy.train_config(1, 2) == {"tie": 0.0}  # nobody has a model yet
+    models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
+    strategy.aggregate(1, [update(c, [row]) for c, row in enumerate(models)])
+    np.testing.assert_allclose(strategy.serve(2)[0], models.mean(axis=0), atol=1e-6)
+    assert strategy.train_config(2, 2)["tie"] == pytest.approx(0.6 * 2 / 3)
+
+
+def test_relations_are_learnt_from_the_models():
+    right = np.eye(3) * 4.0
+    np.testing.assert_allclose(learnt_relations(right), np.eye(3) / 2, atol=1e-12)
+    alike = np.full((3, 3), 7.0)
+    np.testing.assert_allclose(learnt_relations(alike), np.eye(3) - np.full((3, 3), 1 / 4), atol=1e-12)
+    np.testing.assert_allclose(learnt_relations(np.zeros((2, 2))), np.eye(2))
+    w = np.random.default_rng(1).normal(size=(6, 4))
+    root = np.real(sqrtm(w.T @ w))
+    expected = np.linalg.inv(4 * root / np.trace(root) + np.eye(4))
+    np.testing.assert_allclose(learnt_relations(w.T @ w), expected, atol=1e-10)
+
+
+def test_learnt_ties_are_the_gradient_of_the_regulariser(make_strategy, update):
+    strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6, fedmtl_relations="learnt")
+    models = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
+    models[2] = models[0] + 0.1 * models[2]
+    strategy.aggregate(1, [update(c, [row]) for c, row in enumerate(models)])
+    w = models.T.astype(np.float64)
+    gradient = 0.6 * w @ learnt_relations(w.T @ w)
+    for client in range(3):
+        tie = strategy.train_config(2, client)["tie"]
+        found = tie * (models[client] - strategy.serve(client)[0])
+        np.testing.assert_allclose(found, gradient[:, client], atol=1e-5)
+
+
+def test_fedmtl_client_by_hand(make_client, gradient_of):
+    """It starts from the common initialisation, not from what it is sent, and goes on with its own model."""
+    client = make_client("fedmtl", **WHOLE)
+    own = client.initial().numpy()
+    for number, tie in ((1, 0.5), (2, 2.0)):
+        others = start_of(client, number)
+        (sent,), _, _ = client.fit([others], {**CONFIG, "server-round": number, "tie": tie})
+        own = own - LR * (gradient_of(client, own) + tie * (own - others))
+        np.testing.assert_allclose(sent, own, atol=1e-5)
+        np.testing.assert_array_equal(client.state["model"], sent)
+    predictor = client.served_model([torch.from_numpy(others)], CONFIG)
+    np.testing.assert_array_equal(predictor.members[0].parameters.numpy(), sent)
+
+
+@pytest.mark.parametrize("relations", ["mean", "learnt"])
+def test_fedmtl_without_ties_is_local_training(make_config, federate, relations):
+    settings = {"num_server_rounds": 4, "fraction_train": 0.6}
+    untied = federate(make_config("fedmtl", fedmtl_strength=0.0, fedmtl_relations=relations, **settings))
+    local = federate(make_config("local", **settings))
+    for client in range(4):
+        np.testing.assert_array_equal(untied.kept(client)["model"], local.kept(client)["model"])
+    assert untied.column("local_loss") == local.column("local_loss")
+
+
+# -- FedMGDA+ ------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_mix_by_hand():
+    """g = (1, 0) and (0, 2): λ² + 4 (1 − λ)² is least at 0.8; at length 1 both count alike."""
+    changes, centre = np.array([[1, 0], [0, 2]], np.float32), np.array([0.5, 0.5])
+    weights, scale = common_descent(changes, centre, 1.0, normalise=False)
+    np.testing.assert_allclose(weights, [0.8, 0.2], atol=1e-9)
+    np.testing.assert_array_equal(scale, [1, 1])
+    np.testing.assert_allclose(common_descent(changes, centre, 0.1, normalise=False)[0], [0.6, 0.4], atol=1e-9)
+    weights, scale = common_descent(changes, np.array([0.75, 0.25]), 1.0, normalise=True)
+    np.testing.assert_allclose(weights, [0.5, 0.5], atol=1e-9)
+    np.testing.assert_array_equal(scale, [1, 2])
+    weights, _ = common_descent(changes, np.array([0.75, 0.25]), 0.1, normalise=True)
+    np.testing.assert_allclose(weights, [0.65, 0.35], atol=1e-9)
+
+
+def test_fedmgdas_round_by_hand(make_strategy, update):
+    strategy = make_strategy("fedmgda", model="linear", fedmgda_epsilon=0.1, fedmgda_server_lr=0.5)
+    before = strategy.model.copy()
+    moved = np.zeros((2, strategy.size), np.float32)
+    moved[0, 0], moved[1, 1] = 3, -2
+    quantities = strategy.aggregate(1, [update(0, [before + moved[0]], 3), update(2, [before + moved[1]], 1)])
+    expected = np.zeros(strategy.size)
+    expected[:2] = 0.5 * 0.65, -0.5 * 0.35
+    np.testing.assert_allclose(strategy.model - before, expected, atol=1e-6)
+    assert quantities == pytest.approx({"smallest_weight": 0.35, "largest_weight": 0.65})
+
+
+def test_opposed_updates_leave_the_model(make_strategy, update):
+    strategy = make_strategy("fedmgda", model="linear", fedmgda_epsilon=1.0)
+    before = strategy.model.copy()
+    step = np.random.default_rng(0).normal(size=strategy.size).astype(np.float32)
+    strategy.aggregate(1, [update(0, [before + step], 1), update(1, [before - 3 * step], 9)])
+    np.testing.assert_allclose(strategy.model, before, atol=1e-5)
+
+
+def test_clients_that_have_not_moved(make_strategy, update):
+    strategy = make_strategy("fedmgda", model="linear")
+    before = strategy.model.copy()
+    strategy.aggregate(1, [update(0, [before]), update(1, [before])])
+    np.testing.assert_array_equal(strategy.model, before)
+
+
+def test_running_statistics_are_averaged(make_strategy, update):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 255, (9, 8, 8, 1)).astype(np.uint8), np.arange(9) % 3
+    data = (x, y, [[0, 1, 2], [3, 4, 5]], [[6], [7, 8]])
+    strategy = make_strategy("fedmgda", data=data, model="resnet18-bn")
+    models = np.float32(strategy.initial() + 1e-3 * rng.normal(size=(2, strategy.size)))
+    statistics = strategy.architecture.layout.select(lambda entry: not entry.trainable)
+    strategy.aggregate(1, [update(0, [models[0]], 1), update(1, [models[1]], 3)])
+    expected = 0.25 * statistics.take(models[0]) + 0.75 * statistics.take(models[1])
+    np.testing.assert_allclose(statistics.take(strategy.model), expected, atol=1e-6)
+
+
+def test_fedmgda_without_a_choice_is_fedavg(make_config, federate):
+    settings = {"fedmgda_epsilon": 0.0, "fedmgda_normalise": False, "fraction_train": 0.6}
+    free, plain = federate(make_config("fedmgda", **settings)), federate(make_config("fedavg", fraction_train=0.6))
+    np.testing.assert_allclose(free.strategy.model, plain.strategy.model, atol=1e-6)
+
+
+# -- FedUV ---------------------------------------------------------------------------------------------
+
+
+def variance_by_hand(logits):
+    p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    gamma = np.eye(p.shape[1]).std(axis=0, ddof=1)
+    return float(np.maximum(gamma - p.std(axis=0, ddof=1), 0).mean())
+
+
+def closeness_by_hand(z):
+    squared = [((z[i] - z[j]) ** 2).sum() for i in range(len(z)) for j in range(i + 1, len(z))]
+    known = sorted(d for d in squared if d > 0)
+    return float(np.mean([math.exp(-d / known[(len(known) - 1) // 2]) for d in squared]))
+
+
+@pytest.fixture
+def features_and_logits():
+    rng = np.random.default_rng(3)
+    features, logits = rng.normal(size=(7, 5)), rng.normal(size=(7, 3))
+    features[4] = features[1]  # a distance of 0
+    return features, logits
+
+
+def test_feduvs_regularisers_by_hand(features_and_logits):
+    features, logits = (torch.tensor(a) for a in features_and_logits)
+    there = torch.ones(7, dtype=torch.float64)
+    assert float(too_little_variance(logits, there)) == pytest.approx(variance_by_hand(logits.numpy()), rel=1e-6)
+    assert float(closeness(features, there)) == pytest.approx(closeness_by_hand(features.numpy()), rel=1e-9)
+    even = 100 * torch.eye(3, dtype=torch.float64)
+    assert float(too_little_variance(even, there[:3])) == pytest.approx(0, abs=1e-6)
+    alike = torch.ones(4, 3, dtype=torch.float64)
+    assert float(too_little_variance(alike, there[:4])) == pytest.approx(1 / math.sqrt(3), abs=1e-5)
+
+
+def test_what_fills_up_a_batch_is_no_sample(features_and_logits):
+    features, logits = (torch.tensor(a) for a in features_and_logits)
+    there = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=torch.float64)
+    alone = torch.ones(5, dtype=torch.float64)
+    torch.testing.assert_close(too_little_variance(logits, there), too_little_variance(logits[:5], alone))
+    torch.testing.assert_close(closeness(features, there), closeness(features[:5], alone))
+    side_by_side = torch.func.vmap(closeness)(torch.stack([features, 2 * features]), torch.stack([there, there]))
+    torch.testing.assert_close(side_by_side, closeness(features[:5], alone).expand(2))  # its scale does not matter
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_batches_that_tell_nothing_have_no_gradient(count):
+    """One sample, or samples that are all alike."""
+    features = torch.ones(4, 5, requires_grad=True)
+    logits = torch.ones(4, 3, requires_grad=True)
+    there = (torch.arange(4) < count).float()
+    (closeness(features, there) + too_little_variance(logits, there)).backward()
+    assert not features.grad.any() and not logits.grad.any()
+
+
+def test_feduvs_step_by_hand(make_client):
+    client = make_client("feduv", **MLP, feduv_variance=1.5, feduv_uniformity=0.7)
+    start = client.initial()
+    model = client.architecture.build()
+    model.load_state_dict(client.layout.views(start.clone()))
+    features = model.body(client.data.x_train)
+    logits = model.head(features)
+    p = logits.softmax(dim=1)
+    squared = torch.pdist(features).square()
+    loss = torch.nn.functional.cross_entropy(logits, client.data.y_train)
+    loss = loss + 1.5 * (3**-0.5 - p.std(dim=0)).relu().mean()
+    loss = loss + 0.7 * torch.exp(-squared / squared[squared > 0].median()).mean()
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.sub_(LR * gradient)
+    (sent,), _, metrics = client.fit([start.numpy()], CONFIG)
+    np.testing.assert_allclose(sent, torch.cat([p.detach().flatten() for p in parameters]).numpy(), atol=1e-6)
+    assert metrics["train-loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_feduv_without_regularisers_is_fedavg(make_config, federate):
+    free = federate(make_config("feduv", feduv_variance=0.0, feduv_uniformity=0.0))
+    np.testing.assert_array_equal(free.strategy.model, federate(make_config("fedavg")).strategy.model)
+
+
+# -- FedNH ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "largest"), [(3, 2, -0.5), (10, 64, -1 / 9), (2, 1, -1), (6, 3, 0), (12, 3, 5**-0.5)]
+)
+def test_prototypes_are_as_far_apart_as_can_be(count, size, largest):
+    """A simplex, an octahedron, an icosahedron."""
+    directions = spread_directions(count, size).double()
+    torch.testing.assert_close(directions.norm(dim=1), torch.ones(count, dtype=torch.float64))
+    cosines = (directions @ directions.T).fill_diagonal_(-1)
+    assert float(cosines.max()) == pytest.approx(largest, abs=0.01)
+
+
+def test_prototypes_follow_the_seed(make_strategy):
+    first, again, other = (make_strategy("fednh", seed=seed).model for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+
+
+def test_prototypes_are_drawn_by_hand():
+    prototypes = np.array([[1, 0], [0, 1], [0.6, 0.8]], np.float32)
+    means = np.array([[0, 0.2], [0, 0], [-3, -4]], np.float32)
+    found = drawn(prototypes, means, 0.75)
+    expected = [[3 / math.sqrt(10), 1 / math.sqrt(10)], [0, 1], [0.6, 0.8]]  # 0.75 - 0.25 is half of the third
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(drawn(prototypes, means, 0.0), [[0, 1], [0, 1], [-0.6, -0.8]], atol=1e-6)
+
+
+def test_fednhs_client_by_hand(make_client):
+    client = make_client("fednh", **MLP, fednh_scale=5.0)
+    start = client.initial().numpy()
+    prototypes = torch.from_numpy(client.layout.views(start)["head.weight"])
+
+    def logits(features):
+        return 5.0 * (features / features.norm(dim=1, keepdim=True)) @ prototypes.T
+
+    body, features = body_step(client, start, logits)
+    (sent,), _, _ = client.fit([start], CONFIG)
+    np.testing.assert_allclose(sent[: len(body)], body, atol=1e-6)
+    y, unit = client.data.y_train.numpy(), features / np.linalg.norm(features, axis=1, keepdims=True)
+    means = np.stack([unit[y == label].mean(axis=0) for label in range(3)])
+    shares = np.bincount(y) / len(y)
+    expected = shares[:, None] * means / np.linalg.norm(means, axis=1, keepdims=True)
+    np.testing.assert_allclose(client.layout.views(sent)["head.weight"], expected, atol=1e-5)
+
+
+def test_a_class_without_samples_has_no_direction():
+    means = mean_directions(torch.tensor([[3.0, 4.0], [6.0, 8.0]]), torch.tensor([2, 2]), 3)
+    torch.testing.assert_close(means, torch.tensor([[0, 0], [0, 0], [0.6, 0.8]]))
+
+
+def test_prototypes_are_weighed_by_samples_of_the_class(make_strategy, update):
+    """Client 0: 4 samples, half of them of class 0; client 1: 12, a third of them. Bodies go by all samples."""
+    strategy = make_strategy("fednh", model="mlp", fednh_rho=0.5)
+    views = strategy.architecture.layout.views
+    size = views(strategy.model)["head.weight"].shape[1]
+    before = views(strategy.model)["head.weight"].copy()
+    models = np.zeros((2, strategy.size), np.float32)
+    models[:, 0] = 1, 5
+    first, second = np.eye(size, dtype=np.float32)[:2]
+    views(models[0])["head.weight"][0] = 2 / 4 * first
+    views(models[1])["head.weight"][0] = 4 / 12 * second
+    strategy.aggregate(1, [update(0, [models[0]], 4), update(1, [models[1]], 12)])
+    mean = 2 * first + 4 * second
+    expected = 0.5 * before[0] + 0.5 * mean / np.linalg.norm(mean)
+    after = views(strategy.model)["head.weight"]
+    np.testing.assert_allclose(after[0], expected / np.linalg.norm(expected), atol=1e-6)
+    np.testing.assert_allclose(after[1:], before[1:], atol=1e-6)
+    assert strategy.model[0] == pytest.approx(4)
+
+
+def test_prototypes_that_keep_all_of_themselves_stay(make_config, federate):
+    finished = federate(make_config("fednh", fednh_rho=1.0, fraction_train=0.6))
+    head = finished.strategy.architecture.layout.part(["head"])
+    np.testing.assert_allclose(head.take(finished.strategy.model), head.take(finished.strategy.initial()), atol=1e-6)
+
+
+def test_fednh_needs_a_body(make_strategy):
+    with pytest.raises(SettingsError, match="model = 'linear': fednh trains all layers but the head"):
+        make_strategy("fednh", model="linear")
+
+
+# -- pFedFDA -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clouds():
+    """Features of three classes, of which one has two samples and one none."""
+    rng = np.random.default_rng(5)
+    labels = np.array([0, 1, 0, 0, 1, 0, 0])
+    return rng.normal(size=(7, 4)) + 3 * labels[:, None], labels, rng.normal(size=(3, 4))
+
+
+def test_gaussians_by_hand(clouds):
+    features, labels, overall = clouds
+    means, covariance = gaussians(*(torch.tensor(a) for a in clouds), ridge=0.5)
+    expected = np.stack([features[labels == 0].mean(axis=0), overall[1], overall[2]])
+    centred = features - expected[labels]
+    np.testing.assert_allclose(means, expected, atol=1e-12)
+    np.testing.assert_allclose(covariance, centred.T @ centred / 6 + 0.5 * np.eye(4), atol=1e-12)
+
+
+def test_the_discriminant_is_that_of_the_densities():
+    rng = np.random.default_rng(0)
+    means, root, x = rng.normal(size=(3, 4)), rng.normal(size=(4, 4)), rng.normal(size=(5, 4))
+    covariance, prior = root @ root.T + np.eye(4), np.array([0.2, 0.5, 0.3])
+    weight, bias = discriminant(torch.tensor(means), torch.tensor(covariance), torch.tensor(prior).log())
+    logits = x @ weight.numpy().T + bias.numpy()
+    densities = np.stack([multivariate_normal(m, covariance).logpdf(x) for m in means], axis=1) + np.log(prior)
+    np.testing.assert_allclose(logits - logits[:, :1], densities - densities[:, :1], atol=1e-9)
+
+
+def test_classes_are_dealt_out_over_the_parts():
+    labels = torch.tensor([2, 0, 2, 0, 2, 1, 0])
+    assert folds_of(labels, 2).tolist() == [0, 0, 1, 1, 0, -1, 0]
+    assert folds_of(labels, 3).tolist() == [0, 0, 1, 1, 2, -1, 2]
+
+
+def test_the_share_is_that_which_fits_held_out_data():
+    local = torch.tensor([[2.0, 0.0], [-2.0, 0.0]]).double(), torch.eye(2).double()
+    labels = torch.tensor([0, 1, 0, 1])
+    prior = torch.tensor([0.5, 0.5]).double().log()
+    parts = [(local, local[0][labels], labels)]
+    assert best_share(parts, (-local[0], local[1]), prior) == 1.0  # the global means are the wrong way round
+    assert best_share([((-local[0], local[1]), *parts[0][1:])], local, prior) == 0.0
+    nothing = [(local, local[0][:0], labels[:0])]
+    assert best_share(nothing, (-local[0], local[1]), prior) == 0.0
+
+
+def reference_head(features, labels, means, covariance, shares, ridge):
+    """Return weights and biases of the client's discriminant, and its Gaussians, in plain NumPy."""
+    prior = (shares + 1e-4) / (shares + 1e-4).sum()
+
+    def estimate(x, y):
+        own = np.stack([x[y == c].mean(axis=0) if (y == c).sum() > 2 else means[c] for c in range(len(means))])
+        return own, (x - own[y]).T @ (x - own[y]) / max(len(y) - 1, 1) + ridge * np.eye(x.shape[1])
+
+    def head(share, own):
+        mu, sigma = (share * a + (1 - share) * b for a, b in zip(own, (means, covariance), strict=True))
+        weight = np.linalg.solve(sigma, mu.T).T
+        return weight, np.log(prior) - (weight * mu).sum(axis=1) / 2, mu, sigma
+
+    seen, fold = dict.fromkeys(range(len(means)), 0), []
+    for label in labels:
+        fold.append(seen[label] % 2 if (labels == label).sum() > 1 else -1)
+        seen[label] += 1
+    fold = np.array(fold)
+    losses = []
+    for share in np.linspace(0, 1, 11):
+        total = 0.0
+        for k in (0, 1):
+            train, test = (fold >= 0) & (fold != k), fold == k
+            weight, bias, *_ = head(share, estimate(features[train], labels[train]))
+            z = features[test] @ weight.T + bias
+            total += (np.log(np.exp(z).sum(axis=1)) - z[np.arange(len(z)), labels[test]]).sum()
+        losses.append(total)
+    return head(np.linspace(0, 1, 11)[np.argmin(losses)], estimate(features, labels))
+
+
+def test_pfedfdas_client_by_hand(make_client, make_strategy):
+    settings = {**MLP, "pfedfda_ridge": 0.3}
+    client, strategy = make_client("pfedfda", **settings), make_strategy("pfedfda", **settings)
+    (received,) = strategy.serve(0)
+    size = 64
+    body = received[: len(received) - (3 + size) * size]
+    means, covariance = received[len(body) : len(body) + 3 * size].reshape(3, size), np.eye(size)
+    y = client.data.y_train.numpy()
+    shares = np.bincount(y, minlength=3) / len(y)
+    prior = (shares + 1e-4) / (shares + 1e-4).sum()
+    weight = torch.from_numpy(means.astype(np.float32))
+    bias = torch.tensor(np.log(prior) - (means**2).sum(axis=1) / 2, dtype=torch.float32)
+    whole = np.concatenate([body, np.zeros(3 * size + 3, np.float32)])
+    trained, features = body_step(client, whole, lambda f: f @ weight.T + bias)
+    (sent,), _, _ = client.fit([received], CONFIG)
+    np.testing.assert_allclose(sent[: len(body)], trained, atol=1e-5)
+    *_, mu, sigma = reference_head(features, y, means, covariance, shares, 0.3)
+    np.testing.assert_allclose(sent[len(body) : len(body) + 3 * size], mu.ravel(), atol=1e-4)
+    np.testing.assert_allclose(sent[len(body) + 3 * size :], sigma.ravel(), atol=1e-4)
+    assert not client.state
+
+
+def test_pfedfda_averages_bodies_and_gaussians_by_samples(make_strategy, update):
+    strategy = make_strategy("pfedfda", model="mlp")
+    rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [rows[0]], 1), update(1, [rows[1]], 3)])
+    np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [-1, -2])
+def test_a_covariance_that_is_none_is_refused(make_strategy, place):
+    """A negative variance; and a matrix that is not symmetric."""
+    strategy = make_strategy("pfedfda", model="mlp")
+    strategy.check(strategy.serve(0))
+    (spoilt,) = (array.copy() for array in strategy.serve(0))
+    spoilt[place] = -0.5
+    with pytest.raises(BadReplyError, match="a covariance that is none"):
+        strategy.check([spoilt])
+
+
+# -- ConFREE -------------------------------------------------------------------------------------------
+
+
+def test_guidance_by_hand():
+    """(1, 0) and (-1, 1): what is left of them is (1/2, 1/2) and (0, 1), half their sum is 1 and 3/4 of them."""
+    products = gram(np.array([[1, 0], [-1, 1]], np.float32))
+    np.testing.assert_allclose(guidance(products, np.random.default_rng(0)), [1, 0.75], atol=1e-12)
+    agreeing = gram(np.array([[1, 0], [0, 1], [1, 1]], np.float32))
+    np.testing.assert_allclose(guidance(agreeing, np.random.default_rng(0)), [1 / 3] * 3)
+    np.testing.assert_array_equal(guidance(np.zeros((2, 2)), np.random.default_rng(0)), [0.5, 0.5])
+
+
+def test_guidance_is_projection_by_projection():
+    rows = np.random.default_rng(4).normal(size=(4, 6)).astype(np.float32)
+    others = np.array([[j for j in range(4) if j != i] for i in range(4)])
+    orders = np.random.default_rng(1).permuted(others, axis=1)
+    left = []
+    for row, order in zip(rows, orders, strict=True):
+        rest = row.astype(np.float64)
+        for j in order:
+            other = rows[j].astype(np.float64)
+            rest = rest - min(rest @ other, 0) / (other @ other) * other
+        left.append(rest)
+    found = guidance(gram(rows), np.random.default_rng(1)) @ rows
+    np.testing.assert_allclose(found, np.mean(left, axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.9])
+def test_the_worst_served_is_served_best_within_the_ball(alpha):
+    """Against a fine search over the ball's edge."""
+    rows = np.array([[1, 0.2], [-0.3, 1], [2, 0.1]], np.float32)
+    guide = np.array([0.5, 0.3, 0.2])
+    found = (1 + alpha**2) * best_for_the_worst(gram(rows), guide, alpha) @ rows
+    centre = guide @ rows
+    angles = np.linspace(0, 2 * math.pi, 100_001)
+    edge = centre + alpha * np.linalg.norm(centre) * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    assert np.linalg.norm(found - centre) == pytest.approx(alpha * np.linalg.norm(centre), rel=1e-4)
+    assert (rows @ found).min() == pytest.approx((edge @ rows.T).min(axis=1).max(), rel=1e-4)
+
+
+def test_a_ball_without_radius_is_its_centre():
+    products, guide = gram(np.array([[1, 0.2], [-0.3, 1]], np.float32)), np.array([0.7, 0.4])
+    np.testing.assert_array_equal(best_for_the_worst(products, guide, 0.0), guide)
+    np.testing.assert_array_equal(best_for_the_worst(np.zeros((2, 2)), guide, 0.5), guide / 1.25)
+
+
+def test_confrees_tensors_are_rid_of_conflicts_one_by_one(make_strategy, update):
+    """The first bias has a conflict, the second none; all clients count alike."""
+    strategy = make_strategy("confree", model="mlp", confree_alpha=0.0)
+    before, changes = strategy.model.copy(), np.zeros((2, strategy.model.size), np.float32)
+    views = [strategy.architecture.layout.views(np.append(row, np.zeros(195, np.float32))) for row in changes]
+    first, second = "blocks.fc1.linear.bias", "blocks.fc2.linear.bias"
+    views[0][first][:2], views[1][first][:2] = (1, 0), (-1, 1)
+    views[0][second][:2], views[1][second][:2] = (1, 0), (1, 1)
+    changes = np.stack([strategy.architecture.layout.flatten(v)[: strategy.model.size] for v in views])
+    quantities = strategy.aggregate(
+        1, [update(c, [before + row], n) for c, row, n in zip((0, 2), changes, (9, 1), strict=True)]
+    )
+    after = strategy.architecture.layout.views(np.append(strategy.model - before, np.zeros(195, np.float32)))
+    np.testing.assert_allclose(after[first][:2], [0.25, 0.75], atol=1e-6)
+    np.testing.assert_allclose(after[second][:2], [1, 0.5], atol=1e-6)
+    assert quantities == {"conflicts": pytest.approx(0.5 / 4)}  # of four tensors one, where half of the products are
+
+
+def test_confree_with_one_client_and_no_radius_is_fedrep(make_config, federate):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2
+    data = (x, y, [range(12)], [range(12, 20)])
+    free = federate(make_config("confree", data=data, confree_alpha=0.0))
+    plain = federate(make_config("fedrep", data=data))
+    np.testing.assert_allclose(free.strategy.model, plain.strategy.model, atol=1e-6)

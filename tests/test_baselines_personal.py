@@ -1,0 +1,585 @@
+"""The personalised baselines: steps of each worked by hand, and what they are at the ends of their settings."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from posy.client_app.fedala import settled
+from posy.client_app.fedfomo import first_order_weights, normalised
+from posy.strategies.cfl import bipartition, split
+from posy.strategies.fedfomo import chosen
+from posy.strategies.pfedme import relaxed
+
+Make = Callable[..., Any]
+Flat = np.ndarray
+LR = 0.1
+CONFIG = {"server-round": 1, "lr": LR}
+SECOND = {"server-round": 2, "lr": LR}
+EVALUATE = {"server-round": 1, "lr": LR, "evaluate-personal": True}
+WHOLE = {"batch_size": 100}  # all samples of a client are one batch
+
+
+def start_of(client: Any, seed: int = 0) -> Flat:
+    return np.random.default_rng(seed).normal(0, 0.5, size=client.layout.size).astype(np.float32)
+
+
+def loss_and_gradient(client: Any, flat: Flat, which: Any = slice(None), split: str = "train") -> tuple[float, Flat]:
+    """Return loss and gradient over some of a client's samples, by PyTorch's own network in double precision."""
+    module = client.architecture.build().double()
+    leaves = {
+        name: torch.tensor(np.asarray(view), dtype=torch.float64, requires_grad=True)
+        for name, view in client.layout.views(flat).items()
+    }
+    x, y = client.samples(split)
+    loss = F.cross_entropy(torch.func.functional_call(module, leaves, (x[which].double(),)), y[which])
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return float(loss.detach()), torch.cat([g.flatten() for g in gradients]).numpy()
+
+
+def gradient(client: Any, flat: Flat, which: Any = slice(None)) -> Flat:
+    return loss_and_gradient(client, flat, which)[1]
+
+
+def test_loss(client: Any, flat: Flat) -> float:
+    return loss_and_gradient(client, flat, split="test")[0]
+
+
+test_loss.__test__ = False  # type: ignore[attr-defined]
+
+
+def same_runs(one: Any, other: Any, *columns: str) -> None:
+    np.testing.assert_array_equal(one.strategy.model, other.strategy.model)
+    for column in columns:
+        assert one.column(column) == other.column(column)
+
+
+# -- FedPer and LG-FedAvg ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "layers"), [("fedper", 1), ("fedper", 2), ("lg-fedavg", 1), ("lg-fedavg", 2)])
+def test_layers_are_trained_together_and_parted_then(method: str, layers: int, make_client: Make) -> None:
+    client = make_client(method, **WHOLE, model="mlp", **{f"{method.replace('-', '_')}_layers": layers})
+    names = client.architecture.layer_names
+    assert len(names) == 3
+    last = client.layout.part(names[-layers:])
+    rest = client.layout.without(names[-layers:])
+    shared, kept = (rest, last) if method == "fedper" else (last, rest)
+    assert (client.shared, client.personal) == (shared, kept)
+    whole = client.initial().numpy().copy()
+    received = shared.take(start_of(client)).copy()
+    shared.put(whole, received)
+    (sent,), _, _ = client.fit([received], CONFIG)
+    whole = whole - LR * gradient(client, whole)
+    np.testing.assert_allclose(sent, shared.take(whole), atol=1e-6)
+    np.testing.assert_allclose(client.state["personal"], kept.take(whole), atol=1e-6)
+    shared.put(whole, received := shared.take(start_of(client, 1)))
+    _, _, metrics = client.evaluate([received], EVALUATE)
+    assert metrics["served-loss"] == pytest.approx(test_loss(client, whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"model": "linear"}, {"model": "mlp", "lg_fedavg_layers": 3}])
+def test_lg_fedavg_that_shares_all_layers_is_fedavg(
+    settings: dict[str, Any], make_config: Make, federate: Make
+) -> None:
+    one = federate(make_config("lg-fedavg", **settings, fraction_train=0.6))
+    other = federate(make_config("fedavg", model=settings["model"], fraction_train=0.6))
+    same_runs(one, other, "served_loss", "local_loss")
+
+
+# -- what is fine-tuned --------------------------------------------------------------------------------
+
+
+def test_fedbabu_trains_the_body_and_fine_tunes_the_whole(make_client: Make) -> None:
+    client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2)
+    body = client.layout.without(["head"])
+    whole = client.initial().numpy().copy()
+    received = body.take(start_of(client)).copy()
+    body.put(whole, received)
+    (sent,), _, metrics = client.fit([received], {**CONFIG, "evaluate-local": True})
+    np.testing.assert_allclose(sent, received - LR * body.take(gradient(client, whole)), atol=1e-6)
+    assert not client.state and "local-loss" not in metrics  # the head is nobody's own; the rest is for evaluations
+    _, _, metrics = client.evaluate([received], EVALUATE)
+    assert metrics["served-loss"] == pytest.approx(test_loss(client, whole), rel=1e-5)
+    for _ in range(2):
+        whole = whole - 0.3 * gradient(client, whole)
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, whole), rel=1e-4)
+
+
+def test_fedbabus_server_holds_no_head(make_config: Make, federate: Make) -> None:
+    finished = federate(make_config("fedbabu", model="mlp"))
+    assert finished.strategy.model.size == finished.strategy.architecture.layout.without(["head"]).size
+    assert all(finished.kept(client) == {} for client in range(4))
+
+
+def test_fedsam_by_hand(make_client: Make) -> None:
+    """The gradient where the loss is worst within 0.4: w + 0.4 g / ||g||."""
+    client = make_client("fedsam-ft", **WHOLE, model="mlp", fedsam_ft_rho=0.4)
+    start = start_of(client)
+    uphill = gradient(client, start)
+    (sent,), _, _ = client.fit([start], CONFIG)
+    expected = start - LR * gradient(client, start + 0.4 * uphill / np.linalg.norm(uphill))
+    np.testing.assert_allclose(sent, expected, atol=1e-6)
+    assert np.abs(expected - (start - LR * uphill)).max() > 1e-3
+
+
+@pytest.mark.parametrize(("method", "settings"), [("fedprox-ft", {"mu": 2.0}), ("fedsam-ft", {"rho": 0.5})])
+def test_fine_tuning_is_plain_whatever_the_training_is(
+    method: str, settings: dict[str, float], make_client: Make
+) -> None:
+    own = {f"{method.replace('-', '_')}_{key}": value for key, value in (settings | {"epochs": 2, "lr": 0.2}).items()}
+    client = make_client(method, model="mlp", **own)
+    plain = make_client("fedavg-ft", model="mlp", fedavg_ft_epochs=2, fedavg_ft_lr=0.2)
+    start = start_of(client)
+    assert client.evaluate([start], EVALUATE)[2] == plain.evaluate([start], EVALUATE)[2]
+    assert not np.array_equal(client.fit([start], CONFIG)[0][0], plain.fit([start], CONFIG)[0][0])
+
+
+def test_fedprox_with_fine_tuning_serves_fedproxs_model(make_config: Make, federate: Make) -> None:
+    tuned = federate(make_config("fedprox-ft", fedprox_ft_mu=0.5))
+    same_runs(tuned, federate(make_config("fedprox", fedprox_mu=0.5)), "served_loss")
+
+
+@pytest.mark.parametrize("settings", [{"fedprox_ft_mu": 0.0}, {"fedsam_ft_rho": 0.0}])
+def test_without_what_is_their_own_they_are_fedavg_with_fine_tuning(
+    settings: dict[str, float], make_config: Make, federate: Make
+) -> None:
+    method = next(iter(settings)).rpartition("_")[0].replace("_", "-")
+    same_runs(
+        federate(make_config(method, **settings)), federate(make_config("fedavg-ft")), "served_loss", "local_loss"
+    )
+
+
+# -- APFL ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_two_rounds_of_apfl_by_hand(adaptive: bool, make_client: Make) -> None:
+    client = make_client("apfl", **WHOLE, model="mlp", apfl_alpha=0.25, apfl_adaptive=adaptive)
+    v, alpha = client.initial().numpy().astype(np.float64), 0.25
+    for number in (1, 2):
+        w = client.initial().numpy() + 0.1 * start_of(client, number)
+        (sent,), _, _ = client.fit([w], {"server-round": number, "lr": LR})
+        if adaptive:
+            alpha -= LR * (v - w) @ gradient(client, alpha * v + (1 - alpha) * w)
+            assert 0 < alpha < 1
+            assert float(client.state["alpha"]) == pytest.approx(alpha, rel=1e-3)
+        mixed = gradient(client, alpha * v + (1 - alpha) * w)
+        w, v = w - LR * gradient(client, w), v - LR * alpha * mixed
+        np.testing.assert_allclose(sent, w, atol=1e-6)
+        np.testing.assert_allclose(client.state["own"], v, atol=1e-5)
+        np.testing.assert_allclose(client.state["model"], alpha * v + (1 - alpha) * w, atol=1e-5)
+    assert ("alpha" in client.state) is adaptive
+
+
+def test_apfl_with_nothing_of_the_global_model_is_local_training(make_config: Make, federate: Make) -> None:
+    settings = {"model": "mlp", "fraction_train": 0.6}
+    mixed, alone = (federate(make_config(method, apfl_alpha=1.0, **settings)) for method in ("apfl", "local"))
+    for client in range(4):
+        ours, expected = (finished.kept(client).get("model") for finished in (mixed, alone))
+        assert (ours is None) == (expected is None)
+        if ours is not None:
+            np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6)
+
+
+def test_apfl_with_nothing_of_the_own_model_is_fedavg(make_config: Make, federate: Make) -> None:
+    settings = {"model": "mlp"}
+    mixed, plain = (federate(make_config(method, apfl_alpha=0.0, **settings)) for method in ("apfl", "fedavg"))
+    same_runs(mixed, plain, "served_loss", "local_loss")
+
+
+def test_apfls_share_stays_between_0_and_1(make_client: Make) -> None:
+    client = make_client("apfl", **WHOLE, model="mlp", apfl_alpha=0.5, apfl_adaptive=True, lr=1.0)
+    ends = set()
+    for sign in (-1, 1):
+        client.state.clear()
+        v = client.initial().numpy()
+        client.keep("own", torch.from_numpy(v.copy()))
+        w = v + sign * 3 * gradient(client, v).astype(np.float32)
+        client.fit([w], {**CONFIG, "lr": 1.0})
+        ends.add(float(client.state["alpha"]))
+        assert 0 <= float(client.state["alpha"]) <= 1
+    assert len(ends) == 2
+
+
+# -- Per-FedAvg ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hessian", ["fo", "hf"])
+def test_per_fedavg_adapts_on_one_part_of_a_batch_and_learns_on_another(hessian: str, make_client: Make) -> None:
+    """Batches of as many samples as there are parts, in an order that chance has chosen."""
+    parts = 2 if hessian == "fo" else 3
+    x = np.random.default_rng(1).normal(size=(parts, 5)).astype(np.float32)
+    data = (x, np.arange(parts), [list(range(parts))], [[]])
+    own = {"per_fedavg_alpha": 0.4, "per_fedavg_hessian": hessian, "per_fedavg_hessian_delta": 0.05}
+    client = make_client("per-fedavg", data=data, model="mlp", **own)
+    start = start_of(client)
+    (sent,), _, _ = client.fit([start], CONFIG)
+    fits = []
+    for order in itertools.permutations(range(parts)):
+        first, second, third = ([order[i % parts]] for i in range(3))
+        step = gradient(client, start - 0.4 * gradient(client, start, first), second)
+        if hessian == "hf":
+            ends = [gradient(client, start + sign * 0.05 * step, third) for sign in (1, -1)]
+            step = step - 0.4 * (ends[0] - ends[1]) / (2 * 0.05)
+        fits.append(np.allclose(sent, start - LR * step, rtol=0, atol=2e-6))
+    assert sum(fits) == 1
+
+
+def test_per_fedavgs_local_model_is_adapted_to_the_training_data(make_client: Make) -> None:
+    own = {"momentum": 0.9, "weight_decay": 0.1}  # settings of the training, which the adaptation is without
+    client = make_client("per-fedavg", **WHOLE, **own, model="mlp", per_fedavg_alpha=0.3, per_fedavg_steps=2)
+    start = start_of(client)
+    _, _, metrics = client.evaluate([start], EVALUATE)
+    adapted = start
+    for _ in range(2):
+        adapted = adapted - 0.3 * gradient(client, adapted)
+    assert metrics["served-loss"] == pytest.approx(test_loss(client, start), rel=1e-5)
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, adapted), rel=1e-4)
+    assert not client.state
+
+
+@pytest.mark.parametrize("hessian", ["fo", "hf"])
+def test_per_fedavg_without_adaptation_on_single_samples_is_fedavg(
+    hessian: str, make_config: Make, federate: Make
+) -> None:
+    settings = {"model": "mlp", "batch_size": 1}
+    own = {"per_fedavg_alpha": 0.0, "per_fedavg_hessian": hessian}
+    meta, plain = federate(make_config("per-fedavg", **settings, **own)), federate(make_config("fedavg", **settings))
+    same_runs(meta, plain, "served_loss")
+    assert meta.column("local_loss") == meta.column("served_loss")
+
+
+# -- pFedMe --------------------------------------------------------------------------------------------
+
+
+def test_pfedme_by_hand(make_client: Make) -> None:
+    own = {"pfedme_strength": 3.0, "pfedme_steps": 2, "pfedme_personal_lr": 0.2}
+    client = make_client("pfedme", **WHOLE, model="mlp", **own)
+    start = start_of(client)
+
+    def personal(w: Flat) -> Flat:
+        theta = w
+        for _ in range(2):
+            theta = theta - 0.2 * (gradient(client, theta) + 3.0 * (theta - w))
+        return theta
+
+    (sent,), _, _ = client.fit([start], CONFIG)
+    moved = start - LR * 3.0 * (start - personal(start))
+    np.testing.assert_allclose(sent, moved, atol=1e-6)
+    np.testing.assert_allclose(client.state["model"], personal(moved), atol=1e-6)
+    _, _, metrics = client.evaluate([start], EVALUATE)
+    assert metrics["served-loss"] == pytest.approx(test_loss(client, start), rel=1e-5)
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, personal(moved)), rel=1e-4)
+
+
+def test_pfedmes_server_by_hand(make_strategy: Make, update: Make) -> None:
+    assert relaxed(np.float32([1, 2]), np.float32([3, 0]), 1.5).tolist() == [4, -1]
+    strategy = make_strategy("pfedme", model="linear", pfedme_beta=0.5)
+    before = strategy.model
+    rows = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
+    strategy.aggregate(1, [update(0, [rows[0]], 1), update(3, [rows[1]], 3)])
+    np.testing.assert_allclose(strategy.model, 0.5 * before + 0.5 * (0.25 * rows[0] + 0.75 * rows[1]), atol=1e-6)
+
+
+def test_pfedme_never_goes_beyond_the_mean_of_running_statistics(make_strategy: Make, update: Make) -> None:
+    x = np.zeros((8, 8, 8, 3), np.uint8)
+    data = (x, np.arange(8) % 2, [range(4), range(4, 8)], [[], []])
+    strategy = make_strategy("pfedme", data=data, model="resnet18-bn", pfedme_beta=4.0)
+    rows = np.stack([strategy.model, strategy.model]) * np.float32([[0.25], [0.75]])
+    strategy.aggregate(1, [update(0, [rows[0]]), update(1, [rows[1]])])
+    statistics = strategy.architecture.layout.select(lambda entry: not entry.trainable)
+    assert statistics.size
+    np.testing.assert_allclose(statistics.take(strategy.model), statistics.take(rows.mean(axis=0)), atol=1e-6)
+
+
+def test_pfedme_with_one_step_of_the_whole_way_is_fedavg(make_config: Make, federate: Make) -> None:
+    own = {"pfedme_strength": 16.0, "pfedme_personal_lr": 1 / 16, "pfedme_steps": 1}
+    one, plain = federate(make_config("pfedme", model="mlp", **own)), federate(make_config("fedavg", model="mlp"))
+    np.testing.assert_allclose(one.strategy.model, plain.strategy.model, rtol=0, atol=1e-6)
+
+
+# -- FedFomo -------------------------------------------------------------------------------------------
+
+
+def test_first_order_weights_by_hand() -> None:
+    losses = torch.tensor([2.0, 1.0, 3.0, 2.0, torch.inf, 0.5])
+    weights = first_order_weights(losses, torch.tensor([4.0, 2.0, 0.0, 1.0, 3.0]))
+    assert weights.tolist() == [0.25, -0.5, 0, 0, 0.5]
+    assert normalised(weights).tolist() == pytest.approx([1 / 3, 0, 0, 0, 2 / 3])
+    assert normalised(torch.tensor([-1.0, 0.0])).tolist() == [0, 0]
+    own = torch.tensor([torch.inf, 1.0, torch.inf])  # a model that has diverged itself
+    assert first_order_weights(own, torch.ones(2)).tolist() == [0, 0]
+
+
+def test_fedfomo_client_by_hand(make_client: Make) -> None:
+    client = make_client("fedfomo", **WHOLE, model="linear")
+    own = start_of(client)
+    client.keep("model", torch.from_numpy(own.copy()))
+    others = np.stack([own - 0.2 * gradient(client, own), own + gradient(client, own), start_of(client, 2)])
+    others = others.astype(np.float32)
+    losses = [loss_and_gradient(client, model)[0] for model in (own, *others)]
+    weights = [(losses[0] - loss) / np.linalg.norm(other - own) for loss, other in zip(losses[1:], others, strict=True)]
+    assert weights[0] > 0 > weights[1]
+    positive = np.maximum(weights, 0)
+    start = own + positive / positive.sum() @ (others - own)
+    _, _, metrics = client.evaluate([others], EVALUATE)
+    assert metrics["served-loss"] == pytest.approx(test_loss(client, start), rel=1e-5)
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, own), rel=1e-5)
+    (sent, told), _, _ = client.fit([others], CONFIG)
+    np.testing.assert_allclose(told, weights, rtol=1e-4)
+    np.testing.assert_allclose(sent, start - LR * gradient(client, start), atol=1e-6)
+    np.testing.assert_array_equal(client.state["model"], sent)
+
+
+def test_fedfomo_weighs_models_on_the_validation_split_where_there_is_one(make_client: Make) -> None:
+    client = make_client("fedfomo", **WHOLE, model="linear", validation_fraction=0.4)
+    own = start_of(client)
+    client.keep("model", torch.from_numpy(own.copy()))
+    others = np.stack([own - 0.2 * gradient(client, own), start_of(client, 2)]).astype(np.float32)
+    (_, told), _, _ = client.fit([others], CONFIG)
+    x, y = client.data.x_validation, client.data.y_validation
+    assert len(y) == 8
+
+    def loss(model: np.ndarray) -> float:
+        tensors = client.layout.views(torch.from_numpy(model))
+        return float(torch.nn.functional.cross_entropy(x @ tensors["head.weight"].T + tensors["head.bias"], y))
+
+    expected = [(loss(own) - loss(other)) / np.linalg.norm(other - own) for other in others]
+    np.testing.assert_allclose(told, expected, rtol=1e-4)
+
+
+def test_models_are_chosen_by_affinity_or_at_random() -> None:
+    affinity = np.array([0.5, 3.0, -1.0, 2.0])
+
+    def drawn(count: int, epsilon: float, scores: np.ndarray = affinity) -> list[tuple[int, ...]]:
+        return [tuple(chosen(scores, count, epsilon, np.random.default_rng(seed))) for seed in range(400)]
+
+    assert set(drawn(3, 0.0)) == {(1, 3, 0)}
+    assert set(drawn(9, 0.0)) == {(1, 3, 0, 2)}
+    assert set(drawn(2, 1.0)) == set(itertools.permutations(range(4), 2))
+    assert set(drawn(1, 0.0, np.zeros(3))) == {(0,), (1,), (2,)}  # of equals any
+    share = np.mean([found == (1,) for found in drawn(1, 0.4)])
+    assert share == pytest.approx(0.6 + 0.4 / 4, abs=0.07)
+    assert chosen(np.zeros(0), 5, 0.5, np.random.default_rng(0)) == []
+
+
+def test_fedfomos_server_by_hand(make_strategy: Make, update: Make) -> None:
+    strategy = make_strategy("fedfomo", model="linear", fedfomo_models=2, fedfomo_epsilon=0.0)
+    rows = np.random.default_rng(0).normal(size=(4, strategy.size)).astype(np.float32)
+    assert strategy.serve(1)[0].shape == (0, strategy.size)
+    assert strategy.expected_shapes(1) == [(strategy.size,), (0,)]
+    np.testing.assert_array_equal(strategy.reference(1, [rows[1]]), [strategy.initial()])
+    strategy.aggregate(1, [update(c, [rows[c], np.zeros(0)]) for c in (0, 1, 3)])
+    assert [set(row) for row in strategy.sent.tolist()] == [{1, 3}, {0, 3}, {0, 1, 3} & set(strategy.sent[2]), {0, 1}]
+    for client in range(4):
+        np.testing.assert_array_equal(strategy.serve(client)[0], rows[strategy.sent[client]])
+    asked, before = strategy.sent[0].tolist(), strategy.sent[2].tolist()
+    told = [-0.5 if other == 3 else 0.25 for other in asked]
+    quantities = strategy.aggregate(2, [update(0, [-rows[0], told])])
+    assert quantities == {"helpful_models": 0.5}
+    np.testing.assert_array_equal(strategy.affinity, np.eye(4) + 0.25 * (EYE[0, 1] - 2 * EYE[0, 3]))
+    assert strategy.sent[0].tolist() == [1, 3]
+    assert strategy.reference(0, [rows[0]])[0].tolist() == (-rows[0]).tolist()
+    assert 2 not in strategy.sent and len(before) == 2
+
+
+EYE = np.eye(16).reshape(4, 4, 4, 4)
+"""EYE[i, j] is the matrix whose only entry is 1, at (i, j)."""
+
+
+def test_fedfomo_without_others_is_local_training(make_config: Make, federate: Make) -> None:
+    settings = {"model": "mlp", "fraction_train": 0.6}
+    none, alone = (federate(make_config(method, fedfomo_models=0, **settings)) for method in ("fedfomo", "local"))
+    assert none.column("local_loss") == alone.column("local_loss")
+    for client in range(4):
+        np.testing.assert_equal(none.kept(client), alone.kept(client))
+
+
+def test_fedfomo_sends_no_model_of_who_was_not_seen_and_nobody_its_own(make_config: Make, federate: Make) -> None:
+    settings = {"fraction_train": 0.5, "num_server_rounds": 4, "fedfomo_epsilon": 1.0, "fedfomo_models": 2}
+    finished = federate(make_config("fedfomo", **settings))
+    strategy = finished.strategy
+    for client, row in enumerate(strategy.sent.tolist()):
+        others = [c for c in strategy.seen.tolist() if c != client]
+        assert client not in row and set(row) - {-1} <= set(others)
+        assert len(set(row) - {-1}) == min(2, len(others))
+    again = federate(make_config("fedfomo", **settings)).strategy
+    np.testing.assert_array_equal(strategy.sent, again.sent)
+
+
+@pytest.mark.parametrize(("limit", "dropped"), [(4.999, [0]), (5.001, [])])
+def test_a_fedfomo_update_is_measured_from_the_clients_own_model(
+    limit: float, dropped: list[int], make_config: Make, federate: Make
+) -> None:
+    """In round 2 client 0 sends what differs by 5 from the model that it sent in round 1."""
+
+    def spoil(strategy: Any) -> None:
+        usual = strategy.reference
+
+        def reference(client: int, arrays: list[Flat]) -> list[Flat]:
+            (own,) = usual(client, arrays)
+            if client == 0 and strategy.record.number == 2:
+                np.testing.assert_array_equal(own, strategy.latest(np.array([0]))[0])
+                arrays[0] = own.copy()
+                arrays[0][:2] += (3, -4)
+            return [own]
+
+        strategy.reference = reference
+
+    finished = federate(make_config("fedfomo", max_update_norm=limit, lr=1e-3), prepare=spoil)
+    assert [client for client, _ in finished.records[1].dropped] == dropped
+
+
+# -- CFL -----------------------------------------------------------------------------------------------
+
+
+def test_bipartition_by_hand() -> None:
+    """0, 3 and 4 hang together by a chain; 1 and 2 are alike."""
+    similarity = np.full((5, 5), -0.5)
+    for i, j, value in ((0, 3, 0.9), (3, 4, 0.6), (1, 2, 0.8), (0, 4, -0.9), (2, 4, 0.1)):
+        similarity[i, j] = similarity[j, i] = value
+    assert bipartition(similarity).tolist() == [False, True, True, False, False]
+    assert bipartition(np.eye(2)).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bipartition_has_the_smallest_largest_similarity(seed: int) -> None:
+    half = np.triu(np.random.default_rng(seed).uniform(-1, 1, (6, 6)), 1)
+    similarity = half + half.T + np.eye(6)
+
+    def cross(part: np.ndarray) -> float:
+        return float(similarity[np.ix_(part, ~part)].max())
+
+    every = (np.array([False, *bits]) for bits in itertools.product((False, True), repeat=5) if any(bits))
+    assert cross(bipartition(similarity)) == min(cross(part) for part in every)
+
+
+def test_who_is_split_off() -> None:
+    moved, n = np.float32([[3, 0.1], [-3, 0.1], [3, 0]]), np.array([1.0, 2.0, 1.0])  # the mean is (0, 0.075)
+    assert split(moved, n, 0.08, 2.9).tolist() == [False, True, False]
+    assert not split(moved, n, 0.07, 2.9).any()  # not at rest
+    assert not split(moved, n, 0.08, 3.1).any()  # all are
+    assert not split(moved, np.ones(3), 0.08, 2.9).any()
+    assert not split(moved[:1], n[:1], 9.0, 0.0).any()
+
+
+def test_two_rounds_of_cfl_by_hand(make_strategy: Make, update: Make) -> None:
+    """Clients 1 and 3 pull one way, 0 and 2 the other; the mean of all is 0.2."""
+    strategy = make_strategy("cfl", model="linear", cfl_eps1=0.3, cfl_eps2=2.0)
+    start, way = strategy.model, np.zeros(strategy.size, np.float32)
+    way[0] = 1
+    away, counts = (2.2, -1.8, 2.2, -1.8), (1, 1, 1, 1)
+    replies = [update(c, [start + away[c] * way], counts[c]) for c in range(4)]
+    three = make_strategy("cfl", model="linear", cfl_eps1=0.3, cfl_eps2=2.0)
+    assert three.aggregate(1, replies[:2]) == {"cluster_sizes": [4]}  # others may yet differ
+    np.testing.assert_allclose(three.model, start + 0.2 * way, atol=1e-6)
+    assert strategy.aggregate(1, replies) == {"cluster_sizes": [2, 2]}
+    assert strategy.cluster.tolist() == [0, 1, 0, 1]
+    for client in range(4):
+        np.testing.assert_allclose(strategy.serve(client)[0], start + away[client] * way, atol=1e-6)
+    fresh = make_strategy("cfl", model="linear")
+    fresh.load_server_state(strategy.server_state())
+    before = strategy.serve(1)[0]
+    strategy.aggregate(2, [update(0, [start], 3), update(2, [start + 4 * way], 1)])  # the other cluster is not asked
+    np.testing.assert_allclose(strategy.serve(0)[0], start + way, atol=1e-6)
+    np.testing.assert_array_equal(strategy.serve(3)[0], before)
+    np.testing.assert_array_equal(fresh.serve(3)[0], before)
+
+
+def test_cfl_that_never_splits_is_fedavg(make_config: Make, federate: Make) -> None:
+    never, plain = (federate(make_config(m, fraction_train=0.6, cfl_eps1=0.0)) for m in ("cfl", "fedavg"))
+    same_runs(never, plain, "served_loss", "local_loss")
+    assert not never.strategy.cluster.any()
+
+
+def test_cfl_splits_until_each_client_is_alone(make_config: Make, federate: Make) -> None:
+    settings = {"cfl_eps1": 1e9, "cfl_eps2": 0.0, "num_server_rounds": 3}
+    finished = federate(make_config("cfl", **settings))
+    assert sorted(finished.strategy.cluster.tolist()) == [0, 1, 2, 3]
+    assert finished.records[-1].quantities == {"cluster_sizes": [1, 1, 1, 1]}
+    for served, local in zip(finished.column("served_loss")[-1:], finished.column("local_loss")[-1:], strict=True):
+        assert served == pytest.approx(local, rel=1e-5)
+
+
+# -- FedALA --------------------------------------------------------------------------------------------
+
+
+def ala_by_hand(client: Any, own: Flat, shared: Flat, weights: Flat, eta: float) -> tuple[float, Flat]:
+    """Return the loss and the weights after one step over all samples, for the head's entries."""
+    head = client.layout.part(["head"])
+    gap = np.zeros_like(shared)
+    head.put(gap, head.take(shared - own))
+    wide = np.ones(len(shared))
+    head.put(wide, weights)
+    loss, g = loss_and_gradient(client, shared - (1 - wide) * gap)
+    return loss, np.clip(weights - eta * head.take(g * gap), 0, 1)
+
+
+def test_fedala_by_hand(make_client: Make) -> None:
+    """First passes until the loss hardly changes, one pass a round after that; the lower layers are the server's."""
+    eta = 2.0
+    client = make_client("fedala", **WHOLE, model="mlp", fedala_eta=eta)
+    head = client.layout.part(["head"])
+    first = start_of(client)
+    (own,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(own, first - LR * gradient(client, first), atol=1e-6)
+    assert set(client.state) == {"model"}
+    weights = np.ones(head.size)
+    for number in (2, 3):
+        shared = own + 0.2 * start_of(client, number)
+        own_before, losses = own, []
+        while len(losses) < 1 if number == 3 else len(losses) < 10 or np.std(losses[-10:]) >= 0.1:
+            loss, weights = ala_by_hand(client, own_before, shared, weights, eta)
+            losses.append(loss)
+        assert number == 3 or 10 < len(losses) < 50
+        whole = shared.astype(np.float64)
+        head.put(whole, head.take(own_before + 0.0) + weights * head.take(shared - own_before))
+        before = dict(client.state)
+        _, _, metrics = client.evaluate([shared], EVALUATE)
+        assert metrics["served-loss"] == pytest.approx(test_loss(client, whole), rel=1e-4)
+        assert metrics["local-loss"] == pytest.approx(test_loss(client, own_before), rel=1e-4)
+        assert all(client.state[name] is before[name] for name in before)  # an evaluation keeps nothing
+        (own,), _, _ = client.fit([shared], {**SECOND, "server-round": number})
+        np.testing.assert_allclose(client.state["weights"], weights, atol=1e-4)
+        np.testing.assert_allclose(own, whole - LR * gradient(client, whole), atol=1e-4)
+        weights = client.state["weights"].astype(np.float64)
+    assert 0 <= weights.min() < 0.9 and weights.max() == 1
+
+
+def test_when_fedalas_weights_have_settled() -> None:
+    def losses(*values: float) -> list[torch.Tensor]:
+        return [torch.tensor(value) for value in values]
+
+    assert not settled([])
+    assert not settled(losses(*[1.0] * 9))
+    assert settled(losses(*[1.0] * 10))
+    assert settled(losses(9.0, *[1.0] * 10))
+    assert not settled(losses(*[1.0] * 9, 1.4))  # the standard deviation is 0.12
+    assert settled(losses(*[1.0] * 9, 1.3))
+
+
+def test_fedalas_passes_see_most_samples(make_client: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """21 samples in batches of 4: 80 % of them are four batches."""
+    client = make_client("fedala", batch_size=4, model="mlp")
+    client.fit([start_of(client)], CONFIG)
+    asked = []
+    usual = client.carry_out
+    monkeypatch.setattr(client, "carry_out", lambda work: (asked.append(work), usual(work))[1])
+    client.fit([start_of(client, 1)], SECOND)
+    passes = [work for work in asked if work.bounds]
+    assert len(passes) >= 10 and {work.steps for work in passes} == {4}
+    assert len({work.stream for work in asked}) == len(asked)
+
+
+@pytest.mark.parametrize("layers", [1, 9])
+def test_fedala_that_learns_no_weights_is_fedavg(layers: int, make_config: Make, federate: Make) -> None:
+    settings = {"model": "mlp", "fraction_train": 0.6}
+    own = {"fedala_eta": 0.0, "fedala_layers": layers}
+    one, plain = federate(make_config("fedala", **own, **settings)), federate(make_config("fedavg", **settings))
+    np.testing.assert_array_equal(one.strategy.model, plain.strategy.model)
+    assert one.column("served_loss") == plain.column("served_loss")
