@@ -70,13 +70,14 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     known = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
     lacking = [name for name in known if name not in classes]
-    train, test = len(part.train[0]), len(part.test[0])
+    train, test, validation = (len(own[0]) for own in (part.train, part.test, part.validation))
     facts = {
         "site": str(node_config.get("name", "")) or "(the name that its key is registered under)",
         "data": str(path),
         "kind": content.kind,
         "shape": alone.input_shape,
-        "samples": f"{train + test}: {train} for training, {test} for the test",
+        "samples": f"{train + test + validation}: {train} for training, {test} for the test"
+        + (f", {validation} for validation" if validation else ""),
         "values": f"{x.min().item():.6g} to {x.max().item():.6g}" if isinstance(x, np.ndarray) else "",
         "classes it lacks": ", ".join(lacking[:SHOWN]) + _rest(lacking),
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),

@@ -21,10 +21,11 @@ from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.listing import print_table
 from posy.paths import is_file
-from posy.settings import LaunchError, SettingsError, meant, nearest
+from posy.settings import LaunchError, Setting, SettingsError, meant, nearest
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS, check_method
 from posy.strategies.registry import declared, groups, parse_words, read_settings, setting_of, with_experiment
+from posy.yaml12 import dump
 
 WRONG_USE = 2
 """Exit status where a command or a setting is wrong."""
@@ -136,6 +137,10 @@ def table(
         str | None, typer.Option("-o", "--output", metavar="DIR", help="Where results go, in place of the file's.")
     ] = None,
     only_print: Annotated[bool, typer.Option("--only-print", help="Run nothing; tabulate what is finished.")] = False,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster whose workers run the cells.")
+    ] = None,
+    ray_gpus: Annotated[float, typer.Option(min=0, metavar="N", help="GPUs of a cell on the Ray cluster.")] = 0,
 ) -> int:
     """Run a grid of experiments and tabulate the results.
 
@@ -145,7 +150,44 @@ def table(
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
     plan = read_plan(file, parse_words(settings or [], WHERE), output)
-    return run_table(plan, jobs=jobs, only_print=only_print)
+    if ray is None or only_print:
+        return run_table(plan, jobs=jobs, only_print=only_print)
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError("--ray needs Ray: pip install 'flwr[simulation]'")
+    from posy.commands.on_ray import cluster  # noqa: PLC0415 - imports Ray
+
+    with cluster(ray, ray_gpus) as begin:
+        return run_table(plan, jobs=len(plan.cells), begin=begin)
+
+
+@app.command()
+def tune(
+    file: Annotated[Path, typer.Argument()],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    trials: Annotated[int, typer.Option("-n", "--trials", min=1, metavar="N", help="Runs for each row.")] = 12,
+    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Runs at a time.")] = os.cpu_count()
+    or 1,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="The tuned table; default FILE-tuned.yaml.")
+    ] = None,
+) -> int:
+    """Search good settings for each row of a table, the same number of runs for all.
+
+    FILE is a table, as for `posy table`. The learning rate and what a method declares are searched (`posy settings`
+    shows the ranges), on the clients' validation splits alone. What is finished is not run again. The outcome is a
+    table with the settings that were found.
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise SettingsError("posy tune needs Optuna: pip install 'posy[compare]'")
+    from posy.commands.table import read_plan  # noqa: PLC0415 - imports pandas and the methods
+    from posy.commands.tuning import tune as search  # noqa: PLC0415 - imports Optuna
+
+    plan = read_plan(file, parse_words(settings or [], WHERE))
+    target = output or file.with_name(f"{file.stem}-tuned.yaml")
+    text = dump(search(plan, trials=trials, jobs=jobs))
+    target.write_text(f"# Written by `posy tune {file}`: {trials} trials a row.\n{text}", encoding="utf-8")
+    print(f"written to {target}; `posy table {target}` runs it")
+    return 0
 
 
 @app.command()
@@ -155,9 +197,14 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
         check_method(method)
     for title, group in groups([method] if method else METHODS).items():
         if group:
-            rows = [(key, toml(item.default), item.allowed(), item.help) for key, item in group.items()]
+            rows = [(key, toml(item.default), item.allowed(), _meaning(item)) for key, item in group.items()]
             print_table(title, ("key", "default", "allowed", "meaning"), rows)
     return 0
+
+
+def _meaning(item: Setting) -> str:
+    """Return what a setting means, and where `posy tune` searches it."""
+    return item.help + (f"; `posy tune`: {item.search.low:g} to {item.search.high:g}" if item.search else "")
 
 
 @app.command()

@@ -8,18 +8,21 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 from filelock import FileLock, Timeout
 
+from posy.commands import archive
+from posy.commands.comparison import Run, average, compared, over_clients, ranks, scores_by_block
 from posy.commands.launch import APP
 from posy.server_app.progress import duration, size
 from posy.server_app.resume import read_summary
-from posy.settings import Scalar, Setting, SettingsError
+from posy.settings import Scalar, SettingsError
+from posy.strategies.methods import METHODS
 from posy.strategies.registry import check_own, declared, owner, pertinent, read_settings, with_experiment
 from posy.strategies.settings import RunSettings
 from posy.yaml12 import dump, read_yaml
@@ -33,15 +36,23 @@ PARTS: dict[str, type] = {
     "seeds": list,
 }
 """What a table file may hold."""
-POINTS = [f"{point}-{which}" for point, which in itertools.product(("served", "local"), ("last", "best"))]
-"""What is measured of each run: the model that a client is sent, and its own, in the last and the best round."""
+ENDED = ("completed", "diverged")
+"""Status of a run that is not done again: one that has diverged would do so again."""
+ALL = "all"
+"""The word in place of the rows of a table that has one for each method."""
+ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
+"""What an entry of its lists may hold."""
+POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), ("last", "best", "upper-bound"))]
+"""What is measured of each run: the model that a client is sent, and its own, in the last round, in the one that is
+best on the validation splits, and in the one that is highest on the test splits."""
 LEGEND = (
-    "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - 1); "
-    "in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its own "
-    "training; `last`, `best`: round; `weighted`: mean by training samples, last round; `system`: the pooled test sets "
-    "answered by the whole federation. Time: wall clock of one run, other runs on the machine at the same time. "
-    "`dropped`: replies of all seeds that were not used. `2 of 3!`: the others had nothing to measure, as where "
-    "a model has diverged; the mean is over these alone."
+    "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - "
+    "1); in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its "
+    "own training; `last`: last round; `best`: round chosen on the validation splits; `upper bound`: highest on the"
+    " test splits, which no one could have chosen; `weighted`: mean by training samples, last round; `system`: the "
+    "pooled test sets answered by the whole federation. Time: wall clock of one run, other runs on the machine at "
+    "the same time. `dropped`: replies of all seeds that were not used. `2 of 3!`: the others had nothing to "
+    "measure, as where a model has diverged; the mean is over these alone."
 )
 
 
@@ -56,9 +67,19 @@ class Cell:
     """The settings that are given to it."""
 
     @property
+    def place(self) -> str:
+        """Name of its row in its variant."""
+        return " / ".join(filter(None, (self.variant, self.row)))
+
+    @property
     def name(self) -> str:
         """Name of the cell in messages."""
-        return " / ".join(filter(None, (self.variant, self.row, f"seed {self.seed}")))
+        return f"{self.place} / seed {self.seed}"
+
+    @property
+    def method(self) -> str:
+        """The method that it runs."""
+        return str(self.config.get("method", RunSettings.method))
 
     @property
     def path(self) -> Path:
@@ -84,7 +105,7 @@ class Cell:
             return None
         wanted, known = read_settings(self.config, self.name).as_config(), declared()
         # A run that is older than a setting had its default.
-        differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if affects_results(known[key]))
+        differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if known[key].decides)
         # The status is written before the system accuracy is computed.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
         return None if differ or lacks else summary
@@ -97,25 +118,42 @@ class Plan:
     title: str
     output: Path
     cells: tuple[Cell, ...]
+    content: Mapping[str, Any] = field(default_factory=dict)
+    """What the file holds."""
 
 
-def affects_results(setting: Setting) -> bool:
-    """Tell whether what a run computes depends on a setting."""
-    return setting.affects_results and not setting.once
+class Running(Protocol):
+    """A run that is under way, in a process here or elsewhere."""
+
+    def poll(self) -> int | None:
+        """Return its exit status, None if it goes on."""
+
+    def terminate(self) -> None:
+        """Have it end."""
+
+    def wait(self) -> int:
+        """Wait until it has ended."""
 
 
-def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
+Start = Callable[[Cell], Running]
+"""Starts the run of a cell."""
+
+
+def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start | None = None) -> int:
     """Run what a table lacks, print it, and write it to ``table.md`` and ``table.csv``; return the exit status.
 
-    So many ``jobs`` run at a time; with ``only_print`` none does. If the table is being run already, or something else
+    So many ``jobs`` run at a time, each as ``begin`` starts it, by default in a process here; with ``only_print`` none
+    does. If the table is being run already, or something else
     lies where a run is to go, it raises :class:`SettingsError`.
     """
     failures: dict[str, str] = {}
+    archive.restore(plan.output, plan.cells)
     if not only_print:
         plan.output.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(plan.output / ".lock", timeout=0):
-                failures = run_cells(plan, jobs)
+                archive.store(plan.output, ended(plan))  # whole, so that it can be added to
+                failures = run_cells(plan, jobs, begin)
         except Timeout:
             raise SettingsError(f"another `posy table` is at work in {plan.output}") from None
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
@@ -123,29 +161,42 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False) -> int:
         if cell not in results:
             failures.setdefault(cell.name, "diverged" if cell.summary("diverged") else "not finished")
     table = aggregate(results)
-    text = markdown(plan, results, table, failures)
+    runs = [Run(c.variant, c.row, c.method, c.seed, summary, c.path) for c, summary in results.items()]
+    clients, ranked = over_clients(runs), ranks(scores_by_block(runs))
+    text = markdown(plan, results, table, failures) + compared(clients, ranked)
     print(text)
     if results:
+        archive.store(plan.output, ended(plan))
         (plan.output / "table.md").write_text(text, encoding="utf-8")
         table.to_csv(plan.output / "table.csv", index=False, lineterminator="\n")
-        print(f"written to {plan.output}/table.md and table.csv")
+        clients.to_csv(plan.output / "clients.csv", index=False, lineterminator="\n")
+        if ranked is not None:
+            ranked.draw(plan.output / "ranks.png", plan.title)
+        print(f"written to {plan.output}: table.md, table.csv and clients.csv" + (", ranks.png" if ranked else ""))
     return 1 if failures else 0
+
+
+def ended(plan: Plan) -> list[Cell]:
+    """Return the cells of a table that are not to be run again."""
+    return [cell for cell in plan.cells if cell.summary(*ENDED) is not None]
 
 
 def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
     """Read a table file and check the settings of all its cells.
 
-    It holds ``runs`` (rows: ``name`` and ``settings``), ``seeds``, and, if need be, ``variants`` (as
-    ``runs``), ``settings`` for all cells, ``title`` and ``output`` (directory; default ``results/`` and the
-    file's name).
-    Settings of a row stand over those of a variant, and these over the common ones. What was ``given`` on the
-    command line stands over all of them, and ``output`` over the file's. What is missing, misspelt or wrong raises
-    :class:`SettingsError`.
+    It holds ``runs`` (rows: ``name`` and ``settings``, and ``variants``, which are settings by the names of variants;
+    or ``all`` methods as they are), ``seeds``, and, if need be, ``variants`` (``name`` and ``settings``), ``settings``
+    for all cells, ``title`` and ``output`` (directory; default ``results/`` and the file's name).
+    Settings of a row stand over those of a variant, and these over the common ones; those of a row in a variant over
+    all three. What was ``given`` on the command line stands over all of them, and ``output`` over the file's. What is
+    missing, misspelt or wrong raises :class:`SettingsError`.
     """
     if not file.is_file():
         raise SettingsError(f"there is no table {file}")
     given = given or {}
     content = read_yaml(file)
+    if content.get("runs") == ALL:
+        content["runs"] = [{"name": method, "settings": {"method": method}} for method in METHODS]
     for key, value in content.items():
         if key not in PARTS:
             raise SettingsError(f"{key} in {file} is not part of a table; it may hold {', '.join(PARTS)}")
@@ -156,11 +207,15 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
         raise SettingsError(f"seeds in {file}: it must be a list of different whole numbers")
     rows = _named(content.get("runs", []), "runs", file)
     variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
+    special = {entry["name"]: entry.get("variants", {}) for entry in content["runs"]}
+    if unknown := {name for own in special.values() for name in own} - variants.keys():
+        raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is no variant of it")
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
     cells, methods = [], set()
-    for (variant, below), (row, own), seed in itertools.product(variants.items(), rows.items(), seeds):
+    for (variant, below), (row, of_row), seed in itertools.product(variants.items(), rows.items(), seeds):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
         place = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
+        own = {**of_row, **special[row].get(variant, {})}
         chosen = {**content.get("settings", {}), **below, **own, **given}
         if clash := chosen.keys() & place.keys():
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
@@ -175,31 +230,51 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     for key in sorted(given):
         if owner(key) not in (None, *methods):
             raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
-    return Plan(content.get("title", file.stem), folder, tuple(cells))
+    return Plan(content.get("title", file.stem), folder, tuple(cells), content)
 
 
-def run_cells(plan: Plan, jobs: int) -> dict[str, str]:
+def plan_as_yaml(
+    plan: Plan, found: Mapping[tuple[str, str], Mapping[str, Scalar]], common: Mapping[str, Scalar]
+) -> dict[str, Any]:
+    """Return a table file with what was ``found`` for each (variant, row), and further ``common`` settings."""
+    content: dict[str, Any] = {**plan.content}
+    content["title"] = f"{plan.title}, tuned"
+    content["output"] = f"{plan.output}-tuned"
+    content["settings"] = {**content.get("settings", {}), **common}
+    content["runs"] = runs = [dict(entry) for entry in content["runs"]]
+    for entry in runs:
+        own = {variant: dict(values) for (variant, row), values in found.items() if row == entry["name"] and values}
+        if "variants" in content:
+            before = entry.get("variants", {})
+            entry["variants"] = before | {variant: {**before.get(variant, {}), **own[variant]} for variant in own}
+        else:
+            entry["settings"] = {**entry.get("settings", {}), **own.get("", {})}
+    return content
+
+
+def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
     """Run the cells that are not finished, some at a time; return what failed, by name, with the reason."""
-    # A run that has diverged would do so again.
-    waiting = deque(cell for cell in plan.cells if cell.summary("completed", "diverged") is None)
+    waiting = deque(cell for cell in plan.cells if cell.summary(*ENDED) is None)
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
     if done:
         print(f"{done} of {total} runs are finished already", flush=True)
-    running: dict[Cell, subprocess.Popen[bytes]] = {}
+    running: dict[Cell, Running] = {}
     failures: dict[str, str] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
-                running[cell] = _start(cell)
+                running[cell] = (begin or start)(cell)
             for cell, process in list(running.items()):
-                if process.poll() is None:
+                if (status := process.poll()) is None:
                     continue
                 del running[cell]
                 done += 1
+                if cell.summary(*ENDED) is not None:
+                    archive.add(plan.output, cell)
                 summary = cell.summary()
                 if summary is None:
-                    failures[cell.name] = f"{_reason(process.returncode, cell.log)} ({cell.log})"
+                    failures[cell.name] = f"{failure_of(status, cell.log)} ({cell.log})"
                     outcome = f"failed, {failures[cell.name]}"
                 else:
                     shutil.rmtree(cell.path / "models", ignore_errors=True)
@@ -246,13 +321,13 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
     columns: dict[str, Any] = {"seeds": ("seconds", "size")}
     for point in POINTS:
         columns[f"{point}-measured"] = (point, "count")
-        columns |= {point: (point, _mean), f"{point}-seeds-std": (point, _std)}
-        columns[f"{point}-clients-std"] = (f"{point}-clients-std", _mean)
+        columns |= {point: (point, average), f"{point}-seeds-std": (point, _std)}
+        columns[f"{point}-clients-std"] = (f"{point}-clients-std", average)
         weighted = f"{point}-weighted"
-        columns |= {weighted: (weighted, _mean), f"{weighted}-seeds-std": (weighted, _std)}
-        columns[f"{point}-round"] = (f"{point}-round", _mean)
-    columns |= {"system": ("system", _mean), "system-seeds-std": ("system", _std)}
-    columns |= {key: (key, _mean) for key in ("seconds", "bytes-up", "bytes-down")} | {"dropped": ("dropped", "sum")}
+        columns |= {weighted: (weighted, average), f"{weighted}-seeds-std": (weighted, _std)}
+        columns[f"{point}-round"] = (f"{point}-round", average)
+    columns |= {"system": ("system", average), "system-seeds-std": ("system", _std)}
+    columns |= {key: (key, average) for key in ("seconds", "bytes-up", "bytes-down")} | {"dropped": ("dropped", "sum")}
     runs = pd.DataFrame([_figures(cell, summary) for cell, summary in results.items()])
     return runs.groupby(["variant", "method"], sort=False).agg(**columns).reset_index() if results else runs
 
@@ -261,7 +336,9 @@ def markdown(
     plan: Plan, results: Mapping[Cell, Mapping[str, Any]], table: pd.DataFrame, failures: Mapping[str, str]
 ) -> str:
     """Return the table as Markdown, one part for each variant."""
-    header = ["method", "seeds", *(point.replace("-", " ") for point in POINTS), "served weighted", "local weighted"]
+    chosen = len(table) and table[["served-best", "local-best"]].notna().any(axis=None)
+    points = [point for point in POINTS if not point.endswith("upper-bound" if chosen else "best")]
+    header = ["method", "seeds", *(point.replace("-", " ") for point in points), "served weighted", "local weighted"]
     header += ["system", "time", "up", "down", "dropped"]
     parts = [f"# {plan.title}"]
     for variant, rows in table.groupby("variant", sort=False) if len(table) else ():
@@ -271,7 +348,7 @@ def markdown(
         for row in rows.to_dict("records"):
             seeds = sum((cell.variant, cell.row) == (variant, row["method"]) for cell in plan.cells)
             cells = [row["method"], f"{row['seeds']}/{seeds}"]
-            cells += [_percent(row, point, clients=True) + _measured(row, point) for point in POINTS]
+            cells += [_percent(row, point, clients=True) + _measured(row, point) for point in points]
             cells += [_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")]
             cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
             lines.append(cells)
@@ -287,9 +364,13 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     """Return the settings of rows or variants by name."""
     named: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        if not isinstance(entry, dict) or not entry.keys() <= {"name", "settings"} or "name" not in entry:
-            raise SettingsError(f"{entry!r} in {key} of {file}: an entry holds `name` and `settings`")
+        if not isinstance(entry, dict) or not entry.keys() <= set(ENTRIES[key]) or "name" not in entry:
+            allowed = " and ".join(f"`{part}`" for part in ENTRIES[key])
+            raise SettingsError(f"{entry!r} in {key} of {file}: an entry holds {allowed}")
         name, settings = entry["name"], entry.get("settings", {})
+        within = entry.get("variants", {})
+        if not isinstance(within, dict) or not all(isinstance(own, dict) for own in within.values()):
+            raise SettingsError(f"variants of {name} in {key} of {file}: they must be `variant: settings`")
         if not isinstance(name, str) or not name.strip() or name.startswith(".") or set(name) & set("/\\|"):
             raise SettingsError(f"name = {name!r} in {key} of {file}: it must be the name of a folder, without |")
         if name in named:
@@ -302,7 +383,7 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     return named
 
 
-def _start(cell: Cell) -> "subprocess.Popen[bytes]":
+def start(cell: Cell) -> "subprocess.Popen[bytes]":
     """Start the run of a cell as `posy run FILE`; the file stays beside its results."""
     clear(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
@@ -321,7 +402,8 @@ def _start(cell: Cell) -> "subprocess.Popen[bytes]":
         )
 
 
-def _reason(status: int, log: Path) -> str:
+def failure_of(status: int, log: Path) -> str:
+    """Return in words why a run has ended with a status other than 0."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "no output"
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
@@ -339,16 +421,11 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
     figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
     figures["system"] = summary["system-accuracy"]
     for point in POINTS:
-        where, which = point.split("-")
+        where, _, which = point.partition("-")
         found = _last(summary, where) if which == "last" else summary[where][which] or {}
         keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round"}
         figures |= {point + name: found.get(key) for name, key in keys.items()}
     return figures
-
-
-def _mean(values: "pd.Series[float]") -> float:
-    """Return the mean of what was measured; pandas' own rounds on the way."""
-    return statistics.fmean(found) if len(found := values.dropna()) else float("nan")
 
 
 def _std(values: "pd.Series[float]") -> float:
@@ -367,8 +444,8 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
     """Return in how many seeds a point was measured, where not in all that have finished."""
-    measured, best = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-best-measured"]
-    if measured == row["seeds"] or not (measured or best):  # the method has no such point
+    measured, ever = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
+    if measured == row["seeds"] or not (measured or ever):  # the method has no such point
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
 

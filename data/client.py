@@ -14,7 +14,7 @@ from posy.data.shifts import SHIFTS, apply_shift
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """Training and test data of one client, on its device.
+    """Training, test and validation data of one client, on its device.
 
     Inputs are images, float32 ``(n, C, H, W)``, normalised, channels_last; features, float32 ``(n, F)``; or text,
     int64 ``(n, L)``. Labels are int64 ``(n,)``. A client with a single sample has an empty test.
@@ -24,7 +24,14 @@ class ClientData:
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
+    x_validation: Tensor
+    y_validation: Tensor
     num_classes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
 def client_data(
@@ -33,11 +40,12 @@ def client_data(
     """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if there is none."""
     if not 0 <= client < len(part.train):
         raise IndexError(f"client {client}: there are {len(part.train)} clients, numbered from 0")
-    tensors = []
-    for indices in (part.train[client], part.test[client]):
-        tensors += [_inputs(dataset, indices, client, settings, device), torch.from_numpy(dataset.y[indices])]
-    x_train, y_train, x_test, y_test = tensors
-    return ClientData(x_train, y_train.to(device), x_test, y_test.to(device), dataset.task.num_classes)
+
+    def tensors(indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        return _inputs(dataset, indices, client, settings, device), torch.from_numpy(dataset.y[indices]).to(device)
+
+    train, test, validation = (tensors(own[client]) for own in (part.train, part.test, part.validation))
+    return ClientData(*train, *test, *validation, dataset.task.num_classes)
 
 
 def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:

@@ -23,15 +23,23 @@ from posy.settings import SettingsError
 class Partition:
     """Indices into the data set for each of the M clients, ``(n_i,)`` int64, in rising order.
 
-    A test is empty only for a client with a single sample, or if the partition was given so.
+    A test is empty only for a client with a single sample, or if the partition was given so; a validation split for a
+    client with a single training sample, or if there is to be none.
     """
 
     train: tuple[np.ndarray, ...]
     test: tuple[np.ndarray, ...]
+    validation: tuple[np.ndarray, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Leave the validation splits empty where there are none."""
+        if not self.validation:
+            object.__setattr__(self, "validation", tuple(train[:0] for train in self.train))
 
     def counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
-        """Return the samples (train and test) of each class on each client, ``(M, C)`` int64."""
-        return self.train_counts(y, num_classes) + _class_counts(self.test, y, num_classes)
+        """Return the samples (of all splits) of each class on each client, ``(M, C)`` int64."""
+        others = (_class_counts(split, y, num_classes) for split in (self.test, self.validation))
+        return sum(others, self.train_counts(y, num_classes))
 
     def train_counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the training samples of each class on each client, ``(M, C)`` int64."""
@@ -69,10 +77,17 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 
 
 def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
-    """Return (train, test) of each client as a partition, with no more training samples than ``train_samples``."""
+    """Return (train, test) of each client as a partition, with no more training samples than ``train_samples``.
+
+    Of these, ``validation_fraction`` are for validation.
+    """
     if settings.train_samples:
         pairs = tuple((rng.permutation(train)[: settings.train_samples], test) for train, test in pairs)
-    return Partition(*(tuple(np.sort(part).astype(np.int64) for part in parts) for parts in zip(*pairs, strict=True)))
+    parts = [(train, test, train[:0]) for train, test in pairs]
+    if settings.validation_fraction:
+        divided = split([train for train, _ in pairs], settings.validation_fraction, rng)
+        parts = [(train, test, aside) for (train, aside), (_, test) in zip(divided, pairs, strict=True)]
+    return Partition(*(tuple(np.sort(own).astype(np.int64) for own in of_all) for of_all in zip(*parts, strict=True)))
 
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
@@ -129,7 +144,7 @@ def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.rando
         return _equal(dataset, settings, rng)
     from posy.data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
 
-    return split(ASSIGN[kind](dataset, settings, rng), settings, rng)
+    return split(ASSIGN[kind](dataset, settings, rng), settings.test_fraction, rng)
 
 
 def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
@@ -201,21 +216,23 @@ def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generato
         if (times > 1).any():
             raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
         clients.append(parts)
-    pairs: Indices = split([part for (part,) in clients], settings, rng) if "all" in splits else tuple(clients)
+    pairs: Indices = tuple(clients)
+    if "all" in splits:
+        pairs = split([part for (part,) in clients], settings.test_fraction, rng)
     train, test = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     if both := len(np.intersect1d(train, test)):
         log(WARNING, "%s: %s samples are for the training of one client and the test of another", path, both)
     return pairs
 
 
-def split(parts: Sequence[np.ndarray], settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Split each client's samples at random; a client with two or more has both kinds."""
+def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator) -> Indices:
+    """Set a fraction of each client's samples aside, at random; a client with two or more has both kinds."""
     pairs = []
     for part in parts:
         shuffled = rng.permutation(part)
-        test = round(len(part) * settings.test_fraction)
-        test = min(max(test, 1), len(part) - 1) if len(part) > 1 else 0
-        pairs.append((shuffled[test:], shuffled[:test]))
+        aside = round(len(part) * fraction)
+        aside = min(max(aside, 1), len(part) - 1) if len(part) > 1 else 0
+        pairs.append((shuffled[aside:], shuffled[:aside]))
     return tuple(pairs)
 
 

@@ -54,6 +54,13 @@ class DataSettings:
     )
     train_samples: int = setting(0, "cap on the training samples of each client (FedACS: 50); 0: none", minimum=0)
     test_fraction: float = setting(0.25, "fraction of each client's samples kept for its test", above=0, maximum=0.9)
+    validation_fraction: float = setting(
+        0.0,
+        "fraction of each client's training samples on which it does not train: the best round is chosen on them",
+        minimum=0,
+        maximum=0.9,
+        synonyms=("val-fraction", "val-split", "validation-split"),
+    )
     shift: str = setting(
         "none",
         "FedDRM's covariate shift of client i's images",

@@ -109,7 +109,7 @@ def check_suits(content: Content, settings: DataSettings) -> None:
 def fingerprint(dataset: Dataset, part: Partition) -> str:
     """Return 16 hexadecimal digits that change with any sample, any label, and the split of a site's data."""
     digest = hashlib.blake2b(digest_size=8)
-    for array in (dataset.x, dataset.y, part.train[0], part.test[0]):
+    for array in (dataset.x, dataset.y, part.train[0], part.test[0], part.validation[0]):
         digest.update(f"{array.dtype} {array.shape}".encode())
         for row in range(0, len(array), 1024):
             digest.update(np.ascontiguousarray(array[row : row + 1024]).data)
@@ -126,7 +126,7 @@ def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
 def _partition(content: Content, settings: DataSettings, seed: int) -> Partition:
     rng = numpy_generator(seed, "site")
     if content.is_test is None:
-        pairs = split([np.arange(len(content.labels))], settings, rng)
+        pairs = split([np.arange(len(content.labels))], settings.test_fraction, rng)
     else:
         pairs = ((np.flatnonzero(~content.is_test), np.flatnonzero(content.is_test)),)
     if not len(pairs[0][0]):

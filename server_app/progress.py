@@ -122,11 +122,15 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     figures = ("round", "mean ± std", "min", "max", "weighted", "Jain")
     rows = []
     for point in ("served", "local"):
-        for which in ("last", "best"):
-            found = summary[point][which] or {}
-            missing = f" ({found['missing']} missing)" if found.get("missing") else ""
+        # The highest accuracy on the test splits says how good a round could have been chosen, not how good one is.
+        which = "best" if summary[point]["best"] else "upper-bound"
+        for name, found in (("last", summary[point]["last"]), (which, summary[point][which])):
+            missing = f" ({found['missing']} missing)" if found and found.get("missing") else ""
             cells = _cells(found) if found else ["not evaluated", *[""] * 5]
-            rows.append([f"{point} model, {which}{missing}", *cells])
+            rows.append([f"{point} model, {name.replace('-', ' ')}{missing}", *cells])
+    for point, found in (summary.get("newcomers") or {}).items():
+        if point != "clients" and found:
+            rows.append([f"{point} model, newcomers", *_cells({"round": summary["rounds"], **found})])
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
         "clients": _clients(summary),

@@ -2,10 +2,11 @@
 
 import math
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import WARNING
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +22,7 @@ from posy.client_app.workspace import Workspace
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
-from posy.server_app.results import RunDirectory, Status, Totals
+from posy.server_app.results import CLIENT_COLUMNS, POINTS, VALIDATION, RunDirectory, Status, Totals, spread_of
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import system_accuracy
 from posy.settings import DivergedError, NothingTrainedError, RunError
@@ -70,6 +71,8 @@ class Recorder:
         else:  # which has compared the data
             self.directory, self.checkpoints, checkpoint, self._resumed = resumption
             self._data = checkpoint.progress["data"]
+        if not settings.data.validation_fraction:
+            self.directory.columns = tuple(column for column in CLIENT_COLUMNS if column not in VALIDATION)
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
@@ -283,12 +286,22 @@ class Recorder:
                 "rounds": self.rounds,
                 "seed": settings.run.seed,
                 "seconds": time.perf_counter() - self._started,
+                **peak_memory(self.workspace.device),
                 **self.totals.summary(),
                 "system-accuracy": self._system_accuracy,
+                **self._newcomers(),
                 **self.strategy.extra_summary(),
                 **self.federation.summary(),
             }
         )
+
+    def _newcomers(self) -> dict[str, Any]:
+        """Return what the clients that were set aside have scored at the end."""
+        rows = self.strategy.newcomer_rows
+        if not rows:
+            return {}
+        over_clients = {point: spread_of(rows.values(), f"{point}_accuracy") for point in POINTS}
+        return {"newcomers": {**over_clients, "clients": {str(client): row for client, row in sorted(rows.items())}}}
 
     def _draw_partition(self) -> None:
         task = self.workspace.task
@@ -317,3 +330,16 @@ class Recorder:
         except (ValueError, OSError, ArithmeticError) as error:
             log(WARNING, "a picture could not be drawn: %r", error)
         self._drawn = time.perf_counter()
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the most memory in bytes that this process has had so far, and the most that tensors have had on a GPU."""
+    found = {}
+    with suppress(ImportError):
+        import resource  # noqa: PLC0415 - Windows has none
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["peak-memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if device.type == "cuda":
+        found["peak-gpu-memory"] = torch.cuda.max_memory_allocated(device)
+    return found

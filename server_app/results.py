@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 from flwr.common.logger import log
 
 from posy.flower import versions
-from posy.metrics import Evaluation, Spread, best, spread
+from posy.metrics import Evaluation, Spread, best, chosen, spread
 from posy.settings import SettingsError, key_of
 from posy.storage import is_folder_name, lock, plain, replace, sync
 from posy.strategies.replies import RoundRecord
@@ -33,8 +33,10 @@ POINTS = ("served", "local")
 """Evaluation points: the model that a client is served, and the one that it has after its training."""
 MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
 """Columns of the clients that a round sums up over them."""
+VALIDATION = tuple(f"{point}_validation_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
+"""Further ones, where there are validation splits."""
 CLIENT_COLUMNS = (
-    *("round", "partition", "n_train", "n_test", *MEASURES[1:], "train_loss"),
+    *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, "train_loss"),
     *("chosen", "bytes_up", "bytes_down", "site"),
 )
 GROWING = ("rounds.jsonl", "clients.csv")
@@ -54,6 +56,8 @@ class Totals:
     """Highest mean training loss of a round."""
     bytes_up: int = 0
     bytes_down: int = 0
+    samples: int = 0
+    """Samples that clients have trained on, as often as they have."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Reasons of the dropped replies."""
     delivery: Counter[str] = field(default_factory=Counter)
@@ -63,6 +67,8 @@ class Totals:
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     """At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out."""
+    validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
+    """The accuracy on the validation splits, likewise."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The last row of each client."""
     last_round: list[int] = field(default_factory=list)
@@ -73,9 +79,9 @@ class Totals:
         """Return what :meth:`as_json` has written, which may stand among other keys."""
         found = cls(**{f.name: stored[key_of(f.name)] for f in dataclasses.fields(cls)})
         found.dropped, found.delivery = Counter(found.dropped), Counter(found.delivery)
-        found.accuracy, found.loss = (
+        found.accuracy, found.loss, found.validation = (
             [[Evaluation(*evaluation) for evaluation in evaluations] for evaluations in points]
-            for points in (found.accuracy, found.loss)
+            for points in (found.accuracy, found.loss, found.validation)
         )
         found.clients = {int(client): row for client, row in found.clients.items()}
         return found
@@ -87,13 +93,18 @@ class Totals:
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
         """Add a round that was to be evaluated or not; return the spread of each of :data:`MEASURES` over the clients.
 
-        Where no client has a measure, None stands in its place.
+        Where no client has a measure, None stands in its place; those of :data:`VALIDATION` are left out then.
         """
         rows = dict(sorted(record.clients.items()))  # sums must not depend on who answered first
-        over_clients = {measure: _spread(rows.values(), measure) for measure in MEASURES}
-        for name, points in (("accuracy", self.accuracy), ("loss", self.loss)):
+        over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
+        over_clients |= {m: found for m in VALIDATION if (found := spread_of(rows.values(), m))}
+        for name, points in (
+            ("accuracy", self.accuracy),
+            ("loss", self.loss),
+            ("validation_accuracy", self.validation),
+        ):
             for point, evaluations in zip(POINTS, points, strict=True):
-                if found := over_clients[f"{point}_{name}"]:
+                if found := over_clients.get(f"{point}_{name}"):
                     evaluations.append(Evaluation(record.number, found, len(record.missing)))
         if trained := over_clients["train_loss"]:
             self.trained, self.worst_loss = True, max(self.worst_loss, trained["mean"])
@@ -103,18 +114,27 @@ class Totals:
         self.evaluated += record.evaluated
         self.bytes_up += record.bytes_up
         self.bytes_down += record.bytes_down
+        self.samples += record.samples
         self.dropped.update(reason for _, reason in record.dropped)
         self.last_round = list(rows)
         self.clients = dict(sorted({**self.clients, **rows}.items()))
         return over_clients
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals that the summary of a run holds."""
+        """Return the totals that the summary of a run holds.
+
+        ``best`` is the round that is best on the validation splits; the highest accuracy on the test splits is an
+        upper bound, for it was chosen on what it is measured by.
+        """
         accuracy = {
-            point: {"last": _flat(evaluations[-1] if evaluations else None), "best": _flat(best(evaluations))}
-            for point, evaluations in zip(POINTS, self.accuracy, strict=True)
+            point: {
+                "last": _flat(evaluations[-1] if evaluations else None),
+                "best": _flat(chosen(evaluations, validation)),
+                "upper-bound": _flat(best(evaluations)),
+            }
+            for point, evaluations, validation in zip(POINTS, self.accuracy, self.validation, strict=True)
         }
-        own = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down}
+        own = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down, "samples": self.samples}
         return {**own, **accuracy, "dropped": self.dropped, **self.delivery, "missing": self.missing}
 
 
@@ -126,6 +146,8 @@ class RunDirectory:
 
     def __init__(self, path: Path, run_id: str) -> None:
         self.path, self.id = path, run_id
+        self.columns: tuple[str, ...] = CLIENT_COLUMNS
+        """Columns of ``clients.csv``."""
         self.grown: dict[str, list[tuple[int, int]]] = {name: [] for name in GROWING}
         """Size and checksum, after every round, of each file that grows."""
         self.models, self.figures = path / "models", path / "figures"
@@ -196,7 +218,7 @@ class RunDirectory:
     def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of a round to ``clients.csv``; what is missing, None or NaN stays empty."""
         text = io.StringIO()
-        writer = csv.DictWriter(text, CLIENT_COLUMNS, restval="", lineterminator="\n")
+        writer = csv.DictWriter(text, self.columns, restval="", lineterminator="\n")
         if not any(size for size, _ in self.grown["clients.csv"][-1:]):
             writer.writeheader()
         writer.writerows(plain(row) for row in rows)
@@ -236,7 +258,8 @@ class RunDirectory:
             self.grown[name] = (whole + [whole[-1]] * len(rounds))[1 : len(rounds) + 1]
 
 
-def _spread(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
+def spread_of(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
+    """Sum up a column over the clients that have it, weighted by their training samples."""
     having = [row for row in rows if column in row]
     return spread([row[column] for row in having], [row["n_train"] for row in having])
 

@@ -1,5 +1,6 @@
 """System accuracy: how well the federation as a whole answers a query that names no client."""
 
+from collections.abc import Sequence
 from logging import WARNING
 from pathlib import Path
 
@@ -26,13 +27,14 @@ def system_accuracy(
 ) -> float | None:
     """Return the accuracy on the pooled test sets of all clients, or None where it is not asked for or to be had.
 
-    FedDRM routes queries; of all other methods the clients' local models vote (the FedDRM paper, Section 3.2).
+    Clients that are set aside have no part in it. FedDRM routes queries; of all other methods the clients' local models
+    vote (the FedDRM paper, Section 3.2).
     """
     wanted = settings.run.system_accuracy
     routes = isinstance(strategy, FedDRM)
     if wanted == "off" or (wanted == "auto" and not routes):
         return None
-    paths = {c: directory.models / f"client-{c}.safetensors" for c in range(settings.data.num_clients)}
+    paths = {c: directory.models / f"client-{c}.safetensors" for c in strategy.members}
     reason = ""
     if workspace.of_sites:
         reason = "the sites keep their test samples"
@@ -49,7 +51,7 @@ def system_accuracy(
         log(WARNING, "system accuracy: the last models of clients %s are missing", missing)
         if routes or not stored:
             return None
-    x, y, owner = pooled_test(workspace)
+    x, y, owner = pooled_test(workspace, strategy.members)
     if isinstance(strategy, FedDRM):
         return routed_accuracy(strategy, workspace, directory.models, x, y, owner)
     outputs = (stored_probabilities(workspace, strategy.architecture, load_arrays(paths[c]), x, y) for c in stored)
@@ -69,7 +71,7 @@ def routed_accuracy(strategy: FedDRM, workspace: Workspace, models: Path, x: Ten
     network = workspace.network(strategy.architecture)
     chosen: Tensor | None = None
     correct = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-    for client in sorted(strategy.clients):
+    for client in strategy.members:
         arrays = load_arrays(models / f"client-{client}.safetensors")
         head.put(whole, head.take(layout.flatten(arrays)))
         parameters = torch.from_numpy(whole).to(workspace.device)
@@ -83,12 +85,12 @@ def routed_accuracy(strategy: FedDRM, workspace: Workspace, models: Path, x: Ten
     return float(correct.float().mean())
 
 
-def pooled_test(workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the test samples, labels and true client of all clients' test splits."""
-    clients = [workspace.client_data(c) for c in range(len(workspace.partition.test))]
-    x = torch.cat([c.x_test for c in clients])
-    y = torch.cat([c.y_test for c in clients])
-    owner = torch.cat([torch.full((len(c.y_test),), i) for i, c in enumerate(clients)])
+def pooled_test(workspace: Workspace, clients: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the test samples, labels and true client of some clients' test splits."""
+    data = {client: workspace.client_data(client) for client in clients}
+    x = torch.cat([own.x_test for own in data.values()])
+    y = torch.cat([own.y_test for own in data.values()])
+    owner = torch.cat([torch.full((len(own.y_test),), client) for client, own in data.items()])
     return x, y, owner
 
 

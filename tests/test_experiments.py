@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from posy.commands.launch import APP
-from posy.commands.table import affects_results, read_plan
+from posy.commands.table import read_plan
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.strategies.methods import METHODS
@@ -175,20 +175,24 @@ def test_tables_load(path: Path) -> None:
     plan = read_plan(path)
     assert {cell.seed for cell in plan.cells} == {0, 1, 2}
     assert plan.output.name == path.stem
-    resolved = {cell.row: read_settings(cell.config) for cell in plan.cells}
-    methods = {settings.run.method for settings in resolved.values()}
-    assert len(methods) == len(resolved) or methods == {path.stem.removesuffix("-ablations")}
-    matter = {key for key, setting in declared().items() if affects_results(setting)}
-    computed = [{key: v for key, v in settings.as_config().items() if key in matter} for settings in resolved.values()]
-    assert all(first != second for first, second in itertools.combinations(computed, 2))  # no row twice
-    assert len({settings.data for settings in resolved.values()}) == 1  # the same data for every row
+    matter = {key for key, setting in declared().items() if setting.decides}
+    for variant in {cell.variant for cell in plan.cells}:
+        resolved = {cell.row: read_settings(cell.config) for cell in plan.cells if cell.variant == variant}
+        methods = {settings.run.method for settings in resolved.values()}
+        assert len(methods) == len(resolved) or methods == {path.stem.removesuffix("-ablations")}
+        computed = [{key: v for key, v in own.as_config().items() if key in matter} for own in resolved.values()]
+        assert all(first != second for first, second in itertools.combinations(computed, 2))  # no row twice
+        assert len({settings.data for settings in resolved.values()}) == 1  # the same data for every row
 
 
-def test_the_common_table_has_every_method() -> None:
-    plan = read_plan(APP / "benchmarks/tables/cifar10-12000.yaml")
+@pytest.mark.parametrize(
+    ("name", "samples", "variants"), [("digits", 0, 3), ("mnist", 6000, 3), ("agnews", 4000, 3), ("cifar10", 12000, 1)]
+)
+def test_the_common_tables_have_every_method(name: str, samples: int, variants: int) -> None:
+    plan = read_plan(APP / f"benchmarks/tables/compare-{name}.yaml")
     settings = [read_settings(cell.config) for cell in plan.cells]
     assert {s.run.method for s in settings} == set(METHODS)
-    assert len(settings) == 3 * len(METHODS)
+    assert len(settings) == 3 * variants * len(METHODS)
     assert len({s.train for s in settings}) == 1
-    runs = {(s.data.max_samples, s.run.num_server_rounds, s.run.system_accuracy) for s in settings}
-    assert runs == {(12000, 30, "on")}
+    runs = {(s.data.dataset, s.data.max_samples, s.run.num_server_rounds, s.data.validation_fraction) for s in settings}
+    assert runs == {(name, samples, 20, 0.2)}

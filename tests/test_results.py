@@ -167,6 +167,25 @@ class TestRunDirectory:
         assert first["chosen"] == 'model 1, "a"'
         assert {key: value for key, value in second.items() if value} == {"round": "2", "partition": "1"}
 
+    def test_the_best_round_is_chosen_on_the_validation_splits(self, run: RunDirectory) -> None:
+        totals = Totals()
+        for number, (tested, validated) in enumerate(((0.9, 0.3), (0.6, 0.7), (0.8, 0.5)), start=1):
+            record = a_round(number, tested, tested)
+            for row in record.clients.values():
+                row["served_validation_accuracy"] = validated
+            found = totals.add(record, evaluated=True)
+            assert found["served_validation_accuracy"] == of(validated, validated)
+            assert "local_validation_accuracy" not in found
+        summary = summarise(run, Totals.from_json(json.loads(json.dumps(plain(totals.as_json())))))
+        assert summary["served"]["best"] == {"round": 2, **of(0.6, 0.6), "missing": 0}
+        assert summary["served"]["upper-bound"]["round"] == 1
+        assert summary["served"]["last"]["round"] == 3
+        lines = results_table(summary, run.path).splitlines()
+        assert [line.split("  ")[0].strip() for line in lines if "served" in line] == [
+            "served model, last",
+            "served model, best",
+        ]
+
     def test_an_unknown_client_column_is_refused_and_nothing_written(self, run: RunDirectory) -> None:
         with pytest.raises(ValueError, match="accuracy_served"):
             run.append_clients([{"round": 1, "accuracy_served": 0.5}])
@@ -176,7 +195,8 @@ class TestRunDirectory:
         returned = summarise(run, totals, **{"system-accuracy": math.nan, "dropped": {"timeout": 2}})
         summary = json.loads((run.path / "summary.json").read_text())
         assert summary == returned
-        assert summary["served"]["best"] == {"round": 2, **of(0.7, 0.9), "missing": 0}
+        assert summary["served"]["upper-bound"] == {"round": 2, **of(0.7, 0.9), "missing": 0}
+        assert summary["served"]["best"] is None  # nothing says which round it is
         assert summary["served"]["last"] == {"round": 3, **of(0.5, 0.7), "missing": 0}
         assert summary["local"]["last"]["round"] == 2
         assert (summary["bytes-up"], summary["bytes-down"], summary["num-clients"]) == (1000, 2000, 2)
@@ -185,7 +205,7 @@ class TestRunDirectory:
 
     def test_summary_of_a_run_without_evaluations(self, run: RunDirectory) -> None:
         summary = summarise(run, Totals(), "failed")
-        assert summary["served"] == summary["local"] == {"last": None, "best": None}
+        assert summary["served"] == summary["local"] == {"last": None, "best": None, "upper-bound": None}
         assert (summary["status"], summary["dropped"]) == ("failed", {})
 
     def test_a_write_that_fails_leaves_the_file_before(self, run: RunDirectory, totals: Totals) -> None:
@@ -342,7 +362,7 @@ class TestResultsTable:
             "60.00 %",
             "0.9730",
         ]
-        assert lines["served model, best"].split()[3:6] == ["2", "80.00", "±"]
+        assert lines["served model, upper bound"].split()[4:7] == ["2", "80.00", "±"]
         assert lines["dropped replies"].endswith("2 x timeout, 1 x not finite")
         assert lines["bytes"].endswith("1.00 kB up, 2.00 kB down")
         assert lines["system accuracy"].endswith(" 50.00 %")
@@ -365,7 +385,7 @@ class TestResultsTable:
         lines = {re.split(" {2,}", line.strip())[0]: line for line in text.splitlines()}
         assert lines["clients"].split("  ")[-1].strip() == clients
         marked = [name for name in lines if "missing)" in name]
-        points = ("served model, last", "local model, last", "local model, best")
+        points = ("served model, last", "local model, last", "local model, upper bound")
         assert marked == ([f"{point} ({missing} missing)" for point in points] if missing else [])
         assert max(map(len, text.splitlines()[:8])) <= 100
 

@@ -24,7 +24,7 @@ from posy.server_app import recorder as recorder_module
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.server_app.recorder import Recorder
-from posy.server_app.results import CLIENT_COLUMNS
+from posy.server_app.results import CLIENT_COLUMNS, VALIDATION
 from posy.settings import NothingTrainedError, RunError, SettingsError
 from posy.storage import load_arrays
 from posy.strategies.registry import defaults, read_settings
@@ -47,7 +47,7 @@ SUMMARY_KEYS = {
     "system-accuracy",
     "dropped",
 }
-SPREAD_KEYS = {"round", "mean", "std", "min", "max", "weighted", "jain", "clients", "missing"}
+SPREAD_KEYS = {"round", "mean", "std", "min", "max", "tenth", "weighted", "jain", "clients", "missing"}
 
 
 class Failing(InProcessGrid):
@@ -128,8 +128,8 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
     assert summary["dropped"] == {}
     assert 0 <= summary["system-accuracy"] <= 1
     for point in ("served", "local"):
-        assert set(summary[point]) == {"last", "best"}
-        assert set(summary[point]["last"]) == set(summary[point]["best"]) == SPREAD_KEYS
+        assert set(summary[point]) == {"last", "best", "upper-bound"}
+        assert set(summary[point]["last"]) == set(summary[point]["upper-bound"]) == SPREAD_KEYS
 
 
 def test_the_partition_that_comes_with_the_data_is_recorded_as_the_one_used(
@@ -147,7 +147,7 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
     path = started(make_config("fedfew", num_server_rounds=4)).directory.path
     summary, rounds, rows = summary_of(path), rounds_of(path), clients_of(path)
     assert [r["round"] for r in rounds] == [1, 2, 3, 4]
-    assert tuple(rows[0]) == CLIENT_COLUMNS
+    assert tuple(rows[0]) == tuple(column for column in CLIENT_COLUMNS if column not in VALIDATION)
     assert [(int(r["round"]), int(r["partition"])) for r in rows] == [(n, c) for n in range(1, 5) for c in range(4)]
     assert {(int(r["n_train"]), int(r["n_test"])) for r in rows} == {(21, 9), (12, 6), (8, 4), (1, 0)}
     assert all(r["chosen"] in {"0", "1", "2"} for r in rows)
@@ -176,7 +176,7 @@ def test_the_files_agree_with_one_another(make_config: MakeConfig) -> None:
             means.append(spread["mean"])
         assert summary[point]["last"] == {"round": 4, **rounds[3][f"{point}_accuracy"], "missing": 0}
         best = int(np.argmax(means))
-        assert summary[point]["best"] == {"round": best + 1, **rounds[best][f"{point}_accuracy"], "missing": 0}
+        assert summary[point]["upper-bound"] == {"round": best + 1, **rounds[best][f"{point}_accuracy"], "missing": 0}
     for n in range(1, 5):
         trained = list(column(rows, n, "train_loss").values())
         assert rounds[n - 1]["train_loss"]["mean"] == pytest.approx(np.mean(trained))
@@ -217,7 +217,7 @@ def test_rounds_without_evaluation_and_clients_that_did_not_train_stay_empty(mak
 def test_a_method_without_a_served_model_says_so(make_config: MakeConfig) -> None:
     path = started(make_config("local")).directory.path
     summary = summary_of(path)
-    assert summary["served"] == {"last": None, "best": None}
+    assert summary["served"] == {"last": None, "best": None, "upper-bound": None}
     assert summary["local"]["last"]["round"] == 3
     assert (summary["bytes-up"], summary["bytes-down"]) == (0, 0)
     assert all(row["served_accuracy"] == row["served_loss"] == "" for row in clients_of(path))
@@ -449,7 +449,7 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
     assert summary["status"] == "failed"
     assert sum(summary["dropped"].values()) == 12
     assert all("diverged" in reason for reason in summary["dropped"])
-    assert summary["local"] == {"last": None, "best": None}
+    assert summary["local"] == {"last": None, "best": None, "upper-bound": None}
     assert all(r["train_loss"] is None for r in rounds)
     workspace = Workspace(read_settings(config))
     server = load_arrays(path / "models" / "server.safetensors")["model"]

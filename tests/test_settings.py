@@ -247,7 +247,7 @@ def test_keys_are_kebab_case_with_the_methods_name_before() -> None:
         ("clients", "num-clients"),
         ("alpha", "dirichlet-alpha"),
         ("stages", "ppfe-stages"),
-        ("mu", "fedfew-mu or fedprox-mu"),
+        ("mu", "fedfew-mu or fedprox-mu or fedprox-ft-mu"),
     ],
 )
 def test_an_unknown_key_is_an_error_with_a_suggestion(key: str, near: str) -> None:
@@ -275,7 +275,7 @@ def test_a_wrong_choice_is_an_error_with_a_suggestion(key: str, value: str, near
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("fedavgg", "fedavg"), ("FedAvg", "fedavg"), ("fed.avg", "fedavg"), ("fedfu", "fedfew"), ("", ""), ("base", "")],
+    [("fedavgg", "fedavg"), ("FedAvg", "fedavg"), ("fed.avg", "fedavg"), ("fedfe", "fedfew"), ("", ""), ("base", "")],
 )
 def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, near: str) -> None:
     told = f"did you mean {near}? (`posy methods` lists all)" if near else f"it must be one of {', '.join(METHODS)}"

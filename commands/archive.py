@@ -1,0 +1,97 @@
+"""What a table needs of its finished runs, in one file that can be carried elsewhere: ``cells.jsonl.gz``.
+
+A line for each run holds its settings, machine, summary, and the clients in the last round. A table that finds it does
+not run these cells again.
+"""
+
+import csv
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from posy.server_app.resume import read_summary
+from posy.storage import replace
+from posy.strategies.registry import declared
+from posy.yaml12 import dump, read_yaml
+
+FILE = "cells.jsonl.gz"
+
+
+class Place(Protocol):
+    """A cell of a table."""
+
+    @property
+    def name(self) -> str:
+        """Name of the cell."""
+
+    @property
+    def path(self) -> Path:
+        """Directory of its run."""
+
+
+def restore(folder: Path, cells: Iterable[Place]) -> None:
+    """Write the files of the cells that have none here and stand in the archive of a folder."""
+    lines = _lines(folder)
+    for cell in cells:
+        line = lines.get(cell.name)
+        if line is None or (cell.path / "summary.json").exists():
+            continue
+        cell.path.mkdir(parents=True, exist_ok=True)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(line["clients"][0]) if line["clients"] else ["round"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(line["clients"])
+        (cell.path / "clients.csv").write_text(text.getvalue(), encoding="utf-8")
+        (cell.path / "config.yaml").write_text(dump(line["config"]), encoding="utf-8")
+        (cell.path / "summary.json").write_text(json.dumps(line["summary"], indent=2), encoding="utf-8")
+        os.utime(cell.path / "summary.json", (line["ended"], line["ended"]))
+
+
+def store(folder: Path, cells: Iterable[Place]) -> None:
+    """Write the archive of some cells, whose runs have finished, in their order."""
+    content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # the same cells are the same file
+    replace(folder / FILE, lambda temporary: temporary.write_bytes(content))
+
+
+def add(folder: Path, cell: Place) -> None:
+    """Append a cell, so that it is kept if the table is interrupted."""
+    with (folder / FILE).open("ab") as file:
+        file.write(gzip.compress(_line(cell), mtime=0))
+
+
+def _line(cell: Place) -> bytes:
+    summary = read_summary(cell.path)
+    rows = client_rows(cell.path, summary["rounds"])
+    config = read_yaml(cell.path / "config.yaml")
+    # Where and how it was carried out is of no use elsewhere.
+    matter = {key for key, setting in declared().items() if setting.decides}
+    config["settings"] = {key: value for key, value in config["settings"].items() if key in matter}
+    ended = int((cell.path / "summary.json").stat().st_mtime)
+    line = {"name": cell.name, "ended": ended, "config": config, "summary": summary, "clients": rows}
+    return (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def client_rows(path: Path, server_round: int) -> list[dict[str, str]]:
+    """Return the clients of a round of the run in a directory, as ``clients.csv`` has them."""
+    with (path / "clients.csv").open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if int(row["round"]) == server_round]
+
+
+def _lines(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the lines of an archive by the names of their cells; of several for one the last.
+
+    What a process that was stopped while it wrote has left is passed over.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error), gzip.open(folder / FILE) as file:
+        for text in file:
+            with suppress(ValueError, LookupError, TypeError):
+                line = json.loads(text)
+                found[line["name"]] = line
+    return found

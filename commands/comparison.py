@@ -1,0 +1,293 @@
+"""What a table says beyond the mean: who gains by taking part, what it costs, and which differences are no chance."""
+
+import statistics
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy import stats
+
+from posy.commands.archive import client_rows
+from posy.server_app.progress import size
+from posy.strategies.methods import settings_class
+
+ALPHA = 0.05
+"""Level of significance."""
+FEWEST_BLOCKS = 3
+"""Blocks from which on ranks are tested."""
+
+LEGEND = (
+    "Last round, each method `at` the point where it is meant to be used. `lowest tenth`: mean over the tenth of "
+    "the clients with the lowest accuracy. `over Local`, `over FedAvg`: mean gain of a client over the same client "
+    "under that method; `lose`: clients with a lower accuracy than there, of all clients in all seeds. `≈`: its "
+    "clients cannot be told from those of the best row; that, and whether clients gain over local training, is by "
+    "Wilcoxon's signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows (Holm). "
+    "`samples`: samples that models were trained on, as often as they were; `memory`: the most that the run's "
+    "process had."
+)
+
+Accuracies = Mapping[int, float]
+"""The accuracy of each client that has test samples."""
+
+
+def client_accuracies(path: Path, point: str, server_round: int) -> dict[int, float]:
+    """Return the clients' accuracies at an evaluation point in a round of the run in a directory."""
+    column = f"{point}_accuracy"
+    rows = client_rows(path, server_round)
+    return {int(row["partition"]): float(row[column]) for row in rows if row[column] != ""}
+
+
+class Gain(NamedTuple):
+    """What clients gain by one method over another one: a paired comparison, client by client."""
+
+    mean: float
+    """Mean difference of the accuracies."""
+    losing: int
+    clients: int
+    """Number of clients whose accuracy is lower, of how many; a client counts once for each seed."""
+    p: float
+    """Wilcoxon's signed-rank test of no difference; 1 where there is none."""
+
+
+def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
+    """Compare two methods client by client.
+
+    Parameters
+    ----------
+    pairs : sequence of (Mapping, Mapping)
+        For each seed, the accuracies by client of the method, and of the one that it is compared with.
+
+    Returns
+    -------
+    Gain or None
+        None where no client has both.
+
+    References
+    ----------
+    F. Wilcoxon: Individual Comparisons by Ranking Methods, 1945.
+    """
+    differences = np.array([own[c] - other[c] for own, other in pairs for c in sorted(own.keys() & other.keys())])
+    if not len(differences):
+        return None
+    p = float(stats.wilcoxon(differences).pvalue) if differences.any() else 1.0
+    return Gain(float(differences.mean()), int((differences < 0).sum()), len(differences), p)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for as many tests (Holm, 1979)."""
+    from statsmodels.stats.multitest import multipletests  # noqa: PLC0415 - takes a second
+
+    return [float(value) for value in multipletests(p, method="holm")[1]] if p else []
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """How methods rank over blocks, each a seed of a data set.
+
+    ``mean`` is each method's mean rank, 1 being the best, in rising order; ``friedman`` the p-value of all being equal;
+    ``pairs`` the p-values of the pairs (Nemenyi's test).
+    """
+
+    mean: "pd.Series[float]"
+    friedman: float
+    pairs: pd.DataFrame
+    blocks: int
+
+    def ties_with_best(self) -> list[str]:
+        """Return the best method and those that cannot be told from it."""
+        best = str(self.mean.index[0])
+        if self.friedman >= ALPHA:
+            return [str(name) for name in self.mean.index]
+        return [str(name) for name in self.mean.index if name == best or self.pairs.loc[best, name] >= ALPHA]
+
+    def draw(self, file: Path, title: str) -> None:
+        """Draw the critical-difference diagram."""
+        import matplotlib.pyplot as plt  # noqa: PLC0415 - takes a second
+        import scikit_posthocs  # noqa: PLC0415 - takes seconds
+
+        figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(self.mean)))
+        scikit_posthocs.critical_difference_diagram(self.mean, self.pairs, ax=axes)
+        axes.set_title(title)
+        figure.savefig(file, dpi=150, bbox_inches="tight")
+        plt.close(figure)
+
+
+def ranks(scores: pd.DataFrame) -> Ranks | None:
+    """Rank methods by their scores and test the differences.
+
+    Parameters
+    ----------
+    scores : pandas.DataFrame, (blocks, methods)
+        A higher score is better. Blocks that lack a method are left out.
+
+    Returns
+    -------
+    Ranks or None
+        None for fewer than three blocks or methods.
+
+    References
+    ----------
+    J. Demšar: Statistical Comparisons of Classifiers over Multiple Data Sets, 2006.
+    """
+    whole = scores.dropna(axis="index")
+    if len(whole) < FEWEST_BLOCKS or whole.shape[1] < 3:
+        return None
+    import scikit_posthocs  # noqa: PLC0415 - takes seconds
+
+    values: npt.NDArray[np.float64] = whole.to_numpy(np.float64)
+    mean = pd.Series(stats.rankdata(-values, axis=1).mean(axis=0), index=whole.columns).sort_values(kind="stable")
+    alike = (values == values[:, :1]).all()
+    friedman = 1.0 if alike else float(stats.friedmanchisquare(*values.T).pvalue)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        pairs = scikit_posthocs.posthoc_nemenyi_friedman(values)
+    pairs.index = pairs.columns = whole.columns
+    return Ranks(mean, friedman, pairs.fillna(1.0), len(whole))
+
+
+class Run(NamedTuple):
+    """A finished run of a table."""
+
+    variant: str
+    row: str
+    method: str
+    seed: int
+    summary: Mapping[str, Any]
+    path: Path
+
+    def accuracies(self, point: str) -> dict[int, float]:
+        """Return the clients' accuracies in the last round."""
+        return client_accuracies(self.path, point, self.summary["rounds"])
+
+    def last(self, point: str, key: str) -> Any:
+        """Return a number over the clients in the last round; None if it was not measured then."""
+        found = self.summary[point]["last"] or {}
+        return found.get(key) if found.get("round") == self.summary["rounds"] else None
+
+
+def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
+    """Compare the rows of each variant client by client, each at the point at which it is meant to be used.
+
+    A line for each variant and row: ``worst``, ``tenth``, ``std`` and ``jain`` over the clients, means over the seeds;
+    the gain over local training and over FedAvg where rows of the variant run them, with the number of clients that
+    lose; ``newcomers-served`` and ``newcomers-local``, of clients that were set aside; ``alike``: whether its clients
+    differ from those of the variant's best row by chance alone (Wilcoxon, Holm); ``served-beats-local`` and
+    ``local-beats-local``: whether clients gain over local training at either point, not by chance; ``samples`` and
+    ``memory``.
+    """
+    lines = []
+    for variant in dict.fromkeys(run.variant for run in runs):
+        rows: dict[str, list[Run]] = {}
+        for run in runs:
+            if run.variant == variant:
+                rows.setdefault(run.row, []).append(run)
+        by_method = {own[0].method: name for name, own in reversed(rows.items())}  # the first row of each method
+        scores = {
+            (name, point): {run.seed: run.accuracies(point) for run in own}
+            for name, own in rows.items()
+            for point in ("served", "local")
+        }
+        points = {name: settings_class(own[0].method).point for name, own in rows.items()}
+
+        def against(name: str, point: str, other: str | None, scores: Any = scores, points: Any = points) -> Any:
+            if other is None:
+                return None
+            own, theirs = scores[name, point], scores[other, points[other]]
+            return gain([(own[seed], theirs[seed]) for seed in own.keys() & theirs.keys()])
+
+        means = {name: average([run.last(points[name], "mean") for run in own]) for name, own in rows.items()}
+        best = max(means, key=lambda name: -1.0 if np.isnan(means[name]) else means[name])
+        alike = _significant({name: against(name, points[name], best) for name in rows}, lower=True)
+        local, fedavg = by_method.get("local"), by_method.get("fedavg")
+        beats = {
+            point: _significant({name: against(name, point, local) for name in rows if name != local}, lower=False)
+            for point in ("served", "local")
+        }
+        for name, own in rows.items():
+            line: dict[str, Any] = {"variant": variant, "method": name, "point": points[name], "mean": means[name]}
+            for column, key in (("worst", "min"), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
+                line[column] = average([run.last(points[name], key) for run in own])
+            for label, other in (("local", local), ("fedavg", fedavg)):
+                found = against(name, points[name], other) if other != name else None
+                line |= {
+                    f"gain-{label}": found.mean if found else float("nan"),
+                    f"losing-{label}": f"{found.losing}/{found.clients}" if found else "",
+                }
+            line["alike"] = not alike.get(name, True)
+            line |= {f"{point}-beats-local": beats[point].get(name, False) for point in beats}
+            for point in ("served", "local"):
+                new = [(run.summary.get("newcomers") or {}).get(point) or {} for run in own]
+                line[f"newcomers-{point}"] = average([found.get("mean") for found in new])
+            line["samples"] = average([run.summary["samples"] for run in own])
+            line["memory"] = average([run.summary.get("peak-memory") for run in own])
+            lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def scores_by_block(runs: Sequence[Run]) -> pd.DataFrame:
+    """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its own point."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for run in runs:
+        mean = run.last(settings_class(run.method).point, "mean")
+        found.setdefault((run.variant, run.seed), {})[run.row] = float("nan") if mean is None else mean
+    return pd.DataFrame.from_dict(found, orient="index")
+
+
+def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
+    """Return what a table says beyond the means, as Markdown."""
+    header = ["method", "at", "mean", "worst client", "lowest tenth", "std", "Jain"]
+    header += ["over Local", "lose", "over FedAvg", "lose", "samples", "memory"]
+    new = len(clients) and clients[["newcomers-served", "newcomers-local"]].notna().any(axis=None)
+    header += ["newcomers, served", "newcomers, local"] if new else []
+    parts = []
+    for variant, rows in clients.groupby("variant", sort=False) if len(clients) else ():
+        lines = [header, ["---", "---", *["---:"] * (len(header) - 2)]]
+        for row in rows.to_dict("records"):
+            cells = [row["method"] + (" ≈" if row["alike"] else ""), row["point"]]
+            cells += [_share(row[key]) for key in ("mean", "worst", "tenth", "std")]
+            cells.append("" if pd.isna(row["jain"]) else f"{row['jain']:.4f}")
+            for other in ("local", "fedavg"):
+                cells += [_share(row[f"gain-{other}"], sign="+"), row[f"losing-{other}"]]
+            cells += [f"{row['samples']:,.0f}", "" if pd.isna(row["memory"]) else size(row["memory"])]
+            cells += [_share(row[f"newcomers-{point}"]) for point in ("served", "local")] if new else []
+            lines.append(cells)
+        parts += [f"## Clients{': ' * bool(variant)}{variant}"]
+        parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        for point in ("served", "local"):
+            winners = [row["method"] for row in rows.to_dict("records") if row[f"{point}-beats-local"]]
+            if winners:
+                parts.append(f"Their clients gain over local training, {point} model: {', '.join(winners)}.")
+    parts += [LEGEND] if parts else []
+    if ranked is not None:
+        order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
+        ties = ranked.ties_with_best()
+        parts.append(
+            f"## Ranks\n\nMean rank over {ranked.blocks} blocks (data sets x seeds): {order}. Friedman's test of all "
+            f"being equal: p = {ranked.friedman:.2g}. Not to be told from the best (Nemenyi, 5 %): {', '.join(ties)}."
+        )
+    return "\n" + "\n\n".join(parts) + "\n" if parts else ""
+
+
+def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, bool]:
+    """Tell of each comparison whether it shows a loss, or a gain, beyond chance, all of them being tested at once."""
+    known = {name: found for name, found in gains.items() if found is not None}
+    adjusted = holm([found.p for found in known.values()])
+    return {
+        name: p < ALPHA and (found.mean < 0 if lower else found.mean > 0)
+        for (name, found), p in zip(known.items(), adjusted, strict=True)
+    }
+
+
+def average(values: Iterable[Any]) -> float:
+    """Return the mean of what was measured, NaN where nothing was; that of pandas rounds on the way."""
+    found = [float(value) for value in values if not pd.isna(value)]
+    return statistics.fmean(found) if found else float("nan")
+
+
+def _share(value: float, sign: str = "") -> str:
+    return "" if pd.isna(value) else f"{100 * value:{sign}.2f}"

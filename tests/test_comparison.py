@@ -1,0 +1,133 @@
+"""What a table says beyond the mean, on numbers worked by hand."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from posy.commands.comparison import (
+    Run,
+    client_accuracies,
+    compared,
+    gain,
+    holm,
+    over_clients,
+    ranks,
+    scores_by_block,
+)
+
+
+def test_gain_is_counted_client_by_client() -> None:
+    first = ({0: 0.9, 1: 0.5, 2: 0.7}, {0: 0.8, 1: 0.6, 2: 0.7})
+    second = ({0: 0.9, 1: 0.7}, {0: 0.5, 1: 0.5, 5: 1.0})  # client 5 has no counterpart
+    found = gain([first, second])
+    assert found is not None
+    assert found.mean == pytest.approx((0.1 - 0.1 + 0.0 + 0.4 + 0.2) / 5)
+    assert (found.losing, found.clients) == (1, 5)
+    assert gain([({}, {0: 1.0})]) is None
+    assert gain([({0: 0.5}, {0: 0.5})]) == (0.0, 0, 1, 1.0)
+
+
+def test_p_is_that_of_all_signs_alike() -> None:
+    """Of n differences of one sign the two-sided probability is 2 / 2^n."""
+    found = gain([({c: 0.5 + 0.01 * c for c in range(1, 9)}, dict.fromkeys(range(1, 9), 0.5))])
+    assert found is not None and found.p == pytest.approx(2 / 2**8)
+
+
+def test_holm_multiplies_by_the_tests_that_are_left() -> None:
+    assert holm([0.03, 0.01, 0.5]) == pytest.approx([0.06, 0.03, 0.5])
+    assert holm([]) == []
+
+
+def test_ranks_by_hand() -> None:
+    scores = pd.DataFrame(
+        {"a": [0.9, 0.8, 0.9, 0.9], "b": [0.5, 0.6, 0.9, 0.4], "c": [0.1, 0.2, 0.3, 0.5]}, index=list("wxyz")
+    )
+    scores.loc["lacking"] = [0.1, np.nan, 0.9]
+    found = ranks(scores)
+    assert found is not None and found.blocks == 4
+    assert found.mean.to_dict() == {"a": (1 + 1 + 1.5 + 1) / 4, "b": (2 + 2 + 1.5 + 3) / 4, "c": (3 + 3 + 3 + 2) / 4}
+    # Friedman's statistic with ties: 12/(nk(k+1)) sum R^2 - 3n(k+1), over 1 - sum(t^3 - t)/(nk(k^2 - 1)).
+    statistic = (12 / 48 * (4.5**2 + 8.5**2 + 11**2) - 48) / (1 - 6 / 96)
+    assert found.friedman == pytest.approx(np.exp(-statistic / 2))  # chi-squared with two degrees of freedom
+    assert found.ties_with_best()[0] == "a"
+    assert ranks(scores.head(2)) is None and ranks(scores[["a", "b"]]) is None
+
+
+def test_what_always_loses_is_told_from_the_best() -> None:
+    rng = np.random.default_rng(0)
+    found = ranks(pd.DataFrame({"good": 0.9 + 0.01 * rng.random(20), "same": 0.9 + 0.01 * rng.random(20), "bad": 0.1}))
+    assert found is not None and found.friedman < 0.05
+    assert set(found.ties_with_best()) == {"good", "same"}
+    alike = ranks(pd.DataFrame({"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}))
+    assert alike is not None and alike.friedman == 1 and len(alike.ties_with_best()) == 3
+
+
+def a_run(folder: Path, row: str, method: str, seed: int, served: list[float], local: list[float]) -> Run:
+    path = folder / row / str(seed)
+    path.mkdir(parents=True)
+    with (path / "clients.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["round", "partition", "served_accuracy", "local_accuracy"])
+        writer.writerow([1, 0, 0.0, 0.0])
+        for client in range(len(local)):
+            writer.writerow([2, client, served[client] if served else "", local[client]])
+
+    def last(values: list[float]) -> Any:
+        if not values:
+            return {"last": None}
+        spread = {"mean": np.mean(values), "min": min(values), "tenth": min(values), "std": 0.0, "jain": 1.0}
+        return {"last": {"round": 2, **spread}}
+
+    summary = {"rounds": 2, "served": last(served), "local": last(local), "samples": 1000, "peak-memory": 5_000_000}
+    return Run("v", row, method, seed, summary, path)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    """Return three rows: Ditto gains over Local on each client of each seed, FedAvg loses on all but one."""
+    found = []
+    for seed in (0, 1, 2):
+        local = [0.70 + 0.01 * (c + seed) for c in range(4)]
+        found.append(a_run(tmp_path, "Local", "local", seed, [], local))
+        served = [0.5, 0.5, 0.5, 0.99]
+        found.append(a_run(tmp_path, "FedAvg", "fedavg", seed, served, local))
+        found.append(a_run(tmp_path, "Ditto", "ditto", seed, served, [a + 0.02 * (c + 1) for c, a in enumerate(local)]))
+    return found
+
+
+def test_accuracies_are_those_of_the_round_asked_for(runs: list[Run]) -> None:
+    assert client_accuracies(runs[1].path, "served", 2) == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.99}
+    assert client_accuracies(runs[0].path, "served", 2) == {}
+
+
+def test_each_row_is_compared_at_its_own_point(runs: list[Run]) -> None:
+    lines = {line["method"]: line for line in over_clients(runs).to_dict("records")}
+    assert [lines[name]["point"] for name in ("Local", "FedAvg", "Ditto")] == ["local", "served", "local"]
+    assert lines["Ditto"]["gain-local"] == pytest.approx(0.05)
+    assert (lines["Ditto"]["losing-local"], lines["FedAvg"]["losing-local"]) == ("0/12", "9/12")
+    assert lines["Ditto"]["losing-fedavg"] == "3/12"  # the client with 0.99, in each seed
+    assert pd.isna(lines["Local"]["gain-local"]) and lines["Local"]["losing-local"] == ""
+    assert lines["Ditto"]["local-beats-local"] and not lines["Ditto"]["served-beats-local"]
+    assert not lines["FedAvg"]["served-beats-local"] and not lines["FedAvg"]["local-beats-local"]
+    assert lines["Ditto"]["alike"] and not lines["Local"]["alike"]
+    assert lines["FedAvg"]["worst"] == 0.5
+    scores = scores_by_block(runs)
+    assert scores.shape == (3, 3)
+    assert scores.loc[("v", 0), "FedAvg"] == pytest.approx(2.49 / 4)
+    text = compared(over_clients(runs), ranks(scores))
+    assert "| Ditto ≈ | local |" in text
+    assert "Their clients gain over local training, local model: Ditto." in text
+    assert "served model:" not in text
+    assert "Mean rank over 3 blocks" in text
+    assert compared(over_clients([]), None) == ""
+
+
+def test_the_diagram_is_drawn(runs: list[Run], tmp_path: Path) -> None:
+    found = ranks(scores_by_block(runs))
+    assert found is not None
+    found.draw(tmp_path / "ranks.png", "a table")
+    assert (tmp_path / "ranks.png").stat().st_size > 5000

@@ -1,0 +1,110 @@
+"""Validation splits, and clients that are set aside until the end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posy.client_app.workspace import Workspace
+from posy.server_app.app import run
+from posy.settings import SettingsError
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import read_settings
+
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+# -- validation -------------------------------------------------------------------------------------------
+
+
+def test_validation_takes_from_training_alone(make_config: Any) -> None:
+    without = Workspace(read_settings(make_config("fedavg"))).partition
+    part = Workspace(read_settings(make_config("fedavg", validation_fraction=0.25))).partition
+    for client, (n, aside) in enumerate(((21, 5), (12, 3), (8, 2), (1, 0))):
+        assert len(part.validation[client]) == aside and len(without.validation[client]) == 0
+        assert len(part.train[client]) == n - aside
+        together = np.sort(np.concatenate([part.train[client], part.validation[client]]))
+        np.testing.assert_array_equal(together, without.train[client])
+        np.testing.assert_array_equal(part.test[client], without.test[client])
+
+
+@every_method
+def test_validation_samples_have_no_part_in_training(make_config: Any, federate: Any, tiny: Any, method: str) -> None:
+    """The run is the same when they are mixed up, which leaves the statistics of the inputs as they are."""
+    x, y, train, test = tiny
+    settings = {"validation_fraction": 0.25}
+    config = make_config(method, **settings)
+    aside = np.concatenate(Workspace(read_settings(config)).partition.validation)
+    assert len(aside) == 10
+    mixed = x.copy()
+    mixed[aside] = x[aside[::-1]]
+    first, second = federate(config), federate(make_config(method, data=(mixed, y, train, test), **settings))
+    for column in ("train_loss", "served_loss", "local_loss"):
+        for before, after in zip(first.column(column), second.column(column), strict=True):
+            assert before == pytest.approx(after, rel=1e-4)
+    seen = [
+        loss for name in ("served", "local") for losses in first.column(f"{name}_validation_loss") for loss in losses
+    ]
+    assert seen and set(seen) == {0, 1, 2}
+    assert first.column("local_validation_loss") != second.column("local_validation_loss")
+
+
+def test_the_best_round_of_a_run_is_that_of_the_validation_splits(make_config: Any) -> None:
+    recorder = run(None, make_config("fedavg", validation_fraction=0.3, num_server_rounds=6, save_models=False))
+    rounds = [json.loads(line) for line in (recorder.directory.path / "rounds.jsonl").read_text().splitlines()]
+    validated = [row["served_validation_accuracy"]["mean"] for row in rounds]
+    best = recorder.summary["served"]["best"]
+    assert best["round"] == int(np.argmax(validated)) + 1
+    assert best["mean"] == rounds[best["round"] - 1]["served_accuracy"]["mean"]
+    assert "served_validation_accuracy" in (recorder.directory.path / "clients.csv").read_text().splitlines()[0]
+
+
+# -- newcomers --------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_newcomers_are_served_at_the_end_and_train_once(make_config: Any, federate: Any, method: str) -> None:
+    finished = federate(make_config(method, holdout_clients=0.5, seed=3))
+    strategy = finished.strategy
+    new = set(strategy.newcomers)
+    assert len(new) == 2
+    for record in finished.records:
+        assert not new & set(record.cohort) and not new & set(record.clients)
+        assert record.dropped == []
+    assert set(strategy.newcomer_rows) == new
+    for client, row in strategy.newcomer_rows.items():
+        tested = client != 3  # which has no test samples
+        assert ("local_accuracy" in row) == tested
+        assert ("served_accuracy" in row) == (tested and method != "local")
+
+
+def test_newcomers_leave_no_trace_in_the_model(make_config: Any, federate: Any, tiny: Any) -> None:
+    """FedAvg's model is that of a federation without them."""
+    _, _, train, _ = tiny
+    finished = federate(make_config("fedavg", holdout_clients=0.25, seed=3, num_server_rounds=1, batch_size=100))
+    (new,) = finished.strategy.newcomers
+    others = [c for c in range(4) if c != new]
+    assert finished.records[0].cohort == tuple(others)
+    served = finished.strategy.newcomer_rows[new]
+    trained = federate(make_config("fedavg", seed=3, num_server_rounds=1, batch_size=100))
+    assert trained.records[0].clients[others[0]]["train_loss"] == finished.records[0].clients[others[0]]["train_loss"]
+    assert served["n_train"] == len(train[new])
+
+
+def test_newcomers_are_in_the_summary(make_config: Any, tmp_path: Path) -> None:
+    recorder = run(None, make_config("fedrep", holdout_clients=0.5, seed=3, system_accuracy="on"))
+    told = recorder.summary["newcomers"]
+    assert set(told) == {"served", "local", "clients"}
+    for point in ("served", "local"):
+        values = [row[f"{point}_accuracy"] for row in told["clients"].values() if f"{point}_accuracy" in row]
+        assert told[point]["mean"] == pytest.approx(np.mean(values))
+    assert 0 <= recorder.summary["system-accuracy"] <= 1
+    for client in map(int, told["clients"]):
+        assert (recorder.directory.models / f"client-{client}.safetensors").is_file()
+
+
+def test_newcomers_and_secure_aggregation_do_not_go_together(make_config: Any) -> None:
+    with pytest.raises(SettingsError, match="does not go with secure-aggregation"):
+        read_settings(make_config("fedavg", holdout_clients=0.5, secure_aggregation=True))

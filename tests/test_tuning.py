@@ -1,0 +1,148 @@
+"""Tuning: the same budget for all, on validation splits alone, taken up where it was stopped."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from optuna.distributions import FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from posy.commands import cli, tuning
+from posy.commands.table import plan_as_yaml, read_plan
+from posy.settings import SettingsError
+from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.registry import declared
+from posy.yaml12 import read_yaml
+
+TABLE = """
+title: a table
+output: {output}
+seeds: [3, 4]
+settings: {{dataset: digits, max-samples: 200, num-clients: 3, num-server-rounds: 3, model: linear, device: cpu}}
+variants:
+  - {{name: dir, settings: {{dirichlet-alpha: 0.5}}}}
+  - {{name: two, settings: {{partition: classes}}}}
+runs:
+  - {{name: FedAvg, settings: {{method: fedavg}}}}
+  - {{name: FedProx, settings: {{method: fedprox, fedprox-mu: 0.01}}, variants: {{two: {{lr: 0.1}}}}}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "some.yaml"
+    path.write_text(TABLE.format(output=tmp_path / "results"))
+    return path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_is_tuned_within_its_ranges(method: str) -> None:
+    space = tuning.space_of(method)
+    assert isinstance(space["lr"], FloatDistribution) and space["lr"].log
+    assert len(space) <= 4  # lr and what matters most
+    known = declared([method])
+    for key, distribution in space.items():
+        assert isinstance(distribution, FloatDistribution | IntDistribution)
+        for end in (distribution.low, distribution.high):
+            known[key].checked(key, known[key].kind(end), "a test")
+    assert settings_class(method).point in ("served", "local")
+
+
+def test_what_was_found_becomes_a_table(file: Path, tmp_path: Path) -> None:
+    plan = read_plan(file)
+    assert plan.cells[-1].config["lr"] == 0.1  # of the row in this variant
+    found = {("dir", "FedAvg"): {"lr": 0.02}, ("two", "FedProx"): {"fedprox-mu": 0.5}, ("dir", "FedProx"): {}}
+    content = plan_as_yaml(plan, found, {"validation-fraction": 0.2})
+    tuned = tmp_path / "tuned.yaml"
+    tuned.write_text(json.dumps(content))
+    cells = {(cell.variant, cell.row): cell.config for cell in read_plan(tuned).cells}
+    assert cells["dir", "FedAvg"]["lr"] == 0.02 and "lr" not in cells["two", "FedAvg"]
+    assert cells["two", "FedProx"] | {"lr": 0.1, "fedprox-mu": 0.5} == cells["two", "FedProx"]
+    assert cells["dir", "FedProx"]["fedprox-mu"] == 0.01
+    assert {config["validation-fraction"] for config in cells.values()} == {0.2}
+    assert content["title"] == "a table, tuned"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("variants: {three: {lr: 0.1}}", "three is no variant of it"),
+        ("variants: {two: 3}", "they must be `variant: settings`"),
+    ],
+)
+def test_settings_of_a_row_in_a_variant_that_is_none(file: Path, wrong: str, words: str) -> None:
+    file.write_text(file.read_text().replace("variants: {two: {lr: 0.1}}", wrong))
+    with pytest.raises(SettingsError, match=words):
+        read_plan(file)
+
+
+def test_all_rows_get_the_same_trials_and_a_stopped_search_goes_on(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = file.read_text()
+    file.write_text(
+        "\n".join(line for line in text.splitlines() if "name: two" not in line).replace(
+            ", variants: {two: {lr: 0.1}}", ""
+        )
+    )
+    plan = read_plan(file)
+    tuning.tune(plan, trials=1, jobs=2)
+    first = capsys.readouterr().out
+    assert first.count("% on validation") == 2
+    assert "fedprox-mu=0.01" in first and first.count("lr=0.05") == 2  # the first trial is the table's own
+    content = tuning.tune(plan, trials=2, jobs=2)
+    second = capsys.readouterr().out
+    assert second.count(", trial 1 (") == 2 and ", trial 0 (" not in second
+    lines = (line for line in (first + second).splitlines() if "FedProx" in line and "validation" in line)
+    best = max(lines, key=lambda line: float(line.split("): ")[1].split(" %")[0]))
+    found = content["runs"][1]["variants"]["dir"]
+    assert all(f"{key}={value}" in best for key, value in found.items())
+    assert set(found) == {"lr", "fedprox-mu"}
+    assert content["settings"]["validation-fraction"] == 0.2
+    assert cli.main(["tune", str(file), "-n", "2"]) == 0
+    assert ", trial " not in capsys.readouterr().out  # nothing is left to do
+    written = file.with_name("some-tuned.yaml")
+    assert written.read_text().startswith("# Written by `posy tune")
+    assert read_yaml(written) == content
+    log = (plan.output / "tuning/dir/FedProx/trial-0.log").read_text()
+    assert "served model, best" in log
+
+
+def test_a_bad_trial_is_given_up_and_one_that_was_stopped_counts_as_failed(file: Path, tmp_path: Path) -> None:
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "journal")))
+    (cell, *_) = read_plan(file).cells
+    search = tuning.opened(cell, tmp_path / "tuning", storage)
+    assert search is not None
+    for _ in range(tuning.FIRST_TRIALS):
+        trial = search.study.ask(dict(search.space))
+        for number in (1, 2, 3):
+            trial.report(0.9, number)
+        search.study.tell(trial, 0.9)
+    trial = search.study.ask(dict(search.space))
+    config = {**search.cell.config, "run-name": "trial-x"}
+    attempt = tuning.Attempt(search, trial, type(cell)("dir", "FedAvg", 3, config), subprocess.Popen(["true"]))
+    attempt.process.wait()
+    rounds = attempt.cell.path / "rounds.jsonl"
+    rounds.parent.mkdir(parents=True)
+
+    def row(number: int, mean: float) -> str:
+        return json.dumps({"round": number, "served_validation_accuracy": {"mean": mean}}) + "\n"
+
+    assert not attempt.look()  # there is no file yet
+    rounds.write_text(row(1, 0.3))
+    assert not attempt.look()  # too early
+    rounds.write_text(row(1, 0.3) + row(2, 0.2) + row(3, 0.99)[:20])
+    assert attempt.look() and attempt.told == 2 and attempt.best == 0.3
+    again = tuning.opened(cell, tmp_path / "tuning", storage)
+    assert again is not None and [t.state for t in again.study.trials][-1] == TrialState.FAIL
+    assert again.done() == tuning.FIRST_TRIALS + 1
+    assert again.best().keys() == {"lr"}
+
+
+def test_rows_with_different_validation_splits_are_not_comparable(file: Path) -> None:
+    file.write_text(file.read_text().replace("fedprox-mu: 0.01", "validation-fraction: 0.1"))
+    with pytest.raises(SettingsError, match="must all have the same"):
+        tuning.tune(read_plan(file), trials=1, jobs=1)
