@@ -121,7 +121,7 @@ class Line(threading.Thread):
             writer.transport.abort()
             return
         connection = Connection(writer, onwards[1])
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):  # the last: at the end
             onwards[1].write(await reader.readexactly(PREFACE))
             await asyncio.gather(
                 self._carry(connection, reader, onwards[1], up=True),

@@ -9,6 +9,7 @@ that are stale are listed, and the exit status is 1.
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,8 @@ from posy.strategies.methods import METHODS
 from posy.strategies.registry import defaults, groups
 
 ROOT = Path(__file__).resolve().parent.parent
+FIVE = 5
+"""The first methods, which are Posy's own."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
 
 
@@ -42,8 +45,21 @@ def settings() -> str:
 
 def methods() -> str:
     """Return the methods, as the docstrings of their modules tell of them."""
+    return described(METHODS)
+
+
+def overview() -> str:
+    """Return the five methods that Posy is about, and the names of those that they are compared with."""
+    names = list(METHODS)
+    others = ", ".join(f"`{name}`" for name in names[FIVE:])
+    text = f"And {len(names) - FIVE} that they are [compared with](docs/methods.md): {others}."
+    return f"{described(names[:FIVE])}\n\n{textwrap.fill(text, 120)}"
+
+
+def described(names: Iterable[str]) -> str:
+    """Return a table of some methods."""
     rows = []
-    for method in METHODS:
+    for method in names:
         text = " ".join((import_module(f"posy.strategies.{method.replace('-', '_')}").__doc__ or "").split())
         name, _, idea = re.split(r"\.(?: |$)", text)[0].partition(": ")
         paper = re.search(r'"(.+?)"', text) or re.search(r"\((.+?)\)", name)
@@ -69,7 +85,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *escaped))
 
 
-GENERATED = {make.__name__: make for make in (config, settings, methods, networks, datasets)}
+GENERATED = {make.__name__: make for make in (config, settings, methods, overview, networks, datasets)}
 
 
 def stale() -> dict[Path, str]:
