@@ -93,7 +93,7 @@ class Federation(Deployment):
         """Tell whether all clients have taken part in a round after the first ``count``."""
         return any(row["cohort"] == NODES and not row["dropped"] for row in self.rounds(run)[count:])
 
-    def start_again(self, name: str, start: Callable[[], None]) -> Callable[[], bool]:
+    def start_again(self, name: str, start: Callable[[], None]) -> None:
         """Start a node until its key is accepted: the SuperLink must first see that it was gone."""
 
         def there() -> bool:
@@ -101,7 +101,7 @@ class Federation(Deployment):
                 start()
             return self.ready(name)
 
-        return there
+        self.until(there, name, MOST)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federatio
     long.wait(lambda: len(long.dropped("long", 3)) > before, "run-long")
     assert "node-3 (client 3) is left out: " in long.log("run-long")
     seen = len(long.rounds("long"))
-    long.wait(long.start_again("node-3", lambda: long.bring_up(3)), "node-3's return")
+    long.start_again("node-3", lambda: long.bring_up(3))
     long.wait(lambda: long.whole_since("long", seen), "run-long")
     assert "node-3 (client 3) is back; 4 of 4 clients are there" in long.log("run-long")
     with (long.results("long") / "clients.csv").open() as file:
@@ -438,5 +438,4 @@ def test_printed_commands_can_be_typed(federation: Federation) -> None:
     assert typed("typed-list", list_runs).wait(MOST) == 0
     assert "Listing all runs" in federation.log("typed-list")
     typed("typed-node", node)
-    again = federation.start_again("typed-node", lambda: typed("typed-node", node) and None)
-    federation.wait(again, "the node's return")
+    federation.start_again("typed-node", lambda: typed("typed-node", node) and None)
