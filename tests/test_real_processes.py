@@ -68,6 +68,10 @@ class Federation(Deployment):
         """Wait until so many rounds of a run are finished."""
         self.wait(lambda: len(self.rounds(run)) >= count, f"run-{run}")
 
+    def wait_for_words(self, run: str, told: str, times: int = 1) -> None:
+        """Wait until `posy run` has shown some words so often: its log comes moments after a round is recorded."""
+        self.wait(lambda: self.log(f"run-{run}").count(told) >= times, f"run-{run}")
+
     def ended(self, run: str) -> int:
         """Wait for the end of a `posy run` and return its exit status."""
         return self.processes[f"run-{run}"].wait(MOST)
@@ -268,6 +272,7 @@ def test_lies_of_a_node_are_dropped(long: Federation) -> None:
     assert [number for number, _ in dropped] == [1, 2, 3, 4, 5, 6, 7]
     for (_, told), reason in zip(dropped, reasons, strict=True):
         assert reason in told
+    long.wait_for_words("long", "node-1 (client 1) is left out: ", len(reasons))
     assert long.log("run-long").count("node-1 (client 1) is left out: ") == len(reasons)
     with (long.results("long") / "clients.csv").open() as file:
         assert all(np.isfinite(float(row["served_loss"])) for row in csv.DictReader(file) if row["served_loss"])
@@ -279,7 +284,7 @@ def test_a_run_begins_with_some_and_takes_up_a_node_that_joins(long: Federation)
     seen = len(long.rounds("long"))
     long.bring_up(NODES - 1)
     long.wait(lambda: long.whole_since("long", seen), "run-long")
-    assert "node-3 (client 3) is new; 4 of 4 clients are there" in long.log("run-long")
+    long.wait_for_words("long", "node-3 (client 3) is new; 4 of 4 clients are there")
 
 
 def test_a_worker_that_dies_loses_one_reply(long: Federation) -> None:
@@ -299,7 +304,7 @@ def test_a_worker_that_hangs_is_left_out_by_the_timeout_and_replaced(long: Feder
     long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
     number, reason = long.dropped("long", 1)[before]
     assert reason == "no reply within round-timeout = 12 s"
-    assert f"node-1 (client 1) is left out: {reason}" in long.log("run-long")
+    long.wait_for_words("long", f"node-1 (client 1) is left out: {reason}")
     long.wait(lambda: long.whole_since("long", number), "run-long")
     assert "the worker process was killed: a reply after more than" in long.log("node-1")
 
@@ -310,11 +315,11 @@ def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federatio
     before = len(long.dropped("long", 3))
     long.kill("node-3")
     long.wait(lambda: len(long.dropped("long", 3)) > before, "run-long")
-    assert "node-3 (client 3) is left out: " in long.log("run-long")
+    long.wait_for_words("long", "node-3 (client 3) is left out: ")
     seen = len(long.rounds("long"))
     long.start_again("node-3", lambda: long.bring_up(3))
     long.wait(lambda: long.whole_since("long", seen), "run-long")
-    assert "node-3 (client 3) is back; 4 of 4 clients are there" in long.log("run-long")
+    long.wait_for_words("long", "node-3 (client 3) is back; 4 of 4 clients are there")
     with (long.results("long") / "clients.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["partition"] == "3" and row["served_accuracy"]]
     first = next(row for row in rows if int(row["round"]) > seen)
