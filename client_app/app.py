@@ -1,10 +1,12 @@
 """The ClientApp: from Flower's messages to the NumPyClient of the method, and back."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+import numpy.typing as npt
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from posy.client_app import secure_aggregation
@@ -15,11 +17,15 @@ from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
-from posy.flower import PING, isolate_simulation, of_simulation, record_of, versions
+from posy.flower import PING, isolate_simulation, of_simulation, record_in, record_of, versions
 from posy.folding import answer_in_kind
+from posy.forked import Parcel
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name
+
+Result = tuple[Any, int, dict[str, Any]]
+"""What a NumPyClient returns: arrays, or a loss; a number of samples; metrics."""
 
 isolate_simulation()
 app = ClientApp(mods=[answer_in_kind])
@@ -39,7 +45,7 @@ def query(message: Message, context: Context) -> Message:
     A site may be asked what it holds, and a client for its part in a stage of secure aggregation. To be asked for
     nothing but an answer tells the server that the node has done what it was asked before.
     """
-    config = message.content.config_records["config"]
+    config = record_in(message.content, "config", ConfigRecord)
     if config.get(PING):
         return Message(RecordDict(), reply_to=message)
     if "secure-round" in config:
@@ -107,7 +113,7 @@ class Call:
         self, message: Message, context: Context, store: StateStore | None = None, *, trusting: bool = False
     ) -> None:
         self.message = message
-        self._config: dict[str, Any] = dict(message.content.config_records["config"])
+        self._config: dict[str, Any] = dict(record_in(message.content, "config", ConfigRecord))
         self.workspace = workspace_of(self._config.pop("settings"), context)
         if self.workspace.of_sites:
             check_unchanged(self.workspace, context)
@@ -130,15 +136,38 @@ class Call:
         """Training samples of the client."""
         return len(self.workspace.partition.train[self.workspace.part_of(self.number)])
 
+    @property
+    def travels(self) -> bool:
+        """Whether another process may carry it out; the keys of secure aggregation stay in this one."""
+        return self._masking is None
+
+    @cached_property
+    def received(self) -> list[npt.NDArray[Any]]:
+        """What the server has sent, by reference."""
+        return [array.numpy() for array in record_in(self.message.content, "arrays", ArrayRecord).values()]
+
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
         """Return the client, with its state, and the generator of what it is to do."""
         client = self._make(self.number, self.workspace, self._store.load(self.number, self._versions))
         self._state = client.state
         client.masking = self._masking
-        arrays = [array.numpy() for array in self.message.content.array_records["arrays"].values()]
-        return client, (client.fit_steps if self._training else client.evaluate_steps)(arrays, self._config)
+        return client, (client.fit_steps if self._training else client.evaluate_steps)(self.received, self._config)
 
-    def close(self, result: tuple[Any, int, dict[str, Any]] | Exception) -> Message:
+    def packed(self) -> Parcel:
+        """Return all that another process needs to carry it out: see :func:`carried_out`."""
+        self._state = self._store.load(self.number, self._versions)
+        head = self.number, self._training, self._config, list(self._state)
+        return Parcel(head, [*self._state.values(), *self.received])
+
+    def unpacked(self, answer: Parcel) -> Result:
+        """Return the result of :func:`carried_out`, and take up the client's state."""
+        (names, num_examples, metrics), arrays = answer
+        if names is not None:
+            self._state = State(dict(zip(names, arrays, strict=False)))
+            self._state.changed = True
+        return list(arrays[len(names or ()) :]), num_examples, metrics
+
+    def close(self, result: Result | Exception) -> Message:
         """Keep the client's state and return the reply, or raise what the client has raised.
 
         The reply of a client whose state is missing says just that.
@@ -162,6 +191,19 @@ class Call:
         return self.close(client.drive(steps))
 
 
+def carried_out(workspace: Workspace, parcel: Parcel) -> Parcel:
+    """Carry out a :meth:`~Call.packed` call in another process."""
+    (number, training, config, names), arrays = parcel
+    state = State(dict(zip(names, arrays, strict=False)))
+    state.changed = False
+    client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
+    result = (client.fit if training else client.evaluate)(list(arrays[len(names) :]), config)
+    replied = result[0] if isinstance(result[0], list) else []
+    kept = list(state) if state.changed else None
+    own = [state[name] for name in kept or ()]
+    return Parcel((kept, *result[1:]), [np.asarray(array) for array in (*own, *replied)])
+
+
 def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:
     """Pack a reply: arrays, numbers, and the texts and ids, which Flower would average among the metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
@@ -170,7 +212,7 @@ def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: di
         {
             "arrays": record_of({str(i): np.asarray(a) for i, a in enumerate(arrays)}),
             "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
-            "config": ConfigRecord({**texts, "client": message.content.config_records["config"]["client"]}),
+            "config": ConfigRecord({**texts, "client": record_in(message.content, "config", ConfigRecord)["client"]}),
         }
     )
     return Message(content, reply_to=message)

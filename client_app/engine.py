@@ -1,24 +1,26 @@
-"""Drives the rounds of many clients in one process: side by side as one stacked computation, or on threads."""
+"""Carries out the calls of many clients on one machine: as one stacked computation, or each on a core of its own."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from logging import WARNING
 from typing import Any
 
 import torch
 from flwr.common.logger import log
 
+from posy.client_app.app import Call, carried_out
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Train, TrainingInterruptedError
 from posy.client_app.workspace import Workspace
+from posy.forked import Parcel, Workers
 
-Open = Callable[[], tuple[PersonalClient, Steps[Any]]]
-"""Makes a client and the generator of its round."""
 Finish = Callable[[int, Any], None]
-"""Takes a client's place and the result of its round, or the exception that ended it."""
+"""Takes a call's place and its result, or the exception that ended it."""
 
 
 @dataclass
@@ -33,32 +35,33 @@ class Running:
 class Engine:
     """Carries out clients' rounds with the resources of one process.
 
-    Where stacking pays (see :meth:`Trainer.stacks`), clients advance together: what they ask for at the same
-    time and is of one kind is one computation. Elsewhere each client trains by itself on a thread of its own;
-    threads share data and models and wait for each other only in Python, not in PyTorch.
+    Where stacking pays (see :meth:`Trainer.stacks`), clients advance together: what they ask for at the same time and
+    is of one kind is one computation. Elsewhere each client trains by itself, several at a time in processes forked
+    from this one, or where that cannot be on threads, which wait for each other in Python.
     """
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self._pool: ThreadPoolExecutor | None = None
+        self._workers: Workers | None = None
         self._capacity: dict[Network, int] = {}
 
-    def run(self, openers: Sequence[Open], sizes: Sequence[int], finish: Finish, end: float = float("inf")) -> None:
-        """Carry out some rounds: openers are called when it is their turn, the largest clients' first.
+    def run(self, calls: Sequence[Call], finish: Finish, end: float = float("inf")) -> None:
+        """Carry out some calls, the largest clients' first.
 
-        ``finish`` is called once for each client, perhaps on another thread; ``sizes`` are the clients' samples. After
-        the monotonic time ``end`` no further client is begun.
+        ``finish`` is called once for each, with its place and result, perhaps on another thread. After the monotonic
+        time ``end`` none is begun.
         """
         trainer = self.workspace.trainer
         trainer.interrupted.clear()  # an interrupt ends only the run in which it comes
-        order = sorted(range(len(openers)), key=lambda i: -sizes[i])
+        order = sorted(range(len(calls)), key=lambda i: -calls[i].num_train)
         plain = self.workspace.network(self.workspace.architecture)
 
         def alone(number: int) -> None:
             if time.monotonic() >= end or trainer.interrupted.is_set():
                 return
             try:
-                client, steps = openers[number]()
+                client, steps = calls[number].open()
                 result = client.drive(steps)
             except TrainingInterruptedError:
                 return
@@ -70,12 +73,26 @@ class Engine:
             at_once = trainer.capacity(plain)
             for begin in range(0, len(order), at_once):
                 if time.monotonic() < end:
-                    self._side_by_side(order[begin : begin + at_once], openers, finish)
+                    self._side_by_side(order[begin : begin + at_once], calls, finish)
         elif self.workspace.workers == 1 or len(order) < 2:
             for number in order:
                 alone(number)
+        elif Workers.possible() and all(call.travels for call in calls):
+            self._in_processes(order, calls, finish, end)
         else:
             self._on_threads(alone, order)
+
+    def _in_processes(self, order: Sequence[int], calls: Sequence[Call], finish: Finish, end: float) -> None:
+        if self._workers is None:
+            self.workspace.load_clients()  # what is loaded before they are forked is in memory once
+            self._workers = Workers(self.workspace.workers, partial(carried_out, self.workspace))
+
+        def take(number: int, answer: Parcel | Exception) -> None:
+            finish(number, answer if isinstance(answer, Exception) else calls[number].unpacked(answer))
+
+        held = Counter(id(array) for call in calls for array in call.received)
+        common = {id(array): array for call in calls for array in call.received if held[id(array)] > 1}
+        self._workers.run(order, lambda number: calls[number].packed(), take, list(common.values()), end)
 
     def _on_threads(self, work: Callable[[int], None], order: Sequence[int]) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self.workspace.workers, thread_name_prefix="client")
@@ -93,7 +110,7 @@ class Engine:
             wait(futures)
             raise
 
-    def _side_by_side(self, order: Sequence[int], openers: Sequence[Open], finish: Finish) -> None:
+    def _side_by_side(self, order: Sequence[int], calls: Sequence[Call], finish: Finish) -> None:
         """Advance clients in step: one request of each at a time."""
         running: dict[int, Running] = {}
         answers: dict[int, Any] = dict.fromkeys(order)
@@ -102,7 +119,7 @@ class Engine:
                 result: Any
                 try:
                     if number not in running:
-                        client, steps = openers[number]()
+                        client, steps = calls[number].open()
                         running[number] = Running(client, steps, next(steps))
                     else:
                         steps = running[number].steps

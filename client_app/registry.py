@@ -1,5 +1,6 @@
 """The clients of the methods by name."""
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -8,6 +9,7 @@ from posy.client_app.base import PersonalClient
 from posy.strategies.methods import METHODS, check_method
 
 
+@cache
 def client_class(method: str) -> Any:
     """Return the NumPyClient of a method: its own, or the one that all share, which is FedAvg's."""
     check_method(method)

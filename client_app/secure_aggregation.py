@@ -20,6 +20,7 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.common.typing import NDArrays
 
 from posy.client_app.signatures import UnknownSignerError, signatures_of
+from posy.flower import record_in
 from posy.strategies.masking import (
     SECRET_BYTES,
     Words,
@@ -129,7 +130,7 @@ class Secrets:
 
 def answer(message: Message, context: Context) -> list[bytes]:
     """Return what a client answers to a stage of a round other than its training."""
-    config: Mapping[str, Any] = message.content.config_records["config"]
+    config: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
     held = Secrets(int(config["client"]), context, message.metadata.run_id)
     name = str(config["secure-round"])
     stage = config["secure-stage"]
@@ -233,7 +234,7 @@ class Masking:
         session = self._held.load(str(config.pop("secure-round")))
         sources, shares = [int(client) for client in config.pop("sources")], config.pop("shares")
         self._weights = int(config.pop("weights"))
-        told: Mapping[str, Any] = message.content.config_records["config"]
+        told: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
         self._settings, self._rate = str(told["settings"]), float(told["lr"])
         self._session = self._joined(session, dict(zip(sources, shares, strict=True)))
 

@@ -126,6 +126,13 @@ class Workspace:
                     self._cached += data.nbytes
             return data
 
+    def load_clients(self) -> None:
+        """Make the tensors of all clients, as far as there is room."""
+        for client in range(self.settings.data.num_clients):
+            if self._cached >= self._room:
+                return
+            self.client_data(client)
+
     def network(self, architecture: Architecture) -> Network:
         """Return the resident network of an architecture; every thread has its own."""
         networks: dict[Architecture, Network] = self._local.__dict__.setdefault("networks", {})

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import flwr
@@ -25,6 +25,8 @@ from flwr.supercore.retry import RetryInvoker, RetryState
 
 from posy.paths import START_DIRECTORY
 from posy.words import one_line
+
+R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRecord)
 
 FLOWER = "1.39"
 """Version of Flower that Posy is made for."""
@@ -173,6 +175,17 @@ class Array(flwr.app.Array):
         """Return the array itself."""
         ndarray: npt.NDArray[Any] = self.__dict__["_ndarray"]
         return ndarray
+
+
+def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
+    """Return a record of a message, or raise :class:`KeyError` if it holds none of this name and kind.
+
+    Flower's ``array_records`` and the like look at all records first, which costs more than a small step of training.
+    """
+    record = content[name]
+    if not isinstance(record, kind):
+        raise KeyError(name)
+    return record
 
 
 def record_of(arrays: Mapping[str, npt.NDArray[Any] | Array]) -> flwr.app.ArrayRecord:

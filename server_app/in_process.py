@@ -88,7 +88,7 @@ class InProcessGrid(OwnGrid):
         if asked:
             if self._engine is None or self._engine.workspace is not asked[0].workspace:
                 self._engine = Engine(asked[0].workspace)
-            self._engine.run([call.open for call in asked], [call.num_train for call in asked], finish, end)
+            self._engine.run(asked, finish, end)
         for reply in replies.values():
             reply.metadata.__dict__["_message_id"] = str(uuid4())
         return [replies[number] for number in sorted(replies)]

@@ -19,7 +19,7 @@ from flwr.common.logger import log
 from posy.data.agreement import Description, agreed, is_complete, task_of
 from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.flower import failure, raised
+from posy.flower import failure, raised, record_in
 from posy.server_app.grids import LOST, WaveGrid, pause
 from posy.server_app.progress import task_table
 from posy.server_app.run_status import RunStatus
@@ -346,7 +346,7 @@ class Federation:
             self._leave_out(node, said if own else failure(reply.error))
         else:
             try:
-                answer = reply.content.config_records["config"]
+                answer = record_in(reply.content, "config", ConfigRecord)
                 self._take(node, answer)
                 self._status.node(node.number, [info.client for info in node.clients], answer)
             except UNREADABLE as error:

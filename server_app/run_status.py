@@ -13,12 +13,12 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Message, MessageType
+from flwr.app import ConfigRecord, Message, MessageType
 from flwr.common.logger import log
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from posy.flower import versions
+from posy.flower import record_in, versions
 from posy.folding import folded, unfolded
 from posy.server_app.grids import OwnGrid
 from posy.storage import plain, replace
@@ -109,7 +109,7 @@ class RunStatus:
             if (phase := (about.message_type, about.group_id)) != self._phase:
                 self._phase, self._phase_since, self._until = phase, now, None
                 self._sent.clear()
-            key = (*phase, about.dst_node_id, message.content.config_records["config"].get("client"))
+            key = (*phase, about.dst_node_id, record_in(message.content, "config", ConfigRecord).get("client"))
             self._sent[key] = self._sent.get(key, 0) + 1
             self._facts["sent-again"] += self._sent[key] > 1
             work = self._works.get(about.dst_node_id)

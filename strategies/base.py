@@ -20,7 +20,7 @@ from flwr.common.typing import NDArrays
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_of
+from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_in, record_of
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
@@ -312,7 +312,7 @@ class PersonalisedStrategy(Strategy):
         present = [client for client in self.newcomers if client in self.clients]
 
         def read(client: int, content: RecordDict) -> None:
-            metrics: Mapping[str, Any] = content.metric_records["metrics"]
+            metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
             row = self.newcomer_rows.setdefault(client, {"n_train": self.clients[client].num_train})
             row |= scores_of(metrics)
             self.acknowledged(client, metrics)
@@ -476,7 +476,7 @@ class PersonalisedStrategy(Strategy):
             stage: str, told: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
         ) -> dict[int, Answer]:
             def read(client: int, content: RecordDict) -> tuple[int, Answer]:
-                answer: Any = content.config_records["config"]["answer"]
+                answer: Any = record_in(content, "config", ConfigRecord)["answer"]
                 check(client, answer)
                 self._count_bytes(client, up=sum(map(len, answer)))
                 return client, answer
@@ -510,12 +510,12 @@ class PersonalisedStrategy(Strategy):
         row["bytes_down"] += down
 
     def _read_evaluation(self, client: int, content: RecordDict) -> int:
-        metrics: Mapping[str, Any] = content.metric_records["metrics"]
+        metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
         count, tested = metrics["num-train"], metrics["num-examples"]
         check_count("num-train", count, 1)
         check_count("num-examples", tested, 0)
         scores, samples = scores_of(metrics), samples_of(metrics)
-        chosen = content.config_records["config"].get("chosen", "")
+        chosen = record_in(content, "config", ConfigRecord).get("chosen", "")
         self.acknowledged(client, metrics)
         row = self.record.row(client)
         row |= {"n_train": int(count), "n_test": int(tested)}

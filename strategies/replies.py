@@ -8,9 +8,10 @@ from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.typing import NDArrays
 
+from posy.flower import record_in
 from posy.models.parameters import FloatArray
 
 MAX_EXAMPLES = 1_000_000_000
@@ -190,8 +191,8 @@ def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
         If its arrays have other shapes or hold what is no finite number, or a count cannot be. What is malformed
         raises any of :data:`UNREADABLE`.
     """
-    record = content.array_records["arrays"]
-    metrics: Mapping[str, Any] = content.metric_records["metrics"]
+    record = record_in(content, "arrays", ArrayRecord)
+    metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
     check_size(record, shapes)
     arrays = [array.numpy() for array in record.values()]
     count, loss = metrics["num-examples"], metrics["train-loss"]
@@ -237,5 +238,5 @@ def samples_of(metrics: Mapping[str, Any]) -> int:
 
 def client_of(message: Message) -> int:
     """Return the client that a message is for."""
-    number: Any = message.content.config_records["config"]["client"]
+    number: Any = record_in(message.content, "config", ConfigRecord)["client"]
     return int(number)

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import Message, MessageType
+from flwr.app import ConfigRecord, Message, MessageType
 
+from posy.flower import record_in
 from posy.strategies.replies import BadReplyError
 
 
@@ -46,7 +47,7 @@ def version_after(asked: Message, reply: Message) -> str:
     Raises :class:`LostStateError` if its node does not have the version to start from, :class:`BadReplyError` for one
     that is none of the two that the message has named.
     """
-    sent, told = (message.content.config_records["config"] for message in (asked, reply))
+    sent, told = (record_in(message.content, "config", ConfigRecord) for message in (asked, reply))
     start = str(sent["state-from"])
     if "state-missing" in told:
         since = f"of round {start.split('-')[1]} " if start else ""

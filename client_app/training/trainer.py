@@ -6,6 +6,7 @@ Several clients are one more axis.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from typing import Any
 
@@ -108,10 +109,11 @@ class Trainer:
                 )
         return results
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.settings.precision != "bfloat16":
+            return nullcontext()
         # Without its cache, which a step has no use for: one that is not cleared holds weights of earlier steps.
-        enabled = self.settings.precision == "bfloat16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
@@ -123,7 +125,8 @@ class Trainer:
                 losses, gradients = rule.gradients(models, batch) if rule else models.gradients(batch)
             optimiser.step(gradients)
             if counted is not None:
-                total[: len(losses)] += losses * counted
+                rows = total[: len(losses)]
+                rows.addcmul_(losses, counted) if isinstance(counted, Tensor) else rows.add_(losses, alpha=counted)
             if self.interrupted.is_set():
                 raise TrainingInterruptedError("local training was told to stop")
         return total

@@ -1,0 +1,185 @@
+"""Work in forked processes: what they are given and what they answer, and what happens when one of them dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posy import forked
+from posy.forked import Parcel, WorkerDiedError, Workers
+
+pytestmark = pytest.mark.skipif(not Workers.possible(), reason="no processes can be forked here")
+
+
+def doubled(parcel: Parcel) -> Parcel:
+    """Return the process's number and twice the arrays, or do what the head says."""
+    if isinstance(parcel.head, Exception):
+        raise parcel.head
+    if parcel.head == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if isinstance(parcel.head, float):
+        time.sleep(parcel.head)
+    return Parcel((parcel.head, os.getpid()), [2 * array for array in parcel.arrays])
+
+
+def answers(
+    parcels: list[Parcel], work: Callable[[Parcel], Parcel] = doubled, workers: Workers | None = None, **more: Any
+) -> dict[int, Parcel | Exception]:
+    """Have parcels worked on by two processes; none may be answered twice."""
+    found: dict[int, Parcel | Exception] = {}
+
+    def finish(number: int, answer: Parcel | Exception) -> None:
+        assert number not in found
+        found[number] = answer
+
+    own = workers or Workers(2, work)
+    own.run(range(len(parcels)), parcels.__getitem__, finish, **more)
+    if workers is None:
+        own.end()
+    return found
+
+
+def test_arrays_of_all_kinds_come_back_from_two_processes() -> None:
+    shared = np.arange(6, dtype=np.float64).reshape(2, 3)
+    parcels = [
+        Parcel(0.1, [shared, np.full((3, i), i, np.float32), np.array(i), shared.T, np.zeros((0, 4), np.int64)])
+        for i in range(7)
+    ]
+    found = answers(parcels, common=[shared])
+    assert sorted(found) == list(range(7))
+    processes = set()
+    for number, parcel in enumerate(parcels):
+        answer = found[number]
+        assert isinstance(answer, Parcel)
+        processes.add(answer.head[1])
+        for ours, array in zip(answer.arrays, parcel.arrays, strict=True):
+            assert ours.shape == array.shape and ours.dtype == (2 * array).dtype
+            np.testing.assert_array_equal(ours, 2 * array)
+    assert len(processes) == 2 and os.getpid() not in processes
+
+
+def test_memory_grows_with_what_is_sent_and_answers_stay_as_they_are() -> None:
+    workers = Workers(2, doubled)
+    first = answers([Parcel(None, [np.full(10, i, np.float32)]) for i in range(8)], workers=workers)
+    second = answers([Parcel(None, [np.full(10**i, i, np.float32)]) for i in range(7)], workers=workers)
+    workers.end()
+    for found, size in ((first, lambda i: 10), (second, lambda i: 10**i)):
+        for number, answer in found.items():
+            assert isinstance(answer, Parcel)
+            np.testing.assert_array_equal(answer.arrays[0], np.full(size(number), 2 * number, np.float32))
+
+
+def test_an_array_that_several_parcels_hold_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, sizes = forked.Shelf.put, []
+
+    def noted(self: forked.Shelf, arrays: Any, begin: int = 0) -> Any:
+        sizes.append(sum(array.nbytes for array in arrays))
+        return put(self, arrays, begin)
+
+    monkeypatch.setattr(forked.Shelf, "put", noted)
+    shared = np.ones(1000)
+    answers([Parcel(None, [shared]) for _ in range(5)], common=[shared])
+    assert sorted(sizes) == [0, 0, 0, 0, 0, 8000]  # the answers are put on shelves by the other processes
+
+
+class UnportableError(Exception):
+    """One that cannot be made again from what it has been pickled to."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), UnportableError("a", "b")])
+def test_what_the_work_raises_is_its_answer(error: Exception) -> None:
+    def fail(parcel: Parcel) -> Parcel:
+        if parcel.head == 1:
+            raise error
+        return parcel
+
+    found = answers([Parcel(i, []) for i in range(3)], fail)
+    assert [type(found[i]) for i in (0, 2)] == [Parcel, Parcel]
+    assert type(found[1]) is (ValueError if isinstance(error, ValueError) else RuntimeError)
+    assert "no" in str(found[1]) or "UnportableError('ab')" in str(found[1])
+
+
+def test_a_parcel_that_cannot_be_made_is_answered_with_the_reason() -> None:
+    workers, found = Workers(2, doubled), {}
+
+    def prepare(number: int) -> Parcel:
+        if number == 2:
+            raise KeyError("missing")
+        return Parcel(None, [np.array([object()])] if number == 3 else [])
+
+    workers.run(range(5), prepare, found.__setitem__)
+    workers.end()
+    assert [type(found[i]) for i in range(5)] == [Parcel, Parcel, KeyError, TypeError, Parcel]
+
+
+def test_a_process_that_dies_costs_one_parcel_and_another_takes_its_place() -> None:
+    workers = Workers(2, doubled)
+    parcels = [Parcel("die" if i in (0, 4) else None, [np.array(i)]) for i in range(12)]
+    found = answers(parcels, workers=workers)
+    assert sorted(found) == list(range(12))
+    died = [number for number, answer in found.items() if isinstance(answer, WorkerDiedError)]
+    assert sorted(died) == [0, 4]
+    assert "by signal 9" in str(found[0])
+    assert all(int(found[i].arrays[0]) == 2 * i for i in range(12) if i not in died)  # type: ignore[union-attr]
+    assert len(answers(parcels[1:4], workers=workers)) == 3
+    workers.end()
+
+
+def test_after_the_end_no_parcel_is_begun() -> None:
+    begin = time.monotonic()
+    found = answers([Parcel(0.5, []) for _ in range(10)], end=begin + 0.7)
+    assert 2 <= len(found) <= 6
+    assert time.monotonic() - begin < 3
+
+
+def test_an_exception_here_ends_the_processes_and_the_next_run_has_others() -> None:
+    workers = Workers(2, doubled)
+    running = len(active_children())
+
+    def finish(number: int, answer: Any) -> None:
+        raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(range(2), lambda number: Parcel(30.0 if number else None, []), finish)
+    assert time.monotonic() - begin < 10
+    assert len(active_children()) == running
+    assert len(answers([Parcel(None, [])] * 3, workers=workers)) == 3
+    workers.end()
+    assert len(active_children()) == running
+
+
+def test_processes_end_with_the_one_that_has_forked_them() -> None:
+    program = """
+import os, signal, sys, time
+from posy.forked import Parcel, Workers
+
+def work(parcel):
+    print(os.getpid(), flush=True)
+    time.sleep(parcel.head)
+    return Parcel(None, [])
+
+def finish(number, answer):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Workers(2, work).run(range(2), lambda number: Parcel(2.0 if number else 0.5, []), finish)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    numbers = [int(line) for line in done.stdout.split()]
+    assert len(numbers) == 2
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{number}/exe").exists() for number in numbers) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert time.monotonic() < end
