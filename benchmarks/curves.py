@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import posy
 from benchmarks.measure import machine
 from posy import figures
-from posy.client_app.workspace import cores
 from posy.data.datasets import load_dataset
+from posy.forked import cores
 from posy.strategies.registry import read_settings
 
 LR = 0.005

@@ -30,8 +30,8 @@ import typer
 
 from benchmarks.local_federation import Deployment
 from benchmarks.measure import machine
-from posy.client_app.workspace import cores
 from posy.commands.launch import run_in_process
+from posy.forked import cores
 
 WARM_ROUNDS = 2
 """Rounds left out of the medians: they load code and data."""

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from posy.client_app.registry import client_class
 from posy.client_app.state import State
-from posy.client_app.workspace import Workspace, cores
+from posy.client_app.workspace import Workspace
+from posy.forked import cores
 from posy.server_app.results import cpu_model
 from posy.strategies.registry import read_settings
 

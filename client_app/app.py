@@ -1,11 +1,9 @@
 """The ClientApp: from Flower's messages to the NumPyClient of the method, and back."""
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -128,6 +126,8 @@ class Call:
             self._masking = secure_aggregation.Masking(self._config, message, context)
         self._state = State()
         self.number = int(self._config["client"])
+        self.received = [array.numpy() for array in record_in(message.content, "arrays", ArrayRecord).values()]
+        """What the server has sent, by reference."""
         # Imported here, not where the client is made: that may be on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 
@@ -140,11 +140,6 @@ class Call:
     def travels(self) -> bool:
         """Whether another process may carry it out; the keys of secure aggregation stay in this one."""
         return self._masking is None
-
-    @cached_property
-    def received(self) -> list[npt.NDArray[Any]]:
-        """What the server has sent, by reference."""
-        return [array.numpy() for array in record_in(self.message.content, "arrays", ArrayRecord).values()]
 
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
         """Return the client, with its state, and the generator of what it is to do."""

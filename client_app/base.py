@@ -329,8 +329,8 @@ class PersonalClient(NumPyClient):
         def stream(purpose: str) -> torch.Generator:
             return torch_generator(self.settings.run.seed, purpose, self.round, self.client, work.stream)
 
-        rate = self.lr if work.lr is None else work.lr
-        return Job(work, self.samples("train"), stream("batches"), rate, self.workspace.augment(stream("augment")))
+        augment = self.workspace.augment(lambda: stream("augment"))
+        return Job(work, self.samples("train"), stream("batches"), self.lr if work.lr is None else work.lr, augment)
 
     def _save(self, predictor: Predictor, config: Config) -> None:
         """Write the personal model to the folder that the config names (simulation: the run's own)."""

@@ -44,6 +44,7 @@ class Engine:
         self.workspace = workspace
         self._pool: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
+        workspace.load_clients()  # what is there before processes are forked is in memory once
         self._capacity: dict[Network, int] = {}
 
     def run(self, calls: Sequence[Call], finish: Finish, end: float = float("inf")) -> None:
@@ -82,9 +83,15 @@ class Engine:
         else:
             self._on_threads(alone, order)
 
+    def end(self) -> None:
+        """End the processes and threads."""
+        if self._workers is not None:
+            self._workers.end()
+        if self._pool is not None:
+            self._pool.shutdown()
+
     def _in_processes(self, order: Sequence[int], calls: Sequence[Call], finish: Finish, end: float) -> None:
         if self._workers is None:
-            self.workspace.load_clients()  # what is loaded before they are forked is in memory once
             self._workers = Workers(self.workspace.workers, partial(carried_out, self.workspace))
 
         def take(number: int, answer: Parcel | Exception) -> None:

@@ -95,7 +95,7 @@ class StateStore(ABC):
             return [int(number) for number in version.split("-")]
 
         there = self.versions(client)
-        for version in there - {named.start, *named.keep}:
+        for version in there.difference((named.start,), named.keep):
             if numbers(version) < numbers(named.to):
                 self._remove(client, version)
         if named.start and named.start not in there:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import RLock, local
@@ -24,6 +25,7 @@ from posy.data.partitions import Partition, partition
 from posy.data.settings import SITES
 from posy.data.sites import fingerprint, load_site, read_site
 from posy.data.task import Task
+from posy.forked import cores
 from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SettingsError
@@ -46,11 +48,6 @@ def choose_device(name: str) -> torch.device:
     if name != "cpu" and int(known[1] or 0) >= torch.cuda.device_count():
         raise SettingsError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device(name)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workspace:
@@ -104,9 +101,9 @@ class Workspace:
         """The plain network of the run."""
         return architecture_for(self.settings.train.model, self.task)
 
-    def augment(self, generator: torch.Generator) -> Augment | None:
+    def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
         """Return the training augmentation, if the settings ask for one."""
-        return Augment(draw_boxes, crop, generator) if self.settings.data.augment == "crop" else None
+        return Augment(draw_boxes, crop, generator()) if self.settings.data.augment == "crop" else None
 
     def part_of(self, client: int) -> int:
         """Return a client's place in the partition; that of a site with its own data is 0."""

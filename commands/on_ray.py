@@ -15,6 +15,7 @@ import ray
 
 from posy.commands.launch import APP
 from posy.commands.table import Cell, Start, clear, start
+from posy.forked import cores
 from posy.settings import LaunchError, Scalar
 
 RETRIES = 10
@@ -69,7 +70,7 @@ def carried_out(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, by
         raise RuntimeError("another version of Posy is installed on the Ray worker")
     with TemporaryDirectory(prefix="posy-") as folder:
         cell = Cell("", "", 0, {**config, "output-dir": folder, "run-name": RUN})
-        process = start(cell)
+        process = start(cell, cores())  # Ray gives it one of them
         try:
             status = process.wait()
         finally:  # as where the table is interrupted

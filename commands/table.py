@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from posy.commands import archive
 from posy.commands.comparison import Run, average, compared, over_clients, ranks, scores_by_block
 from posy.commands.launch import APP
+from posy.forked import CORES, cores
 from posy.server_app.progress import duration, size
 from posy.server_app.resume import read_summary
 from posy.settings import Scalar, SettingsError
@@ -264,7 +265,7 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
-                running[cell] = (begin or start)(cell)
+                running[cell] = begin(cell) if begin else start(cell, jobs)
             for cell, process in list(running.items()):
                 if (status := process.poll()) is None:
                     continue
@@ -383,14 +384,18 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     return named
 
 
-def start(cell: Cell) -> "subprocess.Popen[bytes]":
-    """Start the run of a cell as `posy run FILE`; the file stays beside its results."""
+def start(cell: Cell, jobs: int = 1) -> "subprocess.Popen[bytes]":
+    """Start the run of a cell as `posy run FILE`, one of so many that share the cores.
+
+    The file stays beside its results.
+    """
     clear(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")
     file.write_text(dump(dict(cell.config)), encoding="utf-8")
     places = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
+    share = str(max(1, cores() // jobs))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", CORES: share, "PYTHONPATH": os.pathsep.join(places)}
     with cell.log.open("w", encoding="utf-8") as log:
         # -P: what lies in the working directory must not stand in for Posy's packages.
         return subprocess.Popen(

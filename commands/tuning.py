@@ -172,7 +172,7 @@ def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
     try:
         while True:
             while len(running) < jobs and (search := next_of(searches, running, trials)):
-                running.append(begun(search))
+                running.append(begun(search, jobs))
             if not running:
                 return
             for attempt in list(running):
@@ -199,13 +199,13 @@ def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Sear
     return search if trials_of(search)[0] < trials else None
 
 
-def begun(search: Search) -> Attempt:
+def begun(search: Search, jobs: int) -> Attempt:
     """Start a trial."""
     trial = search.study.ask(dict(search.space))
     own = {**rounded(trial.params), "save-models": False, "system-accuracy": "off"}
     name = f"trial-{trial.number}"
     cell = replace(search.cell, config={**search.cell.config, **own, "run-name": name})
-    return Attempt(search, trial, cell, start(cell))
+    return Attempt(search, trial, cell, start(cell, jobs))
 
 
 def ended(attempt: Attempt) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,17 @@ ALIGNMENT = 64
 """Bytes at whose multiples arrays begin."""
 AHEAD = 2
 """Parcels that a process has at hand: while it works on one, the next is there."""
+
+
+CORES = "POSY_CORES"
+"""Environment variable: the number of cores that a process may use, where that is not all that there are."""
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if told := os.environ.get(CORES, ""):
+        return max(1, int(told))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerDiedError(RuntimeError):
@@ -243,6 +255,15 @@ class Workers:
             return number, answer
         head, places = answer
         return number, Parcel(head, [worker.shelves[shelf].view(place).copy() for place in places])
+
+
+def own_memory(process: int) -> int:
+    """Return the bytes of memory that a process shares with no other, or 0 where the system does not tell."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 def _portable(error: Exception) -> Exception:

@@ -131,6 +131,7 @@ def run(
             waves.on_wait = WaitLog(federation, status)
         if isinstance(grid, InProcessGrid):
             grid.states = stack.enter_context(states_in_memory(recorder, settings))
+            stack.callback(grid.end)
         recorder.tell_clients(one_file_system=in_simulation())
         log(INFO, "Results of this run: %s", recorder.directory.path)
         stack.enter_context(recorder)

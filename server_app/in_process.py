@@ -43,6 +43,12 @@ class InProcessGrid(OwnGrid):
         self.trusting = True
         """Whether the server says where its clients write: they are of one process."""
 
+    def end(self) -> None:
+        """End what trains the clients, until the next messages come."""
+        if self._engine is not None:
+            self._engine.end()
+            self._engine = None
+
     def get_node_ids(self) -> Iterable[int]:
         """Return the virtual nodes 1..M."""
         return list(self._contexts)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from logging import WARNING
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
+from posy.forked import own_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
@@ -333,13 +335,17 @@ class Recorder:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the most memory in bytes that this process has had so far, and the most that tensors have had on a GPU."""
+    """Return the most memory in bytes that this run's processes have had, and the most that tensors have had on a GPU.
+
+    Of processes that were forked from this one only what is their own counts, as it is now.
+    """
     found = {}
     with suppress(ImportError):
         import resource  # noqa: PLC0415 - Windows has none
 
         unit = 1 if sys.platform == "darwin" else 1024
-        found["peak-memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        forked = sum(own_memory(process.pid or 0) for process in active_children())
+        found["peak-memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + forked
     if device.type == "cuda":
         found["peak-gpu-memory"] = torch.cuda.max_memory_allocated(device)
     return found

@@ -22,6 +22,7 @@ from posy.client_app.training.trainer import SGD, Trainer
 from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
 from posy.forked import Workers
+from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
@@ -115,6 +116,14 @@ def test_clients_are_trained_alike_everywhere(make_config, federate, where, monk
     for place in PLACES[1:]:
         for name, array in results[PLACES[0]].items():
             np.testing.assert_array_equal(results[place][name], array, err_msg=f"{place}: {name}")
+
+
+def test_processes_end_with_the_run(make_config, where):
+    where("processes")
+    running = multiprocessing.active_children()
+    recorder = run(None, make_config("fedavg", stack="loop", model="mlp"))
+    assert recorder.summary["status"] == "completed"
+    assert multiprocessing.active_children() == running
 
 
 def test_a_process_that_dies_costs_its_client_the_round(make_config, federate, where, monkeypatch):

@@ -183,3 +183,9 @@ Workers(2, work).run(range(2), lambda number: Parcel(2.0 if number else 0.5, [])
     while any(Path(f"/proc/{number}/exe").exists() for number in numbers) and time.monotonic() < end:
         time.sleep(0.1)
     assert time.monotonic() < end
+
+
+@pytest.mark.parametrize(("told", "expected"), [("", len(os.sched_getaffinity(0))), ("1", 1), ("12", 12), ("0", 1)])
+def test_a_process_may_be_told_how_many_cores_to_use(monkeypatch: pytest.MonkeyPatch, told: str, expected: int) -> None:
+    monkeypatch.setenv(forked.CORES, told)
+    assert forked.cores() == expected
