@@ -78,8 +78,7 @@ class PersonalClient(NumPyClient):
         self.device = workspace.device
         self.data = workspace.client_data(client)
         self.architecture: Architecture = self.method.network(workspace.architecture, self.settings.data.num_clients)
-        own = self.method.personal(self.architecture)
-        self.shared, self.personal = self.layout.without(own), self.layout.part(own)
+        self.shared, self.personal = self.architecture.divided(self.method.personal(self.architecture))
         self.masking: Masking | None = None
         """What an update is masked with in a run with secure aggregation."""
         self.round = 0

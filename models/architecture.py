@@ -11,7 +11,7 @@ from posy.models.build import build_model, resolve, seeded
 from posy.models.chain import ChainModel
 from posy.models.conditional import Conditional
 from posy.models.layers import CosineLinear
-from posy.models.parameters import Entry, FloatArray, Layout, layout_of
+from posy.models.parameters import Entry, FloatArray, Layout, Part, layout_of
 from posy.models.two_branch import TwoBranch
 from posy.randomness import seed_of
 
@@ -52,6 +52,10 @@ class Architecture:
         FedCP's further layers are ``policy`` and ``global-head``.
         """
         return _layout(self)
+
+    def divided(self, own: tuple[str, ...]) -> tuple[Part, Part]:
+        """Return the parts of the flat vector without, and with nothing but, some layers or single tensors."""
+        return _divided(self, own)
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -104,6 +108,11 @@ def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
         return {**layers_of(module.model), "policy": module.policy, "global-head": module.global_head}
     assert isinstance(module, ChainModel)
     return {name: module.layer(name) for name in module.layer_names}
+
+
+@lru_cache(maxsize=64)
+def _divided(architecture: Architecture, own: tuple[str, ...]) -> tuple[Part, Part]:
+    return architecture.layout.without(own), architecture.layout.part(own)
 
 
 @lru_cache(maxsize=64)

@@ -68,7 +68,7 @@ class PersonalisedStrategy(Strategy):
         self.method: Any = settings.method
         self.num_clients = settings.data.num_clients
         self.architecture: Architecture = self.method.network(plain, self.num_clients)
-        self.shared = self.architecture.layout.without(self.method.personal(self.architecture))
+        self.shared = self.architecture.divided(self.method.personal(self.architecture))[0]
         """The part of the network's parameters that is no client's own."""
         if not self.shared.size:
             raise SettingsError(
