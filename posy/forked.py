@@ -162,7 +162,8 @@ class Workers:
     ) -> None:
         """Have parcels worked on, each of which ``prepare`` makes when it is its turn, in the order of their numbers.
 
-        ``finish`` is called with each answer, or with what ``prepare`` or the work has raised. The arrays ``common``
+        ``finish`` is called with each answer, or with the :class:`Exception` that ``prepare`` or the work has raised;
+        what else the work raises, such as :class:`KeyboardInterrupt`, is raised here. The arrays ``common``
         are in several parcels and are copied once. After the monotonic time ``end`` no further parcel is begun.
         """
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
@@ -226,7 +227,7 @@ class Workers:
                 done = self._work(Parcel(head, arrays))
                 begin = max((place.end for common, place in places if not common), default=0)
                 answer = (done.head, shelf.put(done.arrays, begin))
-            except Exception as error:  # whatever the work raises is its answer
+            except BaseException as error:  # whatever the work raises is its answer
                 answer = _portable(error)
             connection.send(answer)
 
@@ -253,6 +254,8 @@ class Workers:
         worker.at_hand.popleft()
         if isinstance(answer, Exception):
             return number, answer
+        if isinstance(answer, BaseException):
+            raise answer
         head, places = answer
         return number, Parcel(head, [worker.shelves[shelf].view(place).copy() for place in places])
 
@@ -266,7 +269,7 @@ def own_memory(process: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
-def _portable(error: Exception) -> Exception:
+def _portable(error: BaseException) -> BaseException:
     """Return an exception as another process can have it."""
     try:
         pickle.loads(pickle.dumps(error))

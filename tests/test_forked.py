@@ -160,6 +160,16 @@ def test_an_exception_here_ends_the_processes_and_the_next_run_has_others() -> N
     assert len(active_children()) == running
 
 
+def test_what_is_no_mere_error_is_raised_here() -> None:
+    def stop(parcel: Parcel) -> Parcel:
+        raise KeyboardInterrupt if parcel.head == 2 else ValueError
+
+    found: dict[int, Any] = {}
+    with pytest.raises(KeyboardInterrupt):
+        Workers(2, stop).run(range(3), lambda number: Parcel(number, []), found.__setitem__)
+    assert all(isinstance(answer, ValueError) for answer in found.values()) and 2 not in found
+
+
 def test_processes_end_with_the_one_that_has_forked_them() -> None:
     program = """
 import os, signal, sys, time
