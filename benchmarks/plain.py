@@ -5,7 +5,7 @@ the paper leaves something open, a comment says whose reading it follows, as a r
 published programs whose splits they train on. As there, all means over clients weigh them by their samples.
 
 A program is a generator of what is scored after each round: the models that the clients are served next, or those that
-they have trained (:data:`PROGRAMS` says which by what they yield). What a client keeps, it keeps in local variables.
+they have trained. Local variables hold what server and clients keep.
 """
 
 import random
@@ -178,7 +178,7 @@ def scaffold(
             penalty: Penalty = lambda net, *_, c=correction: c @ parameters_to_vector(net.parameters())  # noqa: E731
             trained.append(train(model, average, client, penalty)[0])
             changed.append((average - trained[-1]) / (len(batches(client)) * LR) - control)
-        own = own + torch.stack(changed)
+        own = own + torch.stack(changed)  # PFLlib weighs the models alone; so c would not stay the mean of the c_i
         control = control + shares @ torch.stack(changed)
         average = average + SCAFFOLD_LR * (shares @ (torch.stack(trained) - average))
         yield [average] * len(clients)
@@ -295,13 +295,14 @@ def per_fedavg(
         trained = []
         for client in clients:
             w = average
-            for x, y in batches(client, 2 * BATCH):  # PFLlib: both batches of a step come from one epoch
+            for x, y in batches(client, 2 * BATCH):  # PFLlib: the two batches of a step come from one epoch
                 half = (len(y) + 1) // 2
                 ahead = w - PER_ALPHA * gradient(model, w, x[:half], y[:half])
                 w = w - LR * gradient(model, ahead, x[-half:], y[-half:])
             trained.append(w)
         average = shares @ torch.stack(trained)
-        adapting = [batches(client)[0] for client in clients]
+        # PFLlib adapts on one batch, which makes for less accurate models than both do
+        adapting = [batches(client, 2 * BATCH)[0] for client in clients]
         yield [average - PER_ALPHA * gradient(model, average, x, y) for x, y in adapting]
 
 
