@@ -1,61 +1,72 @@
 """Learning curves beside plain PyTorch programs, on the same PFLlib split.
 
 A split is written as PFLlib's scripts do it: classes dealt out by Dirichlet draws, 75 % of each client's
-samples for training, pickled dicts. Posy reads that directory; so do the programs below, which know nothing of
-Posy or Flower. They go step by step as the published ones of FedAvg (PFLlib) and cwFedAvg (built on PFLlib)
-do: the same network, a shuffling DataLoader that drops an incomplete last batch, a new SGD a round, the served
-models scored on the clients' test samples. FedFew has no published program; its Algorithm 1 is written out.
-Prints JSON: for each method and evaluated round the accuracy (mean over the clients, weighted by their samples)
-of both over the seeds, their gap, and the spread over the seeds.
+samples for training, pickled dicts. Posy reads that directory; so do the programs of :mod:`benchmarks.plain`.
+The report (JSON) has for each method and evaluated round the accuracy (mean over the clients, weighted by their
+samples) of both over the seeds, their gap, and the spread over the seeds. Beside it lies a file of single curves
+(``.jsonl``): what it holds is not computed again, so a run that was cut off goes on, and methods can be added.
 """
 
 import json
 import multiprocessing
+import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
-from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 import typer
-from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.utils import parameters_to_vector
 
 import posy
+from benchmarks import plain
 from benchmarks.measure import machine
 from posy import figures
 from posy.data.datasets import load_dataset
 from posy.forked import cores
+from posy.strategies.methods import settings_class
 from posy.strategies.registry import read_settings
-
-LR = 0.005
-BATCH = 10
-WDR_LAMBDA = 10.0
-MODELS, MU = 3, 0.01
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
-    "cwfedavg": {"cwfedavg_wdr_lambda": WDR_LAMBDA},
-    "fedfew": {"fedfew_models": MODELS, "fedfew_mu": MU},
+    "cwfedavg": {"cwfedavg_wdr_lambda": plain.WDR_LAMBDA},
+    "fedfew": {"fedfew_models": plain.MODELS, "fedfew_mu": plain.MU},
+    "fedper": {"fedper_layers": 1},
+    "fedrep": {"fedrep_head_epochs": 1},
+    "fedbabu": {"fedbabu_epochs": 1},
+    "ditto": {"ditto_strength": plain.DITTO_LAMBDA},
+    "apfl": {"apfl_alpha": plain.APFL_ALPHA, "apfl_adaptive": plain.APFL_ADAPTIVE},
+    "fedamp": {
+        "fedamp_alpha": plain.AMP_ALPHA,
+        "fedamp_strength": plain.AMP_LAMBDA,
+        "fedamp_sigma": plain.AMP_SIGMA,
+    },
+    "fedprox": {"fedprox_mu": plain.PROX_MU},
+    "pfedme": {
+        "pfedme_strength": plain.PFEDME_LAMBDA,
+        "pfedme_steps": plain.PFEDME_STEPS,
+        "pfedme_personal_lr": plain.PFEDME_LR,
+        "pfedme_beta": plain.PFEDME_BETA,
+    },
+    "per-fedavg": {
+        "per_fedavg_alpha": plain.PER_ALPHA,
+        "per_fedavg_hessian": "fo",
+        "per_fedavg_steps": 1,
+        "batch_size": 2 * plain.BATCH,  # a mini-batch of Posy's holds both of a step
+    },
+    "fedfomo": {"fedfomo_models": plain.FOMO_MODELS, "fedfomo_epsilon": plain.FOMO_EPSILON},
+    "fedala": {"fedala_layers": 1, "fedala_eta": plain.ALA_ETA, "fedala_sample": plain.ALA_SAMPLE},
+    "lg-fedavg": {"lg_fedavg_layers": 1},
+    "scaffold": {"scaffold_server_lr": plain.SCAFFOLD_LR},
+    "fedproto": {"fedproto_strength": plain.PROTO_LAMBDA},
 }
-
-
-class Client(NamedTuple):
-    """One client's tensors, and whether it leaves out an incomplete last batch."""
-
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    drop_last: bool = True
+"""The methods, and the settings with which Posy's are those of the plain programs."""
 
 
 # -- the split -------------------------------------------------------------------------------------------
@@ -66,7 +77,7 @@ def write_split(folder: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], clients:
     x = (x.transpose(0, 3, 1, 2) / 127.5 - 1).astype(np.float32)
     generator = np.random.default_rng(seed)
     held: list[list[int]] = [[] for _ in range(clients)]
-    while min(map(len, held)) < 2 * BATCH:
+    while min(map(len, held)) < 2 * plain.BATCH:
         held = [[] for _ in range(clients)]
         for label in np.unique(y):
             members = generator.permutation(np.flatnonzero(y == label))
@@ -82,175 +93,122 @@ def write_split(folder: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], clients:
     (folder / "config.json").write_text(json.dumps({"num_clients": clients, "num_classes": len(np.unique(y))}))
 
 
-def read_split(folder: Path) -> list[Client]:
+def read_split(folder: Path) -> list[plain.Client]:
     """Read what :func:`write_split` has just written, as PFLlib does."""
     clients = []
     for number in range(len(list((folder / "train").glob("*.npz")))):
         parts = [np.load(folder / s / f"{number}.npz", allow_pickle=True)["data"].tolist() for s in ("train", "test")]
         tensors = [torch.from_numpy(part[key]) for part in parts for key in ("x", "y")]
-        clients.append(Client(tensors[0], tensors[1].long(), tensors[2], tensors[3].long()))
+        clients.append(plain.Client(tensors[0], tensors[1].long(), tensors[2], tensors[3].long()))
     return clients
 
 
-# -- the plain programs ----------------------------------------------------------------------------------
+# -- the curves ------------------------------------------------------------------------------------------
 
 
-def network(example: Tensor, classes: int) -> nn.Sequential:
-    """Return the 4-layer CNN of the three papers."""
-    features = nn.Sequential(
-        nn.Conv2d(example.shape[0], 32, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-    )  # fmt: skip
-    width = features(example[None]).shape[1]
-    return nn.Sequential(*features, nn.Linear(width, 512), nn.ReLU(), nn.Linear(512, classes))
-
-
-def row_share(weight: Tensor) -> Tensor:
-    """Return the norms of the output rows as shares of their sum."""
-    norms = weight.norm(dim=1)
-    return norms / norms.sum()
-
-
-def train(
-    model: nn.Sequential, start: Tensor, client: Client, penalty: Callable[[nn.Sequential], Tensor] | None = None
-) -> tuple[Tensor, float]:
-    """Train one epoch from some parameters; return the new ones and the mean loss on the way."""
-    vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of it, changed in place
-    whole = client.drop_last and len(client.y_train) >= BATCH
-    loader = DataLoader(TensorDataset(client.x_train, client.y_train), BATCH, shuffle=True, drop_last=whole)
-    optimiser = torch.optim.SGD(model.parameters(), lr=LR)
-    total, seen = 0.0, 0
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        total, seen = total + loss.item() * len(y), seen + len(y)
-        if penalty is not None:
-            loss = loss + penalty(model)
-        optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-    return parameters_to_vector(model.parameters()).detach().clone(), total / seen
-
-
-@torch.no_grad()
-def outputs(model: nn.Sequential, parameters: Tensor, x: Tensor) -> Tensor:
-    """Return the logits of a model."""
-    vector_to_parameters(parameters, model.parameters())
-    return torch.cat([model(part) for part in torch.split(x, 500)])
-
-
-def fedavg(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the served models after each round: one average for all."""
-    average = starts[0]
-    while True:
-        average = shares @ torch.stack([train(model, average, client)[0] for client in clients])
-        yield [average] * len(clients)
-
-
-def cwfedavg(
-    model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor
-) -> Iterator[list[Tensor]]:
-    """Yield the served models after each round: the average, with an output layer mixed for each client."""
-    *_, bias = model.parameters()
-    classes = len(bias)
-    head = sum(p.numel() for p in model[-1].parameters())
-    served = starts[:1] * len(clients)
-
-    def regulariser(counts: Tensor, net: nn.Sequential) -> Tensor:
-        weight = net[-1].weight
-        assert isinstance(weight, Tensor)
-        return WDR_LAMBDA * torch.linalg.vector_norm(counts / counts.sum() - row_share(weight))
-
-    while True:
-        trained = []
-        for client, start in zip(clients, served, strict=True):
-            counts = torch.bincount(client.y_train, minlength=classes)
-            trained.append(train(model, start, client, partial(regulariser, counts))[0])
-        stacked = torch.stack(trained)
-        mixture = torch.stack([row_share(each[-head:-classes].view(classes, -1)) for each in stacked])
-        joint = shares[:, None] * mixture
-        heads = (joint / joint.sum(0)).T @ stacked[:, -head:]
-        average = shares @ stacked
-        served = [torch.cat([average[:-head], own @ heads]) for own in mixture]
-        yield served
-
-
-def fedfew(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the served models after each round: of K, the one of the least training loss (Algorithm 1)."""
-    models = starts
-    while True:
-        results = [[train(model, start, client) for start in models] for client in clients]
-        losses = shares[:, None].double() * torch.tensor([[loss for _, loss in row] for row in results]).double()
-        inner = torch.softmax(-losses / MU, dim=1)
-        outer = torch.softmax(-torch.logsumexp(-losses / MU, dim=1), dim=0)
-        weight = (outer[:, None] * inner).float()
-        models = [
-            start + sum(weight[i, k] * (row[k][0] - start) for i, row in enumerate(results))
-            for k, start in enumerate(models)
-        ]
-        served = []
-        for client in clients:
-            fit = [float(F.cross_entropy(outputs(model, each, client.x_train), client.y_train)) for each in models]
-            served.append(models[fit.index(min(fit))])
-        yield served
-
-
-Program = Callable[[nn.Sequential, list[Tensor], list[Client], Tensor], Iterator[list[Tensor]]]
-PROGRAMS: dict[str, Program] = {"fedavg": fedavg, "cwfedavg": cwfedavg, "fedfew": fedfew}
-
-
-def shares_of(clients: list[Client]) -> Tensor:
-    """Return n_i / N ``(M,)``."""
-    sizes = torch.tensor([float(len(client.y_train)) for client in clients])
-    return sizes / sizes.sum()
+def point_of(method: str) -> str:
+    """Return where a method is scored: ``served``, or ``local`` after training."""
+    if method == "fedproto":
+        return "served"  # as PFLlib does: its own network, with the prototypes just received
+    return settings_class(method).point
 
 
 def plain_curve(method: str, folder: Path, rounds: int, every: int, seed: int, drop_last: bool) -> list[float]:
     """Run a plain program and return its accuracy at the evaluated rounds."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
+    random.seed(seed)
     clients = [client._replace(drop_last=drop_last) for client in read_split(folder)]
-    shares = shares_of(clients)
+    shares = plain.shares_of(clients)
     classes = 1 + max(int(client.y_train.max()) for client in clients)
-    models = [network(clients[0].x_train[0], classes) for _ in range(MODELS)]
+    models = [plain.network(clients[0].x_train[0], classes) for _ in range(plain.MODELS)]
     starts = [parameters_to_vector(model.parameters()).detach() for model in models]
     curve = []
-    for number, served in zip(range(1, rounds + 1), PROGRAMS[method](models[0], starts, clients, shares), strict=False):
+    program = plain.PROGRAMS[method](models[0], starts, clients, shares)
+    for number, scored in enumerate(islice(program, rounds), 1):
         if number % every == 0:
             hits = [
-                (outputs(models[0], parameters, client.x_test).argmax(1) == client.y_test).float().mean()
-                for parameters, client in zip(served, clients, strict=True)
+                (plain.outputs(models[0], each, client.x_test).argmax(1) == client.y_test).float().mean()
+                for each, client in zip(scored, clients, strict=True)
             ]
             curve.append(float(shares @ torch.stack(hits)))
     return curve
 
 
-# -- beside Posy -----------------------------------------------------------------------------------------
-
-
 def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) -> list[float]:
     """Run Posy and return its accuracy at the evaluated rounds."""
     clients = len(list((folder / "train").glob("*.npz")))
+    settings: dict[str, Any] = {"local_epochs": plain.EPOCHS, "batch_size": plain.BATCH, "lr": plain.LR}
     with tempfile.TemporaryDirectory() as output, redirect_stdout(sys.stderr):
         record = posy.run(
             method=method, dataset=str(folder), partition="given", num_clients=clients, model="cnn",
-            num_server_rounds=rounds, evaluate_every=every, local_epochs=1, batch_size=BATCH, lr=LR, seed=seed,
-            save_models=False, output_dir=output, **METHODS[method],
+            num_server_rounds=rounds, evaluate_every=every, seed=seed, save_models=False, output_dir=output,
+            **settings | METHODS[method],
         )  # fmt: skip
         lines = (record.directory.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
-    accuracies = [json.loads(line)["served_accuracy"] for line in lines]
+    accuracies = [json.loads(line)[f"{point_of(method)}_accuracy"] for line in lines]
     return [accuracy["weighted"] for accuracy in accuracies if accuracy is not None]
 
 
+class Work:
+    """A file of finished curves, one JSON line each, so that a run goes on where it was cut off."""
+
+    def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
+        self.path, self.conditions = path, conditions
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows = [json.loads(line) for line in lines]
+        self.curves = {
+            (row["method"], row["side"], row["seed"]): row["curve"] for row in rows if conditions.items() <= row.items()
+        }
+
+    def missing(self, method: str, side: str, seeds: list[int]) -> list[int]:
+        """Return the seeds whose curve there is not yet."""
+        return [seed for seed in seeds if (method, side, seed) not in self.curves]
+
+    def add(self, method: str, side: str, seed: int, curve: list[float]) -> None:
+        """Keep a curve."""
+        row = {**self.conditions, "method": method, "side": side, "seed": seed, "curve": np.round(curve, 4).tolist()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.curves[method, side, seed] = row["curve"]
+
+    def table(self, method: str, side: str, seeds: list[int]) -> npt.NDArray[np.float64]:
+        """Return curves ``(seeds, points)``."""
+        return np.array([self.curves[method, side, seed] for seed in seeds])
+
+
 def compared(plain: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Return both curves ``(seeds, points)`` as means, their gap, and the standard deviation over the seeds."""
-    spread = np.sqrt((plain.var(axis=0, ddof=1) + ours.var(axis=0, ddof=1)) / 2)
-    means = {"plain": plain.mean(axis=0), "posy": ours.mean(axis=0)}
+    """Return both curves ``(seeds, points)`` as means and their gap, with standard deviations over the seeds.
+
+    ``spread_over_seeds`` is that of both sides together, ``largest_gap_in_spreads`` the largest gap of a round over
+    that of the round, and ``mean_gap_error`` the standard error of ``mean_gap``.
+    """
+    sides = {"plain": plain, "posy": ours}
+    means = {name: side.mean(axis=0) for name, side in sides.items()}
+    spreads = {name: side.std(axis=0, ddof=1) for name, side in sides.items()}
+    spread = np.sqrt((spreads["plain"] ** 2 + spreads["posy"] ** 2) / 2)
     gap = means["posy"] - means["plain"]
-    curves = means | {"gap": gap, "spread_over_seeds": spread, "mean_gap": gap.mean(), "mean_spread": spread.mean()}
-    return {name: np.round(curve, 4).tolist() for name, curve in curves.items()}
+    error = np.sqrt(sum(side.mean(axis=1).var(ddof=1) / len(side) for side in sides.values()))
+    found = means | {f"{name}_spread": each for name, each in spreads.items()} | {
+        "gap": gap, "spread_over_seeds": spread, "mean_gap": gap.mean(), "mean_gap_error": error,
+        "mean_spread": spread.mean(), "largest_gap_in_spreads": (np.abs(gap) / spread).max(),
+    }  # fmt: skip
+    return {name: np.round(each, 4).tolist() for name, each in found.items()}
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw a panel for each method of a report."""
+    panels = {}
+    for method, row in report["methods"].items():
+        bands = {side: row.get(f"{side}_spread", row["spread_over_seeds"]) for side in ("plain", "posy")}
+        lines = {side: list(zip(report["evaluated_rounds"], row[side], bands[side], strict=True)) for side in bands}
+        panels[f"{method}, {row['point']}"] = lines
+    title = f"{report['dataset']}, {report['clients']} clients, Dir({report['alpha']:g})"
+    figures.small_multiples(panels, path, title=title, ylabel="accuracy", percent=True)
 
 
 def main(
+    output: Path,
     dataset: str = "cifar10",
     data_dir: Path = Path("datasets"),
     samples: int = 12_000,
@@ -260,35 +218,41 @@ def main(
     every: int = 2,
     seeds: list[int] = typer.Option([0, 1, 2]),  # noqa: B008 - typer's form
     methods: list[str] = typer.Option(list(METHODS)),  # noqa: B008
-    keep_last: bool = typer.Option(False, help="plain programs train an incomplete last batch too"),
+    drop_last: bool = typer.Option(False, help="plain programs leave out an incomplete last batch, as PFLlib's"),
     picture: Path | None = None,
 ) -> None:
-    """Run both, print JSON and draw the curves."""
-    points = list(range(every, rounds + 1, every))
+    """Run both where a curve is missing, add the methods to the report OUTPUT (JSON), and draw all that are in it."""
+    split = {"dataset": dataset, "samples": samples, "clients": clients, "alpha": alpha, "rounds": rounds}
     report: dict[str, Any] = {
-        "machine": machine(), "dataset": dataset, "samples": samples, "clients": clients, "alpha": alpha,
-        "seeds": seeds, "keep_last": keep_last, "evaluated_rounds": points, "methods": {},
+        "machine": machine(), **split, "seeds": seeds, "evaluated_rounds": list(range(every, rounds + 1, every)),
+        "methods": {},
     }  # fmt: skip
-    series: dict[str, list[tuple[int, float]]] = {}
+    if output.exists():
+        earlier = json.loads(output.read_text(encoding="utf-8"))
+        if differing := [key for key in (*split, "seeds", "evaluated_rounds") if earlier[key] != report[key]]:
+            raise typer.BadParameter(f"{output} is of other conditions: {', '.join(differing)}")
+        report["methods"] = earlier["methods"]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         settings = read_settings({"dataset": dataset, "data-dir": str(data_dir), "max-samples": samples})
         data = load_dataset(settings.data, data_dir, 0)
         write_split(folder, np.asarray(data.x), np.asarray(data.y), clients, alpha, 1)
+        work = Work(output.with_suffix(".jsonl"), split | {"every": every, "drop_last": drop_last})
         with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
-            waiting = {
-                method: [pool.submit(plain_curve, method, folder, rounds, every, s, not keep_last) for s in seeds]
-                for method in methods
-            }
-            plain = {name: np.array([future.result() for future in futures]) for name, futures in waiting.items()}
-        for method in methods:
-            ours = np.array([posy_curve(method, folder, rounds, every, seed) for seed in seeds])
-            report["methods"][method] = row = compared(plain[method], ours)
-            series |= {f"{method}, {x}": list(zip(points, row[x], strict=True)) for x in ("plain", "posy")}
+            for method in methods:
+                waiting = {
+                    pool.submit(plain_curve, method, folder, rounds, every, seed, drop_last): seed
+                    for seed in work.missing(method, "plain", seeds)
+                }
+                for future in as_completed(waiting):
+                    work.add(method, "plain", waiting[future], future.result())
+                for seed in work.missing(method, "posy", seeds):
+                    work.add(method, "posy", seed, posy_curve(method, folder, rounds, every, seed))
+                sides = (work.table(method, side, seeds) for side in ("plain", "posy"))
+                report["methods"][method] = {"point": point_of(method), "drop_last": drop_last} | compared(*sides)
+                output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if picture is not None:
-        title = f"{dataset}, {clients} clients, Dir({alpha:g}): served models"
-        figures.lines(series, picture, title=title, ylabel="accuracy", percent=True)
-    print(json.dumps(report, indent=2))
+        draw(report, picture)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from posy.client_app.training.work import Context, Net, Train, Trained, cross_en
 from posy.strategies.replies import Update
 
 SETTLED, LAST = 0.1, 10
-"""The weights have settled when the losses of so many passes have a smaller standard deviation."""
+"""The weights have settled when the losses of so many passes after the first have a smaller standard deviation."""
 MOST_PASSES = 50
 
 
@@ -76,4 +76,4 @@ def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
 
 def settled(losses: list[Tensor]) -> bool:
     """Tell whether the last losses hardly differ."""
-    return len(losses) >= LAST and bool(torch.stack(losses[-LAST:]).std(correction=0) < SETTLED)
+    return len(losses) > LAST and bool(torch.stack(losses[-LAST:]).std(correction=0) < SETTLED)

@@ -25,6 +25,9 @@ from posy.metrics import Evaluation
 Curve = Sequence[tuple[float, float | None]]
 """Points (x, y) of a line; those whose y is None or NaN are left out."""
 
+Band = Sequence[tuple[float, float, float]]
+"""Points (x, y, half the height of the band) of a line."""
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which the colour-blind tell apart (without yellow, too light for lines)."""
 
@@ -200,6 +203,43 @@ def lines(
         axes.set(xlabel=xlabel, ylabel=ylabel)
         if 1 < len(drawn) <= 20:
             _legend(axes, min(4, len(drawn)))
+
+
+def small_multiples(
+    panels: Mapping[str, Mapping[str, Band]],
+    path: Path,
+    *,
+    title: str = "",
+    xlabel: str = "round",
+    ylabel: str = "",
+    percent: bool = False,
+) -> None:
+    """Draw a small panel for each group of lines, four a row, all to the same scale, with bands around the lines."""
+    drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
+    if not drawn:
+        return
+    down = math.ceil(len(drawn) / 4)
+    with _figure(path, _WIDTH, 1.75 * down + 0.9) as figure:
+        figure.suptitle(title, x=0.01, ha="left")
+        grid = figure.subplots(down, min(4, len(drawn)), squeeze=False, sharex=True, sharey=True)
+        for axes in grid.flat[len(drawn) :]:
+            axes.set_visible(False)
+        for axes, (name, lines) in zip(grid.flat, drawn.items(), strict=False):
+            axes.set_title(name, fontsize=10, pad=4)
+            axes.tick_params(color=_AXIS, labelsize=9)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+            if percent:
+                axes.yaxis.set_major_formatter(_PERCENT)
+            for index, (label, band) in enumerate(lines.items()):
+                x, y, half = _numbers(band).reshape(-1, 3).T
+                axes.plot(
+                    x, y, label=label, color=COLOURS[index], linestyle=("-", "--", "-.")[index % 3], linewidth=1.6
+                )
+                axes.fill_between(x, y - half, y + half, color=COLOURS[index], alpha=0.2, linewidth=0)
+        figure.supxlabel(xlabel, fontsize=10)
+        figure.supylabel(ylabel, fontsize=10)
+        handles = grid.flat[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper right", ncols=2)
 
 
 def scatter(

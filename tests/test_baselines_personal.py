@@ -556,11 +556,11 @@ def test_when_fedalas_weights_have_settled() -> None:
         return [torch.tensor(value) for value in values]
 
     assert not settled([])
-    assert not settled(losses(*[1.0] * 9))
-    assert settled(losses(*[1.0] * 10))
+    assert not settled(losses(*[1.0] * 10))
+    assert settled(losses(*[1.0] * 11))
     assert settled(losses(9.0, *[1.0] * 10))
-    assert not settled(losses(*[1.0] * 9, 1.4))  # the standard deviation is 0.12
-    assert settled(losses(*[1.0] * 9, 1.3))
+    assert not settled(losses(*[1.0] * 10, 1.4))  # the standard deviation is 0.12
+    assert settled(losses(*[1.0] * 10, 1.3))
 
 
 def test_fedalas_passes_see_most_samples(make_client: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""Posy beside the plain programs of ``benchmarks.curves``, which share nothing with it but the papers.
+"""Posy beside the plain programs of ``benchmarks.plain``, which share nothing with it but the papers.
 
 Every client's samples are one batch, so that nothing is drawn: both must then take the same steps.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,70 +12,137 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import curves
+from benchmarks import curves, plain
+from posy.client_app.base import PersonalClient
 from posy.client_app.workspace import Workspace
 from posy.randomness import model_seed
 from posy.strategies.registry import read_settings
 
 ROUNDS, CLASSES, LR = 4, 3, 0.2
+EPOCHS, BATCH = 2, 200
+CONSTANTS: dict[str, dict[str, float]] = {
+    # Times lambda, the rate is the step. Where the search for theta begins after the first batch, the two differ.
+    "pfedme": {"LR": 0.02, "EPOCHS": 1},
+    "per-fedavg": {"PER_ALPHA": 0.3},
+    "fedamp": {"AMP_ALPHA": 3.0, "AMP_LAMBDA": 1.0, "AMP_SIGMA": 10.0},  # models are farther apart than in the curves
+    "fedfomo": {"FOMO_MODELS": 2, "FOMO_EPSILON": 0.0},  # all others
+    "fedala": {"ALA_SAMPLE": 1.0},
+}
+SETTINGS: dict[str, dict[str, float]] = {
+    "fedrep": {"fedrep_head_epochs": EPOCHS},
+    "fedbabu": {"fedbabu_epochs": EPOCHS},
+    "pfedme": {"lr": 0.02, "local_epochs": 1},
+    "per-fedavg": {"per_fedavg_alpha": 0.3},
+    "fedamp": {"fedamp_alpha": 3.0, "fedamp_strength": 1.0, "fedamp_sigma": 10.0},
+    "fedfomo": {"fedfomo_models": 2, "fedfomo_epsilon": 0.0},
+    "fedala": {"fedala_sample": 1.0},
+}
+SERVED_ALIKE = ("fedavg", "fedfew", "fedprox", "scaffold")
+"""What leaves nothing to chance, in the plain programs and in Posy."""
 
 
 @pytest.fixture
-def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write images of three classes as PFLlib would, for three clients."""
-    rng = np.random.default_rng(0)
-    y = np.arange(150) % CLASSES
-    x = (rng.integers(0, 120, (150, 16, 16, 1)) + 60 * y[:, None, None, None]).astype(np.uint8)
-    curves.write_split(tmp_path / "split", x, y, clients=3, alpha=1.0, seed=0)
-    monkeypatch.setattr(curves, "BATCH", 200)
-    monkeypatch.setattr(curves, "LR", LR)
-    return tmp_path / "split"
+def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return what writes images of three classes as PFLlib would, for three clients."""
+
+    def write(alike: bool = False) -> Path:
+        """Deal them out; with ``alike`` each client has copies of one image, so that any part is like the whole."""
+        rng = np.random.default_rng(0)
+        y = np.arange(150) % CLASSES
+        x = np.broadcast_to(rng.integers(0, 120, (1 if alike else 150, 16, 16, 1)), (150, 16, 16, 1))
+        x = (x + 60 * y[:, None, None, None]).astype(np.uint8)
+        curves.write_split(tmp_path / "split", x, y, clients=3, alpha=0.01 if alike else 1.0, seed=0)
+        for name, value in {"EPOCHS": EPOCHS, "BATCH": BATCH, "LR": LR}.items():
+            monkeypatch.setattr(plain, name, value)
+        return tmp_path / "split"
+
+    return write
 
 
 @pytest.fixture
-def both(split: Path, make_config: Callable[..., Any], federate: Callable[..., Any]) -> Callable[[str], Any]:
-    """Return what runs a method in Posy, and its plain program from the same initial models."""
+def both(
+    split: Callable[..., Path],
+    make_config: Callable[..., Any],
+    federate: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str], Any]:
+    """Return what runs a method in Posy, and its plain program from the same initial models.
 
-    def run(method: str) -> tuple[Any, list[np.ndarray]]:
+    It returns the models that both score ``(rounds, clients, d)``, and the initial one ``(d,)``.
+    """
+    seen: dict[tuple[str, int, int], np.ndarray] = {}
+
+    def note(self: PersonalClient, point: str, predictor: Any) -> Any:
+        seen[point, self.round, self.client] = predictor.members[0].parameters.numpy().copy()
+        return scores(self, point, predictor)
+
+    scores = PersonalClient._scores
+    monkeypatch.setattr(PersonalClient, "_scores", note)
+
+    def run(method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        folder = split(alike=method == "per-fedavg")  # which divides its mini-batches
+        for name, value in CONSTANTS.get(method, {}).items():
+            monkeypatch.setattr(plain, name, value)
+        settings = {"lr": LR, "local_epochs": EPOCHS} | curves.METHODS[method] | {"batch_size": BATCH}
         config = make_config(
-            method, dataset=str(split), partition="given", partition_file="", num_clients=3, model="cnn",
-            num_server_rounds=ROUNDS, batch_size=200, lr=LR, seed=42, **curves.METHODS[method],
+            method, dataset=str(folder), partition="given", partition_file="", num_clients=3, model="cnn",
+            num_server_rounds=ROUNDS, seed=42, **settings | SETTINGS.get(method, {}),
         )  # fmt: skip
         architecture = Workspace(read_settings(config)).architecture
-        seeds = [model_seed(config["seed"], k) for k in range(curves.MODELS)]
-        starts = [torch.from_numpy(architecture.initial(seed)) for seed in seeds]
-        clients = curves.read_split(split)
-        model = curves.network(clients[0].x_train[0], CLASSES)
-        program: Iterator[Any] = curves.PROGRAMS[method](model, starts, clients, curves.shares_of(clients))
-        *_, served = islice(program, ROUNDS)
-        return federate(config), [each.numpy() for each in served]
+        starts = [architecture.initial(model_seed(config["seed"], k)) for k in range(plain.MODELS)]
+        clients = curves.read_split(folder)
+        model = plain.network(clients[0].x_train[0], CLASSES)
+        program = plain.PROGRAMS[method](model, [*map(torch.from_numpy, starts)], clients, plain.shares_of(clients))
+        expected = [[flat(each) for each in scored] for scored in islice(program, ROUNDS)]
+        federate(config)
+        found = [[seen[curves.point_of(method), r, c] for c in range(3)] for r in range(1, ROUNDS + 1)]
+        return np.array(found), np.array(expected), starts[0]
 
     return run
 
 
-def test_the_split_is_read_alike(split: Path, make_config: Callable[..., Any]) -> None:
-    workspace = Workspace(read_settings(make_config("fedavg", dataset=str(split), partition="given", num_clients=3)))
-    for number, client in enumerate(curves.read_split(split)):
+def flat(scored: plain.Scored) -> np.ndarray:
+    """Return a model; of one with prototypes, the one whose output layer finds the nearest, by 2 f·c - ||c||²."""
+    if isinstance(scored, torch.Tensor):
+        return scored.numpy()
+    c = scored.prototypes
+    body = scored.parameters[: -c.numel() - len(c)]
+    return torch.cat([body, 2 * c.flatten(), -c.square().sum(1)]).numpy()
+
+
+def test_the_split_is_read_alike(split: Callable[..., Path], make_config: Callable[..., Any]) -> None:
+    folder = split()
+    workspace = Workspace(read_settings(make_config("fedavg", dataset=str(folder), partition="given", num_clients=3)))
+    for number, client in enumerate(curves.read_split(folder)):
         ours = workspace.client_data(number)
         assert len(client.y_test) == pytest.approx(len(client.y_train) / 3, abs=1)
         for name in ("x_train", "y_train", "x_test", "y_test"):
             torch.testing.assert_close(getattr(ours, name), getattr(client, name))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "cwfedavg"])
-def test_served_models_are_those_of_the_plain_program(method: str, both: Callable[[str], Any]) -> None:
-    finished, served = both(method)
-    for client, expected in enumerate(served):
-        found = finished.strategy.serve(client)  # cwFedAvg: the head, which comes last, apart
-        np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-4, atol=1e-5)
-    distinct = {tuple(np.round(model, 4)) for model in served}
-    assert len(distinct) == (1 if method == "fedavg" else 3)
-    start = finished.strategy.initial()
-    assert np.abs(served[0] - start).max() > 0.01  # they have moved
+@pytest.mark.parametrize("method", curves.METHODS)
+def test_models_are_those_of_the_plain_program(method: str, both: Callable[[str], Any]) -> None:
+    found, expected, start = both(method)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 if method == "fedproto" else 1e-5)
+    assert (np.abs(expected - start).max(axis=2) > 0.001).all()  # they have moved
+    distinct = {tuple(np.round(model, 4)) for model in expected[-1]}
+    assert len(distinct) == (1 if method in SERVED_ALIKE else 3)
 
 
-def test_fedfew_serves_what_the_plain_program_serves(both: Callable[[str], Any]) -> None:
-    finished, served = both("fedfew")
-    chosen = finished.column("chosen")[-1]
-    for client, expected in enumerate(served):
-        np.testing.assert_allclose(finished.strategy.models[int(chosen[client])], expected, rtol=1e-4, atol=1e-5)
+def test_what_was_computed_is_not_computed_again(tmp_path: Path) -> None:
+    path, conditions = tmp_path / "work.jsonl", {"dataset": "mnist", "drop_last": False}
+    curves.Work(path, conditions).add("fedper", "plain", 1, [0.25, 0.50004])
+    again = curves.Work(path, conditions)
+    assert again.missing("fedper", "plain", [0, 1, 2]) == [0, 2]
+    assert again.missing("fedper", "posy", [1]) == [1]
+    np.testing.assert_array_equal(again.table("fedper", "plain", [1]), [[0.25, 0.5]])
+    assert curves.Work(path, conditions | {"drop_last": True}).missing("fedper", "plain", [1]) == [1]
+
+
+def test_curves_are_compared() -> None:
+    plain_curves, ours = np.array([[0.1, 0.4], [0.3, 0.6]]), np.array([[0.3, 0.5], [0.5, 0.7]])
+    found = curves.compared(plain_curves, ours)
+    assert found["gap"] == pytest.approx([0.2, 0.1]) and found["mean_gap"] == pytest.approx(0.15)
+    assert found["spread_over_seeds"] == pytest.approx([0.02**0.5] * 2, abs=1e-4)
+    assert found["largest_gap_in_spreads"] == pytest.approx(0.2 / 0.02**0.5, abs=1e-4)
+    assert found["mean_gap_error"] == pytest.approx(0.02**0.5, abs=1e-4)  # two means of two curves each

@@ -63,6 +63,11 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     ),
     "one line of one point": lambda path: figures.lines({"a": [(1, 2.0)]}, path),
     "lines with gaps": lambda path: figures.lines({"a": [(1, 2.0), (20, None), (30, NAN), (400, 1.0)], "b": []}, path),
+    "small multiples": lambda path: figures.small_multiples(
+        {f"panel {i}": {"a": [(1, 2.0, 0.1), (2, 3.0, 0.2)], "b": [(1, 1.0, NAN)]} for i in range(5)},
+        path,
+        percent=True,
+    ),
     "500 lines": lambda path: figures.lines(
         {str(i): [(r, r * i / 500) for r in range(20)] for i in range(500)}, path, percent=True
     ),
@@ -79,6 +84,7 @@ EMPTY: dict[str, Callable[[Path], None]] = {
     "heat map without cells": lambda path: figures.heatmaps([Panel([[]])], path),
     "heat maps": lambda path: figures.heatmaps([], path),
     "lines": lambda path: figures.lines({"a": [], "b": [(1, None)]}, path),
+    "small multiples": lambda path: figures.small_multiples({"a": {"b": []}}, path),
     "scatter": lambda path: figures.scatter([NAN], [1.0], path),
 }
 
