@@ -11,7 +11,7 @@ import signal
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -30,7 +30,9 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 """Bytes at whose multiples arrays begin."""
 AHEAD = 2
-"""Parcels that a process has at hand: while it works on one, the next is there."""
+"""Bundles of parcels that a process has at hand: while it works on one, the next is there."""
+TOGETHER, TOGETHER_BYTES = 8, 8 << 20
+"""Most parcels in a bundle, and the bytes after which there is no further one: to wake a process costs time, too."""
 
 
 CORES = "POSY_CORES"
@@ -80,8 +82,7 @@ class Shelf:
         """Copy arrays to the bytes from ``begin`` on."""
         places = []
         for array in arrays:
-            if array.dtype.hasobject:
-                raise TypeError(f"an array of {array.dtype} cannot be shared")
+            _shareable(array)
             begin = -(-begin // ALIGNMENT) * ALIGNMENT
             places.append(Place(begin, array.shape, array.dtype.str, array.nbytes))
             begin = places[-1].end
@@ -111,12 +112,17 @@ Finish = Callable[[int, Parcel | Exception], None]
 
 @dataclass(eq=False)
 class Worker:
-    """A process with its end of the pipe, its shelves, and the parcels that it has at hand: a number and a shelf."""
+    """A process with its end of the pipe, its shelves, and the bundles that it has at hand.
+
+    A bundle is the numbers of its parcels and the number of its shelf. ``done`` counts the finished parcels of the
+    first one, in memory that both processes share.
+    """
 
     process: BaseProcess
     connection: Connection
     shelves: Sequence[Shelf]
-    at_hand: deque[tuple[int, int]] = field(default_factory=deque)
+    done: mmap
+    at_hand: deque[tuple[list[int], int]] = field(default_factory=deque)
 
     def free_shelf(self) -> int:
         """Return the number of a shelf on which no parcel lies."""
@@ -169,18 +175,29 @@ class Workers:
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
         waiting = deque(numbers)
 
+        def bundle() -> dict[int, Parcel]:
+            """Return some parcels that travel together: few if they are large, and fewer towards the end."""
+            parcels: dict[int, Parcel] = {}
+            most, size = min(TOGETHER, 1 + len(waiting) // (4 * self._count)), 0
+            while waiting and len(parcels) < most and size < TOGETHER_BYTES:
+                number = waiting.popleft()
+                if time.monotonic() >= end:
+                    continue
+                try:
+                    parcel = prepare(number)
+                    size += sum(map(_shareable, parcel.arrays))
+                    parcels[number] = parcel
+                except Exception as error:  # that is the parcel's answer
+                    finish(number, error)
+            return parcels
+
         def fill() -> None:
-            """Give each process a parcel, and one to go on with while there are more than enough."""
+            """Give each process a bundle, and one to go on with while there are more than enough."""
             for most in range(1, AHEAD + 1):
                 for worker in self._workers:
                     while len(worker.at_hand) < most and len(waiting) > (len(self._workers) if most > 1 else 0):
-                        number = waiting.popleft()
-                        if time.monotonic() >= end:
-                            continue
-                        try:
-                            self._hand(worker, number, prepare(number), shelved)
-                        except Exception as error:  # that is the parcel's answer
-                            finish(number, error)
+                        if parcels := bundle():
+                            self._hand(worker, parcels, shelved)
 
         try:
             while True:
@@ -192,9 +209,10 @@ class Workers:
                     return
                 for connection in wait(list(busy)):
                     assert isinstance(connection, Connection)
-                    number, answer = self._taken(busy[connection], waiting)
-                    fill()  # before the answer is seen to, which may take its time
-                    finish(number, answer)
+                    answers = self._taken(busy[connection], waiting)
+                    fill()  # before the answers are seen to, which may take its time
+                    for number, answer in answers.items():
+                        finish(number, answer)
         except BaseException:
             _end_all(self._workers)
             raise
@@ -204,12 +222,16 @@ class Workers:
         ours, theirs = context.Pipe()
         shelves = [Shelf() for _ in range(AHEAD)]
         others = [ours, *(worker.connection for worker in self._workers)]
-        process = context.Process(target=self._serve, args=(theirs, shelves, others), name="posy-client", daemon=True)
+        done = mmap(-1, 1)
+        arguments = theirs, shelves, done, others
+        process = context.Process(target=self._serve, args=arguments, name="posy-client", daemon=True)
         process.start()
         theirs.close()
-        return Worker(process, ours, shelves)
+        return Worker(process, ours, shelves, done)
 
-    def _serve(self, connection: Connection, shelves: Sequence[Shelf], others: Sequence[Connection]) -> None:
+    def _serve(
+        self, connection: Connection, shelves: Sequence[Shelf], done: mmap, others: Sequence[Connection]
+    ) -> None:
         """Be one of the processes: answer parcels until the one that it was forked from is gone."""
         for number in ENDING:  # a Ctrl-C goes to all processes of a terminal; this one's end is told by its parent
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
@@ -217,47 +239,61 @@ class Workers:
             other.close()
         while True:
             try:
-                number, head, places = connection.recv()
+                number, bundle = connection.recv()
             except EOFError:
                 return
-            shelf = shelves[number]
-            answer: Any
-            try:
-                arrays = [(self._common if common else shelf).view(place) for common, place in places]
-                done = self._work(Parcel(head, arrays))
-                begin = max((place.end for common, place in places if not common), default=0)
-                answer = (done.head, shelf.put(done.arrays, begin))
-            except BaseException as error:  # whatever the work raises is its answer
-                answer = _portable(error)
-            connection.send(answer)
+            shelf, answers, done[0] = shelves[number], list[Any](), 0
+            end = max((place.end for _, places in bundle for shared, place in places if not shared), default=0)
+            for head, places in bundle:
+                try:
+                    arrays = [(self._common if shared else shelf).view(place) for shared, place in places]
+                    answer = self._work(Parcel(head, arrays))
+                    own = shelf.put(answer.arrays, end)
+                    end = max((place.end for place in own), default=end)
+                    answers.append((answer.head, own))
+                except BaseException as error:  # whatever the work raises is its answer
+                    answers.append(_portable(error))
+                done[0] += 1
+            connection.send(answers)
 
-    def _hand(self, worker: Worker, number: int, parcel: Parcel, shelved: dict[int, Place]) -> None:
-        """Give a process a parcel."""
-        shelf = worker.free_shelf()
-        own = iter(worker.shelves[shelf].put([array for array in parcel.arrays if id(array) not in shelved]))
-        places = [(True, shelved[id(a)]) if id(a) in shelved else (False, next(own)) for a in parcel.arrays]
+    def _hand(self, worker: Worker, parcels: Mapping[int, Parcel], shelved: Mapping[int, Place]) -> None:
+        """Give a process a bundle of parcels."""
+        shelf, end, bundle = worker.free_shelf(), 0, []
+        for parcel in parcels.values():
+            own = worker.shelves[shelf].put([array for array in parcel.arrays if id(array) not in shelved], end)
+            end = max((place.end for place in own), default=end)
+            rest = iter(own)
+            places = [(True, shelved[id(a)]) if id(a) in shelved else (False, next(rest)) for a in parcel.arrays]
+            bundle.append((parcel.head, places))
         with suppress(OSError):  # it has died, which is seen later
-            worker.connection.send((shelf, parcel.head, places))
-        worker.at_hand.append((number, shelf))
+            worker.connection.send((shelf, bundle))
+        worker.at_hand.append((list(parcels), shelf))
 
-    def _taken(self, worker: Worker, waiting: deque[int]) -> tuple[int, Parcel | Exception]:
-        """Take the answer to a process's first parcel, with that parcel's number."""
-        number, shelf = worker.at_hand[0]
+    def _taken(self, worker: Worker, waiting: deque[int]) -> dict[int, Parcel | Exception]:
+        """Take the answers to a process's first bundle, by number."""
+        numbers, shelf = worker.at_hand[0]
         try:
-            answer = worker.connection.recv()
+            answers = worker.connection.recv()
         except (EOFError, OSError):
             self._workers.remove(worker)
+            fatal = numbers[min(worker.done[0], len(numbers) - 1)]
             code = worker.end()
             how = f"by signal {-code}" if code < 0 else f"with status {code}"
-            waiting.extendleft(number for number, _ in reversed(list(worker.at_hand)[1:]))
-            return number, WorkerDiedError(f"its process died {how}")
+            # Those before it in the bundle were done, but their answers are gone.
+            lost = [number for bundle, _ in worker.at_hand for number in bundle if number != fatal]
+            waiting.extendleft(reversed(lost))
+            return {fatal: WorkerDiedError(f"its process died {how}")}
         worker.at_hand.popleft()
-        if isinstance(answer, Exception):
-            return number, answer
-        if isinstance(answer, BaseException):
-            raise answer
-        head, places = answer
-        return number, Parcel(head, [worker.shelves[shelf].view(place).copy() for place in places])
+        found: dict[int, Parcel | Exception] = {}
+        for number, answer in zip(numbers, answers, strict=True):
+            if isinstance(answer, Exception):
+                found[number] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                head, places = answer
+                found[number] = Parcel(head, [worker.shelves[shelf].view(place).copy() for place in places])
+        return found
 
 
 def own_memory(process: int) -> int:
@@ -267,6 +303,13 @@ def own_memory(process: int) -> int:
     except OSError:
         return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def _shareable(array: Array) -> int:
+    """Return the bytes of an array, or raise :class:`TypeError` if it holds more than bytes."""
+    if array.dtype.hasobject:
+        raise TypeError(f"an array of {array.dtype} cannot be shared")
+    return array.nbytes
 
 
 def _portable(error: BaseException) -> BaseException:

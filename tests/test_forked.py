@@ -176,7 +176,7 @@ import os, signal, sys, time
 from posy.forked import Parcel, Workers
 
 def work(parcel):
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(parcel.head)
     return Parcel(None, [])
 
