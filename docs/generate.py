@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+import pandas as pd
+
 from posy.commands.launch import toml
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
@@ -79,13 +81,42 @@ def datasets() -> str:
     return table(["`dataset`", "what it holds", "what to put into `data-dir`", "downloads"], rows)
 
 
+def compared(name: str) -> str:
+    """Return a table of all methods that benchmarks/results holds, each at the point where it is to be used."""
+    folder = ROOT / "benchmarks" / "results" / f"compare-{name}"
+    clients, seeds = pd.read_csv(folder / "clients.csv"), pd.read_csv(folder / "table.csv")
+    spread = {(row["variant"], row["method"]): row for row in seeds.to_dict("records")}
+    variants = list(clients["variant"].unique())
+    columns, rows = ["method", "at"], dict[str, list[str]]()
+    for variant in variants:
+        columns += [variant, "over Local", "lose"]
+        for row in clients[clients["variant"] == variant].to_dict("records"):
+            std = spread[variant, row["method"]][f"{row['point']}-last-seeds-std"]
+            told = f"{100 * row['mean']:.1f} ± {100 * std:.1f}{' ≈' * row['alike']}"
+            gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
+            lose = "" if pd.isna(row["losing-local"]) else row["losing-local"]
+            rows.setdefault(row["method"], [row["method"], row["point"]]).extend([told, gain, lose])
+    parts = [table(columns, rows.values())]
+    for variant in variants:
+        own = clients[clients["variant"] == variant]
+        beat = {point: ", ".join(own["method"][own[f"{point}-beats-local"]]) or "none" for point in ("served", "local")}
+        parts.append(f"{variant}: beat Local, served: {beat['served']}; local: {beat['local']}.")
+    return "\n\n".join(textwrap.fill(part, 120) if number else part for number, part in enumerate(parts))
+
+
+def compare_digits() -> str:
+    """Return the table of all methods on digits."""
+    return compared("digits")
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     escaped = ([re.sub(r"<(?=\w)|\|", r"\\\g<0>", text) for text in row] for row in rows)
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *escaped))
 
 
-GENERATED = {make.__name__: make for make in (config, settings, methods, overview, networks, datasets)}
+MAKERS = (config, settings, methods, overview, networks, datasets, compare_digits)
+GENERATED = {make.__name__: make for make in MAKERS}
 
 
 def stale() -> dict[Path, str]:
