@@ -541,7 +541,7 @@ def fedala_served(ran: Ran, state: Arrays, client: int) -> Arrays:
     identity = {"head.weight": np.eye(gap.shape[1] - 1), "head.bias": np.zeros(gap.shape[1] - 1)}
     seen = np.hstack([logits({**shared, **identity}, x), np.ones((len(x), 1))])
     losses: list[float] = []
-    while not losses if kept is not None else len(losses) < 10 or (np.std(losses[-10:]) >= 0.1 and len(losses) < 50):
+    while not losses if kept is not None else len(losses) < 11 or (np.std(losses[-10:]) >= 0.1 and len(losses) < 50):
         p = softmax(seen @ (heads[0] - (1 - weights) * gap).T)
         losses.append(cross_entropy(p, y))
         weights = np.clip(weights - eta * ((p - np.eye(CLASSES)[y]).T @ seen / len(x)) * gap, 0, 1)
