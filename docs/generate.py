@@ -7,6 +7,7 @@ In pyproject.toml, README.md and the pages of docs/, whatever stands between ``<
 that are stale are listed, and the exit status is 1.
 """
 
+import json
 import re
 import sys
 import textwrap
@@ -104,6 +105,19 @@ def compared(name: str) -> str:
     return "\n\n".join(textwrap.fill(part, 120) if number else part for number, part in enumerate(parts))
 
 
+def curves_mnist() -> str:
+    """Return how far Posy's curves on MNIST lie from those of the plain programs."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "curves-mnist.json").read_text(encoding="utf-8"))["methods"]
+    rows = []
+    for method, row in found.items():
+        error = f" ± {100 * row['mean_gap_error']:.1f}" if "mean_gap_error" in row else ""
+        ends = [f"{100 * row[side][-1]:.1f}" for side in ("plain", "posy")]
+        rows.append(
+            [method, row["point"], *ends, f"{100 * row['mean_gap']:+.1f}{error}", f"{100 * row['mean_spread']:.1f}"]
+        )
+    return table(["method", "at", "plain program", "Posy", "mean gap", "mean spread"], rows)
+
+
 def compare_digits() -> str:
     """Return the table of all methods on digits."""
     return compared("digits")
@@ -115,7 +129,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *escaped))
 
 
-MAKERS = (config, settings, methods, overview, networks, datasets, compare_digits)
+MAKERS = (config, settings, methods, overview, networks, datasets, compare_digits, curves_mnist)
 GENERATED = {make.__name__: make for make in MAKERS}
 
 
