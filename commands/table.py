@@ -240,7 +240,8 @@ def plan_as_yaml(
     """Return a table file with what was ``found`` for each (variant, row), and further ``common`` settings."""
     content: dict[str, Any] = {**plan.content}
     content["title"] = f"{plan.title}, tuned"
-    content["output"] = f"{plan.output}-tuned"
+    # As the file has it: it must hold no place of this machine.
+    content["output"] = f"{content.get('output', f'results/{plan.output.name}')}-tuned"
     content["settings"] = {**content.get("settings", {}), **common}
     content["runs"] = runs = [dict(entry) for entry in content["runs"]]
     for entry in runs:

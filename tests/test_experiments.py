@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from posy.commands.launch import APP
-from posy.commands.table import read_plan
+from posy.commands.table import plan_as_yaml, read_plan
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.strategies.methods import METHODS
@@ -168,6 +168,15 @@ def test_stages_fit_the_network(name: str) -> None:
     assert ",".join(str(stage.rounds) for stage in stages) == rounds
     assert [len(stage.personal) for stage in stages] == list(range(len(stages)))
     assert sum(stage.rounds for stage in stages) == settings.run.num_server_rounds
+
+
+def test_a_tuned_table_lies_where_its_name_says_and_names_no_place_of_this_machine() -> None:
+    path = next(path for path in TABLES if path.stem == "tune-digits")
+    content = plan_as_yaml(read_plan(path), {("", "fedprox"): {"fedprox-mu": 0.5}}, {})
+    assert content["output"] == "benchmarks/results/tune-digits-tuned"
+    (row,) = [row for row in content["runs"] if row["name"] == "fedprox"]
+    assert row["settings"] == {"method": "fedprox", "fedprox-mu": 0.5}
+    assert len(content["runs"]) == len(METHODS)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

@@ -102,6 +102,7 @@ def test_all_rows_get_the_same_trials_and_a_stopped_search_goes_on(
     assert all(f"{key}={value}" in best for key, value in found.items())
     assert set(found) == {"lr", "fedprox-mu"}
     assert content["settings"]["validation-fraction"] == 0.2
+    assert content["output"] == f"{read_yaml(file)['output']}-tuned"
     assert cli.main(["tune", str(file), "-n", "2"]) == 0
     assert ", trial " not in capsys.readouterr().out  # nothing is left to do
     written = file.with_name("some-tuned.yaml")
