@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from posy.settings import SettingsError
 from posy.signals import ENDING
 
 Array = npt.NDArray[Any]
@@ -40,9 +41,11 @@ CORES = "POSY_CORES"
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process may use; a number that is none raises :class:`SettingsError`."""
     if told := os.environ.get(CORES, ""):
-        return max(1, int(told))
+        if not told.isascii() or not told.isdigit() or not int(told):
+            raise SettingsError(f"the environment variable {CORES} = {told!r}: it must be a whole number from 1 on")
+        return int(told)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -197,7 +200,7 @@ class Workers:
                 for worker in self._workers:
                     while len(worker.at_hand) < most and len(waiting) > (len(self._workers) if most > 1 else 0):
                         if parcels := bundle():
-                            self._hand(worker, parcels, shelved)
+                            self._hand(worker, parcels, shelved, end)
 
         try:
             while True:
@@ -239,12 +242,15 @@ class Workers:
             other.close()
         while True:
             try:
-                number, bundle = connection.recv()
+                number, bundle, until = connection.recv()
             except EOFError:
                 return
             shelf, answers, done[0] = shelves[number], list[Any](), 0
             end = max((place.end for _, places in bundle for shared, place in places if not shared), default=0)
             for head, places in bundle:
+                if time.monotonic() >= until:  # the clock is one for all processes
+                    answers.append(None)
+                    continue
                 try:
                     arrays = [(self._common if shared else shelf).view(place) for shared, place in places]
                     answer = self._work(Parcel(head, arrays))
@@ -256,8 +262,8 @@ class Workers:
                 done[0] += 1
             connection.send(answers)
 
-    def _hand(self, worker: Worker, parcels: Mapping[int, Parcel], shelved: Mapping[int, Place]) -> None:
-        """Give a process a bundle of parcels."""
+    def _hand(self, worker: Worker, parcels: Mapping[int, Parcel], shelved: Mapping[int, Place], until: float) -> None:
+        """Give a process a bundle of parcels, of which it begins none after a time."""
         shelf, end, bundle = worker.free_shelf(), 0, []
         for parcel in parcels.values():
             own = worker.shelves[shelf].put([array for array in parcel.arrays if id(array) not in shelved], end)
@@ -266,7 +272,7 @@ class Workers:
             places = [(True, shelved[id(a)]) if id(a) in shelved else (False, next(rest)) for a in parcel.arrays]
             bundle.append((parcel.head, places))
         with suppress(OSError):  # it has died, which is seen later
-            worker.connection.send((shelf, bundle))
+            worker.connection.send((shelf, bundle, until))
         worker.at_hand.append((list(parcels), shelf))
 
     def _taken(self, worker: Worker, waiting: deque[int]) -> dict[int, Parcel | Exception]:
@@ -290,7 +296,7 @@ class Workers:
                 found[number] = answer
             elif isinstance(answer, BaseException):
                 raise answer
-            else:
+            elif answer is not None:  # it was not begun in time
                 head, places = answer
                 found[number] = Parcel(head, [worker.shelves[shelf].view(place).copy() for place in places])
         return found
