@@ -190,10 +190,9 @@ def carried_out(workspace: Workspace, parcel: Parcel) -> Parcel:
     """Carry out a :meth:`~Call.packed` call in another process."""
     (number, training, config, names), arrays = parcel
     state = State(dict(zip(names, arrays, strict=False)))
-    state.changed = False
     client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
     result = (client.fit if training else client.evaluate)(list(arrays[len(names) :]), config)
-    replied = result[0] if isinstance(result[0], list) else []
+    replied: Any = result[0] if training else []
     kept = list(state) if state.changed else None
     own = [state[name] for name in kept or ()]
     return Parcel((kept, *result[1:]), [np.asarray(array) for array in (*own, *replied)])

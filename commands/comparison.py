@@ -150,6 +150,12 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
     return Ranks(mean, friedman, pairs.fillna(1.0), len(whole))
 
 
+def last_round(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
+    """Return what was measured in the last round of a run; nothing where that is of a round before."""
+    found: Mapping[str, Any] = summary[point]["last"] or {}
+    return found if found.get("round") == summary["rounds"] else {}
+
+
 class Run(NamedTuple):
     """A finished run of a table."""
 
@@ -166,8 +172,7 @@ class Run(NamedTuple):
 
     def last(self, point: str, key: str) -> Any:
         """Return a number over the clients in the last round; None if it was not measured then."""
-        found = self.summary[point]["last"] or {}
-        return found.get(key) if found.get("round") == self.summary["rounds"] else None
+        return last_round(self.summary, point).get(key)
 
 
 def over_clients(runs: Sequence[Run]) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from posy.commands.launch import APP
-from posy.commands.table import Cell, Start, clear, start
+from posy.commands.table import Cell, Start, clear, start, stop
 from posy.forked import cores
 from posy.settings import LaunchError, Scalar
 
@@ -74,8 +74,7 @@ def carried_out(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, by
         try:
             status = process.wait()
         finally:  # as where the table is interrupted
-            process.terminate()
-            process.wait()
+            stop([process])
         return status, cell.log.read_text(encoding="utf-8", errors="replace"), packed(cell.path)
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from posy.commands import archive
-from posy.commands.comparison import Run, average, compared, over_clients, ranks, scores_by_block
+from posy.commands.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
 from posy.commands.launch import APP
 from posy.forked import CORES, cores
 from posy.server_app.progress import duration, size
@@ -283,17 +283,22 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     means = (
                         f"{point} {100 * last['mean']:.2f} %"
                         for point in ("served", "local")
-                        if (last := _last(summary, point))
+                        if (last := last_round(summary, point))
                     )
                     outcome = ", ".join([*means, duration(summary["seconds"])])
                 print(f"[{done}/{total}] {cell.name}: {outcome}", flush=True)
             time.sleep(0.05)
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+        stop(running.values())
     return failures
+
+
+def stop(processes: Collection[Running]) -> None:
+    """End runs that are under way, and wait for their end."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()
 
 
 def clear(path: Path) -> None:
@@ -415,12 +420,6 @@ def failure_of(status: int, log: Path) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
 
 
-def _last(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
-    """Return what was measured in the last round of a run; nothing where that is of a round before."""
-    found: Mapping[str, Any] = summary[point]["last"] or {}
-    return found if found.get("round") == summary["rounds"] else {}
-
-
 def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a table holds of one run; None where nothing was measured."""
     figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
@@ -428,7 +427,7 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
     figures["system"] = summary["system-accuracy"]
     for point in POINTS:
         where, _, which = point.partition("-")
-        found = _last(summary, where) if which == "last" else summary[where][which] or {}
+        found = last_round(summary, where) if which == "last" else summary[where][which] or {}
         keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round"}
         figures |= {point + name: found.get(key) for name, key in keys.items()}
     return figures

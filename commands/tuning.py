@@ -15,7 +15,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from posy.commands.table import Cell, Plan, failure_of, plan_as_yaml, start
+from posy.commands.table import Cell, Plan, failure_of, plan_as_yaml, start, stop
 from posy.server_app.progress import duration
 from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
@@ -182,10 +182,7 @@ def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
                     print(f"[{done}/{total}] {told(attempt)}", flush=True)
             time.sleep(0.1)
     finally:
-        for attempt in running:
-            attempt.process.terminate()
-        for attempt in running:
-            attempt.process.wait()
+        stop([attempt.process for attempt in running])
 
 
 def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Search | None:
@@ -214,8 +211,7 @@ def ended(attempt: Attempt) -> bool:
     over = attempt.process.poll() is not None
     pruned = attempt.look() and not over
     if pruned:
-        attempt.process.terminate()
-        attempt.process.wait()
+        stop([attempt.process])
         study.tell(trial, state=TrialState.PRUNED)
     elif over and attempt.process.returncode == 0 and attempt.best >= 0:
         study.tell(trial, attempt.best)

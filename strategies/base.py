@@ -81,6 +81,8 @@ class PersonalisedStrategy(Strategy):
         """Brings :attr:`clients` up to date before a round."""
         self.newcomers = self._held_out()
         """The clients that are set aside until the end."""
+        self.members = sorted(set(range(self.num_clients)) - set(self.newcomers))
+        """The clients that take part in the rounds."""
         self.newcomer_rows: dict[int, dict[str, Any]] = {}
         """What these have scored, by client."""
         self.record = RoundRecord(0)
@@ -135,12 +137,11 @@ class PersonalisedStrategy(Strategy):
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the clients that train in a round, drawn from (seed, round) alone."""
-        members = self.members
         if self.settings.run.fraction_train >= 1:
-            return members
-        size = max(1, math.ceil(self.settings.run.fraction_train * len(members) - 1e-9))
+            return list(self.members)
+        size = max(1, math.ceil(self.settings.run.fraction_train * len(self.members) - 1e-9))
         generator = numpy_generator(self.settings.run.seed, "cohort", server_round)
-        return sorted(generator.choice(members, size, replace=False).tolist())
+        return sorted(generator.choice(self.members, size, replace=False).tolist())
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
         """Return what a client is told besides the arrays."""
@@ -286,11 +287,6 @@ class PersonalisedStrategy(Strategy):
         return MetricRecord({"served-accuracy": float(np.mean(served))}) if results and served else None
 
     # -- clients that never trained ----------------------------------------------------------------------
-
-    @property
-    def members(self) -> list[int]:
-        """The clients that take part in the rounds."""
-        return [client for client in range(self.num_clients) if client not in self.newcomers]
 
     def _held_out(self) -> tuple[int, ...]:
         """Return the clients that are set aside, drawn from the seed alone."""

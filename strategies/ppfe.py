@@ -118,7 +118,7 @@ class PPFE(PersonalisedStrategy):
 
     def cohort(self, server_round: int) -> list[int]:
         """Take all clients at the end of a stage, else the usual sample."""
-        return self.members if self._is_end(server_round) else super().cohort(server_round)
+        return list(self.members) if self._is_end(server_round) else super().cohort(server_round)
 
     def serve(self, client: int) -> NDArrays:
         """Send the shared layers of this stage, and those of finished stages that the client lacks."""
