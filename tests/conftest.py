@@ -201,13 +201,16 @@ def federate() -> Callable[..., Finished]:
                 records.append(strategy.record)
             return None
 
-        strategy.start(
-            grid=waves,
-            initial_arrays=ArrayRecord(),
-            num_rounds=settings.run.num_server_rounds,
-            timeout=60.0,
-            evaluate_fn=note,
-        )
+        try:
+            strategy.start(
+                grid=waves,
+                initial_arrays=ArrayRecord(),
+                num_rounds=settings.run.num_server_rounds,
+                timeout=60.0,
+                evaluate_fn=note,
+            )
+        finally:
+            clients.end()
         return Finished(strategy, records, clients)
 
     return run

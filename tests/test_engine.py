@@ -120,10 +120,10 @@ def test_clients_are_trained_alike_everywhere(make_config, federate, where, monk
 
 def test_processes_end_with_the_run(make_config, where):
     where("processes")
-    running = multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
     recorder = run(None, make_config("fedavg", stack="loop", model="mlp"))
     assert recorder.summary["status"] == "completed"
-    assert multiprocessing.active_children() == running
+    assert set(multiprocessing.active_children()) <= before  # those of earlier tests may end, too
 
 
 def test_a_process_that_dies_costs_its_client_the_round(make_config, federate, where, monkeypatch):
@@ -245,7 +245,7 @@ def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate,
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_ends_all_training(make_config, federate, monkeypatch, where, place):
     where(place)
-    running = multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
     begun = multiprocessing.Event()
     carry_out = Trainer._run
 
@@ -269,7 +269,7 @@ def test_an_interrupt_ends_all_training(make_config, federate, monkeypatch, wher
         federate(config)
     thread.join()
     assert time.monotonic() - start < 60
-    assert multiprocessing.active_children() == running
+    assert set(multiprocessing.active_children()) <= before  # those of earlier tests may end, too
 
 
 def test_an_interrupt_while_clients_are_submitted_ends_their_training(make_config, federate, monkeypatch, where):
