@@ -149,13 +149,13 @@ class Call:
         return client, (client.fit_steps if self._training else client.evaluate_steps)(self.received, self._config)
 
     def packed(self) -> Parcel:
-        """Return all that another process needs to carry it out: see :func:`carried_out`."""
+        """Return all that another process needs to carry it out: see :func:`unpacked`."""
         self._state = self._store.load(self.number, self._versions)
         head = self.number, self._training, self._config, list(self._state)
         return Parcel(head, [*self._state.values(), *self.received])
 
-    def unpacked(self, answer: Parcel) -> Result:
-        """Return the result of :func:`carried_out`, and take up the client's state."""
+    def take_up(self, answer: Parcel) -> Result:
+        """Return a result that another process has :func:`packed`, and take up the client's state."""
         (names, num_examples, metrics), arrays = answer
         if names is not None:
             self._state = State(dict(zip(names, arrays, strict=False)))
@@ -186,16 +186,21 @@ class Call:
         return self.close(client.drive(steps))
 
 
-def carried_out(workspace: Workspace, parcel: Parcel) -> Parcel:
-    """Carry out a :meth:`~Call.packed` call in another process."""
+def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Steps[Result]]:
+    """Return what :meth:`Call.open` returns of a packed call, in another process."""
     (number, training, config, names), arrays = parcel
     state = State(dict(zip(names, arrays, strict=False)))
     client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
-    result = (client.fit if training else client.evaluate)(list(arrays[len(names) :]), config)
-    replied: Any = result[0] if training else []
-    kept = list(state) if state.changed else None
-    own = [state[name] for name in kept or ()]
-    return Parcel((kept, *result[1:]), [np.asarray(array) for array in (*own, *replied)])
+    return client, (client.fit_steps if training else client.evaluate_steps)(list(arrays[len(names) :]), config)
+
+
+def packed(client: PersonalClient, result: Result) -> Parcel:
+    """Return the result of a packed call, with the client's state if that has changed."""
+    arrays, num_examples, metrics = result
+    replied = arrays if isinstance(arrays, list) else []  # an evaluation's is its loss
+    kept = list(client.state) if client.state.changed else None
+    own = [client.state[name] for name in kept or ()]
+    return Parcel((kept, num_examples, metrics), [np.asarray(array) for array in (*own, *replied)])
 
 
 def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:

@@ -1,18 +1,18 @@
 """Carries out the calls of many clients on one machine: as one stacked computation, or each on a core of its own."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from logging import WARNING
 from typing import Any
 
 import torch
 from flwr.common.logger import log
 
-from posy.client_app.app import Call, carried_out
+from posy.client_app.app import Call, packed, unpacked
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Train, TrainingInterruptedError
@@ -35,17 +35,18 @@ class Running:
 class Engine:
     """Carries out clients' rounds with the resources of one process.
 
-    Where stacking pays (see :meth:`Trainer.stacks`), clients advance together: what they ask for at the same time and
-    is of one kind is one computation. Elsewhere each client trains by itself, several at a time in processes forked
-    from this one, or where that cannot be on threads, which wait for each other in Python.
+    Where stacking pays (see :meth:`Trainer.stacks`), groups of clients advance together: what they ask for at the same
+    time and is of one kind is one computation. Elsewhere each client trains by itself. Several groups, or clients, are
+    at work at a time, in processes forked from this one; where that cannot be, groups come one after the other, and
+    clients that train by themselves go on threads, which wait for each other in Python.
     """
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
+        self._group = Group(workspace)
         self._pool: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
         workspace.load_clients()  # what is there before processes are forked is in memory once
-        self._capacity: dict[Network, int] = {}
 
     def run(self, calls: Sequence[Call], finish: Finish, end: float = float("inf")) -> None:
         """Carry out some calls, the largest clients' first.
@@ -57,6 +58,8 @@ class Engine:
         trainer.interrupted.clear()  # an interrupt ends only the run in which it comes
         order = sorted(range(len(calls)), key=lambda i: -calls[i].num_train)
         plain = self.workspace.network(self.workspace.architecture)
+        stacked = trainer.stacks(plain, len(order))
+        groups = evenly(order, trainer.together(plain, len(order))) if stacked else [[number] for number in order]
 
         def alone(number: int) -> None:
             if time.monotonic() >= end or trainer.interrupted.is_set():
@@ -70,18 +73,18 @@ class Engine:
                 result = error
             finish(number, result)
 
-        if trainer.stacks(plain, len(order)):
-            at_once = trainer.capacity(plain)
-            for begin in range(0, len(order), at_once):
+        several = self.workspace.workers > 1 and len(groups) > 1
+        if several and Workers.possible() and all(call.travels for call in calls):
+            self._in_processes(groups, calls, finish, end)
+        elif stacked:
+            for group in groups:
                 if time.monotonic() < end:
-                    self._side_by_side(order[begin : begin + at_once], calls, finish)
-        elif self.workspace.workers == 1 or len(order) < 2:
+                    self._group.run(group, lambda number: calls[number].open(), finish)
+        elif several:
+            self._on_threads(alone, order)
+        else:
             for number in order:
                 alone(number)
-        elif Workers.possible() and all(call.travels for call in calls):
-            self._in_processes(order, calls, finish, end)
-        else:
-            self._on_threads(alone, order)
 
     def end(self) -> None:
         """End the processes and threads."""
@@ -90,16 +93,16 @@ class Engine:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _in_processes(self, order: Sequence[int], calls: Sequence[Call], finish: Finish, end: float) -> None:
+    def _in_processes(self, groups: Sequence[Sequence[int]], calls: Sequence[Call], finish: Finish, end: float) -> None:
         if self._workers is None:
-            self._workers = Workers(self.workspace.workers, partial(carried_out, self.workspace))
+            self._workers = Workers(self.workspace.workers, self._group.answers)
 
         def take(number: int, answer: Parcel | Exception) -> None:
-            finish(number, answer if isinstance(answer, Exception) else calls[number].unpacked(answer))
+            finish(number, answer if isinstance(answer, Exception) else calls[number].take_up(answer))
 
         held = Counter(id(array) for call in calls for array in call.received)
         common = {id(array): array for call in calls for array in call.received if held[id(array)] > 1}
-        self._workers.run(order, lambda number: calls[number].packed(), take, list(common.values()), end)
+        self._workers.run(groups, lambda number: calls[number].packed(), take, list(common.values()), end)
 
     def _on_threads(self, work: Callable[[int], None], order: Sequence[int]) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self.workspace.workers, thread_name_prefix="client")
@@ -117,16 +120,41 @@ class Engine:
             wait(futures)
             raise
 
-    def _side_by_side(self, order: Sequence[int], calls: Sequence[Call], finish: Finish) -> None:
+
+class Group:
+    """Clients that advance together, and what was found out about the memory that they take."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self._capacity: dict[Network, int] = {}
+
+    def answers(self, parcels: Sequence[Parcel]) -> list[Parcel | Exception]:
+        """Return what packed calls come to, in another process than the one that has packed them."""
+        clients: dict[int, PersonalClient] = {}
+        found: dict[int, Parcel | Exception] = {}
+
+        def begin(place: int) -> tuple[PersonalClient, Steps[Any]]:
+            clients[place], steps = unpacked(self.workspace, parcels[place])
+            return clients[place], steps
+
+        def finish(place: int, result: Any) -> None:
+            found[place] = result if isinstance(result, Exception) else packed(clients[place], result)
+
+        self.run(range(len(parcels)), begin, finish)
+        return [found[place] for place in range(len(parcels))]
+
+    def run(
+        self, numbers: Sequence[int], begin: Callable[[int], tuple[PersonalClient, Steps[Any]]], finish: Finish
+    ) -> None:
         """Advance clients in step: one request of each at a time."""
         running: dict[int, Running] = {}
-        answers: dict[int, Any] = dict.fromkeys(order)
+        answers: dict[int, Any] = dict.fromkeys(numbers)
         while answers:
             for number, answer in answers.items():
                 result: Any
                 try:
                     if number not in running:
-                        client, steps = calls[number].open()
+                        client, steps = begin(number)
                         running[number] = Running(client, steps, next(steps))
                     else:
                         steps = running[number].steps
@@ -198,3 +226,10 @@ class Engine:
             return one.client.carry_out(one.request)
         except Exception as error:
             return error
+
+
+def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
+    """Cut numbers into as few groups of at most ``most`` as there can be, and of about one size."""
+    count = -(-len(numbers) // most)
+    cuts = [len(numbers) * part // count for part in range(count + 1)]
+    return [numbers[begin:end] for begin, end in itertools.pairwise(cuts)]

@@ -4,6 +4,7 @@ As with PyTorch's DataLoader, the processes are forked when they are first neede
 here. Unlike threads they do not wait for each other in Python.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -111,21 +112,23 @@ class Shelf:
 
 Finish = Callable[[int, Parcel | Exception], None]
 """Takes a parcel's number and its answer."""
+Work = Callable[[Sequence[Parcel]], Sequence[Parcel | Exception]]
+"""Answers parcels that are worked on together, in their order."""
 
 
 @dataclass(eq=False)
 class Worker:
     """A process with its end of the pipe, its shelves, and the bundles that it has at hand.
 
-    A bundle is the numbers of its parcels and the number of its shelf. ``done`` counts the finished parcels of the
-    first one, in memory that both processes share.
+    A bundle is groups of the numbers of its parcels, and the number of its shelf. ``done`` counts the finished groups
+    of the first one, in memory that both processes share.
     """
 
     process: BaseProcess
     connection: Connection
     shelves: Sequence[Shelf]
     done: mmap
-    at_hand: deque[tuple[list[int], int]] = field(default_factory=deque)
+    at_hand: deque[tuple[list[list[int]], int]] = field(default_factory=deque)
 
     def free_shelf(self) -> int:
         """Return the number of a shelf on which no parcel lies."""
@@ -145,10 +148,11 @@ class Worker:
 class Workers:
     """Processes that do work of one kind, forked when they are first needed.
 
-    If one dies, the parcel that it worked on is answered with :class:`WorkerDiedError`, and another takes its place.
+    If one dies, the parcel that it worked on is answered with :class:`WorkerDiedError`, and another takes its place;
+    where it worked on several together, each of them is tried once more by itself.
     """
 
-    def __init__(self, count: int, work: Callable[[Parcel], Parcel]) -> None:
+    def __init__(self, count: int, work: Work) -> None:
         self._count = count
         self._work = work
         self._common = Shelf()
@@ -163,45 +167,51 @@ class Workers:
 
     def run(
         self,
-        numbers: Sequence[int],
+        groups: Sequence[Sequence[int]],
         prepare: Callable[[int], Parcel],
         finish: Finish,
         common: Sequence[Array] = (),
         end: float = float("inf"),
     ) -> None:
-        """Have parcels worked on, each of which ``prepare`` makes when it is its turn, in the order of their numbers.
+        """Have groups of parcels worked on, each of which ``prepare`` makes when it is its turn, in their order.
 
         ``finish`` is called with each answer, or with the :class:`Exception` that ``prepare`` or the work has raised;
         what else the work raises, such as :class:`KeyboardInterrupt`, is raised here. The arrays ``common``
-        are in several parcels and are copied once. After the monotonic time ``end`` no further parcel is begun.
+        are in several parcels and are copied once. After the monotonic time ``end`` no further group is begun.
         """
         shelved = dict(zip(map(id, common), self._common.put(common), strict=True))
-        waiting = deque(numbers)
+        waiting = deque(map(list, groups))
 
-        def bundle() -> dict[int, Parcel]:
-            """Return some parcels that travel together: few if they are large, and fewer towards the end."""
-            parcels: dict[int, Parcel] = {}
+        def bundle() -> list[dict[int, Parcel]]:
+            """Return some groups that travel together: few if they are large, and fewer towards the end."""
+            taken: list[dict[int, Parcel]] = []
             most, size = min(TOGETHER, 1 + len(waiting) // (4 * self._count)), 0
-            while waiting and len(parcels) < most and size < TOGETHER_BYTES:
-                number = waiting.popleft()
-                if time.monotonic() >= end:
-                    continue
-                try:
-                    parcel = prepare(number)
-                    size += sum(map(_shareable, parcel.arrays))
-                    parcels[number] = parcel
-                except Exception as error:  # that is the parcel's answer
-                    finish(number, error)
-            return parcels
+            while waiting and sum(map(len, taken)) < most and size < TOGETHER_BYTES:
+                group = waiting.popleft()
+                parcels: dict[int, Parcel] = {}
+                for number in group if time.monotonic() < end else ():
+                    try:
+                        parcel = prepare(number)
+                        size += sum(map(_shareable, parcel.arrays))
+                        parcels[number] = parcel
+                    except Exception as error:  # that is the parcel's answer
+                        finish(number, error)
+                if parcels:
+                    taken.append(parcels)
+            return taken
 
         def fill() -> None:
             """Give each process a bundle, and one to go on with while there are more than enough."""
             for most in range(1, AHEAD + 1):
                 for worker in self._workers:
                     while len(worker.at_hand) < most and len(waiting) > (len(self._workers) if most > 1 else 0):
-                        if parcels := bundle():
-                            self._hand(worker, parcels, shelved, end)
+                        if taken := bundle():
+                            self._hand(worker, taken, shelved, end)
 
+        if not self._workers:
+            # What is there by now is no garbage: neither this process nor its children look through it again.
+            gc.collect()
+            gc.freeze()
         try:
             while True:
                 while len(self._workers) < min(self._count, len(waiting)):
@@ -246,52 +256,69 @@ class Workers:
             except EOFError:
                 return
             shelf, answers, done[0] = shelves[number], list[Any](), 0
-            end = max((place.end for _, places in bundle for shared, place in places if not shared), default=0)
-            for head, places in bundle:
+            whole = [parcel for group in bundle for parcel in group]
+            end = max((place.end for _, places in whole for shared, place in places if not shared), default=0)
+            for group in bundle:
                 if time.monotonic() >= until:  # the clock is one for all processes
-                    answers.append(None)
+                    answers += [None] * len(group)
                     continue
+                parcels = [
+                    Parcel(head, [(self._common if shared else shelf).view(place) for shared, place in places])
+                    for head, places in group
+                ]
+                found: Sequence[Any]
                 try:
-                    arrays = [(self._common if shared else shelf).view(place) for shared, place in places]
-                    answer = self._work(Parcel(head, arrays))
-                    own = shelf.put(answer.arrays, end)
-                    end = max((place.end for place in own), default=end)
-                    answers.append((answer.head, own))
-                except BaseException as error:  # whatever the work raises is its answer
-                    answers.append(_portable(error))
+                    found = self._work(parcels)
+                except BaseException as error:  # whatever the work raises is the answer
+                    found = [error] * len(group)
+                for answer in found:
+                    try:
+                        if isinstance(answer, BaseException):
+                            raise answer
+                        own = shelf.put(answer.arrays, end)
+                        end = max((place.end for place in own), default=end)
+                        answers.append((answer.head, own))
+                    except BaseException as error:
+                        answers.append(_portable(error))
                 done[0] += 1
             connection.send(answers)
 
-    def _hand(self, worker: Worker, parcels: Mapping[int, Parcel], shelved: Mapping[int, Place], until: float) -> None:
-        """Give a process a bundle of parcels, of which it begins none after a time."""
+    def _hand(
+        self, worker: Worker, groups: Sequence[Mapping[int, Parcel]], shelved: Mapping[int, Place], until: float
+    ) -> None:
+        """Give a process a bundle of groups, of which it begins none after a time."""
         shelf, end, bundle = worker.free_shelf(), 0, []
-        for parcel in parcels.values():
-            own = worker.shelves[shelf].put([array for array in parcel.arrays if id(array) not in shelved], end)
-            end = max((place.end for place in own), default=end)
-            rest = iter(own)
-            places = [(True, shelved[id(a)]) if id(a) in shelved else (False, next(rest)) for a in parcel.arrays]
-            bundle.append((parcel.head, places))
+        for group in groups:
+            bundle.append(list[Any]())
+            for parcel in group.values():
+                own = worker.shelves[shelf].put([array for array in parcel.arrays if id(array) not in shelved], end)
+                end = max((place.end for place in own), default=end)
+                rest = iter(own)
+                places = [(True, shelved[id(a)]) if id(a) in shelved else (False, next(rest)) for a in parcel.arrays]
+                bundle[-1].append((parcel.head, places))
         with suppress(OSError):  # it has died, which is seen later
             worker.connection.send((shelf, bundle, until))
-        worker.at_hand.append((list(parcels), shelf))
+        worker.at_hand.append(([list(group) for group in groups], shelf))
 
-    def _taken(self, worker: Worker, waiting: deque[int]) -> dict[int, Parcel | Exception]:
+    def _taken(self, worker: Worker, waiting: deque[list[int]]) -> dict[int, Parcel | Exception]:
         """Take the answers to a process's first bundle, by number."""
-        numbers, shelf = worker.at_hand[0]
+        groups, shelf = worker.at_hand[0]
         try:
             answers = worker.connection.recv()
         except (EOFError, OSError):
             self._workers.remove(worker)
-            fatal = numbers[min(worker.done[0], len(numbers) - 1)]
+            fatal = groups[min(worker.done[0], len(groups) - 1)]
             code = worker.end()
             how = f"by signal {-code}" if code < 0 else f"with status {code}"
             # Those before it in the bundle were done, but their answers are gone.
-            lost = [number for bundle, _ in worker.at_hand for number in bundle if number != fatal]
+            lost = [group for bundle, _ in worker.at_hand for group in bundle if group is not fatal]
+            if len(fatal) > 1:  # which of them it was is found out
+                lost = [[number] for number in fatal] + lost
             waiting.extendleft(reversed(lost))
-            return {fatal: WorkerDiedError(f"its process died {how}")}
+            return {fatal[0]: WorkerDiedError(f"its process died {how}")} if len(fatal) == 1 else {}
         worker.at_hand.popleft()
         found: dict[int, Parcel | Exception] = {}
-        for number, answer in zip(numbers, answers, strict=True):
+        for number, answer in zip((number for group in groups for number in group), answers, strict=True):
             if isinstance(answer, Exception):
                 found[number] = answer
             elif isinstance(answer, BaseException):
@@ -328,6 +355,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _end_all(workers: list[Worker], common: Shelf | None = None) -> None:
+    gc.unfreeze()
     while workers:
         workers.pop().end()
     if common is not None:

@@ -363,7 +363,7 @@ class PersonalisedStrategy(Strategy):
         self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, Any]]
     ) -> list[Message]:
         """Make a message for each client in ``flags``, with what a phase tells that client."""
-        common: dict[str, Any] = {**config, "settings": self._settings_json, "server-round": server_round}
+        common = ConfigRecord({**config, "settings": self._settings_json, "server-round": server_round})
         common["lr"] = self.learning_rate(server_round)
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
@@ -372,9 +372,9 @@ class PersonalisedStrategy(Strategy):
         for client, own in flags.items():
             served, info, row = self.serve(client), self.clients[client], self.record.row(client)
             arrays = record_of({str(i): pack(array) for i, array in enumerate(served)})
+            told = common.copy()  # Flower has checked what is in it
             state = self.states.config(kind, server_round, client)
-            method = self.train_config(server_round, client)
-            told = ConfigRecord({**common, "client": client, **state, **own, **method})
+            told.update({"client": client, **state, **own, **self.train_config(server_round, client)})
             size = sum(array.nbytes for array in served)
             self.record.bytes_down += size
             row["bytes_down"] += size

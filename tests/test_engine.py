@@ -16,7 +16,7 @@ import torch
 
 from posy.client_app.app import Call
 from posy.client_app.base import PersonalClient
-from posy.client_app.engine import Engine
+from posy.client_app.engine import Engine, evenly
 from posy.client_app.state import MemoryStore
 from posy.client_app.training.trainer import SGD, Trainer
 from posy.client_app.training.work import Train
@@ -222,7 +222,9 @@ def test_memory_that_pytorch_holds_unused_is_free_to_it(monkeypatch):
     assert found == [int(0.8 * (total - used)) // (40 * 11_000_000)] * 3
 
 
-def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate, monkeypatch):
+def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate, monkeypatch, where):
+    where("one after the other")
+    monkeypatch.setattr(Trainer, "together", lambda self, network, clients: clients)
     sizes = []
     train = Trainer.train_together
 
@@ -240,6 +242,38 @@ def test_a_cohort_larger_than_memory_is_trained_in_pieces(make_config, federate,
     monkeypatch.setattr(Trainer, "train_together", train)
     monkeypatch.setattr(Trainer, "capacity", lambda self, network: 3)
     assert_same(states(federate(make_config("fedavg", stack="vmap", model="mlp"))), expected)
+
+
+@pytest.mark.parametrize("method", ["ditto", "ppfe", "fedfew", "feddrm"])
+def test_stacks_are_trained_alike_everywhere(make_config, federate, where, monkeypatch, tmp_path, method):
+    """Bit for bit: how many cores there are does not decide who is stacked with whom."""
+    results, sizes, train = {}, {}, Trainer.train_together
+    for place in ("one after the other", "processes"):
+        where(place)
+        noted_in = tmp_path / place.replace(" ", "-")
+
+        def noted(self, jobs, network, noted_in=noted_in):
+            with noted_in.open("a") as file:
+                file.write(f"{os.getpid()} {len(jobs)}\n")
+            return train(self, jobs, network)
+
+        monkeypatch.setattr(Trainer, "train_together", noted)
+        results[place] = states(federate(make_config(method, stack="vmap", model="mlp")))
+        processes, counts = zip(*(line.split() for line in noted_in.read_text().splitlines()), strict=True)
+        sizes[place] = sorted(counts)
+        assert "2" in counts and (f"{os.getpid()}" in processes) is (place != "processes")
+    assert sizes["processes"] == sizes["one after the other"]
+    for name, array in results["one after the other"].items():
+        np.testing.assert_array_equal(results["processes"][name], array, err_msg=name)
+
+
+def test_groups_are_few_and_of_about_one_size():
+    assert evenly(range(7), 3) == [range(2), range(2, 4), range(4, 7)]
+    assert evenly(range(4), 4) == [range(4)]
+    assert evenly(range(4), 1) == [range(i, i + 1) for i in range(4)]
+    trainer = Trainer(TrainSettings(), torch.device("cpu"))
+    network = SimpleNamespace(layout=SimpleNamespace(size=1000))
+    assert [trainer.together(network, clients) for clients in (2, 3, 5, 30, 1000)] == [2, 2, 3, 15, 16]
 
 
 @pytest.mark.parametrize("place", PLACES)

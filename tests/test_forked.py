@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,22 @@ def doubled(parcel: Parcel) -> Parcel:
     return Parcel((parcel.head, os.getpid()), [2 * array for array in parcel.arrays])
 
 
+def each(work: Callable[[Parcel], Parcel]) -> Callable[[Sequence[Parcel]], list[Parcel]]:
+    """Return what works on parcels one after the other."""
+    return lambda parcels: [work(parcel) for parcel in parcels]
+
+
+def singles(count: int) -> list[list[int]]:
+    """Return groups of one."""
+    return [[number] for number in range(count)]
+
+
 def answers(
-    parcels: list[Parcel], work: Callable[[Parcel], Parcel] = doubled, workers: Workers | None = None, **more: Any
+    parcels: list[Parcel],
+    work: Callable[[Parcel], Parcel] = doubled,
+    workers: Workers | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
+    **more: Any,
 ) -> dict[int, Parcel | Exception]:
     """Have parcels worked on by two processes; none may be answered twice."""
     found: dict[int, Parcel | Exception] = {}
@@ -41,8 +55,8 @@ def answers(
         assert number not in found
         found[number] = answer
 
-    own = workers or Workers(2, work)
-    own.run(range(len(parcels)), parcels.__getitem__, finish, **more)
+    own = workers or Workers(2, each(work))
+    own.run(groups or singles(len(parcels)), parcels.__getitem__, finish, **more)
     if workers is None:
         own.end()
     return found
@@ -68,7 +82,7 @@ def test_arrays_of_all_kinds_come_back_from_two_processes() -> None:
 
 
 def test_memory_grows_with_what_is_sent_and_answers_stay_as_they_are() -> None:
-    workers = Workers(2, doubled)
+    workers = Workers(2, each(doubled))
     first = answers([Parcel(None, [np.full(10, i, np.float32)]) for i in range(8)], workers=workers)
     second = answers([Parcel(None, [np.full(10**i, i, np.float32)]) for i in range(7)], workers=workers)
     workers.end()
@@ -112,20 +126,20 @@ def test_what_the_work_raises_is_its_answer(error: Exception) -> None:
 
 
 def test_a_parcel_that_cannot_be_made_is_answered_with_the_reason() -> None:
-    workers, found = Workers(2, doubled), {}
+    workers, found = Workers(2, each(doubled)), {}
 
     def prepare(number: int) -> Parcel:
         if number == 2:
             raise KeyError("missing")
         return Parcel(None, [np.array([object()])] if number == 3 else [])
 
-    workers.run(range(5), prepare, found.__setitem__)
+    workers.run(singles(5), prepare, found.__setitem__)
     workers.end()
     assert [type(found[i]) for i in range(5)] == [Parcel, Parcel, KeyError, TypeError, Parcel]
 
 
 def test_a_process_that_dies_costs_one_parcel_and_another_takes_its_place() -> None:
-    workers = Workers(2, doubled)
+    workers = Workers(2, each(doubled))
     parcels = [Parcel("die" if i in (0, 4) else None, [np.array(i)]) for i in range(12)]
     found = answers(parcels, workers=workers)
     assert sorted(found) == list(range(12))
@@ -137,6 +151,30 @@ def test_a_process_that_dies_costs_one_parcel_and_another_takes_its_place() -> N
     workers.end()
 
 
+def test_parcels_of_a_group_are_worked_on_together() -> None:
+    def summed(parcels: Sequence[Parcel]) -> list[Parcel | Exception]:
+        total = sum(int(parcel.arrays[0]) for parcel in parcels)
+        return [
+            ValueError("three") if int(p.arrays[0]) == 3 else Parcel(len(parcels), [np.array(total)]) for p in parcels
+        ]
+
+    workers, found = Workers(2, summed), dict[int, Any]()
+    parcels = [Parcel(None, [np.array(i)]) for i in range(9)]
+    workers.run([[0, 1, 2, 3], [4], [5, 6, 7], [8]], parcels.__getitem__, found.__setitem__)
+    workers.end()
+    assert isinstance(found.pop(3), ValueError)
+    assert {i: (p.head, int(p.arrays[0])) for i, p in found.items()} == {
+        0: (4, 6), 1: (4, 6), 2: (4, 6), 4: (1, 4), 5: (3, 18), 6: (3, 18), 7: (3, 18), 8: (1, 8),
+    }  # fmt: skip
+
+
+def test_a_group_whose_process_dies_is_tried_one_by_one() -> None:
+    parcels = [Parcel("die" if i == 5 else None, [np.array(i)]) for i in range(12)]
+    found = answers(parcels, groups=[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
+    assert [i for i, answer in found.items() if isinstance(answer, WorkerDiedError)] == [5]
+    assert all(int(found[i].arrays[0]) == 2 * i for i in range(12) if i != 5)  # type: ignore[union-attr]
+
+
 def test_after_the_end_no_parcel_is_begun() -> None:
     begin = time.monotonic()
     found = answers([Parcel(0.2, []) for _ in range(60)], end=begin + 0.7)  # bundles of several take longer
@@ -145,7 +183,7 @@ def test_after_the_end_no_parcel_is_begun() -> None:
 
 
 def test_an_exception_here_ends_the_processes_and_the_next_run_has_others() -> None:
-    workers = Workers(2, doubled)
+    workers = Workers(2, each(doubled))
     before = set(active_children())
 
     def finish(number: int, answer: Any) -> None:
@@ -153,7 +191,7 @@ def test_an_exception_here_ends_the_processes_and_the_next_run_has_others() -> N
 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        workers.run(range(2), lambda number: Parcel(30.0 if number else None, []), finish)
+        workers.run(singles(2), lambda number: Parcel(30.0 if number else None, []), finish)
     assert time.monotonic() - begin < 10
     assert set(active_children()) <= before
     assert len(answers([Parcel(None, [])] * 3, workers=workers)) == 3
@@ -167,7 +205,7 @@ def test_what_is_no_mere_error_is_raised_here() -> None:
 
     found: dict[int, Any] = {}
     with pytest.raises(KeyboardInterrupt):
-        Workers(2, stop).run(range(3), lambda number: Parcel(number, []), found.__setitem__)
+        Workers(2, each(stop)).run(singles(3), lambda number: Parcel(number, []), found.__setitem__)
     assert all(isinstance(answer, ValueError) for answer in found.values()) and 2 not in found
 
 
@@ -176,15 +214,15 @@ def test_processes_end_with_the_one_that_has_forked_them() -> None:
 import os, signal, sys, time
 from posy.forked import Parcel, Workers
 
-def work(parcel):
+def work(parcels):
     os.write(1, f"{os.getpid()}\\n".encode())
-    time.sleep(parcel.head)
-    return Parcel(None, [])
+    time.sleep(parcels[0].head)
+    return [Parcel(None, [])]
 
 def finish(number, answer):
     os.kill(os.getpid(), signal.SIGKILL)
 
-Workers(2, work).run(range(2), lambda number: Parcel(2.0 if number else 0.5, []), finish)
+Workers(2, work).run([[0], [1]], lambda number: Parcel(2.0 if number else 0.5, []), finish)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -4,9 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+
+from posy.models.parameters import FloatArray
+
+IntArray = npt.NDArray[np.int64]
 
 
 class Samples(NamedTuple):
@@ -120,22 +125,19 @@ class Share:
             for batch in self.batches(steps):
                 yield batch, len(batch.y) if number == len(self.passes) else None
 
-    def table(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw all passes: samples ``(S, width)`` by step, their number ``(S,)``, and how many count in the loss."""
-        indices, sizes = [], []
+    def draw(self, index: IntArray, held: FloatArray, counted: FloatArray) -> None:
+        """Draw all passes: write the samples ``(S, width)`` of each step, their number ``(S,)``, and how many count."""
+        step, width = 0, index.shape[1]  # narrower than a batch only if one holds all
         for steps in self.passes:
-            order = self.order(steps)
-            held = torch.full((-(-len(order) // self.size),), float(self.size))
-            if len(order) % self.size:
-                held[-1] = len(order) % self.size
-            rows = torch.zeros(len(held), width, dtype=torch.int64)  # narrower than a batch only if one holds all
-            rows.view(-1)[: len(order)] = order
-            indices.append(rows)
-            sizes.append(held)
-        held = torch.cat(sizes)
-        counted = held.clone()
-        counted[: len(held) - len(sizes[-1])] = 0
-        return torch.cat(indices), held, counted
+            order = self.order(steps).numpy()
+            whole, rest = divmod(len(order), self.size)
+            index.reshape(-1)[step * width : step * width + len(order)] = order
+            end = step + whole + bool(rest)
+            held[step:end] = self.size
+            if rest:
+                held[end - 1] = rest
+            begin, step = step, end
+        counted[begin:step] = held[begin:step]
 
 
 class Schedule:
@@ -150,10 +152,16 @@ class Schedule:
     def __init__(self, shares: Sequence[Share]) -> None:
         device = shares[0].samples.y.device
         width = min(shares[0].size, max(len(share.samples.y) for share in shares))
-        tables = [share.table(width) for share in shares]
-        self.order = sorted(range(len(shares)), key=lambda i: -len(tables[i][0]))
-        shares, tables = [shares[i] for i in self.order], [tables[i] for i in self.order]
-        index, held, counted = (pad_sequence(list(column)) for column in zip(*tables, strict=True))
+        self.order = sorted(range(len(shares)), key=lambda i: -shares[i].steps)
+        shares = [shares[i] for i in self.order]
+        most = shares[0].steps
+        indices = np.zeros((len(shares), most, width), np.int64)
+        sizes, last = np.zeros((2, len(shares), most), np.float32)
+        for share, *rows in zip(shares, indices, sizes, last, strict=True):
+            share.draw(*rows)
+        index, held, counted = (
+            torch.from_numpy(table).transpose(0, 1).contiguous() for table in (indices, sizes, last)
+        )
         self._active = (held > 0).sum(1).tolist()
         starts = torch.tensor([0, *(len(share.samples.y) for share in shares)]).cumsum(0)[:-1]
         mask = torch.arange(width) < held[..., None]
@@ -172,9 +180,9 @@ class Schedule:
         if self._augment is not None:
             # What fills up a batch gets no random numbers: they would come from the client's stream.
             drawn = []
-            for share, (_, sizes, _), own in zip(shares, tables, mask.unbind(1), strict=True):
+            for share, counts, own in zip(shares, sizes.astype(int), mask.unbind(1), strict=True):
                 assert share.augment is not None
-                numbers = share.augment.numbers(sizes.int().tolist())
+                numbers = share.augment.numbers(counts[counts > 0].tolist())
                 drawn.append(torch.zeros(*own.shape, numbers.shape[1]))
                 drawn[-1][own] = numbers
             self._numbers = torch.stack(drawn, 1).to(device)

@@ -9,7 +9,7 @@ from torch.func import vmap
 
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train
-from posy.models.parameters import Entry, Layout
+from posy.models.parameters import Layout
 from posy.sharing import is_shared
 
 
@@ -63,8 +63,8 @@ class Network:
 class LoopedModels:
     """K models of one client as resident modules, differentiated one after the other on each batch.
 
-    ``flat`` holds all parameters ``(P, K, d)`` of the models of P clients, here one; ``parameters`` are views of what
-    moves in it, ``rates`` the factors on their learning rates.
+    ``count`` is K, ``flat`` all parameters ``(P, K, d)`` of the models of P clients, here one; ``parameters`` are what
+    moves in it, tensor by tensor, ``rates`` the factors on their learning rates.
     """
 
     def __init__(self, network: Network, work: Train) -> None:
@@ -74,7 +74,8 @@ class LoopedModels:
         with torch.no_grad():
             self.flat.copy_(start)
         self._work = work
-        self._nets = network.nets[: len(start)]
+        self.count = len(start)
+        self._nets = network.nets[: self.count]
         self._names = trainable_names(network.layout, work.rates)
         moving = set(self._names)
         layer_of = {entry.name: entry.layer for entry in network.layout.entries}
@@ -125,71 +126,64 @@ class LoopedModels:
 
 
 class StackedModels:
-    """K models of each of P clients as one ``(P, K, d)`` buffer, differentiated as one computation.
+    """K models of each of P clients, every tensor ``(P, K, ...)`` by itself, differentiated as one computation.
 
     It has the attributes and methods of :class:`LoopedModels`.
     """
 
     def __init__(self, network: Network, works: Sequence[Train]) -> None:
-        first = works[0]
-        self.flat = rows_of([work.start for work in works]).clone()
+        first, starts = works[0], rows_of([work.start for work in works])
+        self.layout = network.layout
+        # Cut out of a vector they would lie apart, and each product of matrices would put them together first.
+        self._tensors = {name: view.clone() for name, view in by_tensor(self.layout, starts).items()}
+        self._names = trainable_names(self.layout, first.rates)
+        layer_of = {entry.name: entry.layer for entry in self.layout.entries}
+        self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]
+        self.parameters = [self._tensors[name] for name in self._names]
         self._module = network.template.train()
         self._objective = first.objective
         self._context = {name: torch.stack([work.context[name] for work in works]) for name in first.context}
-        moving = set(trainable_names(network.layout, first.rates))
-        # Neighbours in the flat vector that move at one rate are one tensor to the optimiser.
-        self._segments: list[list[Entry]] = []
-        self.rates: list[float] = []
-        for entry in network.layout.entries:
-            if entry.name not in moving:
-                continue
-            rate = first.rates.get(entry.layer, 1.0)
-            if self._segments and self._segments[-1][-1].stop == entry.start and self.rates[-1] == rate:
-                self._segments[-1].append(entry)
-            else:
-                self._segments.append([entry])
-                self.rates.append(rate)
-        self._fixed = [entry for entry in network.layout.entries if entry.name not in moving]
-        self.parameters = self._cut(self.flat)
-        models = vmap(self._loss, in_dims=(0, 0, None, None), randomness="error")
         batches = Batch(0, 0, 0, None if first.notes is None else 0)  # type: ignore[arg-type]
-        self._losses = vmap(models, in_dims=(0, 0, batches, 0), randomness="error")
+        self.count = starts.shape[1]
+        # A single model needs no axis of its own, which would cost every operation.
+        models = vmap(self._loss, in_dims=(0, None, None), randomness="error") if self.count > 1 else self._loss
+        self._losses = vmap(models, in_dims=(0, batches, 0), randomness="error")
+
+    @property
+    def flat(self) -> Tensor:
+        """All parameters ``(P, K, d)``."""
+        return torch.cat([self._tensors[entry.name].flatten(2) for entry in self.layout.entries], dim=-1)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Cut P vectors ``(d,)`` or ``(K, d)`` into segments ``(P, K, s)``."""
-        return self._cut(rows_of(values, self.flat.shape[1]))
+        """Cut P vectors ``(d,)`` or ``(K, d)`` into the shapes of ``parameters``."""
+        views = by_tensor(self.layout, rows_of(values, self.count))
+        return [views[name] for name in self._names]
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Differentiate the models of the first A clients, to which the batch ``(A, B, ...)`` belongs."""
         active = len(batch.y)
-        moving = [tensor[:active].detach().requires_grad_() for tensor in self.parameters]
-        fixed = {e.name: self.flat[:active, :, e.start : e.stop] for e in self._fixed}
-        context = {name: value[:active] for name, value in self._context.items()}
-        losses = self._losses(moving, fixed, batch, context)
+        tensors = {name: tensor[:active].detach() for name, tensor in self._tensors.items()}
+        moving = [tensors[name].requires_grad_() for name in self._names]
+        seen = tensors if self.count > 1 else {name: tensor[:, 0] for name, tensor in tensors.items()}
+        losses = self._losses(seen, batch, {name: value[:active] for name, value in self._context.items()})
         # The models have nothing in common, so the gradient of the sum holds that of each.
-        return losses.detach(), torch.autograd.grad(losses.sum(), moving)
+        found = torch.autograd.grad(losses.sum(), moving, allow_unused=True, materialize_grads=True)
+        return losses.detach().view(active, -1), found
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
-        return torch.stack([gradient.square().sum(dim=-1) for gradient in gradients]).sum(dim=0).sqrt()
+        return torch.stack([gradient.flatten(2).square().sum(dim=-1) for gradient in gradients]).sum(dim=0).sqrt()
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
         """Scale the gradients of all models at once."""
-        factor = _factor(norm, self.norms(gradients), enlarge).unsqueeze(-1)
-        return [gradient * factor for gradient in gradients]
+        factor = _factor(norm, self.norms(gradients), enlarge)
+        return [gradient * factor.view(*factor.shape, *[1] * (gradient.dim() - 2)) for gradient in gradients]
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
         """Return what belongs to one of the K models of each client."""
         return [tensor[:, number] for tensor in tensors]
 
-    def _cut(self, rows: Tensor) -> list[Tensor]:
-        return [rows[..., entries[0].start : entries[-1].stop] for entries in self._segments]
-
-    def _loss(self, moving: Sequence[Tensor], fixed: Mapping[str, Tensor], batch: Batch, context: Context) -> Tensor:
-        tensors = {e.name: fixed[e.name].view(e.shape) for e in self._fixed}
-        for segment, entries in zip(moving, self._segments, strict=True):
-            pieces = torch.split(segment, [e.stop - e.start for e in entries])
-            tensors |= {e.name: piece.view(e.shape) for e, piece in zip(entries, pieces, strict=True)}
+    def _loss(self, tensors: Mapping[str, Tensor], batch: Batch, context: Context) -> Tensor:
         return self._objective(Net(self._module, tensors), batch, context)
 
 
@@ -218,6 +212,11 @@ def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
     if is_shared(values) and len(values) > 1:
         return values[0].expand(models, -1).expand(len(values), -1, -1)
     return torch.stack([value.expand(models, -1) for value in values])
+
+
+def by_tensor(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
+    """Return the tensors ``(P, K, ...)`` of vectors ``(P, K, d)`` by name, each of them without gaps."""
+    return {name: view.contiguous() for name, view in layout.views(rows).items()}
 
 
 def _bound(module: nn.Module, views: Mapping[str, Tensor]) -> dict[str, Tensor]:

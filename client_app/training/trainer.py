@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posy.client_app.training.batches import Samples, Schedule, Share, plan_passes
-from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, rows_of
+from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, by_tensor, rows_of
 from posy.client_app.training.rules import leading
 from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
 from posy.sharing import is_shared
@@ -23,6 +23,8 @@ from posy.strategies.settings import TrainSettings
 EVALUATION_BATCH = 512
 STACK_BYTES = 2 << 30
 """Memory of a CPU that stacked models may take."""
+STACK = 16
+"""Clients that are stacked on a CPU: from there on a step costs a client hardly less."""
 SMALL = 30_000
 """Parameters up to which a network without convolutions is stacked on a CPU."""
 
@@ -49,6 +51,15 @@ class Trainer:
         if self.settings.stack == "vmap" or self.device.type == "cuda":
             return True
         return not network.convolves and network.layout.size <= SMALL
+
+    def together(self, network: Network, clients: int) -> int:
+        """Return how many of some clients advance together: on a CPU no more than it takes to make stacking pay.
+
+        There the clients make two groups or more, for two cores or more; how many cores there are must not decide it,
+        as stacks of other sizes round otherwise.
+        """
+        most = self.capacity(network)
+        return most if self.device.type == "cuda" else min(most, STACK, max(2, -(-clients // 2)))
 
     def capacity(self, network: Network) -> int:
         """Return how many models of a network may be trained at once, by the memory that there is for them.
@@ -97,10 +108,11 @@ class Trainer:
             schedule, places = shares[0], [0]
             models = LoopedModels(network, jobs[0].work)
         loss = self._run(models, [jobs[place] for place in places], schedule) / schedule.seen
-        finite = (torch.isfinite(loss) & torch.isfinite(models.flat.sum(dim=-1))).all(dim=1).tolist()
+        flat = models.flat
+        finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
         for row, place in enumerate(places):
-            own = (models.flat[row, 0], loss[row, 0]) if single else (models.flat[row], loss[row])
+            own = (flat[row, 0], loss[row, 0]) if single else (flat[row], loss[row])
             results[place] = Trained(*(tensor.clone() for tensor in own))
             if not finite[row]:
                 results[place] = TrainingDivergedError(
@@ -118,7 +130,7 @@ class Trainer:
     def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
         optimiser = SGD(self.settings, models, jobs)
-        total = torch.zeros(models.flat.shape[:2], device=self.device)
+        total = torch.zeros(len(jobs), models.count, device=self.device)
         rule = jobs[0].work.rule
         for batch, counted in schedule:
             with self._autocast():
@@ -179,14 +191,15 @@ class Trainer:
         single = works[0].parameters.dim() == 1
         order = sorted(range(len(works)), key=lambda i: -len(samples[i].y))
         counts = torch.tensor([len(samples[i].y) for i in order])
-        flat = rows_of([works[i].parameters for i in order])
+        rows = rows_of([works[i].parameters for i in order])
+        tensors = by_tensor(network.layout, rows)
         inputs = torch.cat([samples[i].x for i in order])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)[:-1]])
         module = network.template.eval()
         options = (True,) if works[0].features else ()
 
-        def outputs(row: Tensor, x: Tensor) -> Any:
-            return torch.func.functional_call(module, network.layout.views(row), (x, *options))
+        def outputs(tensors: dict[str, Tensor], x: Tensor) -> Any:
+            return torch.func.functional_call(module, tensors, (x, *options))
 
         compute = torch.func.vmap(torch.func.vmap(outputs, in_dims=(0, None)), in_dims=(0, 0))
         width = max(1, EVALUATION_BATCH // len(works))
@@ -195,7 +208,8 @@ class Trainer:
             active = int((counts > begin).sum())
             columns = torch.arange(begin, min(begin + width, int(counts[0])))
             index = starts[:active, None] + torch.minimum(columns[None, :], counts[:active, None] - 1)
-            result = _tuple(compute(flat[:active], inputs[index.to(inputs.device)]))
+            own = {name: tensor[:active] for name, tensor in tensors.items()}
+            result = _tuple(compute(own, inputs[index.to(inputs.device)]))
             for place in range(active):
                 held = min(int(counts[place]) - begin, width)
                 pieces[order[place]].append([t[place, :, :held] for t in result])
