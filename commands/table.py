@@ -39,6 +39,8 @@ PARTS: dict[str, type] = {
 """What a table file may hold."""
 ENDED = ("completed", "diverged")
 """Status of a run that is not done again: one that has diverged would do so again."""
+DIVERGED = "it has diverged, so that the other seeds flatter its method"
+"""What is told of such a run, whose numbers are in no mean."""
 ALL = "all"
 """The word in place of the rows of a table that has one for each method."""
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
@@ -107,8 +109,9 @@ class Cell:
         wanted, known = read_settings(self.config, self.name).as_config(), declared()
         # A run that is older than a setting had its default.
         differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if known[key].decides)
-        # The status is written before the system accuracy is computed.
+        # The status is written before the system accuracy is computed, which a run that has diverged does without.
         lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
+        lacks = lacks and summary["status"] == "completed"
         return None if differ or lacks else summary
 
 
@@ -160,7 +163,7 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
     for cell in plan.cells:
         if cell not in results:
-            failures.setdefault(cell.name, "diverged" if cell.summary("diverged") else "not finished")
+            failures.setdefault(cell.name, DIVERGED if cell.summary("diverged") else "not finished")
     table = aggregate(results)
     runs = [Run(c.variant, c.row, c.method, c.seed, summary, c.path) for c, summary in results.items()]
     clients, ranked = over_clients(runs), ranks(scores_by_block(runs))
@@ -276,7 +279,8 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     archive.add(plan.output, cell)
                 summary = cell.summary()
                 if summary is None:
-                    failures[cell.name] = f"{failure_of(status, cell.log)} ({cell.log})"
+                    reason = f"{failure_of(status, cell.log)} ({cell.log.relative_to(plan.output)})"
+                    failures[cell.name] = DIVERGED if cell.summary("diverged") else reason
                     outcome = f"failed, {failures[cell.name]}"
                 else:
                     shutil.rmtree(cell.path / "models", ignore_errors=True)
@@ -415,8 +419,9 @@ def start(cell: Cell, jobs: int = 1) -> "subprocess.Popen[bytes]":
 
 def failure_of(status: int, log: Path) -> str:
     """Return in words why a run has ended with a status other than 0."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else "no output"
+    lines = list(filter(None, map(str.strip, log.read_text(encoding="utf-8", errors="replace").splitlines())))
+    reasons = [line for line in lines if not line.startswith("posy: failed ")]  # which tells how to go on
+    last = (reasons or lines or ["no output"])[-1]
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
 
 

@@ -286,6 +286,17 @@ def test_a_run_that_lacks_its_system_accuracy_is_not_finished(tmp_path: Path) ->
     assert plan.cells[0].summary() is not None
 
 
+def test_a_run_that_has_diverged_is_not_done_again(tmp_path: Path) -> None:
+    """It has no system accuracy, and its log ends with how to go on, which is no reason."""
+    summary = {**_summary(served=0.5, local=0.5, system=None, seconds=1), "status": "diverged"}
+    plan, _ = _results(tmp_path, {("", "A", 0): summary}, **{"system-accuracy": "on"})
+    assert plan.cells[0].summary() is None and plan.cells[0].summary("diverged") is not None
+    assert run_cells(plan, 1) == {}
+    log = tmp_path / "run.log"
+    log.write_text("posy: the loss is 1e9; a smaller lr may help\nposy: failed before the first checkpoint: /x/y\n\n")
+    assert table_module.failure_of(1, log) == "exit status 1: posy: the loss is 1e9; a smaller lr may help"
+
+
 def _summary(served: float | None, local: float, system: float | None, seconds: float) -> dict[str, Any]:
     def point(mean: float | None, rise: float, number: int) -> dict[str, Any] | None:
         if mean is None:
