@@ -1,6 +1,6 @@
 """Draw a table that `posy table` has written: a row for each method, its served and local accuracy over the seeds.
 
-``python -m benchmarks.draw_table results/digits/table.csv docs/digits.png --title Digits``
+``python -m benchmarks.draw_table results/cifar10-12000/table.csv docs/cifar10-12000.png --title CIFAR-10``
 """
 
 from pathlib import Path

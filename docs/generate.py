@@ -24,8 +24,11 @@ from posy.strategies.methods import METHODS
 from posy.strategies.registry import defaults, groups
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 FIVE = 5
 """The first methods, which are Posy's own."""
+COMPARED = {"digits": "digits", "mnist": "MNIST"}
+"""What all methods have been compared on, as it is told."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
 
 
@@ -52,11 +55,8 @@ def methods() -> str:
 
 
 def overview() -> str:
-    """Return the five methods that Posy is about, and the names of those that they are compared with."""
-    names = list(METHODS)
-    others = ", ".join(f"`{name}`" for name in names[FIVE:])
-    text = f"And {len(names) - FIVE} that they are [compared with](docs/methods.md): {others}."
-    return f"{described(names[:FIVE])}\n\n{textwrap.fill(text, 120)}"
+    """Return the five methods that Posy is about."""
+    return described(list(METHODS)[:FIVE])
 
 
 def described(names: Iterable[str]) -> str:
@@ -84,7 +84,7 @@ def datasets() -> str:
 
 def compared(name: str) -> str:
     """Return a table of all methods that benchmarks/results holds, each at the point where it is to be used."""
-    folder = ROOT / "benchmarks" / "results" / f"compare-{name}"
+    folder = RESULTS / f"compare-{name}"
     clients, seeds = pd.read_csv(folder / "clients.csv"), pd.read_csv(folder / "table.csv")
     spread = {(row["variant"], row["method"]): row for row in seeds.to_dict("records")}
     variants = list(clients["variant"].unique())
@@ -105,9 +105,30 @@ def compared(name: str) -> str:
     return "\n\n".join(textwrap.fill(part, 120) if number else part for number, part in enumerate(parts))
 
 
+def headline() -> str:
+    """Return how Posy's own methods, Local, FedAvg and the best of the others did on all that has been compared."""
+    own = list(METHODS)[:FIVE]
+    found: dict[str, pd.DataFrame] = {}
+    for name, title in COMPARED.items():
+        clients = pd.read_csv(RESULTS / f"compare-{name}" / "clients.csv")
+        for variant, rows in clients.groupby("variant", sort=False):
+            found[f"{title}, {variant}"] = rows.set_index("method")
+    ranks = pd.DataFrame({title: rows["mean"].rank(ascending=False) for title, rows in found.items()}).mean(axis=1)
+    best = [method for method in ranks.sort_values().index if method not in (*own, "local", "fedavg")][:3]
+    lines = []
+    for method in ["local", "fedavg", *own, *best]:
+        cells = []
+        for rows in found.values():
+            row = rows.loc[method]
+            gains = row[f"{row['point']}-beats-local"]
+            cells.append(f"{100 * row['mean']:.1f}{' ▲' * bool(gains)}{' ≈' * bool(row['alike'])}")
+        lines.append([f"`{method}`", str(rows.loc[method, "point"]), *cells])
+    return table(["`method`", "at", *found], lines)
+
+
 def curves_mnist() -> str:
     """Return how far Posy's curves on MNIST lie from those of the plain programs."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "curves-mnist.json").read_text(encoding="utf-8"))["methods"]
+    found = json.loads((RESULTS / "curves-mnist.json").read_text(encoding="utf-8"))["methods"]
     rows = []
     for method, row in found.items():
         error = f" ± {100 * row['mean_gap_error']:.1f}" if "mean_gap_error" in row else ""
@@ -123,13 +144,29 @@ def compare_digits() -> str:
     return compared("digits")
 
 
+def compare_mnist() -> str:
+    """Return the table of all methods on MNIST."""
+    return compared("mnist")
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     escaped = ([re.sub(r"<(?=\w)|\|", r"\\\g<0>", text) for text in row] for row in rows)
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *escaped))
 
 
-MAKERS = (config, settings, methods, overview, networks, datasets, compare_digits, curves_mnist)
+MAKERS = (
+    config,
+    settings,
+    methods,
+    overview,
+    headline,
+    networks,
+    datasets,
+    compare_digits,
+    compare_mnist,
+    curves_mnist,
+)
 GENERATED = {make.__name__: make for make in MAKERS}
 
 
