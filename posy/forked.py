@@ -209,9 +209,7 @@ class Workers:
                             self._hand(worker, taken, shelved, end)
 
         if not self._workers:
-            # What is there by now is no garbage: neither this process nor its children look through it again.
-            gc.collect()
-            gc.freeze()
+            gc.freeze()  # neither this process nor its children look through all that is there by now again and again
         try:
             while True:
                 while len(self._workers) < min(self._count, len(waiting)):

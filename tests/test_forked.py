@@ -176,8 +176,12 @@ def test_a_group_whose_process_dies_is_tried_one_by_one() -> None:
 
 
 def test_after_the_end_no_parcel_is_begun() -> None:
+    workers = Workers(2, each(doubled))
+    answers([Parcel(None, [])] * 2, workers=workers)  # forks them, which may take its time
     begin = time.monotonic()
-    found = answers([Parcel(0.2, []) for _ in range(60)], end=begin + 0.7)  # bundles of several take longer
+    # Bundles of several take longer.
+    found = answers([Parcel(0.2, []) for _ in range(60)], end=begin + 0.7, workers=workers)
+    workers.end()
     assert 2 <= len(found) <= 10
     assert time.monotonic() - begin < 2.5
 
