@@ -100,6 +100,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_process() -> Iterator[None]:
+    """Fork no processes for tiny clients, which takes longer than their training, where a test is not about it."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Workspace, "workers", 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_pictures() -> Iterator[None]:
     """Leave out the drawing, which takes longer than the runs, where a test is not about it."""
     with pytest.MonkeyPatch.context() as patched:

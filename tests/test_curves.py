@@ -78,7 +78,6 @@ def both(
 
     scores = PersonalClient._scores
     monkeypatch.setattr(PersonalClient, "_scores", note)
-    monkeypatch.setattr(Workspace, "workers", 1)  # what forked processes note is not seen here
 
     def run(method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = split(alike=method == "per-fedavg")  # which divides its mini-batches
