@@ -289,9 +289,13 @@ def test_a_run_that_lacks_its_system_accuracy_is_not_finished(tmp_path: Path) ->
 def test_a_run_that_has_diverged_is_not_done_again(tmp_path: Path) -> None:
     """It has no system accuracy, and its log ends with how to go on, which is no reason."""
     summary = {**_summary(served=0.5, local=0.5, system=None, seconds=1), "status": "diverged"}
-    plan, _ = _results(tmp_path, {("", "A", 0): summary}, **{"system-accuracy": "on"})
+    plan, _ = _results(tmp_path, {("", "A", seed): summary for seed in (0, 1)}, **{"system-accuracy": "on"})
     assert plan.cells[0].summary() is None and plan.cells[0].summary("diverged") is not None
-    assert run_cells(plan, 1) == {}
+
+    def begin(cell: Cell) -> subprocess.Popen[bytes]:
+        raise AssertionError(f"{cell.name} is done again")
+
+    assert run_cells(plan, 1, begin) == {}
     log = tmp_path / "run.log"
     log.write_text("posy: the loss is 1e9; a smaller lr may help\nposy: failed before the first checkpoint: /x/y\n\n")
     assert table_module.failure_of(1, log) == "exit status 1: posy: the loss is 1e9; a smaller lr may help"
