@@ -24,7 +24,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
     """Share out each class in Dirichlet proportions.
 
     Draws until each client has 10 samples (fewer if the data is small); where that does not succeed,
-    until each has 2.
+    until each has 2. ``dirichlet_balanced`` is the rule of PFLlib and FedLab, class after class in their order.
     """
     clients = settings.num_clients
     least = min(2, len(dataset) // clients)
@@ -33,10 +33,13 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
         options = {
             "alpha": settings.dirichlet_alpha,
             "min_partition_size": few if draw < _DRAWS // 2 else least,
-            "self_balancing": False,
+            "self_balancing": settings.dirichlet_balanced,
         }
         with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has another seed
-            return _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
+            parts = _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
+            # With a tiny alpha all that are left for a class may have a share of zero, which it makes nonsense of.
+            if len(np.unique(np.concatenate(parts))) == sum(map(len, parts)) == len(dataset):
+                return parts
     raise SettingsError(
         f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
         f"{least} of the {len(dataset)} samples of {dataset.name}; raise alpha or use fewer clients"

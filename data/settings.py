@@ -38,6 +38,9 @@ class DataSettings:
         10, "number of clients M", minimum=1, maximum=1_000_000, synonyms=("clients", "n-clients")
     )
     dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0, synonyms=("alpha",))
+    dirichlet_balanced: bool = setting(
+        False, "`dirichlet`: a client with its M-th part of all samples gets none of the classes that follow"
+    )
     classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
     samples_per_client: int = setting(
         0,

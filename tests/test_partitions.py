@@ -109,6 +109,26 @@ def test_dirichlet_concentration():
     assert skewed.sum(1).min() >= 10
 
 
+def test_balanced_dirichlet_gives_no_more_to_a_client_that_has_its_part():
+    """A client may pass its M-th part with one class, and then has none of those that follow."""
+    data, sizes = made(600, 10), {}
+    for balanced in (False, True):
+        drawn = settings(num_clients=20, dirichlet_alpha=0.1, dirichlet_balanced=balanced)
+        parts = [partition(data, drawn, seed).counts(data.y, 10) for seed in range(10)]
+        sizes[balanced] = np.mean([counts.sum(1).max() for counts in parts]) / len(data.y)
+        before = [counts.cumsum(1) - counts for counts in parts]
+        # What rounding leaves over of a class goes to the last client.
+        more = [counts[held > len(data.y) / 20].max() for counts, held in zip(parts, before, strict=True)]
+        assert bool(max(more) <= 1) is balanced
+    assert sizes[True] < 0.13 < sizes[False]
+
+
+def test_a_balanced_dirichlet_has_each_sample_once_also_with_a_tiny_alpha():
+    for seed in range(20):
+        part = partition(made(40, 4), settings(num_clients=4, dirichlet_alpha=0.005, dirichlet_balanced=True), seed)
+        assert sorted(whole(part).tolist()) == list(range(160))
+
+
 def test_dirichlet_that_cannot_be_drawn_is_an_error():
     with pytest.raises(SettingsError, match=r"dirichlet-alpha = 0\.001 with num-clients = 50"):
         partition(made(50, 2), settings(num_clients=50, dirichlet_alpha=0.001), 0)
