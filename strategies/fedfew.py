@@ -3,11 +3,13 @@
 "Few-for-Many Personalized Federated Learning", arXiv:2603.11992.
 """
 
+from logging import WARNING
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 
 from posy import figures
@@ -19,6 +21,8 @@ from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.replies import Update, num_examples
 
 Float64 = npt.NDArray[np.float64]
+IDLE_ROUNDS = 10
+"""Rounds after which a model that is nobody's best is worth a warning."""
 SMALLEST = 1e-30
 """The smallest smoothing parameter: below it weights are one-hot, as at 0, and losses divided by it might overflow."""
 
@@ -79,6 +83,8 @@ class FedFew(PersonalisedStrategy):
         self.losses = np.full((self.num_clients, self.method.models), np.nan)
         self.weights = np.full_like(self.losses, np.nan)
         self.objectives = np.empty((0, 2))
+        self.idle = np.zeros(self.method.models, np.int64)
+        """For how many rounds each model has been nobody's best, since this process began."""
 
     def serve(self, client: int) -> NDArrays:
         """Send all K models ``(K, d)``."""
@@ -102,13 +108,32 @@ class FedFew(PersonalisedStrategy):
         self.losses[clients] = losses
         self.weights[clients] = weights.inner
         self.objectives = np.vstack([self.objectives, [server_round, weights.objective]])
+        known = self.losses[~np.isnan(self.losses).any(axis=1)]  # of clients that sat out, those of their last round
+        in_use = np.bincount(known.argmin(axis=1), minlength=len(models)) > 0
+        self._note_idle(in_use)
         return {
             "objective": weights.objective,
             "inner_entropy": float(entropy(weights.inner).mean()),
             "inner_max": float(weights.inner.max(axis=1).mean()),
             "outer_cv": float(weights.outer.std() / weights.outer.mean()),
+            "effective_clients": float(1 / np.square(weights.outer).sum()),
+            "models_in_use": int(in_use.sum()),
             "clients_of_model": np.bincount(losses.argmin(axis=1), minlength=len(self.models)).tolist(),
         }
+
+    def _note_idle(self, in_use: npt.NDArray[np.bool_]) -> None:
+        """Say it when a model has been nobody's best for long: fewer models would serve the same."""
+        self.idle = np.where(in_use, 0, self.idle + 1)
+        if (self.idle == IDLE_ROUNDS).any():
+            log(
+                WARNING,
+                "round %s: %s of %s models have had no client with its lowest loss for %s rounds; a larger fedfew-mu "
+                "with a larger fedfew-server-lr keeps more of them in use",
+                self.record.number,
+                int((self.idle >= IDLE_ROUNDS).sum()),
+                len(in_use),
+                IDLE_ROUNDS,
+            )
 
     def draw(self, folder: Path) -> None:
         """Draw the objective, and which models serve which clients."""

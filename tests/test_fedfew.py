@@ -141,8 +141,21 @@ def test_aggregate_weighs_the_losses_or_not(make_strategy, update, weigh, factor
     assert quantities["outer_cv"] == pytest.approx(outer.std() / outer.mean(), rel=1e-5)
     assert quantities["inner_max"] == pytest.approx(inner.max(axis=1).mean(), rel=1e-6)
     assert quantities["inner_entropy"] == pytest.approx(-(inner * np.log(inner)).sum(axis=1).mean(), rel=1e-6)
-    assert quantities["clients_of_model"] == [1, 1]
+    assert quantities["clients_of_model"] == [1, 1] and quantities["models_in_use"] == 2
+    assert quantities["effective_clients"] == pytest.approx(1 / (outer**2).sum(), rel=1e-5)
     np.testing.assert_allclose(strategy.losses[:2], losses, rtol=1e-6)
+
+
+def test_models_that_stay_idle_are_told_of_once(make_strategy, update, warnings):
+    """Client 1 has the third model as its best and then sits out: that one is in use, the second is not."""
+    strategy = make_strategy("fedfew", model="linear", fedfew_models=3)
+    delta = np.zeros_like(strategy.models)
+    found = [strategy.aggregate(1, [update(0, [delta, [0.1, 0.5, 0.6]]), update(1, [delta, [0.4, 0.5, 0.3]])])]
+    for server_round in range(2, 31):
+        found.append(strategy.aggregate(server_round, [update(0, [delta, [0.1, 0.5, 0.6]])]))
+    assert [quantities["models_in_use"] for quantities in found] == [2] * 30
+    told = {r.getMessage() for r in warnings.records if "no client with its lowest loss" in r.getMessage()}
+    assert len(told) == 1 and "1 of 3 models" in told.pop()
 
 
 def test_server_lr_scales_the_step(make_strategy, update):
