@@ -126,6 +126,19 @@ def headline() -> str:
     return table(["`method`", "at", *found], lines)
 
 
+def newcomers_digits() -> str:
+    """Return what clients get that come when training is over."""
+    clients = pd.read_csv(RESULTS / "newcomers-digits" / "clients.csv")
+    columns, rows = ["method"], dict[str, list[str]]()
+    for variant, own in clients.groupby("variant", sort=False):
+        columns += [f"{variant}: served", "after one training", "members"]
+        for row in own.to_dict("records"):
+            values = (row["newcomers-served"], row["newcomers-local"], row["mean"])
+            told = ("" if pd.isna(value) else f"{100 * value:.1f}" for value in values)
+            rows.setdefault(row["method"], [row["method"]]).extend(told)
+    return table(columns, rows.values())
+
+
 def curves_mnist() -> str:
     """Return how far Posy's curves on MNIST lie from those of the plain programs."""
     found = json.loads((RESULTS / "curves-mnist.json").read_text(encoding="utf-8"))["methods"]

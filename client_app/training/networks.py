@@ -135,7 +135,8 @@ class StackedModels:
         first, starts = works[0], rows_of([work.start for work in works])
         self.layout = network.layout
         # Cut out of a vector they would lie apart, and each product of matrices would put them together first.
-        self._tensors = {name: view.clone() for name, view in by_tensor(self.layout, starts).items()}
+        views = self.layout.views(starts)
+        self._tensors = {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
         self._names = trainable_names(self.layout, first.rates)
         layer_of = {entry.name: entry.layer for entry in self.layout.entries}
         self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]

@@ -55,8 +55,8 @@ class Trainer:
     def together(self, network: Network, clients: int) -> int:
         """Return how many of some clients advance together: on a CPU no more than it takes to make stacking pay.
 
-        There the clients make two groups or more, for two cores or more; how many cores there are must not decide it,
-        as stacks of other sizes round otherwise.
+        There more than two clients make two groups or more, for as many cores; how many cores there are must not decide
+        it, as stacks of other sizes round otherwise.
         """
         most = self.capacity(network)
         return most if self.device.type == "cuda" else min(most, STACK, max(2, -(-clients // 2)))
