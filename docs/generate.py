@@ -178,6 +178,7 @@ MAKERS = (
     datasets,
     compare_digits,
     compare_mnist,
+    newcomers_digits,
     curves_mnist,
 )
 GENERATED = {make.__name__: make for make in MAKERS}
