@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIVE = 5
 """The first methods, which are Posy's own."""
+ROUNDING = 2e-7
+"""The largest relative difference between models that needs no words."""
 COMPARED = {"digits": "digits", "mnist": "MNIST"}
 """What all methods have been compared on, as it is told."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
@@ -162,6 +164,15 @@ def compare_mnist() -> str:
     return compared("mnist")
 
 
+def stacking() -> str:
+    """Return how far models that train side by side part from those that train one after the other."""
+    rows = [row.split() for row in (RESULTS / "stacking.txt").read_text(encoding="utf-8").splitlines()[1:]]
+    worst = {method: max(map(float, values)) for method, *values in rows}
+    others = sorted((method for method in worst if worst[method] > ROUNDING), key=lambda method: worst[method])
+    told = ", ".join(f"{method} {worst[method]:.1e}" for method in others)
+    return textwrap.fill(f"{len(worst) - len(others)} methods: within {ROUNDING:.0e}; {told}.", 120)
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     escaped = ([re.sub(r"<(?=\w)|\|", r"\\\g<0>", text) for text in row] for row in rows)
@@ -179,6 +190,7 @@ MAKERS = (
     compare_digits,
     compare_mnist,
     newcomers_digits,
+    stacking,
     curves_mnist,
 )
 GENERATED = {make.__name__: make for make in MAKERS}
