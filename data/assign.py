@@ -36,10 +36,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
             "self_balancing": settings.dirichlet_balanced,
         }
         with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has another seed
-            parts = _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
-            # With a tiny alpha all that are left for a class may have a share of zero, which it makes nonsense of.
-            if len(np.unique(np.concatenate(parts))) == sum(map(len, parts)) == len(dataset):
-                return parts
+            return _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
     raise SettingsError(
         f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
         f"{least} of the {len(dataset)} samples of {dataset.name}; raise alpha or use fewer clients"
