@@ -260,13 +260,14 @@ class Workers:
                 if time.monotonic() >= until:  # the clock is one for all processes
                     answers += [None] * len(group)
                     continue
-                parcels = [
-                    Parcel(head, [(self._common if shared else shelf).view(place) for shared, place in places])
-                    for head, places in group
-                ]
                 found: Sequence[Any]
                 try:
-                    found = self._work(parcels)
+                    found = self._work(
+                        [
+                            Parcel(head, [(self._common if shared else shelf).view(place) for shared, place in places])
+                            for head, places in group
+                        ]
+                    )
                 except BaseException as error:  # whatever the work raises is the answer
                     found = [error] * len(group)
                 for answer in found:
