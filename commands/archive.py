@@ -10,7 +10,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ from posy.strategies.registry import declared
 from posy.yaml12 import dump, read_yaml
 
 FILE = "cells.jsonl.gz"
+KEPT = "kept.json"
+"""File in the directory of a run with what else was kept of it."""
 
 
 class Place(Protocol):
@@ -37,20 +39,26 @@ class Place(Protocol):
 
 def restore(folder: Path, cells: Iterable[Place]) -> None:
     """Write the files of the cells that have none here and stand in the archive of a folder."""
-    lines = _lines(folder)
+    lines = read(folder)
     for cell in cells:
         line = lines.get(cell.name)
-        if line is None or (cell.path / "summary.json").exists():
-            continue
-        cell.path.mkdir(parents=True, exist_ok=True)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(line["clients"][0]) if line["clients"] else ["round"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(line["clients"])
-        (cell.path / "clients.csv").write_text(text.getvalue(), encoding="utf-8")
-        (cell.path / "config.yaml").write_text(dump(line["config"]), encoding="utf-8")
-        (cell.path / "summary.json").write_text(json.dumps(line["summary"], indent=2), encoding="utf-8")
-        os.utime(cell.path / "summary.json", (line["ended"], line["ended"]))
+        if line is not None and not (cell.path / "summary.json").exists():
+            write(cell.path, line)
+
+
+def write(path: Path, line: Mapping[str, Any]) -> None:
+    """Write the files of a run from its line in an archive."""
+    path.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(line["clients"][0]) if line["clients"] else ["round"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(line["clients"])
+    (path / "clients.csv").write_text(text.getvalue(), encoding="utf-8")
+    (path / "config.yaml").write_text(dump(line["config"]), encoding="utf-8")
+    if "kept" in line:
+        (path / KEPT).write_text(json.dumps(line["kept"]), encoding="utf-8")
+    (path / "summary.json").write_text(json.dumps(line["summary"], indent=2), encoding="utf-8")
+    os.utime(path / "summary.json", (line["ended"], line["ended"]))
 
 
 def store(folder: Path, cells: Iterable[Place]) -> None:
@@ -74,6 +82,8 @@ def _line(cell: Place) -> bytes:
     config["settings"] = {key: value for key, value in config["settings"].items() if key in matter}
     ended = int((cell.path / "summary.json").stat().st_mtime)
     line = {"name": cell.name, "ended": ended, "config": config, "summary": summary, "clients": rows}
+    if (cell.path / KEPT).exists():
+        line["kept"] = json.loads((cell.path / KEPT).read_text(encoding="utf-8"))
     return (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -83,7 +93,7 @@ def client_rows(path: Path, server_round: int) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if int(row["round"]) == server_round]
 
 
-def _lines(folder: Path) -> dict[str, dict[str, Any]]:
+def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the lines of an archive by the names of their cells; of several for one the last.
 
     What a process that was stopped while it wrote has left is passed over.

@@ -41,7 +41,7 @@ app = typer.Typer(
 examples:
   posy run                                           FedFew on scikit-learn's digits
   posy run method=ppfe dataset=mnist num-clients=20
-  posy run ppfe-cifar10-s2 data-dir=datasets         a paper's setting (experiments/)
+  posy run ppfe-cifar10-s2 data-dir=datasets         a paper's setting (papers/ppfe/settings/)
   posy settings fedfew                               what can be set
   posy COMMAND --help                                more about a command""",
 )
@@ -108,9 +108,9 @@ def run(
 ) -> int:
     """Run an experiment, here or on a federation.
 
-    EXPERIMENT is a file of settings: a path, or a name in experiments/. Settings beside it count more. Without any, it
-    is FedFew on scikit-learn's digits. All clients are in this process, unless --superlink names a federation, whose
-    log is then shown. (Flower's simulation is started with `flwr run .` in a checkout.)
+    EXPERIMENT is a file of settings: a path, or a name in papers/*/settings/. Settings beside it count more. Without
+    any, it is FedFew on scikit-learn's digits. All clients are in this process, unless --superlink names a federation,
+    whose log is then shown. (Flower's simulation is started with `flwr run .` in a checkout.)
     """
     words = settings or []
     if words and words[0] and ("=" not in words[0] or is_file(Path(words[0]))):
@@ -188,6 +188,35 @@ def tune(
     target.write_text(f"# Written by `posy tune {file}`: {trials} trials a row.\n{text}", encoding="utf-8")
     print(f"written to {target}; `posy table {target}` runs it")
     return 0
+
+
+@app.command(
+    epilog="""\b
+examples:
+  posy paper                                          the papers, and what came of their claims
+  posy paper fedfew                                   draw docs/papers/fedfew.md from the runs that there are
+  posy paper fedfew table1 --scale small              run a table, then draw
+  posy paper cwfedavg all --scale small -j 2 data-dir=datasets"""
+)
+def paper(
+    name: Annotated[str, typer.Argument(metavar="[PAPER]")] = "",
+    part: Annotated[str, typer.Argument(metavar="[TABLE|FIGURE|all]")] = "",
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    scale: Annotated[str, typer.Option(metavar="small|full", help="The paper's own size, or a laptop's.")] = "small",
+    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Runs at a time.")] = os.cpu_count()
+    or 1,
+) -> int:
+    """Run the papers' tables and figures, and set them beside the originals.
+
+    Each is a YAML file in papers/. What is finished is not run again, nor what another table of the paper has run.
+    """
+    from posy.commands.papers.run import list_papers, run_part, show_paper  # noqa: PLC0415 - imports pandas
+
+    if not name:
+        return list_papers()
+    if not part:
+        return show_paper(name)
+    return run_part(name, part, scale, parse_words(settings or [], WHERE), jobs)
 
 
 @app.command()

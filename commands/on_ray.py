@@ -4,6 +4,8 @@ import hashlib
 import io
 import os
 import socket
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +16,8 @@ from typing import Any
 import ray
 
 from posy.commands.launch import APP
-from posy.commands.table import Cell, Start, clear, start, stop
-from posy.forked import cores
+from posy.commands.table import Cell, Start, clear, prepared, stop
+from posy.forked import CORES
 from posy.settings import LaunchError, Scalar
 
 RETRIES = 10
@@ -70,12 +72,28 @@ def carried_out(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, by
         raise RuntimeError("another version of Posy is installed on the Ray worker")
     with TemporaryDirectory(prefix="posy-") as folder:
         cell = Cell("", "", 0, {**config, "output-dir": folder, "run-name": RUN})
-        process = start(cell, cores())  # Ray gives it one of them
+        process = started(cell)
         try:
             status = process.wait()
         finally:  # as where the table is interrupted
             stop([process])
         return status, cell.log.read_text(encoding="utf-8", errors="replace"), packed(cell.path)
+
+
+def started(cell: Cell) -> "subprocess.Popen[bytes]":
+    """Start the run of a cell on the one core that Ray gives it, in a process that shares nothing with Ray's."""
+    file = prepared(cell)
+    places = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", CORES: "1", "PYTHONPATH": os.pathsep.join(places)}
+    with cell.log.open("w", encoding="utf-8") as log:
+        # -P: what lies in the working directory must not stand in for Posy's packages.
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "posy", "run", str(file)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def packed(folder: Path) -> bytes:

@@ -1,10 +1,8 @@
 """Tables: a grid of methods x variants x seeds, each cell a run in a process of its own, and what came out."""
 
 import itertools
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections import deque
@@ -18,11 +16,14 @@ from filelock import FileLock, Timeout
 
 from posy.commands import archive
 from posy.commands.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
-from posy.commands.launch import APP
-from posy.forked import CORES, cores
+from posy.commands.launch import INTERRUPTED, run_in_process
+from posy.commands.warm import WarmProcess
+from posy.data.errors import DataError
+from posy.forked import cores
 from posy.server_app.progress import duration, size
 from posy.server_app.resume import read_summary
 from posy.settings import Scalar, SettingsError
+from posy.signals import interruptible
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import check_own, declared, owner, pertinent, read_settings, with_experiment
 from posy.strategies.settings import RunSettings
@@ -106,13 +107,16 @@ class Cell:
             ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
         except (SettingsError, LookupError):  # not there, or damaged: it is run again
             return None
+        # The status is written before the system accuracy is computed, which a run that has diverged does without.
+        lacks = ran.get("system-accuracy") == "on" and ran.get("save-models", True)
+        lacks = lacks and summary["system-accuracy"] is None and summary["status"] == "completed"
+        return summary if self.fits(ran) and not lacks else None
+
+    def fits(self, ran: Mapping[str, Any]) -> bool:
+        """Tell whether a run had these very settings, as far as they decide its results."""
         wanted, known = read_settings(self.config, self.name).as_config(), declared()
         # A run that is older than a setting had its default.
-        differ = any(ran.get(key, known[key].default) != wanted[key] for key in wanted if known[key].decides)
-        # The status is written before the system accuracy is computed, which a run that has diverged does without.
-        lacks = wanted["system-accuracy"] == "on" and wanted["save-models"] and summary["system-accuracy"] is None
-        lacks = lacks and summary["status"] == "completed"
-        return None if differ or lacks else summary
+        return all(ran.get(key, known[key].default) == wanted[key] for key in wanted if known[key].decides)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class Plan:
     cells: tuple[Cell, ...]
     content: Mapping[str, Any] = field(default_factory=dict)
     """What the file holds."""
+    collect: Callable[[Path], None] | None = None
+    """What is to be done with the directory of a run that has finished, before its models are deleted."""
 
 
 class Running(Protocol):
@@ -150,16 +156,8 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     does. If the table is being run already, or something else
     lies where a run is to go, it raises :class:`SettingsError`.
     """
-    failures: dict[str, str] = {}
     archive.restore(plan.output, plan.cells)
-    if not only_print:
-        plan.output.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(plan.output / ".lock", timeout=0):
-                archive.store(plan.output, ended(plan))  # whole, so that it can be added to
-                failures = run_cells(plan, jobs, begin)
-        except Timeout:
-            raise SettingsError(f"another `posy table` is at work in {plan.output}") from None
+    failures = {} if only_print else fill(plan, jobs=jobs, begin=begin)
     results = {cell: summary for cell in plan.cells if (summary := cell.summary()) is not None}
     for cell in plan.cells:
         if cell not in results:
@@ -180,6 +178,20 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
     return 1 if failures else 0
 
 
+def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]:
+    """Run what a table lacks and add it to its archive; return what failed, by name, with the reason.
+
+    If the table is being run already, or something else lies where a run is to go, it raises :class:`SettingsError`.
+    """
+    plan.output.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(plan.output / ".lock", timeout=0):
+            archive.store(plan.output, ended(plan))  # whole, so that it can be added to
+            return run_cells(plan, jobs, begin)
+    except Timeout:
+        raise SettingsError(f"another `posy table` or `posy paper` is at work in {plan.output}") from None
+
+
 def ended(plan: Plan) -> list[Cell]:
     """Return the cells of a table that are not to be run again."""
     return [cell for cell in plan.cells if cell.summary(*ENDED) is not None]
@@ -197,8 +209,11 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     """
     if not file.is_file():
         raise SettingsError(f"there is no table {file}")
-    given = given or {}
-    content = read_yaml(file)
+    return plan_of(read_yaml(file), file, given or {}, output)
+
+
+def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], output: str | None = None) -> Plan:
+    """Return what the content of a table file asks for; see :func:`read_plan`."""
     if content.get("runs") == ALL:
         content["runs"] = [{"name": method, "settings": {"method": method}} for method in METHODS]
     for key, value in content.items():
@@ -275,9 +290,11 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     continue
                 del running[cell]
                 done += 1
+                summary = cell.summary()
+                if summary is not None and plan.collect is not None:
+                    plan.collect(cell.path)
                 if cell.summary(*ENDED) is not None:
                     archive.add(plan.output, cell)
-                summary = cell.summary()
                 if summary is None:
                     reason = f"{failure_of(status, cell.log)} ({cell.log.relative_to(plan.output)})"
                     failures[cell.name] = DIVERGED if cell.summary("diverged") else reason
@@ -365,7 +382,7 @@ def markdown(
             lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     parts.append(LEGEND)
-    parts += [f"Machine: {line}." for line in _machines(results)]
+    parts += [f"Machine: {line}." for line in machines(results)]
     if failures:
         parts.append("\n".join(["Missing:", "", *(f"- {name}: {reason}" for name, reason in failures.items())]))
     return "\n\n".join(parts) + "\n"
@@ -394,27 +411,30 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     return named
 
 
-def start(cell: Cell, jobs: int = 1) -> "subprocess.Popen[bytes]":
-    """Start the run of a cell as `posy run FILE`, one of so many that share the cores.
+def start(cell: Cell, jobs: int = 1) -> WarmProcess:
+    """Start the run of a cell as `posy run FILE`, one of so many that share the cores."""
+    return WarmProcess(carry_out, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
 
-    The file stays beside its results.
-    """
+
+def carry_out(file: str) -> int:
+    """Carry out the run of a cell in this process and return its exit status, as `posy run FILE` does."""
+    try:
+        with interruptible():
+            return run_in_process({"experiment": file}, "the table")
+    except (SettingsError, DataError) as error:
+        print(f"posy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def prepared(cell: Cell) -> Path:
+    """Make room for the run of a cell, and return the file of its settings, which stays beside its results."""
     clear(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")
     file.write_text(dump(dict(cell.config)), encoding="utf-8")
-    places = filter(None, (str(APP), os.environ.get("PYTHONPATH", "")))
-    share = str(max(1, cores() // jobs))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", CORES: share, "PYTHONPATH": os.pathsep.join(places)}
-    with cell.log.open("w", encoding="utf-8") as log:
-        # -P: what lies in the working directory must not stand in for Posy's packages.
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "posy", "run", str(file)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    return file
 
 
 def failure_of(status: int, log: Path) -> str:
@@ -460,7 +480,7 @@ def _measured(row: Mapping[str, Any], point: str) -> str:
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
 
 
-def _machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
+def machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
     """Return a line for each machine and set of versions that the cells ran on, with the day of the last run."""
     days: dict[str, str] = {}
     for cell in results:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from posy.commands.table import Cell, Plan, failure_of, plan_as_yaml, start, stop
+from posy.commands.table import Cell, Plan, Running, failure_of, plan_as_yaml, start, stop
 from posy.server_app.progress import duration
 from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
@@ -146,7 +145,7 @@ class Attempt:
     search: Search
     trial: Trial
     cell: Cell
-    process: "subprocess.Popen[bytes]"
+    process: Running
     told: int = 0
     best: float = -1.0
 
@@ -208,12 +207,13 @@ def begun(search: Search, jobs: int) -> Attempt:
 def ended(attempt: Attempt) -> bool:
     """Look after a trial; note its outcome if it is over."""
     study, trial = attempt.search.study, attempt.trial
-    over = attempt.process.poll() is not None
+    status = attempt.process.poll()
+    over = status is not None
     pruned = attempt.look() and not over
     if pruned:
         stop([attempt.process])
         study.tell(trial, state=TrialState.PRUNED)
-    elif over and attempt.process.returncode == 0 and attempt.best >= 0:
+    elif status == 0 and attempt.best >= 0:
         study.tell(trial, attempt.best)
     elif over:  # it has diverged, as with too large a learning rate
         study.tell(trial, state=TrialState.FAIL)
@@ -229,7 +229,7 @@ def told(attempt: Attempt) -> str:
     words = {
         TrialState.COMPLETE: f"{100 * attempt.best:.2f} % on validation",
         TrialState.PRUNED: f"given up in round {attempt.told}",
-        TrialState.FAIL: f"failed: {failure_of(attempt.process.returncode, attempt.cell.log)}",
+        TrialState.FAIL: f"failed: {failure_of(attempt.process.wait(), attempt.cell.log)}",
     }
     took = duration(trial.duration.total_seconds()) if trial.duration else ""
     return f"{attempt.cell.place}, trial {trial.number} ({tried}): {words[trial.state]}, {took}"

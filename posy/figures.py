@@ -213,33 +213,92 @@ def small_multiples(
     xlabel: str = "round",
     ylabel: str = "",
     percent: bool = False,
+    columns: int = 4,
+    log: bool = False,
+    apart: bool = False,
 ) -> None:
-    """Draw a small panel for each group of lines, four a row, all to the same scale, with bands around the lines."""
+    """Draw a small panel for each group of lines, with bands around the lines.
+
+    All are drawn to the same scale, unless their y-axes are ``apart``; with ``log`` the x-axes are logarithmic.
+    """
     drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
     if not drawn:
         return
-    down = math.ceil(len(drawn) / 4)
-    with _figure(path, _WIDTH, 1.75 * down + 0.9) as figure:
+    across = min(columns, len(drawn))
+    down = math.ceil(len(drawn) / across)
+    high = 1.75 if columns > 2 else 3.0
+    names = dict.fromkeys(name for lines in drawn.values() for name in lines)
+    styles = {name: _line_style(index, len(names), 100) for index, name in enumerate(names)}
+    with _figure(path, _WIDTH, high * down + 0.9) as figure:
         figure.suptitle(title, x=0.01, ha="left")
-        grid = figure.subplots(down, min(4, len(drawn)), squeeze=False, sharex=True, sharey=True)
+        grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=not apart)
         for axes in grid.flat[len(drawn) :]:
             axes.set_visible(False)
         for axes, (name, lines) in zip(grid.flat, drawn.items(), strict=False):
             axes.set_title(name, fontsize=10, pad=4)
             axes.tick_params(color=_AXIS, labelsize=9)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+            if log:
+                axes.set_xscale("log")
+            else:
+                axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
             if percent:
                 axes.yaxis.set_major_formatter(_PERCENT)
-            for index, (label, band) in enumerate(lines.items()):
+            for label, band in lines.items():
                 x, y, half = _numbers(band).reshape(-1, 3).T
-                axes.plot(
-                    x, y, label=label, color=COLOURS[index], linestyle=("-", "--", "-.")[index % 3], linewidth=1.6
-                )
-                axes.fill_between(x, y - half, y + half, color=COLOURS[index], alpha=0.2, linewidth=0)
+                few = {"marker": "o", "markersize": 3.5} if len(x) <= 12 else {}
+                axes.plot(x, y, label=label, **styles[label] | {"linewidth": 1.6} | few)
+                axes.fill_between(x, y - half, y + half, color=styles[label]["color"], alpha=0.2, linewidth=0)
         figure.supxlabel(xlabel, fontsize=10)
         figure.supylabel(ylabel, fontsize=10)
-        handles = grid.flat[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper right", ncols=2)
+        handles = {
+            label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
+
+
+def bars(
+    groups: Mapping[str, Mapping[str, tuple[float, float]]],
+    path: Path,
+    *,
+    title: str = "",
+    ylabel: str = "",
+    marks: Mapping[tuple[str, str], float] | None = None,
+) -> None:
+    """Draw a bar with an error bar for each name in each group, and a mark where there is one for (group, name)."""
+    if not groups:
+        return
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / len(names)
+    with _axes(path, title) as axes:
+        for index, name in enumerate(names):
+            style = _line_style(index, len(names), 100)
+            places = [place for place, group in enumerate(groups.values()) if name in group]
+            values = [group[name] for group in groups.values() if name in group]
+            x = np.array(places) + (index - (len(names) - 1) / 2) * width
+            heights, errors = np.array(values).T
+            axes.bar(x, heights, width * 0.92, yerr=errors, label=name, color=style["color"], ecolor=_INK)
+            for at, group in zip(x, (list(groups)[place] for place in places), strict=True):
+                if marks and (group, name) in marks:
+                    axes.plot(at, marks[group, name], marker="_", markersize=10, color=_INK, markeredgewidth=1.6)
+        axes.set_xticks(range(len(groups)), labels=list(groups))
+        axes.set(ylabel=ylabel)
+        if marks:
+            _note(axes, "—: the paper's number")
+        _legend(axes, min(5, len(names)))
+
+
+def named_points(
+    points: Mapping[str, tuple[float, float]], path: Path, *, title: str = "", xlabel: str = "", ylabel: str = ""
+) -> None:
+    """Draw points (x, y) with their names beside them."""
+    if not points:
+        return
+    with _axes(path, title) as axes:
+        for index, (name, (x, y)) in enumerate(points.items()):
+            axes.plot(x, y, "o", color=COLOURS[index % len(COLOURS)])
+            axes.annotate(name, (x, y), (5, 4), textcoords="offset points", fontsize=9)
+        axes.margins(0.15)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def scatter(

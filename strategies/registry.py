@@ -17,7 +17,8 @@ from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.strategies.settings import RunSettings, Settings, TrainSettings
 from posy.yaml12 import parse, read_yaml
 
-EXPERIMENTS = Path(__file__).resolve().parent.parent / "experiments"
+PAPERS = Path(__file__).resolve().parent.parent / "papers"
+"""A folder for each paper: its tables and figures, and in ``settings/`` experiments, which are files of settings."""
 
 
 def read_settings(
@@ -150,20 +151,24 @@ def check_own(given: Iterable[str], method: str, where: str) -> None:
 
 
 def experiment_path(name: str) -> Path:
-    """Return the YAML file of an experiment, a path or a name in ``experiments/``; one that is none is an error."""
-    candidates = (absolute(name), EXPERIMENTS / f"{name}.yaml", EXPERIMENTS / name)
-    for path in candidates:
-        if is_file(path):
-            return path
-    if os.path.isdir(candidates[0]):  # noqa: PTH112 - false for what no name can be, which Path takes ill
+    """Return the YAML file of an experiment, a path or a name in ``papers/*/settings/``.
+
+    One that is neither raises :class:`SettingsError`.
+    """
+    known = {path.stem: path for path in sorted(PAPERS.glob("*/settings/*.yaml"))}
+    typed = absolute(name)
+    if is_file(typed):
+        return typed
+    if (stem := name.removesuffix(".yaml")) in known:
+        return known[stem]
+    if os.path.isdir(typed):  # noqa: PTH112 - false for what no name can be, which Path takes ill
         raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean dataset={name}?")
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: there is no such file; did you mean {setting}={name}?")
-    names = sorted(p.stem for p in EXPERIMENTS.glob("*.yaml"))
     word = Path(name).stem
     alone = nearest(word, (*METHODS, *DATASETS), 0.75)  # a word in the place of a file
-    near = nearest(word, names) or (f"{setting_of(alone)}={alone}" if alone else "")
-    hint = f"did you mean {near}?" if near else f"experiments/ holds only {', '.join(names)}"
+    near = nearest(word, known) or (f"{setting_of(alone)}={alone}" if alone else "")
+    hint = f"did you mean {near}?" if near else f"papers/ holds only {', '.join(known)}"
     raise SettingsError(f"experiment = {shown(name)}: there is no such file; {hint}")
 
 

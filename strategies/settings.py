@@ -68,7 +68,9 @@ class RunSettings:
 
     method: str = setting("fedfew", "which method to run", synonyms=("algo", "algorithm", "strategy"))
     experiment: str = setting(
-        "", "YAML file of settings (a name in experiments/ or a path); those given beside it count more", once=True
+        "",
+        "YAML file of settings (a name in papers/*/settings/ or a path); those given beside it count more",
+        once=True,
     )
     num_server_rounds: int = setting(
         15, "communication rounds", minimum=1, resumable=True, synonyms=("n-rounds", "num-rounds", "rounds")

@@ -11,9 +11,9 @@ from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.strategies.methods import METHODS
 from posy.strategies.ppfe import plan_stages
-from posy.strategies.registry import EXPERIMENTS, declared, read_settings, with_experiment
+from posy.strategies.registry import PAPERS, declared, read_settings, with_experiment
 
-FILES = sorted(EXPERIMENTS.glob("*.yaml"))
+FILES = sorted(PAPERS.glob("*/settings/*.yaml"))
 TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))
 
 FEDFEW = {"method": "fedfew", "fedfew-models": 3, "fedfew-mu": 0.01, "local-epochs": 1, "fraction-train": 1.0}

@@ -308,9 +308,9 @@ def test_messages_from_elsewhere_are_checked_too() -> None:
 
 @pytest.fixture
 def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "experiments"
-    folder.mkdir()
-    monkeypatch.setattr(config_module, "EXPERIMENTS", folder)
+    folder = tmp_path / "papers/mine/settings"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(config_module, "PAPERS", tmp_path / "papers")
     return folder
 
 
@@ -357,7 +357,7 @@ def test_a_missing_experiment_lists_those_there_are(experiments: Path) -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({"experiment": "cifarr"})
     assert str(raised.value) == "experiment = 'cifarr': there is no such file; did you mean cifar?"
-    with pytest.raises(SettingsError, match="there is no such file; experiments/ holds only cifar"):
+    with pytest.raises(SettingsError, match="there is no such file; papers/ holds only cifar"):
         read_settings({"experiment": "xyzzy"})
 
 
@@ -401,7 +401,7 @@ def test_a_file_that_is_no_text_is_an_error(experiments: Path) -> None:
         read_settings({"experiment": "mine"})
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*/settings/*.yaml")), ids=lambda p: p.stem)
 def test_the_experiments_of_the_project_are_valid(path: Path) -> None:
     assert read_settings({"experiment": str(path)}).run.experiment == str(path)
 

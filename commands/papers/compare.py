@@ -1,0 +1,150 @@
+"""A paper's table or figure beside what was run: each number's state, and what came of each claim."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from posy.commands.papers.item import SCALES, Claim, Item, Printed, take_up
+from posy.commands.papers.record import measured
+from posy.commands.papers.verdict import Number, Verdict, agrees, number, verdict
+from posy.commands.table import Cell, Plan
+from posy.data.published import describe
+from posy.settings import Scalar
+from posy.strategies.registry import declared
+
+WANTED = {name: what for name, _, what, _ in describe()}
+"""What to put where, by data set."""
+REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn"
+"""States of a row in a column; the last is that of one for which the paper prints no number."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A number of a table or figure: the paper's, ours, and what is to be said of the two."""
+
+    variant: str
+    row: str
+    printed: Printed | None
+    ours: Number | None
+    scale: str
+    state: str
+    why: str
+
+
+class Comparison:
+    """A table or figure beside its runs, at the larger scale at which there are any."""
+
+    def __init__(self, item: Item, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> None:
+        self.item = item
+        self.plans: dict[str, Plan] = {}
+        if item.has_runs:
+            self.plans = {scale: item.plan(scale, given, folder) for scale in SCALES}
+        for plan in self.plans.values():
+            take_up(plan)
+        self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
+        """Finished runs by variant and row, with their scale."""
+        for scale in SCALES:  # the larger one last
+            found: dict[tuple[str, str], list[Cell]] = {}
+            for cell in self.plans[scale].cells if self.plans else ():
+                if cell.summary() is not None:
+                    found.setdefault((cell.variant, cell.row), []).append(cell)
+            self.cells |= {place: (scale, cells) for place, cells in found.items()}
+
+    def values(self, variant: str, row: str, measure: str) -> dict[int, float]:
+        """Return a number of a row by seed."""
+        _, cells = self.cells.get((variant, row), ("", []))
+        found = {cell.seed: measured(cell.path, measure) for cell in cells}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def planned(self, variant: str, row: str) -> list[Cell]:
+        """Return the runs of a row at either scale, whether they are there or not."""
+        return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == (variant, row)]
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """Every row in every column, in the order of the paper."""
+        return [
+            self._entry(variant, row)
+            for variant in self.item.variants
+            for row in self.item.rows
+            if (variant, row) in self.item.printed or not self.item.printed or (variant, row) in self.cells
+        ]
+
+    @cached_property
+    def verdicts(self) -> list[tuple[Claim, Verdict]]:
+        """What came of each claim."""
+        return [(claim, verdict(self._differences(claim), claim.by, claim.within)) for claim in self.item.claims]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Wall-clock time of its runs, one after the other."""
+        return sum(cell.summary()["seconds"] for _, cells in self.cells.values() for cell in cells)  # type: ignore[index]
+
+    @property
+    def scales(self) -> list[str]:
+        """At which scales there are runs."""
+        return [scale for scale in SCALES if any(own == scale for own, _ in self.cells.values())]
+
+    def smaller(self) -> str:
+        """Return in which settings scale ``small`` differs from the paper's, as ``key value (paper's)``."""
+        small = self.item.content.get("small", {}).get("settings", {})
+        full = {key: value for cell in self.plans["full"].cells for key, value in cell.config.items()}
+        known = declared()
+        told = [f"{key} {shown(value)} ({shown(full.get(key, known[key].default))})" for key, value in small.items()]
+        return ", ".join(told)
+
+    def _entry(self, variant: str, row: str) -> Entry:
+        printed = self.item.printed.get((variant, row))
+        scale, _ = self.cells.get((variant, row), ("", []))
+        ours = number(list(self.values(variant, row, self.item.measure).values()))
+        if ours is None:
+            return Entry(variant, row, printed, None, scale, NOT_RUN, self._needs(variant, row))
+        if printed is None:
+            return Entry(variant, row, None, ours, scale, DRAWN, "")
+        over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
+        if scale == "full" and agrees(ours, printed.value, over_seeds):
+            return Entry(variant, row, printed, ours, scale, REPRODUCED, "")
+        why = self.item.reason(variant, row) or ("" if scale == "full" else "run at scale small")
+        return Entry(variant, row, printed, ours, scale, DIFFERS, why)
+
+    def _needs(self, variant: str, row: str) -> str:
+        """Return what a row that was not run needs."""
+        planned = self.planned(variant, row)
+        if not planned:
+            return str(self.item.content.get("needs", f"Posy has no {row}"))
+        scale = "small" if any(cell.place == planned[0].place for cell in self.plans["small"].cells) else "full"
+        command = f"`posy paper {self.item.paper} {self.item.name} --scale {scale}`"
+        name = str(planned[0].config.get("dataset", "digits"))
+        return f"{command}, with {name} in data-dir ({WANTED[name]})"
+
+    def _differences(self, claim: Claim) -> list[float]:
+        """Return by how much the claimed row is higher, for each seed, variant and row that it is above."""
+        found = []
+        for variant in claim.variants or self.item.variants:
+            for lower in claim.lower:
+                above = self.values(*_place(claim.higher, variant), claim.measure)
+                below = self.values(*_place(lower, variant), claim.measure)
+                found += [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
+            if " / " in claim.higher:  # which names its variant
+                break
+        return found
+
+
+def count(states: Iterable[str]) -> dict[str, int]:
+    """Return how often there is each state, in the order in which they first come."""
+    found: dict[str, int] = {}
+    for state in states:
+        found[state] = found.get(state, 0) + 1
+    return found
+
+
+def shown(value: Scalar) -> str:
+    """Return a setting's value as one reads it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _place(name: str, variant: str) -> tuple[str, str]:
+    """Return variant and row of ``variant / row``, or of a row in a given variant."""
+    own, slash, row = name.partition(" / ")
+    return (own, row) if slash else (variant, name)

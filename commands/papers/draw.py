@@ -1,0 +1,167 @@
+"""Tables and figures in the form of the originals, the papers' numbers beside ours."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posy import figures
+from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
+from posy.commands.papers.record import curve, in_percent, kept
+from posy.commands.papers.verdict import Number, number
+from posy.settings import SettingsError
+
+MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
+
+
+def draw(comparison: Comparison, path: Path) -> bool:
+    """Draw a figure, if the original is one and there are runs of it; tell whether it is one."""
+    form = comparison.item.form
+    kind = str(form.get("kind"))
+    if kind not in FORMS:
+        raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: there are {', '.join(FORMS)}")
+    FORMS[kind](comparison, form, path)
+    return kind != "table"
+
+
+def table(comparison: Comparison) -> str:
+    """Return the rows and columns of the original: the paper's number, then ours and whether it is the same."""
+    entries = {(entry.variant, entry.row): entry for entry in comparison.entries}
+    variants = [v for v in comparison.item.variants if any(variant == v for variant, _ in entries)]
+    lines = [["", *(v or comparison.item.measure for v in variants)], ["---", *["---:"] * len(variants)]]
+    for row in comparison.item.rows:
+        cells = [_cell(entries.get((variant, row)), comparison.item.measure) for variant in variants]
+        if any(cells):
+            lines.append([row, *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def text_of(found: Number | None, digits: int = 2) -> str:
+    """Return a number with its ±."""
+    if found is None:
+        return ""
+    return f"{found.mean:.{digits}f}" + (f" ± {found.std:.{digits}f}" if found.std is not None else "")
+
+
+def _cell(entry: Entry | None, measure: str) -> str:
+    if entry is None:
+        return ""
+    digits = 2 if in_percent(measure) else 3
+    ours = text_of(entry.ours, digits) if entry.ours else "not run"
+    if entry.printed is None:
+        return ours
+    spread = "" if entry.printed.spread is None else f" ± {entry.printed.spread:g}"
+    return f"{entry.printed.value:g}{spread} → {ours}{MARKS[entry.state]}"
+
+
+def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw no figure: a table is text."""
+
+
+def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw a number over the rounds, or over all local epochs, a panel for each variant and a line for each row."""
+    key = form["of"]
+    panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for variant in comparison.item.variants:
+        for row in comparison.item.rows:
+            _, cells = comparison.cells.get((variant, row), ("", []))
+            steps = [int(cell.config.get("local-epochs", 1)) if form.get("over") == "epochs" else 1 for cell in cells]
+            curves = [dict(curve(cell.path, key)) for cell in cells]
+            if not curves or not all(curves):
+                continue
+            shared = sorted(set.intersection(*(set(found) for found in curves)))
+            band = []
+            for n in shared:
+                values = number([found[n] for found in curves])
+                assert values is not None
+                band.append((float(n * steps[0]), values.mean, values.std or 0.0))
+            panels.setdefault(variant, {})[row] = band
+    over = "local epochs" if form.get("over") == "epochs" else "round"
+    figures.small_multiples(
+        panels, path, title=comparison.item.title, xlabel=over, ylabel=form.get("label", key), columns=2
+    )
+
+
+def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw numbers of each row against one of its settings; the paper's as points of a line of its own."""
+    setting, panels = form["setting"], {}
+    for measure in form["measures"]:
+        lines: dict[str, list[tuple[float, float, float]]] = {}
+        for variant in comparison.item.variants:
+            for row in comparison.item.rows:
+                _, cells = comparison.cells.get((variant, row), ("", []))
+                printed = comparison.item.printed.get((variant, row))
+                planned = comparison.planned(variant, row)
+                at = next((cell.config[setting] for cell in planned if setting in cell.config), None)
+                if at is None:
+                    continue
+                own = number(list(comparison.values(variant, row, measure).values()))
+                if cells and own is not None:
+                    lines.setdefault(variant or "Posy", []).append((float(at), own.mean, own.std or 0.0))
+                if printed is not None and measure == comparison.item.measure:
+                    told = f"{variant}, paper".removeprefix(", ")
+                    lines.setdefault(told, []).append((float(at), printed.value, 0.0))
+        panels[form.get("names", {}).get(measure, measure)] = {name: sorted(line) for name, line in lines.items()}
+    figures.small_multiples(
+        panels, path, title=comparison.item.title, xlabel=setting, columns=2, log=bool(form.get("log")), apart=True
+    )
+
+
+def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw a bar for each row in each variant, with the standard deviation over the seeds; the paper's as marks."""
+    groups: dict[str, dict[str, tuple[float, float]]] = {}
+    for entry in comparison.entries:
+        if entry.ours is not None:
+            groups.setdefault(entry.variant, {})[entry.row] = (entry.ours.mean, entry.ours.std or 0.0)
+    marks = {(e.variant, e.row): e.printed.value for e in comparison.entries if e.printed is not None}
+    figures.bars(groups, path, title=comparison.item.title, ylabel=form.get("label", "accuracy, %"), marks=marks)
+
+
+def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw the lengths of the rows of the clients' output layers, a panel for each row, of the first seed."""
+    panels = []
+    for variant in comparison.item.variants:
+        for row in comparison.item.rows:
+            _, cells = comparison.cells.get((variant, row), ("", []))
+            matrix = kept(cells[0].path).get("heads") if cells else None
+            if matrix:
+                title = f"{variant}: {row}".removeprefix(": ")
+                panels.append(figures.Panel(np.transpose(matrix), title, "client", "class", "norm"))
+    figures.heatmaps(panels, path, title=comparison.item.title)
+
+
+def _clients(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw each client's training loss over the rounds, a panel for each client and a line for each row."""
+    panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for variant in comparison.item.variants:
+        for row in comparison.item.rows:
+            _, cells = comparison.cells.get((variant, row), ("", []))
+            curves = kept(cells[0].path).get("clients", {}) if cells else {}
+            for client, points in sorted(curves.items(), key=lambda one: int(one[0])):
+                title = f"{variant}: client {client}".removeprefix(": ")
+                panels.setdefault(title, {})[row] = [(n, loss, 0.0) for n, loss in points]
+    figures.small_multiples(panels, path, title=comparison.item.title, ylabel="training loss", apart=True)
+
+
+def _trade_off(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw one number of each row against another one, with the row's name."""
+    points = {}
+    for variant in comparison.item.variants:
+        for row in comparison.item.rows:
+            x, y = (number(list(comparison.values(variant, row, m).values())) for m in (form["x"], form["y"]))
+            if x is not None and y is not None:
+                points[f"{variant} {row}".strip()] = (x.mean, y.mean)
+    figures.named_points(points, path, title=comparison.item.title, xlabel=form["x"], ylabel=form["y"])
+
+
+FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
+    "table": _nothing,
+    "rounds": _rounds,
+    "scan": _scan,
+    "bars": _bars,
+    "heads": _heads,
+    "clients": _clients,
+    "trade-off": _trade_off,
+}
+"""How a table or figure may be drawn."""

@@ -1,0 +1,214 @@
+"""A table or figure of a paper as a YAML file tells it: its runs, what the paper prints, and what is claimed."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posy.commands import archive
+from posy.commands.papers.record import check_measure, collect
+from posy.commands.table import Plan, plan_of
+from posy.settings import Scalar, SettingsError, nearest
+from posy.strategies.registry import PAPERS
+from posy.yaml12 import read_yaml
+
+SCALES = ("small", "full")
+"""``full`` is the paper's own size; ``small`` shows on a laptop what the paper shows."""
+PARTS: dict[str, type] = {
+    "shows": str,
+    "measure": str,
+    "printed": dict,
+    "spread": str,
+    "columns": list,
+    "claims": list,
+    "reasons": list,
+    "form": dict,
+    "small": dict,
+    "needs": str,
+}
+"""What the file of a table or figure may hold beside the parts of a table of runs."""
+SMALL = ("settings", "seeds", "without")
+"""What differs at scale ``small``: settings, seeds, and the rows and variants that are left out."""
+CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within")
+"""What a claim may hold."""
+PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
+"""A number as a paper prints it."""
+
+
+class Printed(NamedTuple):
+    """A number that a paper prints, and its ±."""
+
+    value: float
+    spread: float | None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says about its numbers: one row is higher than others, or close to them.
+
+    ``variants`` are those that it holds in, all if there are none. The difference is claimed to be larger than ``by``,
+    or, where ``within`` is given, smaller than that on either side.
+    """
+
+    say: str
+    higher: str
+    lower: tuple[str, ...]
+    variants: tuple[str, ...] = ()
+    measure: str = ""
+    by: float = 0.0
+    within: float | None = None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or figure of a paper."""
+
+    paper: str
+    name: str
+    file: Path
+    content: Mapping[str, Any]
+
+    @cached_property
+    def title(self) -> str:
+        """Its name in the paper, and what it holds."""
+        return str(self.content["title"])
+
+    @cached_property
+    def measure(self) -> str:
+        """What is measured, as :func:`posy.commands.papers.record.measured` reads it."""
+        return check_measure(str(self.content.get("measure", "served last")), str(self.file))
+
+    @cached_property
+    def rows(self) -> list[str]:
+        """Names of its rows: those that the paper prints, and those that are run."""
+        run = [entry["name"] for entry in self.content.get("runs", [])]
+        return list(dict.fromkeys([*self.content.get("printed", {}), *run]))
+
+    @cached_property
+    def variants(self) -> list[str]:
+        """Names of its columns; one empty name where it has none."""
+        return [entry["name"] for entry in self.content.get("variants", [])] or [""]
+
+    @cached_property
+    def printed(self) -> dict[tuple[str, str], Printed]:
+        """What the paper prints, by variant and row."""
+        found = {}
+        for row, told in self.content.get("printed", {}).items():
+            values = told if isinstance(told, list) else [told]
+            if len(values) != len(self.variants):
+                raise SettingsError(
+                    f"printed of {row} in {self.file}: {len(values)} values; there are {len(self.variants)} variants"
+                )
+            for variant, value in zip(self.variants, values, strict=True):
+                if value is None:
+                    continue
+                match = PRINTED.fullmatch(str(value))
+                if match is None:
+                    raise SettingsError(f"{value!r} of {row} in {self.file}: it must be a number, as in 61.36 ± 8.54")
+                found[variant, row] = Printed(float(match[1]), float(match[2]) if match[2] else None)
+        return found
+
+    @cached_property
+    def claims(self) -> list[Claim]:
+        """What the paper says about it."""
+        return [self._claim(entry) for entry in self.content.get("claims", [])]
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether it needs any runs; a picture of a partition needs none."""
+        return "runs" in self.content
+
+    @property
+    def form(self) -> Mapping[str, Any]:
+        """How it is drawn."""
+        return self.content.get("form", {"kind": "table"})
+
+    def reason(self, variant: str, row: str) -> str:
+        """Return why a number differs from the paper's, as far as that is known."""
+        for entry in self.content.get("reasons", []):
+            if variant in entry.get("variants", [variant]) and row in entry.get("rows", [row]):
+                return str(entry["say"])
+        return ""
+
+    def plan(self, scale: str, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> Plan:
+        """Return its runs at a scale, with further settings; results go into a folder of the working directory."""
+        small = self.content.get("small", {}) if scale == "small" else {}
+        table = {key: value for key, value in self.content.items() if key not in PARTS}
+        table["seeds"] = small.get("seeds", table.get("seeds", [0, 1, 2]))
+        left_out = small.get("without", [])
+        for part in ("runs", "variants"):
+            if part in table:
+                table[part] = [entry for entry in table[part] if entry["name"] not in left_out]
+        output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
+        # A setting of a method that only some rows run is theirs alone: those of a table are cut down to each row's.
+        over = {**small.get("settings", {}), **(given or {})}
+        return replace(plan_of(table, self.file, over, str(output)), collect=collect)
+
+    def _claim(self, entry: Mapping[str, Any]) -> Claim:
+        keys = entry.keys() if isinstance(entry, dict) else set()
+        if not {"say", "higher", "lower"} <= keys <= set(CLAIM):
+            raise SettingsError(f"{entry!r} in claims of {self.file}: a claim holds {', '.join(CLAIM)}")
+        lower = entry["lower"] if isinstance(entry["lower"], list) else [entry["lower"]]
+        variants = tuple(entry.get("in", []))
+        for name in [entry["higher"], *lower]:
+            variant, slash, row = name.partition(" / ")
+            if (row if slash else name) not in self.rows or (slash and variant not in self.variants):
+                raise SettingsError(f"{name!r} in claims of {self.file}: there is no such row")
+        if unknown := set(variants) - set(self.variants):
+            raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
+        measure = check_measure(entry.get("measure", self.measure), f"claims of {self.file}")
+        within = entry.get("within")
+        return Claim(entry["say"], entry["higher"], tuple(lower), variants, measure, float(entry.get("by", 0)), within)
+
+
+def papers() -> list[str]:
+    """Return the names of the papers."""
+    return sorted(folder.name for folder in PAPERS.iterdir() if folder.is_dir())
+
+
+def items(paper: str) -> list[Item]:
+    """Return the tables and figures of a paper, tables first, in the order of their numbers."""
+    if paper not in papers():
+        near = nearest(paper, papers())
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(papers())}"
+        raise SettingsError(f"there is no paper {paper!r}; {hint}")
+    return [read_item(file) for file in sorted((PAPERS / paper).glob("*.yaml"), key=_number)]
+
+
+def item(paper: str, name: str) -> Item:
+    """Return a table or figure by its name."""
+    found = {one.name: one for one in items(paper)}
+    if name not in found:
+        raise SettingsError(f"{paper} has no {name!r}; there are {', '.join(found)}")
+    return found[name]
+
+
+def read_item(file: Path) -> Item:
+    """Read the file of a table or figure; what is wrong in it raises :class:`SettingsError`."""
+    content = read_yaml(file)
+    for key, kind in PARTS.items():
+        if key in content and not isinstance(content[key], kind):
+            raise SettingsError(f"{key} = {content[key]!r} in {file}: it must be a {kind.__name__}")
+    if unknown := content.get("small", {}).keys() - set(SMALL):
+        raise SettingsError(f"{', '.join(sorted(unknown))} in small of {file}: it may hold {', '.join(SMALL)}")
+    return Item(file.parent.name, file.stem, file, content)
+
+
+def take_up(plan: Plan) -> None:
+    """Write the files of the runs that are in a plan's archive, or, of what it lacks, in that of another table."""
+    archive.restore(plan.output, plan.cells)
+    lacking = [cell for cell in plan.cells if cell.summary() is None and not cell.path.exists()]
+    for other in sorted(plan.output.parent.glob(f"*/{archive.FILE}")) if lacking else ():
+        for line in archive.read(other.parent).values():
+            for cell in [cell for cell in lacking if cell.fits(line["config"]["settings"])]:
+                archive.write(cell.path, line)
+                lacking.remove(cell)
+
+
+def _number(file: Path) -> tuple[str, str, int, str]:
+    """Return what files are sorted by: table2 comes before table10, and figure1 after both."""
+    match = re.fullmatch(r"([a-z]+)-?([a-z]*)(\d*)(.*)", file.stem)
+    kind, appendix, number, rest = match.groups() if match else (file.stem, "", "", "")
+    return ("a" if kind == "table" else kind, appendix, int(number or 0), rest)

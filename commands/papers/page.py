@@ -1,0 +1,131 @@
+"""A paper's page: its tables and figures, each number's state, and the claims."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+
+from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, count
+from posy.commands.papers.draw import draw, table
+from posy.commands.papers.item import Claim, items
+from posy.commands.papers.record import in_percent
+from posy.commands.papers.verdict import Verdict
+from posy.commands.table import machines
+from posy.server_app.progress import duration
+from posy.settings import Scalar
+from posy.strategies.registry import PAPERS
+
+LEGEND = (
+    "In tables: the paper's number → ours, mean ± standard deviation over the seeds; ✓ the same (within two standard "
+    "deviations of the two, or one unit), ≠ not. A claim is judged by the differences between its rows, paired by "
+    "seed and column: confirmed or refuted by a t-test at 5 %, else within the noise."
+)
+
+
+def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
+    """Return the page of a paper as Markdown; ``pictures`` are the names of the figures that lie beside it."""
+    about = (PAPERS / paper / "README.md").read_text(encoding="utf-8").strip()
+    parts = [f"<!-- Written by `posy paper {paper}`. -->", about, fill(LEGEND, 120)]
+    told = [one.item.title.partition(":")[0] for one in comparisons]
+    lines = [["", "state of its numbers", "claims"], ["---", "---", "---"]]
+    for one, title in zip(comparisons, told, strict=True):
+        lines.append([f"[{title}](#{_anchor(title)})", states(one), claims(one)])
+    parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    for one, title in zip(comparisons, told, strict=True):
+        parts += [f"## {title}", *_section(paper, one, pictures)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def states(comparison: Comparison) -> str:
+    """Return how many of its numbers are in which state."""
+    found = count(entry.state for entry in comparison.entries)
+    return ", ".join(f"{number} {state}" for state, number in found.items())
+
+
+def claims(comparison: Comparison) -> str:
+    """Return how many of its claims came out how."""
+    found = count(verdict.word for _, verdict in comparison.verdicts)
+    return ", ".join(f"{number} {word}" for word, number in found.items())
+
+
+def write(
+    paper: str, folder: Path, given: Mapping[str, Scalar] | None = None, runs: Path | None = None
+) -> list[Comparison]:
+    """Write the page of a paper and its figures into a folder, from the runs that there are; return what it shows.
+
+    These are the ones that ``posy paper`` made, or those with settings that were ``given``, in the folder ``runs``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    comparisons = [Comparison(one, given, runs) for one in items(paper)]
+    for one in comparisons:
+        if one.cells:
+            draw(one, folder / _picture(paper, one))
+    (folder / f"{paper}.md").write_text(page(paper, comparisons, pictures_in(folder)), encoding="utf-8")
+    return comparisons
+
+
+def pictures_in(folder: Path) -> list[str]:
+    """Return the names of the figures in a folder."""
+    return sorted(file.name for file in folder.glob("*.png"))
+
+
+def overview(papers: Sequence[str]) -> list[list[str]]:
+    """Return a row for each paper: claims, how many came out how, and its numbers' states."""
+    rows = []
+    for paper in papers:
+        comparisons = [Comparison(one) for one in items(paper)]
+        words = count(verdict.word for one in comparisons for _, verdict in one.verdicts)
+        found = count(entry.state for one in comparisons for entry in one.entries)
+        first = (PAPERS / paper / "README.md").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        row = [first, str(sum(words.values()))]
+        row += [str(words.get(word, 0)) for word in ("confirmed", "refuted", "within the noise", "one pair", "not run")]
+        row += [str(found.get(state, 0)) for state in (REPRODUCED, DIFFERS, DRAWN, NOT_RUN)]
+        rows.append(row)
+    return rows
+
+
+def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
+    item = one.item
+    parts = [fill(item.title.partition(": ")[2].strip() + ". " + item.content.get("shows", ""), 120)]
+    if item.content.get("runs"):
+        command = f"`posy paper {paper} {item.name} --scale {'/'.join(one.scales) or 'small'}`"
+        ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
+        parts.append(fill(f"{command}{ran}. Measured: {item.measure}.", 120))
+        if "small" in one.scales:
+            parts.append(fill(f"Scale small, in brackets the paper's: {one.smaller()}.", 120))
+    if item.printed or one.entries:
+        parts.append(table(one))
+    if (name := _picture(paper, one)) in pictures:
+        parts.append(f"![{item.title.partition(':')[0]}]({name})")
+    if one.verdicts:
+        parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
+    reasons: dict[str, list[str]] = {}
+    for entry in one.entries:
+        if entry.state in (DIFFERS, NOT_RUN):
+            place = " / ".join(filter(None, (entry.variant, entry.row)))
+            reasons.setdefault(f"{entry.state}: {entry.why or 'open'}", []).append(place)
+    for why, places in reasons.items():
+        whole = len(places) == len(one.entries)
+        parts.append(fill(("All numbers: " if whole else f"{'; '.join(places)}: ") + why + ".", 120))
+    if one.cells:
+        results = {cell: cell.summary() or {} for _, cells in one.cells.values() for cell in cells}
+        parts += [fill(f"Machine: {line}.", 120) for line in machines(results)]
+    return parts
+
+
+def _told(claim: Claim, verdict: Verdict) -> str:
+    """Return a claim and what came of it."""
+    if verdict.difference is None:
+        return f"{claim.say}: **{verdict.word}**"
+    digits = 2 if in_percent(claim.measure) else 3
+    std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
+    pairs = f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"
+    return f"{claim.say}: **{verdict.word}** ({verdict.difference:+.{digits}f}{std}, {pairs})"
+
+
+def _picture(paper: str, one: Comparison) -> str:
+    return f"{paper}-{one.item.name}.png"
+
+
+def _anchor(title: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")

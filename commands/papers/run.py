@@ -1,0 +1,98 @@
+"""`posy paper`: list the papers, run their tables and figures, draw their pages."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from posy.commands import archive
+from posy.commands.papers.item import SCALES, item, items, papers, take_up
+from posy.commands.papers.page import claims, overview, states, write
+from posy.commands.table import Cell, Plan, fill
+from posy.data.datasets import load_dataset
+from posy.data.errors import DataError
+from posy.listing import print_table
+from posy.settings import Scalar, SettingsError
+from posy.strategies.registry import declared, read_settings
+
+PAGES = Path("docs/papers")
+"""Where the pages of the papers go, below the working directory."""
+OWN = Path("results/papers")
+"""Where runs and pages go of somebody who has changed what decides the results."""
+COLUMNS = (
+    *("claims", "confirmed", "refuted", "within the noise", "one pair", "not run"),
+    *("numbers reproduced", "differ", "drawn", "not run"),
+)
+"""What is told of a paper."""
+
+
+def list_papers() -> int:
+    """Print what came of each paper's claims and numbers."""
+    rows = [(name, *row[1:]) for name, row in zip(papers(), overview(papers()), strict=True)]
+    print_table("papers", ("paper", *COLUMNS), rows)
+    print("posy paper PAPER shows one; posy paper PAPER TABLE runs a table or figure of it")
+    return 0
+
+
+def show_paper(name: str, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> int:
+    """Draw a paper's page from the runs that there are, and print the state of its tables and figures.
+
+    With settings that were ``given``, it is that of the runs in a ``folder``.
+    """
+    comparisons = write(name, folder or PAGES, given, folder)
+    rows = [(one.item.name, one.item.title, states(one), claims(one)) for one in comparisons]
+    print_table(name, ("name", "what it is", "numbers", "claims"), rows)
+    print(f"written to {(folder or PAGES) / name}.md")
+    return 0
+
+
+def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs: int) -> int:
+    """Run a table or figure of a paper, or all of them, as far as its runs are not there; then draw the paper's page.
+
+    Runs whose data set is not there are left out, and said to be. With settings that decide the results, runs and page
+    go to a place of their own. The exit status is 1 if a run has failed.
+    """
+    if scale not in SCALES:
+        raise SettingsError(f"--scale {scale}: it must be {' or '.join(SCALES)}")
+    wanted = items(name) if part == "all" else [item(name, part)]
+    folder = OWN / name if any(declared()[key].decides for key in given) else None
+    failures: dict[str, str] = {}
+    absent: dict[str, str] = {}
+    for one in wanted:
+        if one.has_runs:
+            failures |= _run(one.plan(scale, given, folder), one.title, jobs, absent)
+    show_paper(name, given if folder else None, folder)
+    for what, reason in absent.items():
+        print(f"not run: {what}: {reason}")
+    for what, reason in failures.items():
+        print(f"failed: {what}: {reason}")
+    return 1 if failures else 0
+
+
+def _run(plan: Plan, title: str, jobs: int, absent: dict[str, str]) -> dict[str, str]:
+    """Run what a table or figure lacks; note in ``absent`` why runs are left out, by data set."""
+    take_up(plan)
+    possible = [cell for cell in plan.cells if _data_is_there(cell, absent)]
+    print(f"{title}: {len(possible)} of {len(plan.cells)} runs can be had here", flush=True)
+    own = archive.read(plan.output)
+    # What another table has run stays in the archive of that one.
+    cells = tuple(cell for cell in possible if cell.name in own or cell.summary() is None)
+    return fill(replace(plan, cells=cells), jobs=jobs) if cells else {}
+
+
+def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
+    """Tell whether a run has finished, or its data can be read."""
+    if cell.summary() is not None:
+        return True
+    data = read_settings(cell.config, cell.name).data
+    if data.dataset not in absent and data.dataset not in _READ:
+        try:
+            load_dataset(replace(data, max_samples=0), Path(data.data_dir), 0)
+        except DataError as error:
+            absent[data.dataset] = str(error)
+        else:
+            _READ.add(data.dataset)
+    return data.dataset not in absent
+
+
+_READ: set[str] = set()
+"""Data sets that can be read."""

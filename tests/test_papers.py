@@ -1,0 +1,257 @@
+"""`posy paper`: the files of tables and figures, what is said of numbers and claims, a paper's page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posy.commands.cli import main
+from posy.commands.papers import item as item_module
+from posy.commands.papers import page as page_module
+from posy.commands.papers.compare import Comparison
+from posy.commands.papers.item import item, items, papers
+from posy.commands.papers.page import page, pictures_in
+from posy.commands.papers.record import in_percent, kept, measured
+from posy.commands.papers.verdict import Number, agrees, number, verdict
+from posy.settings import SettingsError
+from posy.yaml12 import dump
+
+ROOT = Path(__file__).parent.parent
+EVERY = [(paper, one.name) for paper in papers() for one in items(paper)]
+TABLE: dict[str, Any] = {
+    "title": "Table 1: accuracy",
+    "measure": "local last",
+    "spread": "seeds",
+    "settings": {"dataset": "digits", "num-clients": 4, "num-server-rounds": 4, "partition": "iid", "lr": 0.05},
+    "variants": [{"name": "a", "settings": {"local-epochs": 1}}, {"name": "b", "settings": {"local-epochs": 2}}],
+    "runs": [{"name": "FedAvg", "settings": {"method": "fedavg"}}, {"name": "Local", "settings": {"method": "local"}}],
+    "seeds": [0, 1],
+    "printed": {"FedAvg": ["50.0 ± 1.5", 60], "Local": [40, None], "Other": [45, 46]},
+    "claims": [
+        {"say": "two epochs are better than one", "higher": "b / FedAvg", "lower": "a / FedAvg"},
+        {"say": "FedAvg is better", "higher": "FedAvg", "lower": "Local", "in": ["a"]},
+    ],
+    "reasons": [{"rows": ["Local"], "say": "another network"}],
+    "small": {"settings": {"num-server-rounds": 2, "max-samples": 300}, "without": ["Local"]},
+}
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A paper of one's own, in whose working directory one is."""
+    folder = tmp_path / "papers" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("# Mine\n\nA paper.\n", encoding="utf-8")
+    for module in (item_module, page_module):
+        monkeypatch.setattr(module, "PAPERS", tmp_path / "papers")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def written(folder: Path, name: str = "table1", **changes: Any) -> Path:
+    path = folder / f"{name}.yaml"
+    content = {key: value for key, value in {**TABLE, **changes}.items() if value is not None}
+    path.write_text(dump(content), encoding="utf-8")
+    return path
+
+
+# -- numbers and claims ----------------------------------------------------------------------------------
+
+
+def test_a_number_over_seeds() -> None:
+    assert number([1.0, 2.0, 3.0]) == Number(2.0, 1.0, 3)
+    assert number([5.0]) == Number(5.0, None, 1)
+    assert number([]) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "printed", "spread", "same"),
+    [
+        (Number(60.0, 3.0, 3), 70.0, 4.0, True),  # sqrt(9 + 16) = 5; twice that are the 10 between them
+        (Number(60.0, 3.0, 3), 70.1, 4.0, False),
+        (Number(60.0, None, 1), 61.0, None, True),
+        (Number(60.0, None, 1), 61.1, None, False),
+        (Number(60.0, 0.0, 3), 60.9, 0.0, True),
+    ],
+)
+def test_a_number_is_the_papers_within_two_standard_deviations(
+    ours: Number, printed: float, spread: float | None, same: bool
+) -> None:
+    assert agrees(ours, printed, spread) is same
+
+
+@pytest.mark.parametrize(
+    ("differences", "by", "word"),
+    [
+        ([], 0.0, "not run"),
+        ([3.0], 0.0, "one pair"),
+        ([1.0, 2.0, 3.0], 0.0, "within the noise"),  # t = 2 / (1 / sqrt 3) = 3.46 < 4.30
+        ([2.0, 2.5, 3.0], 0.0, "confirmed"),  # t = 2.5 / (0.5 / sqrt 3) = 8.66
+        ([2.0, 2.5, 3.0], 5.0, "refuted"),
+        ([-2.0, -2.5, -3.0], 0.0, "refuted"),
+        ([1.0, 1.0], 0.0, "confirmed"),
+        ([0.0, 0.0], 0.0, "within the noise"),
+    ],
+)
+def test_a_claim_is_judged_by_its_differences(differences: list[float], by: float, word: str) -> None:
+    found = verdict(differences, by)
+    assert found.word == word
+    assert found.pairs == len(differences)
+
+
+def test_two_rows_may_be_claimed_to_be_alike() -> None:
+    assert verdict([0.4, -0.6], within=0.2).word == "confirmed"
+    assert verdict([0.4, 0.6], within=0.2).word == "refuted"
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"printed": {"FedAvg": [1]}}, "1 values; there are 2 variants"),
+        ({"printed": {"FedAvg": ["much", 1]}}, "'much' of FedAvg"),
+        ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "a claim holds say, higher"),
+        ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "FedProx"}]}, "'FedProx' in claims"),
+        ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "Local", "in": ["c"]}]}, "there is no such variant"),
+        ({"small": {"rounds": 2}}, "rounds in small"),
+        ({"form": "table"}, "form = 'table'"),
+        ({"measure": "served lowest"}, "'served lowest' in .*: there is no such number"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told(mine: Path, changes: dict[str, Any], message: str) -> None:
+    written(mine, **changes)
+    with pytest.raises(SettingsError, match=message):
+        _whole("mine")
+
+
+def _whole(paper: str) -> None:
+    """Read all that a paper's files hold."""
+    for one in items(paper):
+        in_percent(one.measure)
+        assert one.printed is not None
+        assert one.claims is not None
+        comparison = Comparison(one)
+        assert comparison.entries is not None
+
+
+def test_names_that_are_none_are_told(mine: Path) -> None:
+    written(mine)
+    with pytest.raises(SettingsError, match="did you mean mine"):
+        items("mime")
+    with pytest.raises(SettingsError, match="mine has no 'table2'; there are table1"):
+        item("mine", "table2")
+
+
+def test_tables_come_before_figures_in_the_order_of_their_numbers(mine: Path) -> None:
+    for name in ("figure2", "table10", "table2", "table-b6", "figure10"):
+        written(mine, name)
+    assert [one.name for one in items("mine")] == ["table2", "table10", "table-b6", "figure2", "figure10"]
+
+
+def test_scale_small_changes_settings_and_leaves_rows_out(mine: Path) -> None:
+    written(mine)
+    one = item("mine", "table1")
+    small, full = one.plan("small"), one.plan("full")
+    assert {cell.row for cell in small.cells} == {"FedAvg"}
+    assert {cell.config["num-server-rounds"] for cell in small.cells} == {2}
+    assert {cell.row for cell in full.cells} == {"FedAvg", "Local"}
+    assert {cell.config["num-server-rounds"] for cell in full.cells} == {4}
+    assert small.output != full.output
+
+
+# -- from runs to a page ---------------------------------------------------------------------------------
+
+
+def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(mine)
+    # The second needs no runs of its own.
+    written(
+        mine,
+        "figure1",
+        title="Figure 1: rounds",
+        printed=None,
+        claims=None,
+        form={"kind": "rounds", "of": "train_loss"},
+    )
+    assert main(["paper", "mine", "table1", "--scale", "small", "-j", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 4 runs can be had here" in said
+    results = Path("papers/mine/results")
+    assert (results / "table1-small/cells.jsonl.gz").is_file()
+
+    assert main(["paper", "mine", "all", "-j", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "[" not in said  # nothing was run again
+    assert not (results / "figure1-small/cells.jsonl.gz").exists()  # its runs are the table's
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert Path("docs/papers/mine-figure1.png").is_file()
+    comparison = Comparison(item("mine", "table1"))
+    states = {(entry.variant, entry.row): entry.state for entry in comparison.entries}
+    assert states == {
+        ("a", "FedAvg"): "differs",
+        ("b", "FedAvg"): "differs",
+        ("a", "Local"): "not run",
+        ("a", "Other"): "not run",
+        ("b", "Other"): "not run",
+    }
+    values = comparison.values("a", "FedAvg", "local last")
+    summaries = [json.loads((results / f"table1-small/a/FedAvg/seed-{s}/summary.json").read_text()) for s in (0, 1)]
+    assert values == {s: 100 * summaries[s]["local"]["last"]["mean"] for s in (0, 1)}
+    ours = number(list(values.values()))
+    assert ours is not None
+    assert f"50 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
+    assert "a / Other; b / Other: not run: Posy has no Other." in text
+    assert "num-server-rounds 2 (4)" in text
+    (epochs, found), (_, none) = comparison.verdicts
+    other = comparison.values("b", "FedAvg", "local last")
+    assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
+    assert epochs.higher == "b / FedAvg"
+    assert none.word == "not run"
+
+
+def test_other_settings_go_to_a_place_of_their_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(mine, variants=None, printed={"FedAvg": 50}, claims=None, reasons=None)
+    assert main(["paper", "mine", "table1", "-j", "1", "num-server-rounds=1"]) == 0
+    assert not Path("docs").exists()
+    folder = Path("results/papers/mine")
+    cell = folder / "table1-small/FedAvg/seed-0"
+    assert measured(cell, "rounds") == 1
+    assert len(kept(cell)["rounds"]["train_loss"]) == 1
+    assert "1 differs" in (folder / "mine.md").read_text(encoding="utf-8")
+
+
+def test_runs_without_their_data_are_left_out(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(mine, settings={**TABLE["settings"], "dataset": "kvasir"})
+    assert main(["paper", "mine", "table1", "data-dir=nowhere"]) == 0
+    assert "not run: kvasir: " in capsys.readouterr().out
+    text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
+    assert "with kvasir in data-dir (kvasir/<class>/*.jpg, or kvasir.npz)" in text
+
+
+# -- what Posy brings along ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("paper", "name"), EVERY)
+def test_every_table_and_figure_loads(paper: str, name: str) -> None:
+    one = item(paper, name)
+    assert one.title.partition(": ")[2]
+    assert one.printed is not None
+    assert one.claims is not None
+    if one.has_runs:
+        for scale in ("small", "full"):
+            assert one.plan(scale).cells
+    file = ROOT / "papers" / paper / f"{name}.yaml"
+    assert file.read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.mark.parametrize("paper", papers())
+def test_pages_are_what_the_runs_give(paper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ROOT / "docs/papers" / f"{paper}.md"
+    monkeypatch.chdir(ROOT)
+    comparisons = [Comparison(one) for one in items(paper)]
+    assert page(paper, comparisons, pictures_in(file.parent)) == file.read_text(encoding="utf-8"), (
+        f"docs/papers/{paper}.md is stale: run posy paper {paper}"
+    )
