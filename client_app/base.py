@@ -24,7 +24,7 @@ from torch import Tensor
 from posy.client_app.privacy import noised
 from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import State
-from posy.client_app.training.batches import Samples, Share
+from posy.client_app.training.batches import DropoutNumbers, Samples, Share
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Job, Split, Train, Trained
 from posy.client_app.workspace import Workspace
@@ -329,7 +329,10 @@ class PersonalClient(NumPyClient):
             return torch_generator(self.settings.run.seed, purpose, self.round, self.client, work.stream)
 
         augment = self.workspace.augment(lambda: stream("augment"))
-        return Job(work, self.samples("train"), stream("batches"), self.lr if work.lr is None else work.lr, augment)
+        width = self.network(work).dropout_width
+        dropout = DropoutNumbers(width, stream("dropout")) if width else None
+        rate = self.lr if work.lr is None else work.lr
+        return Job(work, self.samples("train"), stream("batches"), rate, augment, dropout)
 
     def _save(self, predictor: Predictor, config: Config) -> None:
         """Write the personal model to the folder that the config names (simulation: the run's own)."""

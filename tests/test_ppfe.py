@@ -9,11 +9,11 @@ import torch
 from safetensors.numpy import load_file
 
 from posy.client_app.base import Member, Predictor
-from posy.client_app.ppfe import open_stage, reweight, sparsity_mask
+from posy.client_app.ppfe import reweight, sparsity_mask
 from posy.client_app.workspace import Workspace
 from posy.server_app.system import stored_probabilities
 from posy.settings import SettingsError
-from posy.strategies.ppfe import stage_rounds
+from posy.strategies.ppfe import open_stage, stage_rounds
 
 # For the paper's network of five layers: conv1, conv2, fc1, fc2, head.
 PICTURES = (
