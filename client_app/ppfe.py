@@ -107,7 +107,7 @@ class PPFEClient(PersonalClient):
         beta, new = reweight(losses, weights, classes, rule)
         if self.betas.size and self.method.ensemble:
             members = [*self.finished_members(), Member(whole, stage.architecture, beta)]
-            losses = yield from self.sample_losses(Predictor(members))
+            losses = yield from self.sample_losses(self.predictor(members))
             beta, new = reweight(losses, weights, classes, rule)
         return beta, new
 
@@ -123,14 +123,18 @@ class PPFEClient(PersonalClient):
         return -of_label / (-of_label).max().clamp_min(torch.finfo(of_label.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
-        """Return Σ_t β_t softmax(model_t); an unfinished stage takes part as if it ended now."""
+        """Return Σ_t β_t softmax(model_t), or its logarithm; an unfinished stage takes part as if it ended now."""
         members = self.finished_members()
         if current is not None and len(members) < stage.number:
             beta, _ = yield from self.reweighted(stage, current)
             members.append(Member(current, stage.architecture, beta))
         if not self.method.ensemble:
             members = members[-1:]
-        return Predictor(members, f"stage {stage.number}")
+        return self.predictor(members, f"stage {stage.number}")
+
+    def predictor(self, members: list[Member], chosen: str = "") -> Predictor:
+        """Return the ensemble of some members (Eq. 8)."""
+        return Predictor(members, chosen, self.method.outputs == "log-probabilities")
 
     def finished_members(self) -> list[Member]:
         """Return the models of the finished stages with their coefficients."""

@@ -77,6 +77,11 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     ensemble: bool = setting(
         True, "predict with all stages (off: with the current one alone; ablations M1-M3, without reweighting)"
     )
+    outputs: str = setting(
+        "probabilities",
+        "what the ensemble adds up (Eq. 8); log-probabilities: as of networks that end in a log-softmax, like FedRep's",
+        choices=("probabilities", "log-probabilities"),
+    )
     fixed_head: int = setting(
         0, "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)", minimum=0
     )

@@ -421,6 +421,7 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
         {"ppfe_loss": "probability"},
         {"ppfe_loss": "cross-entropy", "ppfe_beta": "adaboost"},
         {"ppfe_reduction": "svd-fedavg", "ppfe_beta": "adaboost"},
+        {"ppfe_outputs": "log-probabilities", "ppfe_loss": "probability"},
         {"ppfe_reweighting": False},
         {"ppfe_ensemble": False},
         {"ppfe_fixed_head": 1},
@@ -462,8 +463,13 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
                 coefficients = np.array([*betas, beta])
                 if not coefficients.any():
                     coefficients = np.ones_like(coefficients)
-                mixture = np.einsum("t,tnc->nc", coefficients, np.stack(members)) / np.abs(coefficients).sum()
-                mixture += (1 - mixture.sum(axis=1, keepdims=True)) / 3
+                coefficients /= np.abs(coefficients).sum()
+                if own.outputs == "log-probabilities":
+                    mixture = np.prod(np.stack(members) ** coefficients[:, None, None], axis=0)
+                    mixture /= mixture.sum(axis=1, keepdims=True)
+                else:
+                    mixture = np.einsum("t,tnc->nc", coefficients, np.stack(members))
+                    mixture += (1 - mixture.sum(axis=1, keepdims=True)) / 3
                 losses = error_of(mixture)
                 beta = beta_of(losses, weights)
             betas.append(beta)
@@ -479,9 +485,10 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
     assert moved == own.reweighting
 
 
-def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tmp_path):
+@pytest.mark.parametrize("outputs", ["probabilities", "log-probabilities"])
+def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tmp_path, outputs):
     """The literal rule makes some coefficients negative; the files hold the same ensemble."""
-    config = make_config("ppfe", ppfe_beta="adaboost", lr=0.001, evaluate_every=100)
+    config = make_config("ppfe", ppfe_beta="adaboost", lr=0.001, evaluate_every=100, ppfe_outputs=outputs)
     finished = federate(config, models_folder=tmp_path / "models")
     workspace = Workspace(finished.strategy.settings)
     signs = set()
