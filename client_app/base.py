@@ -24,7 +24,7 @@ from torch import Tensor
 from posy.client_app.privacy import noised
 from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import State
-from posy.client_app.training.batches import Samples, Share
+from posy.client_app.training.batches import DropoutNumbers, Samples, Share
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Job, Split, Train, Trained
 from posy.client_app.workspace import Workspace
@@ -52,11 +52,13 @@ class Member:
 class Predictor:
     """What a client predicts with: one model, or several whose probabilities are summed.
 
-    ``chosen`` is what the method chose for this client, for the record (FedFew: the server model's number).
+    ``chosen`` is what the method chose for this client, for the record (FedFew: the server model's number). With
+    ``logarithms`` log-probabilities are summed.
     """
 
     members: list[Member]
     chosen: str = ""
+    logarithms: bool = False
 
 
 Result = tuple[Update, Predictor | None]
@@ -201,10 +203,7 @@ class PersonalClient(NumPyClient):
         return Samples(getattr(self.data, f"x_{split}"), getattr(self.data, f"y_{split}"))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
-        """Return log-probabilities ``(n, C)``; an ensemble averages probabilities by coefficient.
-
-        If all coefficients are zero the members count alike.
-        """
+        """Return log-probabilities ``(n, C)``; those of an ensemble are :func:`combined`."""
         outputs = []
         for member in predictor.members:
             logits = yield Forward(member.parameters, split, member.architecture)
@@ -212,12 +211,7 @@ class PersonalClient(NumPyClient):
         if len(outputs) == 1:
             return outputs[0]
         coefficients = torch.tensor([member.coefficient for member in predictor.members], device=self.device)
-        if not bool(coefficients.any()):
-            coefficients = torch.ones_like(coefficients)
-        mixture = torch.einsum("t,tnc->nc", coefficients / coefficients.abs().sum(), torch.stack(outputs).exp())
-        # Where a coefficient is negative, the missing mass is spread evenly, which leaves the order of the classes.
-        mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
-        return mixture.clamp_min(1e-12).log()
+        return combined(torch.stack(outputs), coefficients, predictor.logarithms)
 
     def losses(self, models: Tensor, split: Split = "train") -> Steps[Tensor]:
         """Return the loss of each of K models ``(K, d)`` on a split as ``(K,)``; that of a diverged one is infinite."""
@@ -329,7 +323,10 @@ class PersonalClient(NumPyClient):
             return torch_generator(self.settings.run.seed, purpose, self.round, self.client, work.stream)
 
         augment = self.workspace.augment(lambda: stream("augment"))
-        return Job(work, self.samples("train"), stream("batches"), self.lr if work.lr is None else work.lr, augment)
+        width = self.network(work).dropout_width
+        dropout = DropoutNumbers(width, stream("dropout")) if width else None
+        rate = self.lr if work.lr is None else work.lr
+        return Job(work, self.samples("train"), stream("batches"), rate, augment, dropout)
 
     def _save(self, predictor: Predictor, config: Config) -> None:
         """Write the personal model to the folder that the config names (simulation: the run's own)."""
@@ -356,6 +353,23 @@ def scores(log_probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
     loss = F.nll_loss(log_probabilities, labels)
     accuracy = (log_probabilities.argmax(dim=-1) == labels).float().mean()
     return float(loss), float(accuracy)
+
+
+def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) -> Tensor:
+    """Return the log-probabilities ``(n, C)`` of an ensemble from those of its members ``(T, n, C)``.
+
+    Probabilities, or with ``logarithms`` their logarithms, are averaged by the coefficients ``(T,)``; if these are all
+    zero the members count alike.
+    """
+    if not bool(coefficients.any()):
+        coefficients = torch.ones_like(coefficients)
+    coefficients = coefficients / coefficients.abs().sum()
+    if logarithms:
+        return F.log_softmax(torch.einsum("t,tnc->nc", coefficients, outputs), dim=-1)
+    mixture = torch.einsum("t,tnc->nc", coefficients, outputs.exp())
+    # Where a coefficient is negative, the missing mass is spread evenly, which leaves the order of the classes.
+    mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
+    return mixture.clamp_min(1e-12).log()
 
 
 def array_of(values: Any) -> npt.NDArray[Any]:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from posy.client_app.base import Config, Member, PersonalClient, Predictor, Result, Steps
 from posy.client_app.training.work import Train, Trained
-from posy.models.layers import low_rank_factors
 from posy.randomness import torch_generator
-from posy.strategies.ppfe import Stage, plan_stages
+from posy.strategies.ppfe import Stage, open_stage, plan_stages
 from posy.strategies.replies import Update
 
 FIRST_MASKED, LATER_MASKED = 0.3, 0.1
@@ -89,7 +88,7 @@ class PPFEClient(PersonalClient):
             self.keep("weights", weights)
         if stage.number < len(self.stages):
             after = self.stages[stage.number]
-            begun = open_stage(stage, after, whole)
+            begun = open_stage(stage, after, whole, self.recall("shared-1"))
             if (mask := self.mask(after)) is not None:
                 begun *= mask
             self.keep(f"personal-{after.number}", after.personal_part.take(begun).clone())
@@ -108,7 +107,7 @@ class PPFEClient(PersonalClient):
         beta, new = reweight(losses, weights, classes, rule)
         if self.betas.size and self.method.ensemble:
             members = [*self.finished_members(), Member(whole, stage.architecture, beta)]
-            losses = yield from self.sample_losses(Predictor(members))
+            losses = yield from self.sample_losses(self.predictor(members))
             beta, new = reweight(losses, weights, classes, rule)
         return beta, new
 
@@ -118,17 +117,24 @@ class PPFEClient(PersonalClient):
         labels = self.data.y_train
         if self.method.loss == "zero-one":
             return (log_probabilities.argmax(dim=-1) != labels).float()
-        return 1 - log_probabilities.gather(1, labels[:, None]).squeeze(1).exp()
+        of_label = log_probabilities.gather(1, labels[:, None]).squeeze(1)
+        if self.method.loss == "probability":
+            return 1 - of_label.exp()
+        return -of_label / (-of_label).max().clamp_min(torch.finfo(of_label.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
-        """Return Σ_t β_t softmax(model_t); an unfinished stage takes part as if it ended now."""
+        """Return Σ_t β_t softmax(model_t), or its logarithm; an unfinished stage takes part as if it ended now."""
         members = self.finished_members()
         if current is not None and len(members) < stage.number:
             beta, _ = yield from self.reweighted(stage, current)
             members.append(Member(current, stage.architecture, beta))
         if not self.method.ensemble:
             members = members[-1:]
-        return Predictor(members, f"stage {stage.number}")
+        return self.predictor(members, f"stage {stage.number}")
+
+    def predictor(self, members: list[Member], chosen: str = "") -> Predictor:
+        """Return the ensemble of some members (Eq. 8)."""
+        return Predictor(members, chosen, self.method.outputs == "log-probabilities")
 
     def finished_members(self) -> list[Member]:
         """Return the models of the finished stages with their coefficients."""
@@ -155,27 +161,6 @@ class PPFEClient(PersonalClient):
         return sparsity_mask(self.stages, stage.number, self.settings.run.seed).to(self.device)
 
 
-def open_stage(before: Stage, after: Stage, whole: Tensor) -> Tensor:
-    """Return the parameters ``(d',)`` with which a client begins a stage.
-
-    Newly personal layers are replaced by the two factors of their best low-rank approximation
-    (Section 4.1); all else is taken over from ``whole``, ``(d,)``, the client's model at the end of the stage before.
-    """
-    old = before.architecture.layout.views(whole)
-    result = torch.empty(after.architecture.layout.size, device=whole.device)
-    new = after.architecture.layout.views(result)
-    for name, view in new.items():
-        if name in old and old[name].shape == view.shape:
-            view.copy_(old[name])
-        elif name.endswith("down.weight"):
-            stem = name.removesuffix("down.weight")
-            down, up = low_rank_factors(old[stem + "weight"], view.shape[0])
-            view.copy_(down)
-            new[stem + "up.weight"].copy_(up)
-            new[stem + "up.bias"].copy_(old[stem + "bias"])
-    return result
-
-
 def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
     """Return the 0/1 mask ``(d,)`` of a stage for the reduction `sparse`.
 
@@ -199,10 +184,11 @@ def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
 def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
     """Return (β, ω') after a stage (Algorithm 1, Reweight).
 
-    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` (the other rule is
-    ``adaboost``) plus ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. (The paper's Eq. 7
-    has the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.) The losses ℓ_i of the ensemble
-    so far lie in [0, 1], the weights ω_i are positive, both ``(n,)``.
+    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` (the other rule,
+    ``adaboost``, is the paper's) plus ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n.
+    (The paper's Eq. 7 has the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.) The losses
+    ℓ_i of the ensemble so far lie in [0, 1], the weights ω_i are positive, both ``(n,)``. Algorithm 1 divides losses by
+    their maximum in line 2 and not in line 4; here they are divided in both, so that a weight grows e^β times at most.
     """
     error = min(max(float((weights * losses).sum() / weights.sum()), 1e-6), 1 - 1e-6)
     beta = 0.5 * math.log((1 - error) / error)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import RLock, local
 from typing import Any
@@ -16,7 +16,7 @@ from posy.client_app.training.batches import Augment
 from posy.client_app.training.networks import Network
 from posy.client_app.training.trainer import Trainer
 from posy.data.agreement import task_of
-from posy.data.augment import crop, draw_boxes
+from posy.data.augment import crop, crop_and_flip, draw_boxes
 from posy.data.client import ClientData, client_data
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
@@ -103,7 +103,15 @@ class Workspace:
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
         """Return the training augmentation, if the settings ask for one."""
-        return Augment(draw_boxes, crop, generator()) if self.settings.data.augment == "crop" else None
+        return None if self._change is None else Augment(draw_boxes, self._change, generator())
+
+    @cached_property
+    def _change(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """What the augmentation does to images, by their random numbers."""
+        if self.settings.data.augment == "crop-flip":
+            black = torch.from_numpy(-self.dataset.mean / self.dataset.std).to(self.device)
+            return partial(crop_and_flip, black=black)
+        return crop if self.settings.data.augment == "crop" else None
 
     def part_of(self, client: int) -> int:
         """Return a client's place in the partition; that of a site with its own data is 0."""

@@ -7,6 +7,7 @@ from torch.nn import functional
 from posy.settings import SettingsError
 
 _SMALLEST = 0.9  # least fraction of the image's area that a crop keeps (FedDRM)
+_PAD = 4  # pixels around an image from which a crop of the image's size is cut (FedRep)
 
 
 def check_augment(augment: str, kind: str) -> None:
@@ -34,3 +35,19 @@ def crop(x: Tensor, boxes: Tensor) -> Tensor:
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
     cropped = functional.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
     return cropped.contiguous(memory_format=torch.channels_last)
+
+
+def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
+    """Cut from each image, with 4 black pixels around it, a random box of its own size, and mirror half of them.
+
+    Black is what a pixel of value 0 is after normalisation, ``(C,)``. Images and numbers are as for :func:`crop`.
+    """
+    height, width = x.shape[2:]
+    padded = black.view(1, 1, 1, -1).expand(len(x), height + 2 * _PAD, width + 2 * _PAD, -1).clone()
+    padded[:, _PAD:-_PAD, _PAD:-_PAD] = x.permute(0, 2, 3, 1)
+    top, left, side = numbers.T
+    rows = (top * (2 * _PAD + 1)).long()[:, None] + torch.arange(height, device=x.device)
+    columns = torch.arange(width, device=x.device).expand(len(x), -1)
+    columns = torch.where(side[:, None] < 0.5, columns.flip(1), columns) + (left * (2 * _PAD + 1)).long()[:, None]
+    image = torch.arange(len(x), device=x.device)[:, None, None]
+    return padded[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

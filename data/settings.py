@@ -70,7 +70,12 @@ class DataSettings:
         choices=("none", "low", "mid", "high", "grid"),
         sites="never",
     )
-    augment: str = setting("none", "training augmentation of images", choices=("none", "crop"))
+    augment: str = setting(
+        "none",
+        "training augmentation of images; crop: to 90 to 100 % of the area, resized; crop-flip: with 4 black pixels "
+        "around, to the size that it was, and half of them mirrored",
+        choices=("none", "crop", "crop-flip"),
+    )
     sample_kind: str = setting(
         "auto",
         "sites: what a sample is; image: whole-number pixels, tokens: numbers of words; `auto`: what most sites hold",

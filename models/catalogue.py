@@ -36,7 +36,18 @@ MODELS = {
     "cnn": Network(
         "two 5x5 convolutions of 32 and 64 channels, 512 units (FedAvg, cwFedAvg, FedFew)", ("image",), "small:cnn", 16
     ),
-    "cnn-3fc": Network("two convolutions, three fully connected layers (PPFE)", ("image",), "small:cnn_3fc", 16),
+    "cnn-3fc": Network(
+        "two 5x5 convolutions of 64 channels, 120 and 64 units (FedRep and PPFE for CIFAR-10)",
+        ("image",),
+        "small:cnn_3fc",
+        16,
+    ),
+    "cnn-3fc-wide": Network(
+        "two 5x5 convolutions of 64 and 128 channels, 256 and 128 units, dropout 0.6 (FedRep and PPFE for CIFAR-100)",
+        ("image",),
+        "small:cnn_3fc_wide",
+        16,
+    ),
     "resnet18-gn": Network("ResNet-18 with GroupNorm (He et al., 2016; FedDRM)", ("image",), "resnet:resnet18_gn"),
     "resnet18-bn": Network("ResNet-18 with BatchNorm (He et al., 2016)", ("image",), "resnet:resnet18_bn"),
     "lenet-gn": Network("LeNet-5 with GroupNorm, for FedDRM's sharing levels", ("image",), "small:lenet_gn", 16),

@@ -25,19 +25,45 @@ class Convolution(nn.Module):
 
 
 class FullyConnected(nn.Module):
-    """Flatten, linear layer (dense or low-rank), optional LayerNorm, ReLU."""
+    """Flatten, linear layer (dense or low-rank), optional LayerNorm, ReLU, optional dropout."""
 
-    def __init__(self, in_features: int, out_features: int, rank: int | None = None, norm: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, rank: int | None = None, norm: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.linear = linear(in_features, out_features, rank)
         self.norm = nn.LayerNorm(out_features) if norm else None
+        self.dropout = Dropout(out_features, dropout) if dropout else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(B, ...)`` to ``(B, out_features)``."""
         x = self.linear(x.flatten(1))
         if self.norm is not None:
             x = self.norm(x)
-        return F.relu(x)
+        x = F.relu(x)
+        return x if self.dropout is None else self.dropout(x)
+
+
+class Dropout(nn.Module):
+    """In training, zero each feature with a probability p, and divide the others by 1 − p (Srivastava et al., 2014).
+
+    What is zeroed is where ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. Who trains sets them for each
+    batch, so that they depend on the client and its round alone. Without numbers nothing is zeroed.
+    """
+
+    numbers: Tensor | None
+
+    def __init__(self, features: int, probability: float) -> None:
+        super().__init__()
+        self.features = features
+        self.probability = probability
+        self.register_buffer("numbers", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(B, features)`` to ``(B, features)``."""
+        if not self.training or self.numbers is None:
+            return x
+        return x * (self.numbers >= self.probability) / (1 - self.probability)
 
 
 class LowRankLinear(nn.Module):

@@ -71,7 +71,9 @@ class StoredRun:
         known = declared()
         ran = defaults() | dict(self.settings)
         changed = {k: value for k, value in settings.as_config().items() if not known[k].once and value != ran[k]}
-        fixed = settings.train.lr_schedule != "constant" or settings.method.follows_number_of_rounds
+        fixed = settings.train.lr_schedule != "constant" or settings.run.full_last_round
+        fixed |= settings.method.follows_number_of_rounds
+        goes_by_it = " (but num-server-rounds not where the method, lr-schedule or full-last-round goes by it)"
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"
             for key, value in sorted(changed.items())
@@ -81,7 +83,7 @@ class StoredRun:
             raise SettingsError(
                 f"resume = {self.path.name!r}: {'; '.join(refused)}. With other values it would be another run; these "
                 f"may change: {', '.join(sorted(key for key, setting in known.items() if setting.resumable))}"
-                + (" (but num-server-rounds not where the method or lr-schedule goes by it)" if fixed else "")
+                + (goes_by_it if fixed else "")
             )
         return changed
 

@@ -9,6 +9,7 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
+from posy.client_app.base import combined
 from posy.client_app.training.batches import Samples
 from posy.client_app.training.work import Forward
 from posy.client_app.workspace import Workspace
@@ -19,6 +20,7 @@ from posy.server_app.results import RunDirectory
 from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.feddrm import FedDRM
+from posy.strategies.ppfe import PPFESettings
 from posy.strategies.settings import Settings
 
 
@@ -108,8 +110,7 @@ def stored_probabilities(
         flat = torch.from_numpy(reduced.layout.flatten(own)).to(workspace.device)
         network = workspace.network(reduced)
         logits = workspace.trainer.forward(Forward(flat), network, Samples(x, y))
-        outputs.append((logits[0] if isinstance(logits, tuple) else logits).softmax(dim=-1))
-    weights = torch.tensor(coefficients, device=workspace.device)
-    if not bool(weights.any()):  # then the members count alike, as for the client itself
-        weights = torch.ones_like(weights)
-    return torch.einsum("t,tnc->nc", weights, torch.stack(outputs))
+        outputs.append((logits[0] if isinstance(logits, tuple) else logits).log_softmax(dim=-1))
+    method, weights = workspace.settings.method, torch.tensor(coefficients, device=workspace.device)
+    logarithms = isinstance(method, PPFESettings) and method.outputs == "log-probabilities"
+    return combined(torch.stack(outputs), weights, logarithms).exp()

@@ -137,11 +137,16 @@ class PersonalisedStrategy(Strategy):
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the clients that train in a round, drawn from (seed, round) alone."""
-        if self.settings.run.fraction_train >= 1:
+        if self.settings.run.fraction_train >= 1 or self.takes_all(server_round):
             return list(self.members)
         size = max(1, math.ceil(self.settings.run.fraction_train * len(self.members) - 1e-9))
         generator = numpy_generator(self.settings.run.seed, "cohort", server_round)
         return sorted(generator.choice(self.members, size, replace=False).tolist())
+
+    def takes_all(self, server_round: int) -> bool:
+        """Tell whether all clients train in a round, whatever ``fraction-train`` is."""
+        run = self.settings.run
+        return run.full_last_round and server_round == run.num_server_rounds
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
         """Return what a client is told besides the arrays."""

@@ -1,9 +1,14 @@
 """PPFE: progressive personalised federated ensembles.
 
 "Federated Ensemble Learning with Progressive Model Personalization": training goes through T stages. Stage 1 is
-FedAvg; in stage t the last t − 1 layers are personal, made smaller when they become personal. Between stages each
-client reweights its samples by the errors of the ensemble so far, as AdaBoost does, and gives the finished stage its
-coefficient.
+FedAvg; in stage t the last t − 1 layers are personal. Fully connected layers are made smaller on the way. Between
+stages each client reweights its samples by the errors of the ensemble so far, as AdaBoost does, and gives the finished
+stage its coefficient.
+
+The paper tells of two ways to make layers smaller, and Posy has both. In Algorithm 1 (lines 11 and 12) and Section 4.1
+layers go on from the stage before, and one that becomes personal is factorised: ``svd``. In Appendix A.4 stage 2 is
+dense, and in each later stage all fully connected layers, also those still shared, are a factorisation of the FedAvg
+model's, while the convolutions go on: ``svd-fedavg``. The second one transmits what Section 6.3.3 says.
 """
 
 from collections.abc import Mapping
@@ -14,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from flwr.common.logger import log
 from flwr.common.typing import NDArrays
+from torch import Tensor
 
 from posy import figures
 from posy.models.architecture import Architecture
-from posy.models.layers import capped_rank
+from posy.models.layers import capped_rank, low_rank_factors
 from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
@@ -41,18 +48,24 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "", "rounds of each stage, as in 30,50,40,40; empty: num-server-rounds in the paper's proportions"
     )
     reduction: str = setting(
-        "svd", "what makes newly personal fully connected layers smaller", choices=("svd", "sparse", "none")
+        "svd",
+        "what makes fully connected layers smaller; svd: newly personal ones are factorised; svd-fedavg: from stage 3 "
+        "on all are factors of stage 1's (Appendix A.4); sparse: weights of personal ones are masked",
+        choices=("svd", "svd-fedavg", "sparse", "none"),
     )
     ranks: str = setting(
         "100,50,24;80,40,16",
-        "svd: ranks of the last fully connected layers, one list for each personal stage (the last list goes on)",
+        "ranks of the last fully connected layers, a list for each stage: from stage 2 on with svd, from stage 3 on "
+        "with svd-fedavg (the last list goes on)",
     )
     body_lr_factor: float = setting(
         0.1, "factor on lr for the shared layers from stage 2 on", minimum=0, search=Search(0.01, 1.0, log=True)
     )
     beta: str = setting("samme", "coefficient of a stage", choices=("samme", "adaboost"))
     loss: str = setting(
-        "zero-one", "loss of a sample in the reweighting: 0/1, or 1 - p(label)", choices=("zero-one", "probability")
+        "zero-one",
+        "loss of a sample in the reweighting: 0/1, 1 - p(label), or cross-entropy over the client's largest",
+        choices=("zero-one", "probability", "cross-entropy"),
     )
     weighting: str = setting(
         "loss",
@@ -64,6 +77,11 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     ensemble: bool = setting(
         True, "predict with all stages (off: with the current one alone; ablations M1-M3, without reweighting)"
     )
+    outputs: str = setting(
+        "probabilities",
+        "what the ensemble adds up (Eq. 8); log-probabilities: as of networks that end in a log-softmax, like FedRep's",
+        choices=("probabilities", "log-probabilities"),
+    )
     fixed_head: int = setting(
         0, "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)", minimum=0
     )
@@ -71,13 +89,17 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its network, its personal layers, and those that become personal with it."""
+    """One stage: its network, its personal layers, and those that become personal with it.
+
+    ``restarted`` are the layers that start from stage 1's model, not from that of the stage before.
+    """
 
     number: int
     architecture: Architecture
     personal: tuple[str, ...]
     newly: tuple[str, ...]
     rounds: int
+    restarted: tuple[str, ...] = ()
 
     @property
     def shared_part(self) -> Part:
@@ -116,9 +138,9 @@ class PPFE(PersonalisedStrategy):
             ranks = dict(s.architecture.ranks)
             log(INFO, "PPFE: stage %s: %s rounds, personal %s, ranks %s", s.number, s.rounds, s.personal, ranks)
 
-    def cohort(self, server_round: int) -> list[int]:
-        """Take all clients at the end of a stage, else the usual sample."""
-        return list(self.members) if self._is_end(server_round) else super().cohort(server_round)
+    def takes_all(self, server_round: int) -> bool:
+        """Take all clients at the end of a stage too."""
+        return self._is_end(server_round) or super().takes_all(server_round)
 
     def serve(self, client: int) -> NDArrays:
         """Send the shared layers of this stage, and those of finished stages that the client lacks."""
@@ -161,7 +183,8 @@ class PPFE(PersonalisedStrategy):
             self.rounds_done[...] = 0
             if self.stage is not before:
                 whole = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
-                self.model = np.ascontiguousarray(before.architecture.layout.without(self.stage.personal).take(whole))
+                begun = open_stage(before, self.stage, torch.from_numpy(whole), torch.from_numpy(self.finished[0]))
+                self.model = np.ascontiguousarray(self.stage.shared_part.take(begun.numpy()))
         return quantities
 
     def weight(self, client: int) -> int:
@@ -211,11 +234,45 @@ def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
         depth = own.fixed_head or number - 1
         personal = names[len(names) - depth :]
         newly = tuple(layer for layer in personal if layer not in before.personal)
+        restarted = plain.fully_connected if own.reduction == "svd-fedavg" and number > 2 else ()
         ranks = dict(before.architecture.ranks)
         if own.reduction == "svd":
-            ranks |= new_ranks(plain, newly, rank_lists[min(number - 2, len(rank_lists) - 1)])
-        stages.append(Stage(number, replace(plain, ranks=tuple(ranks.items())), personal, newly, rounds[number - 1]))
+            ranks |= reduced_ranks(plain, newly, rank_lists[min(number - 2, len(rank_lists) - 1)])
+        elif restarted:
+            ranks = reduced_ranks(plain, restarted, rank_lists[min(number - 3, len(rank_lists) - 1)])
+        network = replace(plain, ranks=tuple(ranks.items()))
+        stages.append(Stage(number, network, personal, newly, rounds[number - 1], restarted))
     return stages
+
+
+def open_stage(before: Stage, after: Stage, whole: Tensor, fedavg: Tensor | None = None) -> Tensor:
+    """Return the parameters ``(d',)`` with which a stage begins.
+
+    All is taken over from ``whole`` ``(d,)``, the model at the end of the stage before, but the layers that restart:
+    those are taken from stage 1's model ``fedavg`` (Appendix A.4). A layer that is now of lower rank is replaced by the
+    two factors of its best approximation (Section 4.1). Layers that ``whole`` does not hold come out as they came in:
+    the server knows the shared ones, and takes none but these.
+    """
+    layout = before.architecture.layout
+    sources = layout.views(whole)
+    if after.restarted:
+        assert fedavg is not None
+        first = replace(after.architecture, ranks=()).layout
+        dense = first.views(fedavg)
+        sources = {e.name: sources[e.name] for e in layout.entries if e.layer not in after.restarted}
+        sources |= {e.name: dense[e.name] for e in first.entries if e.layer in after.restarted}
+    result = torch.empty(after.architecture.layout.size, device=whole.device)
+    new = after.architecture.layout.views(result)
+    for name, view in new.items():
+        if name in sources:
+            view.copy_(sources[name])
+        elif name.endswith("down.weight"):
+            stem = name.removesuffix("down.weight")
+            down, up = low_rank_factors(sources[stem + "weight"], view.shape[0])
+            view.copy_(down)
+            new[stem + "up.weight"].copy_(up)
+            new[stem + "up.bias"].copy_(sources[stem + "bias"])
+    return result
 
 
 def stage_rounds(text: str, stages: int, total: int) -> list[int]:
@@ -236,14 +293,14 @@ def stage_rounds(text: str, stages: int, total: int) -> list[int]:
     return np.diff(ends, prepend=0).tolist()
 
 
-def new_ranks(plain: Architecture, newly: tuple[str, ...], ranks: list[int]) -> dict[str, int]:
-    """Return the ranks of newly personal layers, each capped at what still saves parameters.
+def reduced_ranks(plain: Architecture, reduced: tuple[str, ...], ranks: list[int]) -> dict[str, int]:
+    """Return the ranks of layers that are made smaller, each capped at what still saves parameters.
 
     ``ranks`` belongs to the last fully connected layers in order: its last number to the head.
     """
     layers = plain.fully_connected[-len(ranks) :]
     wanted = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))
-    shapes = {layer: plain.weight(layer).shape for layer in newly if layer in wanted}
+    shapes = {layer: plain.weight(layer).shape for layer in reduced if layer in wanted}
     capped = {layer: capped_rank(shape[1], shape[0], wanted[layer]) for layer, shape in shapes.items()}
     return {layer: rank for layer, rank in capped.items() if rank is not None}
 

@@ -73,6 +73,20 @@ def test_an_ensemble_is_the_mean_of_probabilities_by_coefficient(make_client: Ma
     assert torch.allclose(predicted.sum(1), torch.ones(len(predicted)), atol=1e-5)
 
 
+@pytest.mark.parametrize("coefficients", [(3.0, 0.0, 1.0), (2.0, -1.0, 0.5), (0.0, 0.0)])
+def test_an_ensemble_of_log_probabilities_is_their_geometric_mean(
+    make_client: MakeClient, coefficients: tuple[float, ...]
+) -> None:
+    """Π_t p_t^(β_t / Σ |β|), divided by its sum over the classes."""
+    client = make_client("fedavg")
+    own = members(client, *coefficients)
+    predicted = drive(client, client.predict(Predictor(own, logarithms=True), "test")).exp()
+    shares = np.array(coefficients) if any(coefficients) else np.ones(len(own))
+    p = [logits(client, m.parameters).softmax(1).numpy() for m in own]
+    product = np.prod([q ** (b / np.abs(shares).sum()) for q, b in zip(p, shares, strict=True)], axis=0)
+    np.testing.assert_allclose(predicted, product / product.sum(axis=1, keepdims=True), rtol=1e-4)
+
+
 def test_members_without_any_coefficient_count_alike(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     own = members(client, 0.0, 0.0)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from posy.data.augment import crop, draw_boxes
+from posy.client_app.workspace import Workspace
+from posy.data.augment import crop, crop_and_flip, draw_boxes
 from posy.data.client import client_data
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
@@ -21,6 +22,7 @@ from posy.data.read_published import TO_SUPERCLASS
 from posy.data.settings import DataSettings
 from posy.data.text import tokenise
 from posy.settings import SettingsError
+from posy.strategies.registry import read_settings
 
 CPU = torch.device("cpu")
 
@@ -860,3 +862,51 @@ def test_a_random_crop_cuts_a_box_of_90_to_100_percent_inside_the_image():
     assert shift.abs().max() < (1 - 0.9**0.5) / 2 + 0.01
     assert shift.min() < -0.005
     assert shift.max() > 0.005
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((0.5, 0.5, 0.9), [[1, 2, 3], [4, 5, 6]]),  # the middle of nine places is the image itself
+        ((0.5, 0.5, 0.1), [[3, 2, 1], [6, 5, 4]]),
+        ((0.6, 0.5, 0.9), [[4, 5, 6], [-1, -1, -1]]),  # one row down: black comes in below
+        ((0.4, 0.4, 0.9), [[-1, -1, -1], [-1, 1, 2]]),
+        ((0.5, 0.6, 0.1), [[-1, 3, 2], [-1, 6, 5]]),  # cut first, then mirrored
+        ((0.0, 0.5, 0.9), [[-1, -1, -1], [-1, -1, -1]]),  # four rows up
+        ((0.999, 0.999, 0.9), [[-1, -1, -1], [-1, -1, -1]]),
+    ],
+)
+def test_a_padded_crop_by_hand(numbers, expected):
+    image = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
+    x = torch.stack([image, 10 * image])[None]
+    found = crop_and_flip(x, torch.tensor([numbers]), torch.tensor([-1.0, -10.0]))
+    assert found[0, 0].tolist() == expected
+    assert torch.equal(found[0, 1], 10 * found[0, 0])
+
+
+def test_padded_crops_reach_all_places_and_mirror_half():
+    x = torch.full((4000, 1, 9, 9), -1.0)
+    x[:, 0, 4, 4] = 1  # with four pixels on each side, it is in every crop
+    x[:, 0, 4, 5] = 0.5
+    found = crop_and_flip(x, draw_boxes(len(x), torch.Generator().manual_seed(0)), torch.tensor([-1.0]))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    places = (found[:, 0] == 1).flatten(1)
+    assert bool((places.sum(dim=1) == 1).all())
+    assert places.int().argmax(dim=1).unique().tolist() == list(range(81))
+    seen = (found == 0.5).flatten(1).any(dim=1)
+    neighbour = (found[seen, 0] == 0.5).flatten(1).int().argmax(dim=1) - places[seen].int().argmax(dim=1)
+    assert set(neighbour.tolist()) == {-1, 1}
+    assert abs(float((neighbour == 1).float().mean()) - 0.5) < 0.03
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_what_comes_in_around_an_image_is_a_black_pixel(kind, tmp_path):
+    """A pixel of value 0 is -1 in images of bytes, and stays 0 in images that are scaled already."""
+    white = np.full((20, 8, 8, 3), 255 if kind is np.uint8 else 1, kind)
+    path = save_npz(tmp_path / "white.npz", x_train=white, y_train=[0, 1] * 10)
+    config = {"method": "fedavg", "dataset": str(path), "num-clients": 2, "partition": "iid", "device": "cpu"}
+    workspace = Workspace(read_settings({**config, "augment": "crop-flip"}))
+    augment = workspace.augment(lambda: torch.Generator().manual_seed(0))
+    x = workspace.client_data(0).x_train
+    found = augment.change(x, augment.numbers([len(x)]))
+    assert found.unique().tolist() == [-1 if kind is np.uint8 else 0, 1]

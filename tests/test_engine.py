@@ -68,13 +68,22 @@ def test_side_by_side_is_one_after_the_other(make_config, federate, method, mode
             assert found.clients[client] == pytest.approx(row, rel=1e-4)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedfew", "feddrm", "cwfedavg", "ppfe"])
-def test_convolutions_side_by_side(make_config, federate, method):
+WIDE = {"model": "cnn-3fc-wide", "augment": "crop-flip"}
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        *((method, {}) for method in ("fedavg", "fedfew", "feddrm", "cwfedavg", "ppfe")),
+        *((method, WIDE) for method in ("fedavg", "fedfew", "feddrm", "fedcp", "moon", "fedala", "per-fedavg", "ppfe")),
+    ],
+)
+def test_convolutions_side_by_side(make_config, federate, method, more):
     rng = np.random.default_rng(0)
     y = np.arange(36) % 3
     x = (rng.integers(0, 200, (36, 28, 28, 1)) + 20 * y[:, None, None, None]).astype(np.uint8)
     data = (x, y, [range(9), range(9, 16), range(16, 29)], [range(29, 31), range(31, 34), range(34, 36)])
-    settings = {"model": "cnn", "batch_size": 4, "num_server_rounds": 2, "augment": "crop", "ppfe_stages": 2}
+    settings = {"model": "cnn", "batch_size": 4, "num_server_rounds": 2, "augment": "crop", "ppfe_stages": 2, **more}
     alone = federate(make_config(method, data=data, stack="loop", **settings))
     together = federate(make_config(method, data=data, stack="vmap", **settings))
     assert_same(states(together), states(alone))
@@ -94,8 +103,10 @@ def where(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize("method", ["ditto", "ppfe", "fedfew"])
-def test_clients_are_trained_alike_everywhere(make_config, federate, where, monkeypatch, tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "more"), [("ditto", {}), ("ppfe", {}), ("ppfe", {"ppfe_reduction": "svd-fedavg"}), ("fedfew", {})]
+)
+def test_clients_are_trained_alike_everywhere(make_config, federate, where, monkeypatch, tmp_path, method, more):
     """Bit for bit: a client's arithmetic does not depend on who else is trained, on the thread, or on the process."""
     results, train = {}, Trainer.train_together
     for place in PLACES:
@@ -108,7 +119,7 @@ def test_clients_are_trained_alike_everywhere(make_config, federate, where, monk
             return train(*arguments)
 
         monkeypatch.setattr(Trainer, "train_together", noted)
-        results[place] = states(federate(make_config(method, stack="loop", model="mlp")))
+        results[place] = states(federate(make_config(method, stack="loop", model="mlp", **more)))
         processes, threads = zip(*(line.split() for line in used.read_text().splitlines()), strict=True)
         here = f"{os.getpid()}", f"{threading.get_ident()}"
         assert (set(processes) == {here[0]}) is (place != "processes") and len(set(processes)) <= 3

@@ -112,6 +112,18 @@ def test_partial_participation_and_its_cohorts(make_config, federate, method):
         )
 
 
+@pytest.mark.parametrize("method", ["local", "fedavg", "fedrep", "ditto", "ppfe", "fedas"])
+def test_all_clients_take_part_in_a_full_last_round(make_config, federate, method):
+    """But those that are set aside; all other rounds are as they are without."""
+    settings = {"num_server_rounds": 4, "fraction_train": 0.3, "holdout_clients": 0.25}
+    full, usual = (federate(make_config(method, full_last_round=on, **settings)) for on in (True, False))
+    *before, last = full.records
+    assert last.cohort == tuple(full.strategy.members)
+    assert {c for c, row in last.clients.items() if "train_loss" in row} == set(last.cohort)
+    assert [r.cohort for r in before] == [r.cohort for r in usual.records[:-1]]
+    assert len(usual.records[-1].cohort) == (3 if method == "ppfe" else 1)  # PPFE's last stage ends there
+
+
 @every_method
 def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, method, tmp_path):
     """Through a safetensors file: a fresh strategy then sends every client the same."""

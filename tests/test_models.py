@@ -14,6 +14,7 @@ from posy.models.catalogue import MODELS
 from posy.models.chain import ChainModel
 from posy.models.conditional import Conditional
 from posy.models.layers import (
+    Dropout,
     FullyConnected,
     LowRankLinear,
     capped_rank,
@@ -36,6 +37,7 @@ SUITED = {
     "mlp": FEATURES,
     "cnn": CIFAR,
     "cnn-3fc": CIFAR,
+    "cnn-3fc-wide": CIFAR,
     "resnet18-gn": CIFAR,
     "resnet18-bn": CIFAR,
     "lenet-gn": CIFAR,
@@ -92,8 +94,10 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
         ("cnn", CIFAR, {"conv1": 2_432, "conv2": 51_264, "fc1": 819_712, "head": 5_130}),
         # 25·32+32, the same, 64·16·512+512, the same: 582,026 together
         ("cnn", MNIST, {"conv1": 832, "conv2": 51_264, "fc1": 524_800, "head": 5_130}),
-        # 3·25·64+64, 64·25·64+64, 1600·120+120, 120·84+84, 84·10+10: 310,462 together
-        ("cnn-3fc", CIFAR, {"conv1": 4_864, "conv2": 102_464, "fc1": 192_120, "fc2": 10_164, "head": 850}),
+        # 3·25·64+64, 64·25·64+64, 1600·120+120, 120·64+64, 64·10+10: 307,842 together
+        ("cnn-3fc", CIFAR, {"conv1": 4_864, "conv2": 102_464, "fc1": 192_120, "fc2": 7_744, "head": 650}),
+        # 3·25·64+64, 64·25·128+128, 3200·256+256, 256·128+128, 128·10+10
+        ("cnn-3fc-wide", CIFAR, {"conv1": 4_864, "conv2": 204_928, "fc1": 819_456, "fc2": 32_896, "head": 1_290}),
         # 3·25·6+6 and 2·6 of the norm, 6·25·16+16 and 2·16, 400·120+120, 120·84+84 and 2·84, 84·10+10
         ("lenet-gn", CIFAR, {"conv1": 468, "conv2": 2_448, "fc1": 48_120, "fc2": 10_332, "head": 850}),
         # 27·64+128; 4·(576·64+128); halves: 576·128+1152·128·3+64·128+5·256 and so on; 512·256+256+512; 2,570
@@ -283,8 +287,8 @@ def test_fasttext_ignores_padding_whatever_its_row_holds() -> None:
 def test_capped_rank_by_hand() -> None:
     assert capped_rank(1600, 120, 100) == 100  # 172,000 of 192,000
     assert capped_rank(1600, 120, 500) == 111  # 111·1720 = 190,920; 112·1720 = 192,640
-    assert capped_rank(120, 84, 50) == 49  # 49·204 = 9,996 of 10,080
-    assert capped_rank(84, 10, 24) == 8  # 8·94 = 752 of 840; 9·94 = 846
+    assert capped_rank(120, 64, 50) == 41  # 41·184 = 7,544 of 7,680
+    assert capped_rank(64, 10, 24) == 8  # 8·74 = 592 of 640; 9·74 = 666
     assert capped_rank(4, 4, 9) == 1  # 2·8 = 16 saves nothing of 16
     assert capped_rank(2, 2, 1) is None  # 1·4 of 4
     assert capped_rank(100, 1, 1) is None
@@ -319,8 +323,8 @@ def test_factors_keep_the_largest_singular_values() -> None:
 @pytest.mark.parametrize(
     ("ranks", "total", "reduction"),
     [
-        ((100, 50, 24), 290_290, 0.0650),  # saves 20,000 + 84 + 88
-        ((80, 40, 16), 254_054, 0.1817),  # saves 54,400 + 1,920 + 88
+        ((100, 50, 24), 287_658, 0.0656),  # saves 20,000 + 136 + 48
+        ((80, 40, 16), 253_074, 0.1779),  # saves 54,400 + 320 + 48
     ],
 )
 def test_reduced_models_of_ppfe(ranks: tuple[int, int, int], total: int, reduction: float) -> None:
@@ -331,7 +335,17 @@ def test_reduced_models_of_ppfe(ranks: tuple[int, int, int], total: int, reducti
     assert count(low) == total
     assert 1 - count(low) / count(dense) == pytest.approx(reduction, abs=5e-5)
     assert low(batch(CIFAR)).shape == (2, 10)
-    assert low.embedding_dim == 84
+    assert low.embedding_dim == 64
+
+
+def test_dropout_by_hand() -> None:
+    """p = 0.6: below it a feature is zeroed, from there on it counts 2½ times; in evaluation nothing changes."""
+    layer = Dropout(3, 0.6)
+    x = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
+    layer.numbers = torch.tensor([[0.0, 0.59, 0.61], [0.6, 0.99, 0.3]])
+    torch.testing.assert_close(layer(x), torch.tensor([[0.0, 0.0, 10.0], [2.5, 5.0, 0.0]]))
+    assert torch.equal(layer.eval()(x), x)
+    assert "numbers" not in layer.state_dict()
 
 
 def test_ranks_name_fully_connected_layers() -> None:
@@ -431,7 +445,7 @@ def test_auto() -> None:
         ("cnn", DIGITS, "one of auto, linear, mlp, resnet18-gn, resnet18-bn"),
         ("resnet18-gn", FEATURES, "one of auto, linear, mlp"),
         ("mlp", NEWS, "one of auto, fasttext, textcnn"),
-        ("fasttext", CIFAR, "auto, linear, mlp, cnn, cnn-3fc"),
+        ("fasttext", CIFAR, "auto, linear, mlp, cnn, cnn-3fc, cnn-3fc-wide"),
         ("textcnn", Task("text", (4,), TEN, vocabulary=9), "one of auto, fasttext"),
         ("vgg", FEATURES, "one of auto, linear, mlp"),
     ],

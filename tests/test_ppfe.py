@@ -9,11 +9,14 @@ import torch
 from safetensors.numpy import load_file
 
 from posy.client_app.base import Member, Predictor
-from posy.client_app.ppfe import open_stage, reweight, sparsity_mask
+from posy.client_app.ppfe import reweight, sparsity_mask
 from posy.client_app.workspace import Workspace
+from posy.data.task import Task
+from posy.models.architecture import Architecture
 from posy.server_app.system import stored_probabilities
 from posy.settings import SettingsError
-from posy.strategies.ppfe import stage_rounds
+from posy.strategies.ppfe import open_stage, plan_stages, stage_rounds
+from posy.strategies.registry import read_settings
 
 # For the paper's network of five layers: conv1, conv2, fc1, fc2, head.
 PICTURES = (
@@ -38,7 +41,7 @@ def probabilities(stage, whole, x):
 def test_stages_of_the_papers_network(make_strategy):
     """The last t - 1 layers are personal; ranks (100, 50, 24), then (80, 40, 16), each capped.
 
-    Head 84 -> 3: the largest rank that saves is (252 - 1) // 87 = 2; fc2 120 -> 84: 49, so 40;
+    Head 64 -> 3: the largest rank that saves is (192 - 1) // 67 = 2; fc2 120 -> 64: 41, so 40;
     fc1 64 -> 120: 41, below the 80 wanted.
     """
     stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=16).stages
@@ -63,6 +66,42 @@ def test_lists_of_ranks_are_taken_one_a_stage(make_strategy):
 def test_short_list_of_ranks_belongs_to_the_last_layers(make_strategy):
     stages = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, ppfe_ranks="5,2").stages
     assert dict(stages[-1].architecture.ranks) == {"head": 2, "fc2": 5}  # fc1 stays dense
+
+
+def test_parts_transmitted_on_cifar100(make_config):
+    """Section 6.3.3: 98.8, 83.8 and 19.5 % of FedRep's 1,075,044 parameters, with rank 200 of the first layer.
+
+    Stage 2 keeps the dense head, 12,900, on the client. Stage 3 shares the convolutions, 209,792, and the factors of
+    the first fully connected layer, 200 · (3200 + 256) + 256 = 691,456. Stage 4 shares the convolutions.
+    """
+    hundred = Architecture("cnn-3fc-wide", Task("image", (3, 32, 32), tuple(map(str, range(100)))))
+    config = make_config("ppfe", num_server_rounds=160, ppfe_reduction="svd-fedavg", ppfe_ranks="200,100,48;160,80,32")
+    stages = plan_stages(read_settings(config), hundred)
+    assert [stage.shared_part.size for stage in stages] == [1_075_044, 1_062_144, 901_248, 209_792]
+    parts = [round(100 * stage.shared_part.size / 1_075_044, 1) for stage in stages]
+    assert parts == [100.0, 98.8, 83.8, 19.5]
+    assert [dict(stage.architecture.ranks) for stage in stages] == [
+        {},
+        {},
+        {"fc1": 200, "fc2": 85, "head": 48},  # 86 · (256 + 128) is more than 256 · 128
+        {"fc1": 160, "fc2": 80, "head": 32},
+    ]
+
+
+def test_reduced_models_of_stage_1(make_strategy):
+    """All fully connected layers are reduced from stage 3 on, by the first list and then the second (A.3, A.4)."""
+    stages = make_strategy(
+        "ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=5, ppfe_stages=5, ppfe_reduction="svd-fedavg"
+    ).stages
+    assert [s.personal for s in stages[2:]] == [
+        ("fc2", "head"),
+        ("fc1", "fc2", "head"),
+        ("conv2", "fc1", "fc2", "head"),
+    ]
+    assert [s.restarted for s in stages] == [(), (), *[("fc1", "fc2", "head")] * 3]
+    # 64 · 120 / 184, 120 · 64 / 184 and 64 · 3 / 67: ranks up to 41, 41 and 2 save parameters.
+    second = {"fc1": 41, "fc2": 40, "head": 2}
+    assert [dict(s.architecture.ranks) for s in stages] == [{}, {}, {"fc1": 41, "fc2": 41, "head": 2}, second, second]
 
 
 def test_network_with_few_layers_has_fewer_stages(make_strategy):
@@ -144,6 +183,93 @@ def test_factorisation_is_the_best_of_its_rank_and_touches_nothing_else(make_str
     np.testing.assert_array_equal(new["head.up.bias"], old["head.bias"])
     for name in ("blocks.fc1.linear.weight", "blocks.fc1.linear.bias", "blocks.fc2.linear.weight"):
         np.testing.assert_array_equal(new[name], old[name])
+
+
+def low_rank(weight, rank):
+    u, s, vh = np.linalg.svd(np.asarray(weight, np.float64), full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ vh[:rank]
+
+
+OF_FEDAVG = {"ppfe_reduction": "svd-fedavg", "ppfe_ranks": "20,10,2;10,5,1"}
+"""For :data:`PICTURES`, whose fully connected layers are 64 -> 120 -> 64 -> 3."""
+
+
+def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, update):
+    """Convolutions go on from the stage before; a shared fully connected layer is stage 1's, reduced (A.4)."""
+    strategy = make_strategy(
+        "ppfe", data=PICTURES, model="cnn-3fc", ppfe_stage_rounds="1,1,1,1", num_server_rounds=4, **OF_FEDAVG
+    )
+    first, second, third, fourth = strategy.stages
+    rng = np.random.default_rng(0)
+    sent = [rng.normal(size=stage.shared_part.size).astype(np.float32) for stage in strategy.stages]
+    strategy.aggregate(1, [update(0, [sent[0]], 4)])
+    np.testing.assert_array_equal(strategy.model, second.shared_part.take(sent[0]))  # dense, as FedAvg left it
+    strategy.aggregate(2, [update(0, [sent[1]], 4)])
+    plain, before = (
+        first.architecture.layout.views(sent[0]),
+        second.architecture.layout.views(
+            second.shared_part.put(np.zeros(second.architecture.layout.size, np.float32), sent[1])
+        ),
+    )
+    found = third.architecture.layout.views(
+        third.shared_part.put(np.zeros(third.architecture.layout.size, np.float32), strategy.model)
+    )
+    for name in ("blocks.conv1.conv.weight", "blocks.conv2.conv.weight", "blocks.conv2.conv.bias"):
+        np.testing.assert_array_equal(found[name], before[name])
+    product = found["blocks.fc1.linear.up.weight"] @ found["blocks.fc1.linear.down.weight"]
+    np.testing.assert_allclose(product, low_rank(plain["blocks.fc1.linear.weight"], 20), atol=1e-4)
+    np.testing.assert_array_equal(found["blocks.fc1.linear.up.bias"], plain["blocks.fc1.linear.bias"])
+    strategy.aggregate(3, [update(0, [sent[2]], 4)])
+    np.testing.assert_array_equal(
+        strategy.model,
+        fourth.shared_part.take(
+            fourth.shared_part.put(
+                np.zeros(fourth.architecture.layout.size, np.float32), sent[2][: fourth.shared_part.size]
+            )
+        ),
+    )
+
+
+def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
+    """Neither the head that it has trained in stage 2 nor the shared layers of stage 2 come into its stages 3 and 4."""
+    client = make_client("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, **OF_FEDAVG)
+    rng = np.random.default_rng(0)
+    sent = [torch.from_numpy(rng.normal(size=s.shared_part.size).astype(np.float32)) for s in client.stages]
+    plain = client.stages[0].architecture.layout.views(sent[0])
+    client.drive(client.close_stage(client.stages[0], sent[0]))
+    np.testing.assert_array_equal(client.state["personal-2"], client.stages[1].personal_part.take(sent[0]))
+    for stage, ranks in (
+        (3, {"blocks.fc2.linear": 10, "head": 2}),
+        (4, {"blocks.fc1.linear": 10, "blocks.fc2.linear": 5, "head": 1}),
+    ):
+        before, after = client.stages[stage - 2 : stage]
+        client.keep(f"personal-{before.number}", torch.ones(before.personal_part.size))
+        client.drive(client.close_stage(before, sent[stage - 2]))
+        whole = client.stage_model(after, sent[stage - 1])
+        found = after.architecture.layout.views(whole)
+        for name, rank in ranks.items():
+            product = (found[f"{name}.up.weight"] @ found[f"{name}.down.weight"]).numpy()
+            np.testing.assert_allclose(product, low_rank(plain[f"{name}.weight"], rank), atol=1e-4)
+            np.testing.assert_array_equal(found[f"{name}.up.bias"], plain[f"{name}.bias"])
+        assert torch.equal(after.shared_part.take(whole), sent[stage - 1])
+
+
+def test_without_a_smaller_rank_the_reduced_model_is_stage_1s(make_strategy):
+    """Of a rank that holds all of a layer the function stays: FedAvg's layers on the convolutions of stage 2."""
+    strategy = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, **OF_FEDAVG)
+    first, second, third, _ = strategy.stages
+    fedavg = torch.from_numpy(strategy.initial())
+    views = first.architecture.layout.views(fedavg)
+    for name, rank in {"blocks.fc1.linear": 20, "blocks.fc2.linear": 10, "head": 2}.items():
+        views[f"{name}.weight"].copy_(torch.from_numpy(low_rank(views[f"{name}.weight"], rank)))
+    trained = fedavg + 0.1
+    expected = first.architecture.layout.part(["conv1", "conv2"]).put(
+        fedavg.clone(), first.architecture.layout.part(["conv1", "conv2"]).take(trained)
+    )
+    begun = open_stage(second, third, trained, fedavg)
+    x = torch.from_numpy(PICTURES[0])[:, None] / 5
+    np.testing.assert_allclose(probabilities(third, begun, x), probabilities(first, expected, x), atol=1e-5)
+    assert len(begun) < len(fedavg)
 
 
 def test_convolutions_are_kept_as_they_are(make_strategy):
@@ -293,6 +419,9 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
         {},
         {"ppfe_beta": "adaboost", "lr": 0.001},
         {"ppfe_loss": "probability"},
+        {"ppfe_loss": "cross-entropy", "ppfe_beta": "adaboost"},
+        {"ppfe_reduction": "svd-fedavg", "ppfe_beta": "adaboost"},
+        {"ppfe_outputs": "log-probabilities", "ppfe_loss": "probability"},
         {"ppfe_reweighting": False},
         {"ppfe_ensemble": False},
         {"ppfe_fixed_head": 1},
@@ -313,6 +442,8 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
         def error_of(mixture, y=y, n=n):
             if own.loss == "probability":
                 return 1 - mixture[np.arange(n), y]
+            if own.loss == "cross-entropy":
+                return np.log(mixture[np.arange(n), y]) / np.log(mixture[np.arange(n), y]).min()
             return (mixture.argmax(axis=1) != y).astype(float)
 
         def beta_of(losses, weights):
@@ -332,8 +463,13 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
                 coefficients = np.array([*betas, beta])
                 if not coefficients.any():
                     coefficients = np.ones_like(coefficients)
-                mixture = np.einsum("t,tnc->nc", coefficients, np.stack(members)) / np.abs(coefficients).sum()
-                mixture += (1 - mixture.sum(axis=1, keepdims=True)) / 3
+                coefficients /= np.abs(coefficients).sum()
+                if own.outputs == "log-probabilities":
+                    mixture = np.prod(np.stack(members) ** coefficients[:, None, None], axis=0)
+                    mixture /= mixture.sum(axis=1, keepdims=True)
+                else:
+                    mixture = np.einsum("t,tnc->nc", coefficients, np.stack(members))
+                    mixture += (1 - mixture.sum(axis=1, keepdims=True)) / 3
                 losses = error_of(mixture)
                 beta = beta_of(losses, weights)
             betas.append(beta)
@@ -349,9 +485,10 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
     assert moved == own.reweighting
 
 
-def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tmp_path):
+@pytest.mark.parametrize("outputs", ["probabilities", "log-probabilities"])
+def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tmp_path, outputs):
     """The literal rule makes some coefficients negative; the files hold the same ensemble."""
-    config = make_config("ppfe", ppfe_beta="adaboost", lr=0.001, evaluate_every=100)
+    config = make_config("ppfe", ppfe_beta="adaboost", lr=0.001, evaluate_every=100, ppfe_outputs=outputs)
     finished = federate(config, models_folder=tmp_path / "models")
     workspace = Workspace(finished.strategy.settings)
     signs = set()
@@ -462,6 +599,12 @@ def test_first_stage_is_weighted_and_later_ones_are_uniform(make_strategy, updat
     np.testing.assert_allclose(strategy.finished[1], 0.5 * rows[0] + 0.5 * rows[1], atol=1e-6)
 
 
+def test_everybody_takes_part_in_a_full_last_round_that_ends_no_stage(make_strategy):
+    strategy = make_strategy("ppfe", num_server_rounds=4, ppfe_stages=2, fraction_train=0.3, full_last_round=True)
+    strategy.ends = [5, 6]
+    assert [len(strategy.cohort(number)) for number in (1, 2, 3, 4)] == [2, 2, 2, 4]
+
+
 def test_everybody_takes_part_at_stage_ends(make_config, federate):
     config = make_config("ppfe", num_server_rounds=8, ppfe_stage_rounds="3,2,3", fraction_train=0.3)
     cohorts = [r.cohort for r in federate(config).records]
@@ -477,10 +620,12 @@ def test_personal_layers_are_never_sent(make_config, federate):
     assert up[0] - up[1] == 4 * 4 * (expected[0] - expected[1])  # four clients, four bytes a parameter
 
 
-def test_client_lost_for_a_whole_stage_keeps_the_factorised_head(make_config, federate, failing):
+@pytest.mark.parametrize("reduction", ["svd", "svd-fedavg"])
+def test_client_lost_for_a_whole_stage_keeps_the_head_it_was_given(make_config, federate, failing, reduction):
     """It gets two finished stages at once in the end, and has all T members."""
     fail = [("train", r, 1) for r in (3, 4, 5)]
-    config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2", evaluate_every=100)
+    own = {"ppfe_reduction": reduction, "ppfe_stage_rounds": "2,2,2"}
+    config = make_config("ppfe", num_server_rounds=6, evaluate_every=100, **own)
     finished = federate(config, grid=failing(*fail))
     assert [[c for c, _ in r.dropped] for r in finished.records] == [[], [], [1], [1], [1], []]
     kept = finished.kept(1)
@@ -495,12 +640,30 @@ def test_client_lost_for_a_whole_stage_keeps_the_factorised_head(make_config, fe
 
 
 @pytest.mark.parametrize("round_lost", [3, 4, 5, 6])
-def test_client_that_loses_its_state_is_sent_all_stages_again(make_config, federate, failing, round_lost):
-    config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2")
+@pytest.mark.parametrize("reduction", ["svd", "svd-fedavg"])
+def test_client_that_loses_its_state_is_sent_all_stages_again(make_config, federate, failing, round_lost, reduction):
+    config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2", ppfe_reduction=reduction)
     finished = federate(config, grid=failing(forget=[("train", round_lost, 1)]))
     assert len(finished.kept(1)["betas"]) == 3
     assert [[c for c, _ in r.dropped] for r in finished.records] == [[1] * (r == round_lost) for r in range(1, 7)]
     assert 1 in finished.column("served_accuracy")[-1]
+
+
+def test_newcomer_gets_stage_1s_personal_layers_reduced(make_config, make_strategy, federate, failing):
+    """Its own training, after all, fails: what it keeps is what it was served."""
+    settings = {"ppfe_reduction": "svd-fedavg", "holdout_clients": 0.25, "seed": 3}
+    (new,) = make_strategy("ppfe", **settings).newcomers
+    finished = federate(make_config("ppfe", **settings), grid=failing(("train", 3, new)))
+    _, second, third = finished.strategy.stages
+    fedavg, last = (torch.from_numpy(model) for model in finished.strategy.finished[:2])
+    whole = second.shared_part.put(torch.zeros(second.architecture.layout.size), last)
+    begun = third.personal_part.take(open_stage(second, third, whole, fedavg))
+    kept = finished.kept(new)
+    assert len(kept["betas"]) == 3
+    np.testing.assert_allclose(kept["personal-3"], begun, atol=1e-6)
+    for client in finished.strategy.members:
+        if client != 3:  # whose single sample may be fitted already
+            assert np.abs(finished.kept(client)["personal-3"] - begun.numpy()).max() > 1e-4
 
 
 def test_stages_that_are_sent_again_count_once(make_config, federate, failing):

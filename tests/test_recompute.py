@@ -310,6 +310,14 @@ FURTHER = [
     case("ppfe, text", "ppfe", texts),
     case("ppfe, adaboost", "ppfe", ppfe_beta="adaboost", ppfe_ranks="9,2;3,1"),
     case("ppfe, sparse, probability", "ppfe", ppfe_reduction="sparse", ppfe_loss="probability"),
+    case(
+        "ppfe, of stage 1's model",
+        "ppfe",
+        images,
+        ppfe_reduction="svd-fedavg",
+        ppfe_loss="cross-entropy",
+        ppfe_ranks="8,2;4,1",
+    ),
     case("ppfe, not reweighted", "ppfe", ppfe_reduction="none", ppfe_reweighting=False),
     case("ppfe, no ensemble", "ppfe", ppfe_ensemble=False, ppfe_fixed_head=1),
 ]
@@ -995,6 +1003,9 @@ def boosted(ran: Ran, client: int, models: Sequence[Arrays]) -> list[float]:
         p = probabilities(members, x)
         if ran.own("loss", "zero-one") == "zero-one":
             return (p.argmax(axis=1) != y).astype(np.float64)
+        if ran.own("loss", "zero-one") == "cross-entropy":
+            surprise = -np.log(p[np.arange(len(y)), y])
+            return surprise / surprise.max()
         return 1 - p[np.arange(len(y)), y]
 
     def beta_of(loss: np.ndarray) -> float:

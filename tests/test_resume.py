@@ -102,13 +102,17 @@ def checkpoints_by_number_only(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- stopped and resumed is the same run ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [*((method, {}) for method in METHODS), ("ppfe", {"ppfe-reduction": "svd-fedavg", "full-last-round": True})],
+)
 def test_a_run_that_was_killed_equals_one_that_was_not(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, more: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while its second client trains in round 6, and again in the evaluation of round 5: from 4 both times."""
-    whole = run(grid_of(settings(tmp_path, method, "whole")), settings(tmp_path, method, "whole")).directory.path
-    config = settings(tmp_path, method, "cut")
+    config = settings(tmp_path, method, "whole", **more)
+    whole = run(grid_of(config), config).directory.path
+    config = settings(tmp_path, method, "cut", **more)
     with monkeypatch.context() as patched:
         die_in(patched, 6)
         with pytest.raises(KilledError):
@@ -312,6 +316,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
         ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
         ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "goes by it")),
         ("fedavg", {"lr-schedule": "cosine"}, {"num-server-rounds": 9}, ("num-server-rounds = 9",)),
+        ("fedavg", {"full-last-round": True}, {"num-server-rounds": 9}, ("num-server-rounds = 9", "full-last-round")),
         ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, the run has 0.1",)),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posy.client_app.cwfedavg import regularised
 from posy.client_app.feddrm import class_and_client
 from posy.client_app.prototypes import towards_prototypes
-from posy.client_app.training.batches import Augment, Batch, Samples, Share, plan_passes
+from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Samples, Share, plan_passes
 from posy.client_app.training.networks import Network, trainable_names
 from posy.client_app.training.rules import FisherTrace, MetaGradient, Mixed, MoreauEnvelope, SharpnessAware
 from posy.client_app.training.trainer import Trainer
@@ -87,8 +87,9 @@ def generator(seed: int = 9) -> torch.Generator:
 def train(
     work: Train, net: Network | None = None, data: Samples | None = None, lr: float = LR, **settings: Any
 ) -> Trained:
-    own = TrainSettings(**{"batch_size": 4, "local_epochs": 2, **settings})
-    return Trainer(own, CPU).train(Job(work, data or samples(), generator(), lr), net or network())
+    own, net = TrainSettings(**{"batch_size": 4, "local_epochs": 2, **settings}), net or network()
+    dropout = DropoutNumbers(net.dropout_width, generator(3)) if net.dropout_width else None
+    return Trainer(own, CPU).train(Job(work, data or samples(), generator(), lr, dropout=dropout), net)
 
 
 def by_hand(
@@ -497,6 +498,7 @@ SUITED = {
     "mlp": OBJECTIVE_TASK,
     "cnn": Task("image", (1, 16, 16), tuple("abc")),
     "cnn-3fc": Task("image", (1, 16, 16), tuple("abc")),
+    "cnn-3fc-wide": Task("image", (1, 16, 16), tuple("abc")),
     "lenet-gn": Task("image", (1, 16, 16), tuple("abc")),
     "resnet18-gn": Task("image", (1, 8, 8), tuple("abc")),
     "resnet18-bn": Task("image", (1, 8, 8), tuple("abc")),
@@ -543,6 +545,82 @@ def test_batchnorms_running_statistics_survive_a_stack() -> None:
         assert close(result[k], single)
         mean = shape.views(single)["norm.running_mean"]
         assert (mean - shape.views(starts[k])["norm.running_mean"]).abs().max() > 0.01
+
+
+# -- dropout ---------------------------------------------------------------------------------------------
+
+
+WIDE = Architecture("cnn-3fc-wide", SUITED["cnn-3fc-wide"])
+
+
+def dropping_job(client: int, count: int) -> Job:
+    work = Train(torch.from_numpy(WIDE.initial(client)))
+    return Job(
+        work, drawn(WIDE.task, count), generator(client), 0.01, dropout=DropoutNumbers(128, generator(50 + client))
+    )
+
+
+def test_a_step_with_dropout_by_hand() -> None:
+    """One batch of all samples: the gradient is that of the head on features zeroed by the stream's numbers."""
+    job = dropping_job(1, 4)
+    trainer = Trainer(TrainSettings(batch_size=4, local_epochs=1), CPU)
+    network_ = Network(WIDE.build, WIDE.layout, CPU)
+    found = WIDE.layout.views(trainer.train(job, network_).parameters)
+    model = WIDE.build()
+    model.load_state_dict(WIDE.layout.views(job.work.start))
+    model.eval()
+    order = torch.randperm(4, generator=generator(1))
+    kept = torch.rand(4, 128, generator=generator(51)) >= 0.6
+    seen = model.body(job.samples.x[order]) * kept / 0.4
+    torch.nn.functional.cross_entropy(model.head(seen), job.samples.y[order]).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(found[name], parameter - 0.01 * parameter.grad, atol=1e-6), name
+
+
+def test_clients_with_dropout_trained_together_drop_what_each_drops_alone() -> None:
+    counts = (11, 1, 6, 3)
+    trainer = Trainer(TrainSettings(batch_size=4, local_epochs=2, momentum=0.5), CPU)
+    network_ = Network(WIDE.build, WIDE.layout, CPU)
+    together = trainer.train_together([dropping_job(c, n) for c, n in enumerate(counts)], network_)
+    for client, count in enumerate(counts):
+        alone = trainer.train(dropping_job(client, count), network_)
+        found = together[client]
+        assert isinstance(found, Trained)
+        start = dropping_job(client, count).work.start
+        assert close(found.parameters - start, alone.parameters - start)
+        assert torch.allclose(found.loss, alone.loss, rtol=1e-5)
+        other = dropping_job(client, count)._replace(dropout=DropoutNumbers(128, generator(99)))
+        assert not close(trainer.train(other, network_).parameters - start, alone.parameters - start)
+
+
+@pytest.mark.parametrize("rule", [None, *RULES.values()])
+def test_rules_go_with_dropout(rule: Any) -> None:
+    def job(client: int) -> Job:
+        plain = dropping_job(client, 6)
+        return plain._replace(work=Train(plain.work.start, rule=rule))
+
+    trainer = Trainer(TrainSettings(batch_size=3, local_epochs=1), CPU)
+    network_ = Network(WIDE.build, WIDE.layout, CPU)
+    for client, found in enumerate(trainer.train_together([job(0), job(1)], network_)):
+        alone = trainer.train(job(client), network_)
+        assert isinstance(found, Trained)
+        assert torch.allclose(found.parameters, alone.parameters, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_network_with_dropout_is_never_trained_without(stacked: bool) -> None:
+    jobs = [dropping_job(client, 4)._replace(dropout=None) for client in range(2 if stacked else 1)]
+    with pytest.raises(ValueError, match="there are none"):
+        Trainer(TrainSettings(), CPU).train_together(jobs, Network(WIDE.build, WIDE.layout, CPU))
+
+
+def test_evaluation_drops_nothing() -> None:
+    """Also right after a training, whose numbers the module still has."""
+    job = dropping_job(0, 5)
+    trainer, network_ = Trainer(TrainSettings(batch_size=5), CPU), Network(WIDE.build, WIDE.layout, CPU)
+    before = trainer.forward(Forward(job.work.start), network_, job.samples)
+    trainer.train(job, network_)
+    assert torch.equal(trainer.forward(Forward(job.work.start), network_, job.samples), before)
 
 
 # -- what training must not do ---------------------------------------------------------------------------

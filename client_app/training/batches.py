@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from torch import Tensor
 from posy.models.parameters import FloatArray
 
 IntArray = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 class Samples(NamedTuple):
@@ -22,12 +23,16 @@ class Samples(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A mini-batch: inputs ``(B, ...)``, labels ``(B,)``, optional sample weights ``(B,)`` and notes ``(B, ...)``."""
+    """A mini-batch: inputs ``(B, ...)``, labels ``(B,)``, optional sample weights ``(B,)`` and notes ``(B, ...)``.
+
+    ``numbers`` ``(B, k)`` are for a network with dropout.
+    """
 
     x: Tensor
     y: Tensor
     weight: Tensor | None = None
     notes: Tensor | None = None
+    numbers: Tensor | None = None
 
 
 class Augment(NamedTuple):
@@ -44,6 +49,17 @@ class Augment(NamedTuple):
     def numbers(self, counts: Sequence[int]) -> Tensor:
         """Return the numbers of some batches ``(sum of counts, k)``."""
         return torch.cat([self.draw(count, self.generator) for count in counts])
+
+
+class DropoutNumbers(NamedTuple):
+    """Draws the numbers of a network with dropout as :class:`Augment` draws its own: on the CPU, from one stream."""
+
+    width: int
+    generator: torch.Generator
+
+    def numbers(self, counts: Sequence[int]) -> Tensor:
+        """Return the numbers of some batches ``(sum of counts, width)``."""
+        return torch.cat([torch.rand(count, self.width, generator=self.generator) for count in counts])
 
 
 def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 1) -> list[int | None]:
@@ -71,6 +87,7 @@ class Share:
     odds: Tensor | None = None  # (n,); a pass is n draws with replacement in proportion to them
     augment: Augment | None = None
     notes: Tensor | None = None  # (n, ...), constants that go with the samples
+    dropout: DropoutNumbers | None = None
 
     def length(self, steps: int | None) -> int:
         """Return the number of samples in a pass of some steps."""
@@ -112,12 +129,13 @@ class Share:
         y, weight, notes = (None if each is None else each[order] for each in (self.samples.y, self.weight, self.notes))
         assert y is not None
         pieces = [slice(start, min(start + self.size, len(y))) for start in range(0, len(y), self.size)]
-        change = numbers = None
-        if self.augment is not None:
-            change, numbers = self.augment.change, self.augment.numbers([p.stop - p.start for p in pieces]).to(x.device)
+        counts = [piece.stop - piece.start for piece in pieces]
+        boxes, dropped = (
+            None if source is None else source.numbers(counts).to(x.device) for source in (self.augment, self.dropout)
+        )
         for piece in pieces:
-            inputs = x[piece] if change is None or numbers is None else change(x[piece], numbers[piece])
-            yield Batch(inputs, y[piece], *(None if each is None else each[piece] for each in (weight, notes)))
+            inputs = x[piece] if self.augment is None or boxes is None else self.augment.change(x[piece], boxes[piece])
+            yield Batch(inputs, y[piece], *(None if each is None else each[piece] for each in (weight, notes, dropped)))
 
     def __iter__(self) -> Iterator[tuple[Batch, int | None]]:
         """Yield the batches of all passes, and what each counts in the loss: its size, or None before the last pass."""
@@ -177,15 +195,8 @@ class Schedule:
             self._sample_weight = torch.cat(ones)
         self._notes = None if shares[0].notes is None else torch.cat([_present(share.notes) for share in shares])
         self._augment = shares[0].augment
-        if self._augment is not None:
-            # What fills up a batch gets no random numbers: they would come from the client's stream.
-            drawn = []
-            for share, counts, own in zip(shares, sizes.astype(int), mask.unbind(1), strict=True):
-                assert share.augment is not None
-                numbers = share.augment.numbers(counts[counts > 0].tolist())
-                drawn.append(torch.zeros(*own.shape, numbers.shape[1]))
-                drawn[-1][own] = numbers
-            self._numbers = torch.stack(drawn, 1).to(device)
+        self._boxes = _drawn([share.augment for share in shares], sizes, mask, device)
+        self._dropped = _drawn([share.dropout for share in shares], sizes, mask, device)
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield batches ``(A, B, ...)`` of the A clients still training, and what each counts in the loss ``(A, 1)``.
@@ -197,14 +208,32 @@ class Schedule:
             weight = self._weight[step, :active]
             x = self._x[index]
             if self._augment is not None:
-                numbers = self._numbers[step, :active].flatten(0, 1)
-                x = self._augment.change(x.flatten(0, 1), numbers).view(x.shape)
+                boxes = _present(self._boxes)[step, :active].flatten(0, 1)
+                x = self._augment.change(x.flatten(0, 1), boxes).view(x.shape)
             if self._sample_weight is not None:
                 weight = weight * self._sample_weight[index]
             notes = None if self._notes is None else self._notes[index]
-            yield Batch(x, self._y[index], weight, notes), self._counted[step, :active]
+            dropped = None if self._dropped is None else self._dropped[step, :active]
+            yield Batch(x, self._y[index], weight, notes, dropped), self._counted[step, :active]
 
 
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None  # trainings of one kind all have it
-    return tensor
+def _drawn(
+    sources: Sequence[Augment | DropoutNumbers | None], sizes: FloatArray, mask: Tensor, device: torch.device
+) -> Tensor | None:
+    """Return the numbers ``(S, P, B, k)`` of P clients' steps, whose batches have ``sizes`` ``(P, S)``, or None.
+
+    What fills up a batch, where ``mask`` ``(S, P, B)`` is not set, gets none: they would come from the client's stream.
+    """
+    drawn = []
+    for source, counts, own in zip(sources, sizes.astype(int), mask.unbind(1), strict=True):
+        if source is None:  # then no client has any
+            return None
+        numbers = source.numbers(counts[counts > 0].tolist())
+        drawn.append(torch.zeros(*own.shape, numbers.shape[1]))
+        drawn[-1][own] = numbers
+    return torch.stack(drawn, 1).to(device)
+
+
+def _present(value: T | None) -> T:
+    assert value is not None  # trainings of one kind all have it
+    return value

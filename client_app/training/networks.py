@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.func import vmap
 
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train
+from posy.models.layers import Dropout
 from posy.models.parameters import Layout
 from posy.sharing import is_shared
 
@@ -42,6 +44,18 @@ class Network:
     def has_buffers(self) -> bool:
         """Whether training writes more than parameters: vmap would lose BatchNorm's running statistics."""
         return not all(entry.trainable for entry in self.layout.entries)
+
+    @cached_property
+    def dropouts(self) -> dict[str, slice]:
+        """The tensor of numbers of each dropout layer by name, and which columns of a batch's numbers it takes."""
+        layers = {name: module for name, module in self.template.named_modules() if isinstance(module, Dropout)}
+        ends = list(accumulate((layer.features for layer in layers.values()), initial=0))
+        return {f"{name}.numbers": slice(*columns) for name, columns in zip(layers, pairwise(ends), strict=True)}
+
+    @property
+    def dropout_width(self) -> int:
+        """How many numbers a sample needs for dropout."""
+        return max((columns.stop for columns in self.dropouts.values()), default=0)
 
     @cached_property
     def convolves(self) -> bool:
@@ -87,6 +101,11 @@ class LoopedModels:
             for name, tensor in net.tensors.items():
                 if isinstance(tensor, nn.Parameter):
                     tensor.requires_grad_(name in moving)
+        self._dropouts = [
+            (resident.get_submodule(name.removesuffix(".numbers")), columns)
+            for resident in network.modules[: self.count]
+            for name, columns in network.dropouts.items()
+        ]
         self._leaves = [[net[name] for name in self._names] for net in self._nets]
         self.parameters = [tensor for leaves in self._leaves for tensor in leaves]
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
@@ -99,6 +118,8 @@ class LoopedModels:
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
+        for layer, columns in self._dropouts:
+            layer.numbers = _numbers_of(batch)[:, columns]
         losses: list[Tensor] = []
         gradients: list[Tensor] = []
         for net, leaves in zip(self._nets, self._leaves, strict=True):
@@ -144,7 +165,9 @@ class StackedModels:
         self._module = network.template.train()
         self._objective = first.objective
         self._context = {name: torch.stack([work.context[name] for work in works]) for name in first.context}
-        batches = Batch(0, 0, 0, None if first.notes is None else 0)  # type: ignore[arg-type]
+        self._dropouts = network.dropouts
+        fields = (first.notes is None, not self._dropouts)
+        batches = Batch(0, 0, 0, *(None if absent else 0 for absent in fields))  # type: ignore[arg-type]
         self.count = starts.shape[1]
         # A single model needs no axis of its own, which would cost every operation.
         models = vmap(self._loss, in_dims=(0, None, None), randomness="error") if self.count > 1 else self._loss
@@ -185,10 +208,16 @@ class StackedModels:
         return [tensor[:, number] for tensor in tensors]
 
     def _loss(self, tensors: Mapping[str, Tensor], batch: Batch, context: Context) -> Tensor:
-        return self._objective(Net(self._module, tensors), batch, context)
+        numbers = {name: _numbers_of(batch)[:, columns] for name, columns in self._dropouts.items()}
+        return self._objective(Net(self._module, tensors, numbers=numbers), batch, context)
 
 
 Models = LoopedModels | StackedModels
+
+
+def _numbers_of(batch: Batch) -> Tensor:
+    assert batch.numbers is not None  # the trainer has seen to it
+    return batch.numbers
 
 
 def _factor(norm: float, found: Tensor, enlarge: bool) -> Tensor:

@@ -87,7 +87,7 @@ class Trainer:
         Raises
         ------
         ValueError
-            If a client has no batch to train on.
+            If a client has no batch to train on, or no random numbers for a network with dropout.
         TrainingInterruptedError
             If :attr:`interrupted` is set meanwhile.
         """
@@ -95,6 +95,10 @@ class Trainer:
             if len(job.samples.y) < network.smallest_batch:
                 raise ValueError(
                     f"no mini-batch to train on: {len(job.samples.y)} samples, and BatchNorm needs two in a batch"
+                )
+            if network.dropout_width and job.dropout is None:
+                raise ValueError(
+                    "a network with dropout needs random numbers that tell what is dropped: there are none"
                 )
         single = jobs[0].work.start.dim() == 1
         shares = [self.share(job, network.smallest_batch) for job in jobs]
@@ -150,7 +154,8 @@ class Trainer:
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
         passes = plan_passes(epochs, steps, len(job.samples.y), size, smallest)
         weight, odds = (None, work.sample_weight) if work.resample else (work.sample_weight, None)
-        return Share(job.samples, passes, job.generator, size, smallest, weight, odds, job.augment, work.notes)
+        sources = (job.augment, work.notes, job.dropout)
+        return Share(job.samples, passes, job.generator, size, smallest, weight, odds, *sources)
 
     def forward(self, work: Forward, network: Network, samples: Samples) -> Any:
         """Return the outputs of the model or models in evaluation mode."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from posy.client_app.training.batches import Augment, Batch, Samples
+from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Samples
 
 Split = Literal["train", "test", "validation"]
 
@@ -30,12 +30,14 @@ class Net:
     tensors: Mapping[str, Tensor]
     resident: bool = False
     """Whether the tensors are the module's own."""
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    """The batch's numbers for dropout, by name, where they are not the module's own."""
 
     def __call__(self, x: Tensor, *options: Any) -> Any:
         """Return the outputs for a batch of inputs; the options are those of the module's ``forward``."""
         if self.resident:
             return self.module(x, *options)
-        return functional_call(self.module, dict(self.tensors), (x, *options))
+        return functional_call(self.module, {**self.tensors, **self.numbers}, (x, *options))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -47,7 +49,7 @@ class Net:
 
     def at(self, tensors: Mapping[str, Tensor]) -> "Net":
         """Return the same network with other tensors, which may be functions of this one's."""
-        return Net(self.module, tensors)
+        return Net(self.module, tensors, numbers=self.numbers)
 
 
 Context = Mapping[str, Tensor]
@@ -170,7 +172,7 @@ class Job(NamedTuple):
     """One client's local training.
 
     The generator draws the order of the samples, on the CPU, so that every device sees the same batches; the
-    augmentation has its own.
+    augmentation and the dropout have their own.
     """
 
     work: Train
@@ -178,3 +180,4 @@ class Job(NamedTuple):
     generator: torch.Generator
     lr: float
     augment: Augment | None = None
+    dropout: DropoutNumbers | None = None
