@@ -32,7 +32,7 @@ class DataSettings:
     partition: str = setting(
         "dirichlet",
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
-        choices=("dirichlet", "iid", "classes", "shards", "natural", "file", "given"),
+        choices=("dirichlet", "iid", "classes", "pathological", "shards", "natural", "file", "given"),
     )
     num_clients: int = setting(
         10, "number of clients M", minimum=1, maximum=1_000_000, synonyms=("clients", "n-clients")
@@ -41,7 +41,7 @@ class DataSettings:
     dirichlet_balanced: bool = setting(
         False, "`dirichlet`: a client with its M-th part of all samples gets none of the classes that follow"
     )
-    classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
+    classes_per_client: int = setting(2, "S of the partitions `classes` and `pathological`", minimum=1)
     samples_per_client: int = setting(
         0,
         "`classes` and `iid`: training samples of each client, with test samples on top; 0: all",
