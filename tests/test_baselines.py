@@ -118,8 +118,14 @@ def test_fedprox_without_pull_is_fedavg(make_config, federate):
 # -- FedRep --------------------------------------------------------------------------------------------
 
 
-def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head(make_client):
-    client = make_client("fedrep", batch_size=100, fedrep_head_epochs=2)
+@pytest.mark.parametrize(
+    ("lengths", "head_steps", "body_steps"),
+    [({"fedrep_head_epochs": 2}, 2, 1), ({"fedrep_head_epochs": 4, "local_steps": 3}, 3, 3)],
+)
+def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head(
+    make_client, lengths, head_steps, body_steps
+):
+    client = make_client("fedrep", batch_size=100, **lengths)
     start = client.initial()
     model = client.architecture.build()
     model.load_state_dict(client.layout.views(start.clone()))
@@ -131,9 +137,10 @@ def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter.sub_(LR * gradient)
 
-    step(head)
-    step(head)
-    step(list(model.blocks.parameters()))
+    for _ in range(head_steps):
+        step(head)
+    for _ in range(body_steps):
+        step(list(model.blocks.parameters()))
     expected = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     body = client.layout.without(["head"])
     (sent,), _, _ = client.fit([body.take(start.numpy())], CONFIG)
@@ -188,6 +195,17 @@ def test_dittos_personal_epochs(make_client, gradient_of):
     np.testing.assert_allclose(client.state["model"], twice, atol=1e-5)
 
 
+def test_dittos_models_both_take_the_local_steps(make_client, gradient_of):
+    client = make_client("ditto", **WHOLE, local_steps=2, ditto_strength=0.7)
+    start = start_of(client)
+    (sent,), _, metrics = client.fit([start], CONFIG)
+    once = start - LR * gradient_of(client, start)
+    twice = once - LR * gradient_of(client, once)
+    np.testing.assert_allclose(sent, twice, atol=1e-5)
+    np.testing.assert_allclose(client.state["model"], twice - LR * 0.7 * (once - start), atol=1e-5)
+    assert metrics["samples"] == 4 * 21
+
+
 def test_dittos_global_model_is_fedavgs(make_config, federate):
     ditto, plain = federate(make_config("ditto")), federate(make_config("fedavg"))
     np.testing.assert_array_equal(ditto.strategy.model, plain.strategy.model)
@@ -240,6 +258,17 @@ def test_fedamp_client_by_hand(make_client, gradient_of):
     np.testing.assert_array_equal(client.state["model"], sent)
 
 
+def test_fedamp_with_the_distance_not_squared_by_hand(make_client, gradient_of):
+    """The gradient of λ/(2α) ||w - u|| is λ/(2α) times the unit vector from u to w; at w = u there is no pull."""
+    client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0, fedamp_distance="norm")
+    first, second = start_of(client), start_of(client, 1)
+    (own,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(own, first - LR * gradient_of(client, first), atol=1e-5)
+    (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
+    away = (own - second) / np.linalg.norm(own - second)
+    np.testing.assert_allclose(sent, own - LR * (gradient_of(client, own) + 0.75 * away), atol=1e-5)
+
+
 def test_fedamp_round_by_hand(make_strategy, update):
     strategy = make_strategy("fedamp", model="linear", fedamp_alpha=0.5, fedamp_sigma=2.0)
     models = np.zeros((2, strategy.size), np.float32)
@@ -263,6 +292,15 @@ def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, upd
     np.testing.assert_allclose(strategy.models[[0, 2]], [rows[2], np.full(strategy.size, 4)])
     np.testing.assert_array_equal(strategy.models[1], before[1])
     assert quantities == {"cluster_sizes": [1, 0, 2]}
+
+
+def test_clusters_are_averaged_with_equal_weights(make_strategy, update):
+    strategy = make_strategy("ifca", model="linear", ifca_clusters=2, ifca_mean="uniform")
+    before = strategy.models
+    rows = [np.full(strategy.size, value, np.float32) for value in (1, 5)]
+    strategy.aggregate(1, [update(c, [row, 1], n) for c, (row, n) in enumerate(zip(rows, (1, 3), strict=True))])
+    np.testing.assert_allclose(strategy.models[1], np.full(strategy.size, 3))
+    np.testing.assert_array_equal(strategy.models[0], before[0])
 
 
 @pytest.mark.parametrize("cluster", [-1, 2])
