@@ -70,7 +70,12 @@ class DataSettings:
         choices=("none", "low", "mid", "high", "grid"),
         sites="never",
     )
-    augment: str = setting("none", "training augmentation of images", choices=("none", "crop"))
+    augment: str = setting(
+        "none",
+        "augmentation of images; `crop`: training images to 90-100 % of their area; `resized-crop`: to other aspect "
+        "ratios too, and test images once (FedDRM's program)",
+        choices=("none", "crop", "resized-crop"),
+    )
     sample_kind: str = setting(
         "auto",
         "sites: what a sample is; image: whole-number pixels, tokens: numbers of words; `auto`: what most sites hold",

@@ -23,6 +23,11 @@ class TrainSettings:
         choices=("auto", *MODELS),
         synonyms=("arch", "architecture", "net", "network"),
     )
+    linear_init: str = setting(
+        "default",
+        "initial weights of linear layers: PyTorch's, or Kaiming's normal distribution with biases of 0 (FedDRM)",
+        choices=("default", "kaiming"),
+    )
     local_epochs: int = setting(
         2, "passes over the client's training data a round", minimum=1, synonyms=("epochs", "num-epochs")
     )

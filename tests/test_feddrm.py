@@ -142,20 +142,29 @@ def test_client_branch_has_one_output_a_client(make_strategy):
 @pytest.mark.parametrize(
     ("sharing", "own"),
     [
-        ("none", ("conv1", "conv2", "fc1", "fc2")),
-        ("shallow", ("conv2", "fc1", "fc2")),
-        ("mid", ("fc1", "fc2")),
-        ("deep", ("fc2",)),
+        ("none", ("conv1", "conv2", "fc1", "fc2", "fc3")),
+        ("shallow", ("conv2", "fc1", "fc2", "fc3")),
+        ("mid", ("fc1", "fc2", "fc3")),
+        ("deep", ("fc3",)),
     ],
 )
 def test_client_branch_has_blocks_of_its_own_from_where_sharing_ends(make_strategy, make_client, sharing, own):
-    """Besides them it has its classifier: 84 features, 2 clients."""
+    """Besides them it has its classifier: 128 features, 2 clients."""
     x = np.random.default_rng(0).normal(size=(4, 16, 16)).astype(np.float32)
     data = (x, np.array([0, 1, 0, 1]), [[0], [1]], [[2], [3]])
     options = {"data": data, "model": "lenet-gn", "feddrm_sharing": sharing}
     for made in (make_strategy("feddrm", **options), make_client("feddrm", **options)):
         layout = made.architecture.layout
-        assert layout.part(["client-branch"]).size == layout.part(own).size + 84 * 2 + 2
+        assert layout.part(["client-branch"]).size == layout.part(own).size + 128 * 2 + 2
+
+
+def test_both_sides_initialise_linear_layers_alike(make_strategy, make_client):
+    strategy, client = (make("feddrm", linear_init="kaiming") for make in (make_strategy, make_client))
+    start = strategy.initial()
+    np.testing.assert_array_equal(start, client.initial().numpy())
+    tensors = strategy.architecture.layout.views(start)
+    assert not any(tensors[name].any() for name in tensors if name.endswith("bias"))
+    assert np.abs(start - make_strategy("feddrm").initial()).max() > 0.1
 
 
 def test_one_client_cannot_be_told_apart(make_strategy):
