@@ -97,6 +97,58 @@ def test_fine_tuned_federation_serves_fedavgs_model(make_config, federate):
     assert set(tuned.column("local_accuracy")[0]) == {0, 1, 2}  # client 3 has no test sample
 
 
+def test_rounds_of_fine_tuning_by_hand(make_client, gradient_of, softmax_regression):
+    """Of four rounds the last two: the client starts from the served model, goes on with its own, and sends nothing."""
+    client = make_client("fedavg-ft", **WHOLE, num_server_rounds=4, fedavg_ft_rounds=2, fedavg_ft_lr=0.3)
+    served, other = start_of(client), start_of(client, 1)
+    (sent,), _, metrics = client.fit([served], {**CONFIG, "server-round": 2})
+    np.testing.assert_allclose(sent, served - LR * gradient_of(client, served), atol=1e-5)
+    assert not client.state
+    assert "local-loss" not in client.evaluate([served], {**EVALUATE, "server-round": 2})[2]
+    own = served - 0.3 * gradient_of(client, served)
+    arrays, _, _ = client.fit([served], {**CONFIG, "server-round": 3})
+    assert arrays == []
+    np.testing.assert_allclose(client.state["model"], own, atol=1e-5)
+    own = own - 0.3 * gradient_of(client, own)
+    _, _, metrics = client.fit([other], {**CONFIG, "server-round": 4, "evaluate-local": True})
+    np.testing.assert_allclose(client.state["model"], own, atol=1e-5)
+    test = client.data.x_test.numpy(), client.data.y_test.numpy()
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(own, *test)[0], rel=1e-4)
+    _, _, metrics = client.evaluate([other], {**EVALUATE, "server-round": 4})
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(own, *test)[0], rel=1e-4)
+    assert metrics["served-loss"] == pytest.approx(softmax_regression(other, *test)[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu"])
+def test_nothing_is_averaged_while_clients_fine_tune(make_config, federate, method):
+    """Five rounds with two of fine-tuning leave the server what three rounds leave it."""
+    own = {f"{method}-rounds".replace("-", "_"): 2}
+    tuned = federate(make_config(method, model="mlp", num_server_rounds=5, local_steps=2, **own))
+    plain = federate(make_config(method, model="mlp", num_server_rounds=3, local_steps=2))
+    np.testing.assert_array_equal(tuned.strategy.model, plain.strategy.model)
+    served = tuned.column("served_loss")
+    assert served[2] == served[3] == served[4] == plain.column("served_loss")[2]
+    local = tuned.column("local_loss")
+    assert not any(local[:3]) and local[3].keys() == served[3].keys()
+    assert local[4] != local[3]
+    assert [bool(record.bytes_up) for record in tuned.records] == [True, True, True, False, False]
+    assert not any(record.dropped for record in tuned.records)
+
+
+def test_fine_tuning_rounds_are_the_same_side_by_side(make_config, federate):
+    settings = {"model": "mlp", "momentum": 0.5, "num_server_rounds": 4, "fedavg_ft_rounds": 2}
+    alone, together = (federate(make_config("fedavg-ft", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    for client in range(4):
+        np.testing.assert_allclose(together.kept(client)["model"], alone.kept(client)["model"], rtol=1e-4, atol=1e-5)
+
+
+def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
+    with pytest.raises(SettingsError, match="fedavg-ft-rounds = 3: it must be less than num-server-rounds = 3"):
+        make_strategy("fedavg-ft", fedavg_ft_rounds=3)
+    with pytest.raises(SettingsError, match="fedbabu-rounds = 1 does not go with secure-aggregation = true"):
+        make_strategy("fedbabu", fedbabu_rounds=1, secure_aggregation=True)
+
+
 # -- FedProx -------------------------------------------------------------------------------------------
 
 
@@ -267,6 +319,12 @@ def test_fedamp_with_the_distance_not_squared_by_hand(make_client, gradient_of):
     (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
     away = (own - second) / np.linalg.norm(own - second)
     np.testing.assert_allclose(sent, own - LR * (gradient_of(client, own) + 0.75 * away), atol=1e-5)
+
+
+def test_fedamp_with_the_distance_not_squared_side_by_side(make_config, federate):
+    settings = {"model": "mlp", "momentum": 0.5, "fedamp_distance": "norm", "fedamp_alpha": 1.0}
+    alone, together = (federate(make_config("fedamp", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    np.testing.assert_allclose(together.strategy.models, alone.strategy.models, rtol=1e-4, atol=1e-5)
 
 
 def test_fedamp_round_by_hand(make_strategy, update):
