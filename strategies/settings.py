@@ -137,6 +137,13 @@ class RunSettings:
         affects_results=False,
     )
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
+    average_rounds: int = setting(
+        0,
+        "last rounds over whose evaluations the summary also has the mean; system accuracy, where it is asked for, is "
+        "then found in each of them; 0: none",
+        minimum=0,
+        resumable=True,
+    )
     system_accuracy: str = setting(
         "auto",
         "accuracy on the pooled test sets: FedDRM's routing, else a majority vote; `auto`: FedDRM only",

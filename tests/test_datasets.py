@@ -888,9 +888,9 @@ def test_resized_crops_have_aspect_ratios_of_their_own():
 
 def test_resized_crops_are_of_test_images_too_and_by_the_seed_alone():
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 256, (12, 8, 8, 3)).astype(np.uint8), np.arange(12) % 2
+    x, y = rng.integers(0, 256, (60, 8, 8, 3)).astype(np.uint8), np.arange(60) % 2
     data = make_dataset("images", "image", x, y, ("a", "b"))
-    part = Partition((np.arange(6),), (np.arange(6, 9),), (np.arange(9, 12),))
+    part = Partition((np.arange(20),), (np.arange(20, 40),), (np.arange(40, 60),))
     plain, crops = DataSettings(), DataSettings(augment="resized-crop")
     as_they_are = client_data(data, part, 0, plain, CPU)
     first, again, other = (client_data(data, part, 0, crops, CPU, seed=seed) for seed in (1, 1, 2))

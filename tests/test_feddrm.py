@@ -1,5 +1,6 @@
 """FedDRM: objective and routing by hand, what is personal, system accuracy where the routing is known."""
 
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from posy.client_app.feddrm import class_and_client
 from posy.client_app.training.batches import Batch
 from posy.client_app.workspace import Workspace
+from posy.server_app.app import run
 from posy.server_app.results import RunDirectory
 from posy.server_app.system import pooled_test, system_accuracy
 from posy.settings import SettingsError
@@ -288,3 +290,19 @@ def test_federation_learns_to_route(make_config, federate):
     x, _, owner = pooled_test(Workspace(strategy.settings), strategy.members)
     assert route_queries(model(x)[1], np.array([4.0, 2.0])).tolist() == owner.tolist()
     assert finished.column("served_accuracy")[-1] == {0: 1.0, 1: 1.0}
+
+
+@pytest.mark.parametrize("method", ["feddrm", "fedavg"])
+def test_system_accuracy_over_the_last_rounds(make_config, method):
+    """Of six rounds, every second evaluated, the last three hold two; the last one's is that of the end."""
+    own = {"num_server_rounds": 6, "evaluate_every": 2, "average_rounds": 3, "system_accuracy": "on"}
+    recorder = run(None, make_config(method, model="mlp", **own))
+    rows = [json.loads(line) for line in (recorder.directory.path / "rounds.jsonl").read_text().splitlines()]
+    found = {row["round"]: row["system_accuracy"] for row in rows if "system_accuracy" in row}
+    assert found.keys() == {4, 6}
+    assert found[6] == recorder.summary["system-accuracy"]
+    average = recorder.summary["system-accuracy-average"]
+    assert average["mean"] == pytest.approx((found[4] + found[6]) / 2)
+    assert average["evaluations"] == recorder.summary["served"]["average"]["evaluations"] == 2
+    served = [row["served_accuracy"]["weighted"] for row in rows if row["round"] in found]
+    assert recorder.summary["served"]["average"]["weighted"] == pytest.approx(sum(served) / 2)
