@@ -227,7 +227,7 @@ class Recorder:
 
     def _system_accuracy_of(self, server_round: int) -> float | None:
         """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
-        if not (self.strategy.averaged(server_round) and self.strategy.evaluates(server_round)):
+        if not (self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)):
             return None
         found = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         if found is not None:

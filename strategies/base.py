@@ -336,7 +336,7 @@ class PersonalisedStrategy(Strategy):
         run = self.settings.run
         return server_round % run.evaluate_every == 0 or server_round == run.num_server_rounds
 
-    def averaged(self, server_round: int) -> bool:
+    def in_average(self, server_round: int) -> bool:
         """Tell whether a round is one of the last ones over which results are averaged."""
         run = self.settings.run
         return server_round > run.num_server_rounds - run.average_rounds
@@ -360,7 +360,7 @@ class PersonalisedStrategy(Strategy):
         self._clock = time.perf_counter()
         last = server_round == self.settings.run.num_server_rounds
         # System accuracy is that of stored models.
-        due = last or self.averaged(server_round) or self._clock - self._saved > SAVE_SECONDS
+        due = last or self.in_average(server_round) or self._clock - self._saved > SAVE_SECONDS
         self.saving = self.models_folder is not None and self.evaluates(server_round) and due
         if self.saving:
             self._saved = self._clock
