@@ -142,6 +142,12 @@ def test_fine_tuning_rounds_are_the_same_side_by_side(make_config, federate):
         np.testing.assert_allclose(together.kept(client)["model"], alone.kept(client)["model"], rtol=1e-4, atol=1e-5)
 
 
+def test_rounds_of_fine_tuning_fix_the_number_of_rounds(make_strategy):
+    """They are the last ones: a run that is resumed must not have more."""
+    assert make_strategy("fedavg-ft", fedavg_ft_rounds=1).method.follows_number_of_rounds
+    assert not make_strategy("fedavg-ft").method.follows_number_of_rounds
+
+
 def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
     with pytest.raises(SettingsError, match="fedavg-ft-rounds = 3: it must be less than num-server-rounds = 3"):
         make_strategy("fedavg-ft", fedavg_ft_rounds=3)
