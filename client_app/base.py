@@ -106,7 +106,9 @@ class PersonalClient(NumPyClient):
         """Return the model that the client holds after the server's message, before training."""
         return self.plain(self.assembled(received))
 
-    def personal_model(self, received: list[Tensor], config: Config) -> Predictor | Steps[Predictor] | None:
+    def personal_model(
+        self, received: list[Tensor], config: Config
+    ) -> Predictor | Steps[Predictor | None] | Steps[Predictor] | None:
         """Return the local model of a client that has not trained in this round; by default the kept one, if any."""
         kept = self.recall("model")
         return None if kept is None else self.plain(kept)

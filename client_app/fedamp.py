@@ -1,9 +1,11 @@
 """FedAMP's client: it goes on with its own model, pulled towards the message u_i."""
 
+import torch
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
-from posy.client_app.training.work import Pull, Train, Trained
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Context, Net, Pull, Train, Trained, cross_entropy
 from posy.strategies.replies import Update
 
 
@@ -12,6 +14,21 @@ class FedAMPClient(PersonalClient):
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the client's own model and send it."""
-        pull = Pull(received[0], self.method.strength / self.method.alpha)
-        trained: Trained = yield Train(self.kept_model(received[0]), pull=pull)
+        start, strength = self.kept_model(received[0]), self.method.strength / self.method.alpha
+        if self.method.distance == "squared":
+            work = Train(start, pull=Pull(received[0], strength))
+        else:
+            message = {e.name: received[0][e.start : e.stop].view(e.shape) for e in self.layout.entries if e.trainable}
+            work = Train(start, near_message, {**message, STRENGTH: torch.tensor(strength, device=self.device)})
+        trained: Trained = yield work
         return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
+
+
+STRENGTH = "lambda / alpha"
+"""What stands in the context beside the message's tensors."""
+
+
+def near_message(net: Net, batch: Batch, context: Context) -> Tensor:
+    """Return cross-entropy + lambda / (2 alpha) ||w - u_i||, the distance not squared, over the parameters."""
+    apart = [(net[name] - tensor).flatten() for name, tensor in context.items() if name != STRENGTH]
+    return cross_entropy(net(batch.x), batch) + context[STRENGTH] / 2 * torch.linalg.vector_norm(torch.cat(apart))

@@ -7,11 +7,18 @@ from posy.client_app.training.work import Train
 
 
 class FedBABUClient(FedAvgFTClient):
-    """FedAvg's client on a fixed head (FedBABU, Algorithm 1); the whole network is fine-tuned."""
+    """FedAvg's client on a fixed head (FedBABU, Algorithm 1), which fine-tunes the whole network or the head."""
 
     def work(self, start: Tensor) -> Train:
         """Return the training of the body."""
         return Train(start, rates={"head": 0.0})
+
+    def fine_tuning(self, start: Tensor) -> Train:
+        """Return the fine-tuning of the network, or of the head alone."""
+        work = super().fine_tuning(start)
+        if self.method.tuned == "head":
+            work.rates = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
+        return work
 
     def keep_personal(self, parameters: Tensor) -> None:
         """Keep nothing: the head is that of the common initialisation."""

@@ -20,6 +20,7 @@ class FedRepClient(PersonalClient):
     def alternated(self, work: Train) -> Steps[Trained]:
         """Train the head by itself from where some work starts, then do the work on the body."""
         body = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
-        head: Trained = yield Train(work.start, rates=body, epochs=self.method.head_epochs, stream=HEAD)
+        epochs = None if self.settings.train.local_steps else self.method.head_epochs
+        head: Trained = yield Train(work.start, rates=body, epochs=epochs, stream=HEAD)
         trained: Trained = yield replace(work, start=head.parameters, rates={"head": 0.0})
         return trained

@@ -10,6 +10,8 @@ from posy.client_app.training.work import Train
 class PerFedAvgClient(FedAvgFTClient):
     """Minimise F_i(w - alpha grad F_i(w)) (Per-FedAvg, Algorithm 1)."""
 
+    tuning_rounds = 0
+
     def work(self, start: Tensor) -> Train:
         """Return local training along the meta-gradient."""
         hessian = self.method.hessian_delta if self.method.hessian == "hf" else 0.0

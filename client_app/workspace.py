@@ -16,7 +16,7 @@ from posy.client_app.training.batches import Augment
 from posy.client_app.training.networks import Network
 from posy.client_app.training.trainer import Trainer
 from posy.data.agreement import task_of
-from posy.data.augment import crop, crop_and_flip, draw_boxes
+from posy.data.augment import DRAWS, crop, crop_and_flip
 from posy.data.client import ClientData, client_data
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
@@ -99,19 +99,20 @@ class Workspace:
     @cached_property
     def architecture(self) -> Architecture:
         """The plain network of the run."""
-        return architecture_for(self.settings.train.model, self.task)
+        return architecture_for(self.settings.train.model, self.task, self.settings.train.linear_init)
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
         """Return the training augmentation, if the settings ask for one."""
-        return None if self._change is None else Augment(draw_boxes, self._change, generator())
+        draw = DRAWS.get(self.settings.data.augment)
+        return Augment(draw, self._change, generator()) if draw else None
 
     @cached_property
-    def _change(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+    def _change(self) -> Callable[[Tensor, Tensor], Tensor]:
         """What the augmentation does to images, by their random numbers."""
-        if self.settings.data.augment == "crop-flip":
-            black = torch.from_numpy(-self.dataset.mean / self.dataset.std).to(self.device)
-            return partial(crop_and_flip, black=black)
-        return crop if self.settings.data.augment == "crop" else None
+        if self.settings.data.augment != "crop-flip":
+            return crop
+        black = torch.from_numpy(-self.dataset.mean / self.dataset.std).to(self.device)
+        return partial(crop_and_flip, black=black)
 
     def part_of(self, client: int) -> int:
         """Return a client's place in the partition; that of a site with its own data is 0."""
@@ -125,7 +126,10 @@ class Workspace:
         with self._lock:
             data = self._clients.get(client)
             if data is None:
-                data = client_data(self.dataset, self.partition, self.part_of(client), self.settings.data, self.device)
+                part, settings = self.part_of(client), self.settings
+                data = client_data(
+                    self.dataset, self.partition, part, settings.data, self.device, seed=settings.run.seed
+                )
                 if self._cached + data.nbytes <= self._room:
                     self._clients[client] = data
                     self._cached += data.nbytes

@@ -60,6 +60,33 @@ def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) 
         ) from error
 
 
+def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
+    """Give each client S classes in uneven shares, as PFLlib does.
+
+    Class after class goes to the first M S / C clients that may have more classes: clients in a row have the same.
+    Of those that share a class all but the last get 10 to 100 % of an even share at random; the last gets the rest.
+    """
+    clients, wanted, num_classes = settings.num_clients, settings.classes_per_client, dataset.task.num_classes
+    missing = np.full(clients, wanted)
+    parts: list[Parts] = [[] for _ in range(clients)]
+    for label in range(num_classes):
+        own = rng.permutation(np.flatnonzero(dataset.y == label))
+        takers = np.flatnonzero(missing)[: -(-clients * wanted // num_classes)]
+        if not 0 < len(takers) <= len(own):
+            raise SettingsError(
+                f"classes-per-client = {wanted} with num-clients = {clients} gives the {len(own)} samples of class "
+                f"{dataset.task.class_names[label]} of {dataset.name} to {len(takers)} clients; it must be one client "
+                "or more, each with a sample. It is where num-clients times classes-per-client is a multiple of the "
+                f"{num_classes} classes"
+            )
+        even = len(own) / len(takers)
+        sizes = rng.integers(max(1, int(even / 10)), max(2, int(even)), len(takers) - 1)
+        for client, part in zip(takers, np.split(own, np.cumsum(sizes)), strict=True):
+            parts[client].append(part)
+        missing[takers] -= 1
+    return [np.concatenate(own) for own in parts]
+
+
 def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Sort by label, cut into equal shards, give each client some at random (FedDRM, section 5).
 
@@ -87,6 +114,7 @@ ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]]
     "dirichlet": dirichlet,
     "iid": iid,
     "classes": classes,
+    "pathological": pathological,
     "shards": shards,
     "natural": natural,
 }

@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posy.data.augment import crop, draw_resized_boxes
 from posy.data.dataset import Dataset
 from posy.data.partitions import Partition
 from posy.data.settings import DataSettings
 from posy.data.shifts import SHIFTS, apply_shift
+from posy.randomness import torch_generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,17 +37,28 @@ class ClientData:
 
 
 def client_data(
-    dataset: Dataset, part: Partition, client: int, settings: DataSettings, device: torch.device
+    dataset: Dataset, part: Partition, client: int, settings: DataSettings, device: torch.device, *, seed: int = 0
 ) -> ClientData:
-    """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if there is none."""
+    """Gather, shift and normalise the samples of one client, or raise :class:`IndexError` if there is none.
+
+    With `resized-crop` test and validation images are cropped here, at random by the seed; training crops them anew in
+    each epoch.
+    """
     if not 0 <= client < len(part.train):
         raise IndexError(f"client {client}: there are {len(part.train)} clients, numbered from 0")
 
     def tensors(indices: np.ndarray) -> tuple[Tensor, Tensor]:
         return _inputs(dataset, indices, client, settings, device), torch.from_numpy(dataset.y[indices]).to(device)
 
+    def cropped(split: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if settings.augment != "resized-crop" or not len(x):
+            return x, y
+        boxes = draw_resized_boxes(len(x), torch_generator(seed, f"crop-{split}", client))
+        return crop(x, boxes.to(device)), y
+
     train, test, validation = (tensors(own[client]) for own in (part.train, part.test, part.validation))
-    return ClientData(*train, *test, *validation, dataset.task.num_classes)
+    evaluated = (*cropped("test", *test), *cropped("validation", *validation))
+    return ClientData(*train, *evaluated, dataset.task.num_classes)
 
 
 def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:

@@ -109,7 +109,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
         raise SettingsError(
             f"num-clients = {clients}: {dataset.name} has {len(dataset)} samples, and each client needs at least one"
         )
-    if kind == "classes" and settings.classes_per_client > num_classes:
+    if kind in ("classes", "pathological") and settings.classes_per_client > num_classes:
         raise SettingsError(
             f"classes-per-client = {settings.classes_per_client}: {dataset.name} has {num_classes} classes; "
             f"allowed are 1 to {num_classes}"

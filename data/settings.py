@@ -32,7 +32,7 @@ class DataSettings:
     partition: str = setting(
         "dirichlet",
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
-        choices=("dirichlet", "iid", "classes", "shards", "natural", "file", "given"),
+        choices=("dirichlet", "iid", "classes", "pathological", "shards", "natural", "file", "given"),
     )
     num_clients: int = setting(
         10, "number of clients M", minimum=1, maximum=1_000_000, synonyms=("clients", "n-clients")
@@ -41,7 +41,7 @@ class DataSettings:
     dirichlet_balanced: bool = setting(
         False, "`dirichlet`: a client with its M-th part of all samples gets none of the classes that follow"
     )
-    classes_per_client: int = setting(2, "S of the pathological partition `classes`", minimum=1)
+    classes_per_client: int = setting(2, "S of the partitions `classes` and `pathological`", minimum=1)
     samples_per_client: int = setting(
         0,
         "`classes` and `iid`: training samples of each client, with test samples on top; 0: all",
@@ -72,9 +72,10 @@ class DataSettings:
     )
     augment: str = setting(
         "none",
-        "training augmentation of images; crop: to 90 to 100 % of the area, resized; crop-flip: with 4 black pixels "
-        "around, to the size that it was, and half of them mirrored",
-        choices=("none", "crop", "crop-flip"),
+        "augmentation of images; `crop`: training images to 90-100 % of their area; `resized-crop`: to other aspect "
+        "ratios too, and test images once (FedDRM's program); `crop-flip`: with 4 black pixels around, to the size "
+        "that they were, and half of them mirrored (FedRep's program)",
+        choices=("none", "crop", "resized-crop", "crop-flip"),
     )
     sample_kind: str = setting(
         "auto",

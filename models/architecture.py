@@ -10,7 +10,7 @@ from posy.data.task import Task
 from posy.models.build import build_model, resolve, seeded
 from posy.models.chain import ChainModel
 from posy.models.conditional import Conditional
-from posy.models.layers import CosineLinear
+from posy.models.layers import CosineLinear, kaiming_linear
 from posy.models.parameters import Entry, FloatArray, Layout, Part, layout_of
 from posy.models.two_branch import TwoBranch
 from posy.randomness import seed_of
@@ -27,10 +27,14 @@ class Architecture:
     cosine: float = 0.0  # scale of a head that compares directions (FedNH); 0: a linear head
     sharing: str = "deep"  # how many blocks both branches share, of posy.models.two_branch.SHARING
     conditional: bool = False  # with FedCP's policy and global head
+    linear_init: str = "default"  # or kaiming: weights of the linear layers
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the network; the same seed gives the same weights."""
         chain = build_model(self.model, self.task, seed=seed, ranks=dict(self.ranks))
+        if self.linear_init == "kaiming":
+            with seeded(seed_of(seed, "linear-init")):
+                kaiming_linear(chain)
         if self.cosine:
             with seeded(seed_of(seed, "head")):
                 chain.head = CosineLinear(chain.embedding_dim, self.task.num_classes, self.cosine)
@@ -38,7 +42,12 @@ class Architecture:
             return Conditional(chain, seed=seed)
         if not self.clients:
             return chain
-        return TwoBranch(chain, self.clients, self.sharing, seed=seed)
+        two = TwoBranch(chain, self.clients, self.sharing, seed=seed)
+        if self.linear_init == "kaiming":
+            with seeded(seed_of(seed, "linear-init", 1)):  # a stream apart from the class branch's
+                kaiming_linear(two.client_blocks)
+                kaiming_linear(two.client_head)
+        return two
 
     def initial(self, seed: int) -> FloatArray:
         """Return freshly initialised parameters as a flat vector ``(d,)``."""
@@ -94,9 +103,9 @@ def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Archi
     return replace(plain, ranks=tuple((layer, len(factor)) for layer, factor in down.items() if factor is not None))
 
 
-def architecture_for(model: str, task: Task) -> Architecture:
+def architecture_for(model: str, task: Task, linear_init: str = "default") -> Architecture:
     """Return the plain architecture of a model, ``auto`` resolved."""
-    return Architecture(resolve(model, task), task)
+    return Architecture(resolve(model, task), task, linear_init=linear_init)
 
 
 def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:

@@ -50,7 +50,12 @@ MODELS = {
     ),
     "resnet18-gn": Network("ResNet-18 with GroupNorm (He et al., 2016; FedDRM)", ("image",), "resnet:resnet18_gn"),
     "resnet18-bn": Network("ResNet-18 with BatchNorm (He et al., 2016)", ("image",), "resnet:resnet18_bn"),
-    "lenet-gn": Network("LeNet-5 with GroupNorm, for FedDRM's sharing levels", ("image",), "small:lenet_gn", 16),
+    "lenet-gn": Network(
+        "LeNet with GroupNorm, three fully connected layers with LayerNorm (FedDRM's sharing levels)",
+        ("image",),
+        "small:lenet_gn",
+        16,
+    ),
     "fasttext": Network("fastText with one hidden layer (Joulin et al., 2017; cwFedAvg)", ("text",), "text:fasttext"),
     "textcnn": Network("TextCNN (Kim, 2014; FedFew)", ("text",), "text:textcnn", 5),
 }

@@ -154,6 +154,18 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return root[:, None] * vh[:rank], u[:, :rank] * root
 
 
+def kaiming_linear(module: nn.Module) -> None:
+    """Draw the weights of all linear layers from Kaiming's normal distribution (fan-in), and set their biases to 0.
+
+    It comes from the global generator. A head of directions keeps them.
+    """
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+
 def reset_parameters(module: nn.Module) -> None:
     """Draw new initial parameters for a module and all its parts, from the global generator."""
     # Parts come before what holds them, so that a block's own initialisation has the last word.

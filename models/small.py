@@ -57,18 +57,19 @@ def cnn_3fc_wide(task: Task, ranks: Mapping[str, int]) -> ChainModel:
 
 
 def lenet_gn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
-    """Return LeNet-5 with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
+    """Return a LeNet with GroupNorm for FedDRM's sharing levels (Figs. 6 and 12).
 
-    Its four blocks give each level a depth of its own. The last, ``fc2``, has LayerNorm: it is the
-    part of a branch that even `deep` sharing leaves to each branch.
+    The paper prints no widths: these are the authors' program's. It shares nothing, ``conv1``, both convolutions, or
+    all but ``fc3``, the part of a branch that even `deep` sharing leaves to each branch.
     """
     blocks = {
-        "conv1": Convolution(task.input_shape[0], 6, KERNEL, norm_groups=2),
-        "conv2": Convolution(6, 16, KERNEL, norm_groups=2),
-        "fc1": FullyConnected(16 * _positions(task), 120, ranks.get("fc1")),
-        "fc2": FullyConnected(120, 84, ranks.get("fc2"), norm=True),
+        "conv1": Convolution(task.input_shape[0], 32, KERNEL, norm_groups=8),
+        "conv2": Convolution(32, 64, KERNEL, norm_groups=16),
+        "fc1": FullyConnected(64 * _positions(task), 512, ranks.get("fc1"), norm=True),
+        "fc2": FullyConnected(512, 256, ranks.get("fc2"), norm=True),
+        "fc3": FullyConnected(256, 128, ranks.get("fc3"), norm=True),
     }
-    return ChainModel(blocks, linear(84, task.num_classes, ranks.get("head")))
+    return ChainModel(blocks, linear(128, task.num_classes, ranks.get("head")))
 
 
 def _cnn_3fc(

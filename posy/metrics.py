@@ -98,3 +98,27 @@ def chosen(evaluations: Sequence[Evaluation], validation: Sequence[Evaluation]) 
     """Return the evaluation of the round that is best on the validation splits, or None where there is none."""
     found = best(validation)
     return None if found is None else next((e for e in evaluations if e.round == found.round), None)
+
+
+def over_rounds(evaluations: Sequence[Evaluation], rounds: int) -> dict[str, Any] | None:
+    """Return the mean of each measure over the evaluations of the last rounds; None where there are none.
+
+    ``evaluations`` is their number, ``deviation`` the standard deviation over them of the clients' ``mean`` and of
+    their ``weighted`` mean. Jain's index is None where one of them is.
+
+    Parameters
+    ----------
+    evaluations : sequence of Evaluation
+        In the order of the rounds.
+    rounds : int
+        Rounds to look back, the one of the last evaluation included, whether they were evaluated or not.
+    """
+    last: list[dict[str, Any]] = [dict(e.over_clients) for e in evaluations if e.round > evaluations[-1].round - rounds]
+    if not last:
+        return None
+    found: dict[str, Any] = {"evaluations": len(last)}
+    for measure in last[0]:
+        values = [each[measure] for each in last]
+        found[measure] = None if None in values else float(np.mean(values))
+    found["deviation"] = {m: float(np.std([each[m] for each in last])) for m in ("mean", "weighted")}
+    return found

@@ -182,6 +182,7 @@ class Recorder:
         self.rounds = server_round
         self._versions = dict(self.strategy.states.versions)
         over_clients = self.totals.add(record, evaluated=self.strategy.evaluates(server_round))
+        system = self._system_accuracy_of(server_round)
         counts, self.federation.grid.counts = self.federation.grid.counts, Counter()
         self.totals.delivery += counts
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
@@ -196,6 +197,7 @@ class Recorder:
                 "seconds": record.seconds,
                 "missing": record.missing,
                 "dropped": [{"client": client, "reason": reason} for client, reason in record.dropped],
+                **({} if system is None else {"system_accuracy": system}),
                 **{name.replace("-", "_"): count for name, count in counts.items()},
                 **record.quantities,
             }
@@ -222,6 +224,15 @@ class Recorder:
             self._server_state = {name: array.copy() for name, array in state.items()}
         if time.perf_counter() - self._drawn > DRAW_SECONDS:
             self._draw()
+
+    def _system_accuracy_of(self, server_round: int) -> float | None:
+        """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
+        if not (self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)):
+            return None
+        found = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
+        if found is not None:
+            self.totals.system.append((server_round, found))
+        return found
 
     def _note_round(self) -> None:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
@@ -289,7 +300,7 @@ class Recorder:
                 "seed": settings.run.seed,
                 "seconds": time.perf_counter() - self._started,
                 **peak_memory(self.workspace.device),
-                **self.totals.summary(),
+                **self.totals.summary(settings.run.average_rounds),
                 "system-accuracy": self._system_accuracy,
                 **self._newcomers(),
                 **self.strategy.extra_summary(),

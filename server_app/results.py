@@ -18,10 +18,11 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 from flwr.common.logger import log
 
 from posy.flower import versions
-from posy.metrics import Evaluation, Spread, best, chosen, spread
+from posy.metrics import Evaluation, Spread, best, chosen, over_rounds, spread
 from posy.settings import SettingsError, key_of
 from posy.storage import is_folder_name, lock, plain, replace, sync
 from posy.strategies.replies import RoundRecord
@@ -69,6 +70,8 @@ class Totals:
     """At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out."""
     validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     """The accuracy on the validation splits, likewise."""
+    system: list[tuple[int, float]] = field(default_factory=list)
+    """Rounds with their system accuracy, where it was found before the end."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The last row of each client."""
     last_round: list[int] = field(default_factory=list)
@@ -77,7 +80,9 @@ class Totals:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Return what :meth:`as_json` has written, which may stand among other keys."""
-        found = cls(**{f.name: stored[key_of(f.name)] for f in dataclasses.fields(cls)})
+        keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
+        # Checkpoints of earlier versions have no system accuracy of single rounds.
+        found = cls(**{name: stored[key] for name, key in keys.items() if name != "system" or key in stored})
         found.dropped, found.delivery = Counter(found.dropped), Counter(found.delivery)
         found.accuracy, found.loss, found.validation = (
             [[Evaluation(*evaluation) for evaluation in evaluations] for evaluations in points]
@@ -120,13 +125,14 @@ class Totals:
         self.clients = dict(sorted({**self.clients, **rows}.items()))
         return over_clients
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, average_rounds: int = 0) -> dict[str, Any]:
         """Return the totals that the summary of a run holds.
 
         ``best`` is the round that is best on the validation splits; the highest accuracy on the test splits is an
-        upper bound, for it was chosen on what it is measured by.
+        upper bound, for it was chosen on what it is measured by. With ``average_rounds`` there is the mean over the
+        evaluations of so many last rounds as ``average``.
         """
-        accuracy = {
+        accuracy: dict[str, Any] = {
             point: {
                 "last": _flat(evaluations[-1] if evaluations else None),
                 "best": _flat(chosen(evaluations, validation)),
@@ -134,6 +140,14 @@ class Totals:
             }
             for point, evaluations, validation in zip(POINTS, self.accuracy, self.validation, strict=True)
         }
+        if average_rounds:
+            for point, evaluations in zip(POINTS, self.accuracy, strict=True):
+                accuracy[point]["average"] = over_rounds(evaluations, average_rounds)
+            found = [value for number, value in self.system if number > self.system[-1][0] - average_rounds]
+            if found:
+                mean, deviation = float(np.mean(found)), float(np.std(found))
+                system = {"evaluations": len(found), "mean": mean, "deviation": deviation}
+                accuracy["system-accuracy-average"] = system
         own = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down, "samples": self.samples}
         return {**own, **accuracy, "dropped": self.dropped, **self.delivery, "missing": self.missing}
 

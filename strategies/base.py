@@ -341,6 +341,11 @@ class PersonalisedStrategy(Strategy):
         run = self.settings.run
         return server_round % run.evaluate_every == 0 or server_round == run.num_server_rounds
 
+    def in_average(self, server_round: int) -> bool:
+        """Tell whether a round is one of the last ones over which results are averaged."""
+        run = self.settings.run
+        return server_round > run.num_server_rounds - run.average_rounds
+
     @property
     def size(self) -> int:
         """Number of parameters d."""
@@ -359,7 +364,8 @@ class PersonalisedStrategy(Strategy):
         self.record = RoundRecord(server_round, away=away)
         self._clock = time.perf_counter()
         last = server_round == self.settings.run.num_server_rounds
-        due = last or self._clock - self._saved > SAVE_SECONDS
+        # System accuracy is that of stored models.
+        due = last or self.in_average(server_round) or self._clock - self._saved > SAVE_SECONDS
         self.saving = self.models_folder is not None and self.evaluates(server_round) and due
         if self.saving:
             self._saved = self._clock

@@ -32,7 +32,11 @@ class CwFedAvgSettings(
 ):
     """Settings of cwFedAvg."""
 
-    layers: str = setting("output", "layers averaged class-wise (Table 3)", choices=("output", "fc-output", "all"))
+    layers: str = setting(
+        "output",
+        "layers averaged class-wise (Table 3); `conv2-fc-output`: all but the first",
+        choices=("output", "fc-output", "conv2-fc-output", "all"),
+    )
     distribution: str = setting(
         "approx",
         "class distribution: read off the output layer, or the empirical one, which the clients then send",
@@ -48,7 +52,12 @@ class CwFedAvgSettings(
 
     def parts(self, network: Architecture) -> tuple[Part, Part]:
         """Return the parts of the flat vector that are averaged over all clients, and class-wise (Table 3)."""
-        names = {"output": ("head",), "fc-output": network.fully_connected, "all": network.layer_names}[self.layers]
+        names = {
+            "output": ("head",),
+            "fc-output": network.fully_connected,
+            "conv2-fc-output": network.layer_names[1:] or ("head",),
+            "all": network.layer_names,
+        }[self.layers]
         return network.layout.without(names), network.layout.part(names)
 
     def assembled(self, network: Architecture, sent: Any, whole: A) -> A:

@@ -6,6 +6,7 @@ sends each client the average of those that resemble its own.
 
 import numpy as np
 import numpy.typing as npt
+from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
@@ -29,10 +30,25 @@ class FedACSSettings(
         maximum=1,
         search=Search(0.0, 1.0),
     )
+    initialisation: str = setting(
+        "same",
+        "initial models of the clients: one for all, or each its own (Algorithm 1, line 1)",
+        choices=("same", "own"),
+    )
 
 
 class FedACS(AttentionStrategy):
-    """Send client i u_i = Σ_{S_ij > δ} S_ij w_j / Σ_{S_ij > δ} S_ij (Eq. 4); clients start from it (Eq. 5)."""
+    """Send client i u_i = Σ_{S_ij > δ} S_ij w_j / Σ_{S_ij > δ} S_ij (Eq. 4); clients start from it (Eq. 5).
+
+    Where initial models are the clients' own, a client without a trained model starts from its own.
+    """
+
+    def serve(self, client: int) -> NDArrays:
+        """Send u_i; to a client that has not trained yet its own initial model, if it has one."""
+        # A newcomer has none: as everywhere, it is sent the mean.
+        if self.method.initialisation == "own" and client in self.members and client not in self.seen:
+            return [self.initial(client)]
+        return super().serve(client)
 
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
         """Return the normalised attention ``(M, M)``."""

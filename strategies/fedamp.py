@@ -23,6 +23,11 @@ class FedAMPSettings(
     strength: float = setting(
         1.0, "lambda of the clients' proximal term", minimum=0, search=Search(0.01, 100.0, log=True)
     )
+    distance: str = setting(
+        "squared",
+        "distance in the proximal term: squared as in Eq. 4, or the plain norm as in PFLlib",
+        choices=("squared", "norm"),
+    )
     sigma: float = setting(
         0.1,
         "sigma of the attention-inducing function 1 - exp(-x / sigma)",

@@ -4,6 +4,7 @@
 classifiers, and a client branch that tells whose data a sample looks like.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
         """Add the client branch; raise :class:`SettingsError` for fewer than two clients to tell apart."""
         if num_clients < 2:
             raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to tell apart")
-        return Architecture(plain.model, plain.task, clients=num_clients, sharing=self.sharing)
+        return replace(plain, clients=num_clients, sharing=self.sharing)
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
         """Keep the class classifier."""

@@ -35,7 +35,11 @@ class FedPACSettings(
     strength: float = setting(
         1.0, "lambda: weight of the distance to the global class means", minimum=0, search=Search(0.1, 10.0, log=True)
     )
-    head_epochs: int = setting(1, "epochs on the head, before `local-epochs` on the body", minimum=1)
+    head_epochs: int = setting(
+        1,
+        "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
+        minimum=1,
+    )
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
         """Give every client a head of its own."""

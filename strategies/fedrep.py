@@ -13,7 +13,10 @@ class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedRep."""
 
     head_epochs: int = setting(
-        1, "epochs on the head, before `local-epochs` on the body", minimum=1, search=Search(1, 10)
+        1,
+        "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
+        minimum=1,
+        search=Search(1, 10),
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:

@@ -39,8 +39,6 @@ class MethodSettings:
     point: ClassVar[str] = "local"
     """The evaluation point at which the method is meant to be used: ``served`` if its clients need no training of their
     own before they predict, else ``local``."""
-    follows_number_of_rounds: ClassVar[bool] = False
-    """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
 
     def __init_subclass__(
         cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED, point: Literal["served", "local"] = "local"
@@ -48,6 +46,11 @@ class MethodSettings:
         """Make the subclass a frozen dataclass."""
         cls.noise, cls.sums, cls.point = noise, sums, point
         dataclass(frozen=True)(cls)
+
+    @property
+    def follows_number_of_rounds(self) -> bool:
+        """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
+        return False
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
         """Return the network that is trained; by default the plain one of the run."""

@@ -23,6 +23,11 @@ class TrainSettings:
         choices=("auto", *MODELS),
         synonyms=("arch", "architecture", "net", "network"),
     )
+    linear_init: str = setting(
+        "default",
+        "initial weights of linear layers: PyTorch's, or Kaiming's normal distribution with biases of 0 (FedDRM)",
+        choices=("default", "kaiming"),
+    )
     local_epochs: int = setting(
         2, "passes over the client's training data a round", minimum=1, synonyms=("epochs", "num-epochs")
     )
@@ -135,6 +140,13 @@ class RunSettings:
         affects_results=False,
     )
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
+    average_rounds: int = setting(
+        0,
+        "last rounds over whose evaluations the summary also has the mean; system accuracy, where it is asked for, is "
+        "then found in each of them; 0: none",
+        minimum=0,
+        resumable=True,
+    )
     system_accuracy: str = setting(
         "auto",
         "accuracy on the pooled test sets: FedDRM's routing, else a majority vote; `auto`: FedDRM only",

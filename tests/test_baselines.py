@@ -97,6 +97,64 @@ def test_fine_tuned_federation_serves_fedavgs_model(make_config, federate):
     assert set(tuned.column("local_accuracy")[0]) == {0, 1, 2}  # client 3 has no test sample
 
 
+def test_rounds_of_fine_tuning_by_hand(make_client, gradient_of, softmax_regression):
+    """Of four rounds the last two: the client starts from the served model, goes on with its own, and sends nothing."""
+    client = make_client("fedavg-ft", **WHOLE, num_server_rounds=4, fedavg_ft_rounds=2, fedavg_ft_lr=0.3)
+    served, other = start_of(client), start_of(client, 1)
+    (sent,), _, metrics = client.fit([served], {**CONFIG, "server-round": 2})
+    np.testing.assert_allclose(sent, served - LR * gradient_of(client, served), atol=1e-5)
+    assert not client.state
+    assert "local-loss" not in client.evaluate([served], {**EVALUATE, "server-round": 2})[2]
+    own = served - 0.3 * gradient_of(client, served)
+    arrays, _, _ = client.fit([served], {**CONFIG, "server-round": 3})
+    assert arrays == []
+    np.testing.assert_allclose(client.state["model"], own, atol=1e-5)
+    own = own - 0.3 * gradient_of(client, own)
+    _, _, metrics = client.fit([other], {**CONFIG, "server-round": 4, "evaluate-local": True})
+    np.testing.assert_allclose(client.state["model"], own, atol=1e-5)
+    test = client.data.x_test.numpy(), client.data.y_test.numpy()
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(own, *test)[0], rel=1e-4)
+    _, _, metrics = client.evaluate([other], {**EVALUATE, "server-round": 4})
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(own, *test)[0], rel=1e-4)
+    assert metrics["served-loss"] == pytest.approx(softmax_regression(other, *test)[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu"])
+def test_nothing_is_averaged_while_clients_fine_tune(make_config, federate, method):
+    """Five rounds with two of fine-tuning leave the server what three rounds leave it."""
+    own = {f"{method}-rounds".replace("-", "_"): 2}
+    tuned = federate(make_config(method, model="mlp", num_server_rounds=5, local_steps=2, **own))
+    plain = federate(make_config(method, model="mlp", num_server_rounds=3, local_steps=2))
+    np.testing.assert_array_equal(tuned.strategy.model, plain.strategy.model)
+    served = tuned.column("served_loss")
+    assert served[2] == served[3] == served[4] == plain.column("served_loss")[2]
+    local = tuned.column("local_loss")
+    assert not any(local[:3]) and local[3].keys() == served[3].keys()
+    assert local[4] != local[3]
+    assert [bool(record.bytes_up) for record in tuned.records] == [True, True, True, False, False]
+    assert not any(record.dropped for record in tuned.records)
+
+
+def test_fine_tuning_rounds_are_the_same_side_by_side(make_config, federate):
+    settings = {"model": "mlp", "momentum": 0.5, "num_server_rounds": 4, "fedavg_ft_rounds": 2}
+    alone, together = (federate(make_config("fedavg-ft", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    for client in range(4):
+        np.testing.assert_allclose(together.kept(client)["model"], alone.kept(client)["model"], rtol=1e-4, atol=1e-5)
+
+
+def test_rounds_of_fine_tuning_fix_the_number_of_rounds(make_strategy):
+    """They are the last ones: a run that is resumed must not have more."""
+    assert make_strategy("fedavg-ft", fedavg_ft_rounds=1).method.follows_number_of_rounds
+    assert not make_strategy("fedavg-ft").method.follows_number_of_rounds
+
+
+def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
+    with pytest.raises(SettingsError, match="fedavg-ft-rounds = 3: it must be less than num-server-rounds = 3"):
+        make_strategy("fedavg-ft", fedavg_ft_rounds=3)
+    with pytest.raises(SettingsError, match="fedbabu-rounds = 1 does not go with secure-aggregation = true"):
+        make_strategy("fedbabu", fedbabu_rounds=1, secure_aggregation=True)
+
+
 # -- FedProx -------------------------------------------------------------------------------------------
 
 
@@ -118,8 +176,14 @@ def test_fedprox_without_pull_is_fedavg(make_config, federate):
 # -- FedRep --------------------------------------------------------------------------------------------
 
 
-def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head(make_client):
-    client = make_client("fedrep", batch_size=100, fedrep_head_epochs=2)
+@pytest.mark.parametrize(
+    ("lengths", "head_steps", "body_steps"),
+    [({"fedrep_head_epochs": 2}, 2, 1), ({"fedrep_head_epochs": 4, "local_steps": 3}, 3, 3)],
+)
+def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head(
+    make_client, lengths, head_steps, body_steps
+):
+    client = make_client("fedrep", batch_size=100, **lengths)
     start = client.initial()
     model = client.architecture.build()
     model.load_state_dict(client.layout.views(start.clone()))
@@ -131,9 +195,10 @@ def test_fedrep_trains_the_head_on_the_served_body_then_the_body_on_the_new_head
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 parameter.sub_(LR * gradient)
 
-    step(head)
-    step(head)
-    step(list(model.blocks.parameters()))
+    for _ in range(head_steps):
+        step(head)
+    for _ in range(body_steps):
+        step(list(model.blocks.parameters()))
     expected = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     body = client.layout.without(["head"])
     (sent,), _, _ = client.fit([body.take(start.numpy())], CONFIG)
@@ -188,6 +253,17 @@ def test_dittos_personal_epochs(make_client, gradient_of):
     np.testing.assert_allclose(client.state["model"], twice, atol=1e-5)
 
 
+def test_dittos_models_both_take_the_local_steps(make_client, gradient_of):
+    client = make_client("ditto", **WHOLE, local_steps=2, ditto_strength=0.7)
+    start = start_of(client)
+    (sent,), _, metrics = client.fit([start], CONFIG)
+    once = start - LR * gradient_of(client, start)
+    twice = once - LR * gradient_of(client, once)
+    np.testing.assert_allclose(sent, twice, atol=1e-5)
+    np.testing.assert_allclose(client.state["model"], twice - LR * 0.7 * (once - start), atol=1e-5)
+    assert metrics["samples"] == 4 * 21
+
+
 def test_dittos_global_model_is_fedavgs(make_config, federate):
     ditto, plain = federate(make_config("ditto")), federate(make_config("fedavg"))
     np.testing.assert_array_equal(ditto.strategy.model, plain.strategy.model)
@@ -240,6 +316,23 @@ def test_fedamp_client_by_hand(make_client, gradient_of):
     np.testing.assert_array_equal(client.state["model"], sent)
 
 
+def test_fedamp_with_the_distance_not_squared_by_hand(make_client, gradient_of):
+    """The gradient of λ/(2α) ||w - u|| is λ/(2α) times the unit vector from u to w; at w = u there is no pull."""
+    client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0, fedamp_distance="norm")
+    first, second = start_of(client), start_of(client, 1)
+    (own,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(own, first - LR * gradient_of(client, first), atol=1e-5)
+    (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
+    away = (own - second) / np.linalg.norm(own - second)
+    np.testing.assert_allclose(sent, own - LR * (gradient_of(client, own) + 0.75 * away), atol=1e-5)
+
+
+def test_fedamp_with_the_distance_not_squared_side_by_side(make_config, federate):
+    settings = {"model": "mlp", "momentum": 0.5, "fedamp_distance": "norm", "fedamp_alpha": 1.0}
+    alone, together = (federate(make_config("fedamp", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    np.testing.assert_allclose(together.strategy.models, alone.strategy.models, rtol=1e-4, atol=1e-5)
+
+
 def test_fedamp_round_by_hand(make_strategy, update):
     strategy = make_strategy("fedamp", model="linear", fedamp_alpha=0.5, fedamp_sigma=2.0)
     models = np.zeros((2, strategy.size), np.float32)
@@ -263,6 +356,15 @@ def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, upd
     np.testing.assert_allclose(strategy.models[[0, 2]], [rows[2], np.full(strategy.size, 4)])
     np.testing.assert_array_equal(strategy.models[1], before[1])
     assert quantities == {"cluster_sizes": [1, 0, 2]}
+
+
+def test_clusters_are_averaged_with_equal_weights(make_strategy, update):
+    strategy = make_strategy("ifca", model="linear", ifca_clusters=2, ifca_mean="uniform")
+    before = strategy.models
+    rows = [np.full(strategy.size, value, np.float32) for value in (1, 5)]
+    strategy.aggregate(1, [update(c, [row, 1], n) for c, (row, n) in enumerate(zip(rows, (1, 3), strict=True))])
+    np.testing.assert_allclose(strategy.models[1], np.full(strategy.size, 3))
+    np.testing.assert_array_equal(strategy.models[0], before[0])
 
 
 @pytest.mark.parametrize("cluster", [-1, 2])

@@ -110,6 +110,18 @@ def test_fedbabu_trains_the_body_and_fine_tunes_the_whole(make_client: Make) -> 
     assert metrics["local-loss"] == pytest.approx(test_loss(client, whole), rel=1e-4)
 
 
+def test_fedbabu_fine_tunes_the_head_alone(make_client: Make) -> None:
+    client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2, fedbabu_tuned="head")
+    body, head = client.layout.without(["head"]), client.layout.part(["head"])
+    whole = client.initial().numpy().copy()
+    received = body.take(start_of(client)).copy()
+    body.put(whole, received)
+    _, _, metrics = client.evaluate([received], EVALUATE)
+    for _ in range(2):
+        head.put(whole, head.take(whole) - 0.3 * head.take(gradient(client, whole)))
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, whole), rel=1e-4)
+
+
 def test_fedbabus_server_holds_no_head(make_config: Make, federate: Make) -> None:
     finished = federate(make_config("fedbabu", model="mlp"))
     assert finished.strategy.model.size == finished.strategy.architecture.layout.without(["head"]).size

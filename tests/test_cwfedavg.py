@@ -151,7 +151,12 @@ def test_one_class_per_client_is_fedavg_within_each_class(make_strategy, update)
 
 @pytest.mark.parametrize(
     ("layers", "classwise"),
-    [("output", {"head"}), ("fc-output", {"fc1", "head"}), ("all", {"conv1", "conv2", "fc1", "head"})],
+    [
+        ("output", {"head"}),
+        ("fc-output", {"fc1", "head"}),
+        ("conv2-fc-output", {"conv2", "fc1", "head"}),
+        ("all", {"conv1", "conv2", "fc1", "head"}),
+    ],
 )
 def test_layers_that_are_averaged_class_wise(make_strategy, update, layers, classwise):
     """The others are the plain weighted mean; biases follow their layer."""

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from posy.client_app.workspace import Workspace
-from posy.data.augment import crop, crop_and_flip, draw_boxes
+from posy.data.augment import crop, crop_and_flip, draw_boxes, draw_places, draw_resized_boxes
 from posy.data.client import client_data
+from posy.data.dataset import make_dataset
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, partition
@@ -888,7 +889,7 @@ def test_padded_crops_reach_all_places_and_mirror_half():
     x = torch.full((4000, 1, 9, 9), -1.0)
     x[:, 0, 4, 4] = 1  # with four pixels on each side, it is in every crop
     x[:, 0, 4, 5] = 0.5
-    found = crop_and_flip(x, draw_boxes(len(x), torch.Generator().manual_seed(0)), torch.tensor([-1.0]))
+    found = crop_and_flip(x, draw_places(len(x), torch.Generator().manual_seed(0)), torch.tensor([-1.0]))
     assert found.is_contiguous(memory_format=torch.channels_last)
     places = (found[:, 0] == 1).flatten(1)
     assert bool((places.sum(dim=1) == 1).all())
@@ -910,3 +911,44 @@ def test_what_comes_in_around_an_image_is_a_black_pixel(kind, tmp_path):
     x = workspace.client_data(0).x_train
     found = augment.change(x, augment.numbers([len(x)]))
     assert found.unique().tolist() == [-1 if kind is np.uint8 else 0, 1]
+
+
+def test_a_crop_by_hand():
+    """The right half, at the bottom three quarters, of an image whose pixels tell where they are."""
+    size = 8
+    places = (torch.arange(size) + 0.5) / size
+    image = torch.stack([places.expand(size, size), places[:, None].expand(size, size)])[None]
+    cropped = crop(image, torch.tensor([[0.5, 0.75, 1.0, 1.0]]))
+    inner = slice(1, -1)  # a pixel at the rim has no neighbour beyond it
+    assert torch.allclose(cropped[0, 0, 0, inner], 0.5 + 0.5 * places[inner])
+    assert torch.allclose(cropped[0, 1, inner, 0], 0.25 + 0.75 * places[inner])
+
+
+def test_resized_crops_have_aspect_ratios_of_their_own():
+    boxes = draw_resized_boxes(4000, torch.Generator().manual_seed(2))
+    width, height = boxes[:, 0], boxes[:, 1]
+    assert bool((boxes >= 0).all()) and bool((boxes <= 1).all())
+    whole = (width == 1) & (height == 1)
+    area, ratio = (width * height)[~whole], (width / height)[~whole]
+    assert area.min() >= 0.9 - 1e-6
+    assert ratio.log().std() > 0.02 and abs(float(ratio.log().mean())) < 0.005
+    # A box of area a fits where |log ratio| <= -log a, in (-log a) / log(4/3) of all cases: 0.0518 / 0.2877 on average.
+    assert float(whole.float().mean()) == pytest.approx((1 - 0.18) ** 10, abs=0.02)
+
+
+def test_resized_crops_are_of_test_images_too_and_by_the_seed_alone():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (60, 8, 8, 3)).astype(np.uint8), np.arange(60) % 2
+    data = make_dataset("images", "image", x, y, ("a", "b"))
+    part = Partition((np.arange(20),), (np.arange(20, 40),), (np.arange(40, 60),))
+    plain, crops = DataSettings(), DataSettings(augment="resized-crop")
+    as_they_are = client_data(data, part, 0, plain, CPU)
+    first, again, other = (client_data(data, part, 0, crops, CPU, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.x_train, as_they_are.x_train)  # training draws its own crops
+    for split in ("x_test", "x_validation"):
+        images = getattr(first, split)
+        assert images.shape == getattr(as_they_are, split).shape
+        assert not torch.equal(images, getattr(as_they_are, split))
+        assert torch.equal(images, getattr(again, split))
+        assert not torch.equal(images, getattr(other, split))
+    assert torch.equal(client_data(data, part, 0, DataSettings(augment="crop"), CPU).x_test, as_they_are.x_test)

@@ -126,6 +126,27 @@ def test_round_by_hand(make_strategy, update):
     assert quantities["attention_to_self"] == pytest.approx((2 / 3 + 2 / 3 + 1) / 3, rel=1e-6)
 
 
+def test_clients_start_from_models_of_their_own(make_strategy, update):
+    """Only those that have not trained; independent models are nearly orthogonal."""
+    strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own")
+    starts = np.stack([strategy.serve(client)[0] for client in range(4)])
+    for client, start in enumerate(starts):
+        np.testing.assert_array_equal(start, strategy.initial(client))
+    similarity = cosine_similarity(starts)
+    assert np.abs(similarity - np.eye(4)).max() < 0.9
+    strategy.aggregate(1, [update(1, [starts[1]])])
+    np.testing.assert_allclose(strategy.serve(1)[0], starts[1])
+    np.testing.assert_array_equal(strategy.serve(3)[0], starts[3])
+
+
+def test_newcomers_are_sent_the_mean_also_where_others_have_models_of_their_own(make_strategy, update):
+    strategy = make_strategy("fedacs", model="linear", fedacs_initialisation="own", holdout_clients=0.25)
+    (newcomer,) = strategy.newcomers
+    first, second, _ = strategy.members
+    strategy.aggregate(1, [update(first, [np.ones(strategy.size)]), update(second, [np.zeros(strategy.size)])])
+    np.testing.assert_allclose(strategy.serve(newcomer)[0], 0.5)
+
+
 def test_those_not_seen_yet_are_sent_one_array(make_strategy, update):
     strategy = make_strategy("fedacs", model="linear")
     models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)

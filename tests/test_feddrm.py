@@ -1,5 +1,6 @@
 """FedDRM: objective and routing by hand, what is personal, system accuracy where the routing is known."""
 
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from posy.client_app.feddrm import class_and_client
 from posy.client_app.training.batches import Batch
 from posy.client_app.workspace import Workspace
+from posy.server_app.app import run
 from posy.server_app.results import RunDirectory
 from posy.server_app.system import pooled_test, system_accuracy
 from posy.settings import SettingsError
@@ -142,20 +144,29 @@ def test_client_branch_has_one_output_a_client(make_strategy):
 @pytest.mark.parametrize(
     ("sharing", "own"),
     [
-        ("none", ("conv1", "conv2", "fc1", "fc2")),
-        ("shallow", ("conv2", "fc1", "fc2")),
-        ("mid", ("fc1", "fc2")),
-        ("deep", ("fc2",)),
+        ("none", ("conv1", "conv2", "fc1", "fc2", "fc3")),
+        ("shallow", ("conv2", "fc1", "fc2", "fc3")),
+        ("mid", ("fc1", "fc2", "fc3")),
+        ("deep", ("fc3",)),
     ],
 )
 def test_client_branch_has_blocks_of_its_own_from_where_sharing_ends(make_strategy, make_client, sharing, own):
-    """Besides them it has its classifier: 84 features, 2 clients."""
+    """Besides them it has its classifier: 128 features, 2 clients."""
     x = np.random.default_rng(0).normal(size=(4, 16, 16)).astype(np.float32)
     data = (x, np.array([0, 1, 0, 1]), [[0], [1]], [[2], [3]])
     options = {"data": data, "model": "lenet-gn", "feddrm_sharing": sharing}
     for made in (make_strategy("feddrm", **options), make_client("feddrm", **options)):
         layout = made.architecture.layout
-        assert layout.part(["client-branch"]).size == layout.part(own).size + 84 * 2 + 2
+        assert layout.part(["client-branch"]).size == layout.part(own).size + 128 * 2 + 2
+
+
+def test_both_sides_initialise_linear_layers_alike(make_strategy, make_client):
+    strategy, client = (make("feddrm", linear_init="kaiming") for make in (make_strategy, make_client))
+    start = strategy.initial()
+    np.testing.assert_array_equal(start, client.initial().numpy())
+    tensors = strategy.architecture.layout.views(start)
+    assert not any(tensors[name].any() for name in tensors if name.endswith("bias"))
+    assert np.abs(start - make_strategy("feddrm").initial()).max() > 0.1
 
 
 def test_one_client_cannot_be_told_apart(make_strategy):
@@ -279,3 +290,19 @@ def test_federation_learns_to_route(make_config, federate):
     x, _, owner = pooled_test(Workspace(strategy.settings), strategy.members)
     assert route_queries(model(x)[1], np.array([4.0, 2.0])).tolist() == owner.tolist()
     assert finished.column("served_accuracy")[-1] == {0: 1.0, 1: 1.0}
+
+
+@pytest.mark.parametrize("method", ["feddrm", "fedavg"])
+def test_system_accuracy_over_the_last_rounds(make_config, method):
+    """Of six rounds, every second evaluated, the last three hold two; the last one's is that of the end."""
+    own = {"num_server_rounds": 6, "evaluate_every": 2, "average_rounds": 3, "system_accuracy": "on"}
+    recorder = run(None, make_config(method, model="mlp", **own))
+    rows = [json.loads(line) for line in (recorder.directory.path / "rounds.jsonl").read_text().splitlines()]
+    found = {row["round"]: row["system_accuracy"] for row in rows if "system_accuracy" in row}
+    assert found.keys() == {4, 6}
+    assert found[6] == recorder.summary["system-accuracy"]
+    average = recorder.summary["system-accuracy-average"]
+    assert average["mean"] == pytest.approx((found[4] + found[6]) / 2)
+    assert average["evaluations"] == recorder.summary["served"]["average"]["evaluations"] == 2
+    served = [row["served_accuracy"]["weighted"] for row in rows if row["round"] in found]
+    assert recorder.summary["served"]["average"]["weighted"] == pytest.approx(sum(served) / 2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posy.metrics import majority_vote, spread
+from posy.metrics import Evaluation, majority_vote, over_rounds, spread
 
 accuracies = st.lists(st.floats(0, 1), min_size=1, max_size=50)
 
@@ -80,6 +80,21 @@ def test_bounds(values: list[float]) -> None:
 def test_the_order_of_clients_does_not_matter(values: list[float]) -> None:
     weights = list(range(1, len(values) + 1))
     assert spread(values, weights) == pytest.approx(spread(values[::-1], weights[::-1]))
+
+
+def test_means_over_the_last_rounds_by_hand() -> None:
+    """Rounds 6 and 8 lie within the last three; weights 1 and 3."""
+    each = {number: spread(values, [1, 3]) for number, values in ((5, [0.0, 0.0]), (6, [0.2, 0.4]), (8, [0.6, 0.4]))}
+    evaluations = [Evaluation(number, over) for number, over in each.items() if over is not None]
+    found = over_rounds(evaluations, 3)
+    assert found is not None and found["evaluations"] == 2
+    assert found["mean"] == pytest.approx(0.4)
+    assert found["weighted"] == pytest.approx((0.35 + 0.45) / 2)
+    assert (found["min"], found["max"], found["std"]) == pytest.approx((0.3, 0.5, 0.1))
+    assert found["deviation"] == pytest.approx({"mean": 0.1, "weighted": 0.05})
+    assert (over_rounds(evaluations, 4) or {})["jain"] is None  # that of zeros is none
+    assert (over_rounds(evaluations, 1) or {})["mean"] == pytest.approx(0.5)
+    assert over_rounds([], 5) is None
 
 
 def test_vote_and_ties() -> None:

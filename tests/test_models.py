@@ -1,6 +1,7 @@
 """The networks: sizes worked by hand, order of layers, seeds, stacking, low rank, two branches."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,8 +99,13 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
         ("cnn-3fc", CIFAR, {"conv1": 4_864, "conv2": 102_464, "fc1": 192_120, "fc2": 7_744, "head": 650}),
         # 3·25·64+64, 64·25·128+128, 3200·256+256, 256·128+128, 128·10+10
         ("cnn-3fc-wide", CIFAR, {"conv1": 4_864, "conv2": 204_928, "fc1": 819_456, "fc2": 32_896, "head": 1_290}),
-        # 3·25·6+6 and 2·6 of the norm, 6·25·16+16 and 2·16, 400·120+120, 120·84+84 and 2·84, 84·10+10
-        ("lenet-gn", CIFAR, {"conv1": 468, "conv2": 2_448, "fc1": 48_120, "fc2": 10_332, "head": 850}),
+        # 2,432 and 2·32 of the norm, 51,264 and 2·64, 1600·512+512 and 2·512, 512·256+256 and 2·256,
+        # 256·128+128 and 2·128, 128·10+10
+        (
+            "lenet-gn",
+            CIFAR,
+            {"conv1": 2_496, "conv2": 51_392, "fc1": 820_736, "fc2": 131_840, "fc3": 33_152, "head": 1_290},
+        ),
         # 27·64+128; 4·(576·64+128); halves: 576·128+1152·128·3+64·128+5·256 and so on; 512·256+256+512; 2,570
         (
             "resnet18-gn",
@@ -360,20 +366,20 @@ def test_ranks_name_fully_connected_layers() -> None:
 
 def test_sharing_levels() -> None:
     lenet = build_model("lenet-gn", CIFAR, seed=0)
-    assert [shared_blocks(lenet, level) for level in SHARING] == [0, 1, 2, 3]
+    assert [shared_blocks(lenet, level) for level in SHARING] == [0, 1, 2, 4]
     resnet = build_model("resnet18-gn", DIGITS, seed=0)
     assert [shared_blocks(resnet, level) for level in SHARING] == [0, 1, 3, 5]
     assert [shared_blocks(build_model("linear", CIFAR, seed=0), level) for level in SHARING] == [0, 0, 0, 0]
 
 
 def test_two_branches_by_sharing_level() -> None:
-    """LeNet's blocks hold 468, 2,448, 48,120 and 10,332 parameters; a head of 5 clients 84·5+5."""
-    expected = {"none": 61_368, "shallow": 60_900, "mid": 58_452, "deep": 10_332}
+    """LeNet's blocks hold 2,496, 51,392, 820,736, 131,840 and 33,152 parameters; a head of 5 clients 128·5+5."""
+    expected = {"none": 1_039_616, "shallow": 1_037_120, "mid": 985_728, "deep": 33_152}
     for level, own in expected.items():
         model = build_model("lenet-gn", CIFAR, seed=0)
         two = TwoBranch(model, 5, level)
         assert count(two.client_blocks) == own
-        assert count(two) == count(model) + own + 425
+        assert count(two) == count(model) + own + 645
 
 
 @pytest.mark.parametrize("name", SUITED)
@@ -424,6 +430,31 @@ def test_client_branch_has_weights_of_its_own_from_its_seed() -> None:
     assert all(abs(torch.corrcoef(torch.stack([own[k].ravel(), p.ravel()]))[0, 1]) < 0.25 for k, p in weights.items())
     assert not torch.equal(first.client_head.weight, model.head.weight)
     assert not torch.equal(first.client_head.weight, other.client_head.weight)
+
+
+def test_linear_layers_after_kaiming() -> None:
+    """Weights of standard deviation √(2 / inputs) and biases of 0; convolutions and norms stay as they are."""
+    plain = Architecture("lenet-gn", CIFAR, clients=5)
+    first, again = (replace(plain, linear_init="kaiming").build(3) for _ in range(2))
+    tensors, before = first.state_dict(), plain.build(3).state_dict()
+    for name, module in first.named_modules():
+        if isinstance(module, nn.Linear):
+            deviation = math.sqrt(2 / module.in_features)
+            assert module.weight.std().item() == pytest.approx(deviation, rel=0.1), name
+            assert module.weight.abs().max() > 2.2 * deviation  # a uniform distribution would end at √3
+            assert not module.bias.any()
+        elif next(module.children(), None) is None:
+            assert all(torch.equal(t, before[f"{name}.{key}"]) for key, t in module.state_dict().items())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in again.state_dict().items())
+    classes, clients = tensors["model.blocks.fc3.linear.weight"], tensors["client_blocks.fc3.linear.weight"]
+    assert torch.corrcoef(torch.stack([classes.ravel(), clients.ravel()]))[0, 1].abs() < 0.05
+
+
+def test_directions_of_a_head_are_no_weights_of_a_linear_layer() -> None:
+    plain = Architecture("mlp", FEATURES, cosine=10.0)
+    kaiming = replace(plain, linear_init="kaiming")
+    assert torch.equal(plain.build(1).head.weight, kaiming.build(1).head.weight)
+    assert not torch.equal(plain.build(1).blocks["fc1"].linear.weight, kaiming.build(1).blocks["fc1"].linear.weight)
 
 
 # Which network for which data

@@ -36,6 +36,7 @@ KINDS = {
     "dirichlet": settings(num_clients=6, dirichlet_alpha=0.5),
     "iid": settings(num_clients=7, partition="iid"),
     "classes": settings(num_clients=6, partition="classes", classes_per_client=2),
+    "pathological": settings(num_clients=10, partition="pathological", classes_per_client=2),
     "shards": settings(num_clients=5, partition="shards", shards_per_client=4),
     "natural": settings(num_clients=4, partition="natural"),
     "equal classes": settings(num_clients=6, partition="classes", classes_per_client=2, samples_per_client=21),
@@ -147,6 +148,26 @@ def test_pathological_clients_have_their_classes_and_no_other():
     for column in counts.T:  # the clients that have a class share it evenly
         held = column[column > 0]
         assert held.max() - held.min() <= 1
+
+
+def test_clients_in_a_row_share_their_classes_unevenly():
+    """10 clients with 2 of 5 classes: classes 0 and 1 go to clients 0 to 3, and so on; an even share is 25 of 100."""
+    data = made(100, 5)
+    counts = partition(data, KINDS["pathological"], 0).counts(data.y, 5)
+    holders = [np.flatnonzero(column).tolist() for column in counts.T]
+    assert holders == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8, 9]]
+    assert counts.sum(0).tolist() == [100] * 5
+    drawn = [counts[client, label] for label, own in enumerate(holders) for client in own[:-1]]
+    even = [100 / len(own) for own in holders for _ in own[:-1]]
+    shares = np.array(drawn) / even
+    assert shares.min() >= 0.08 and shares.max() < 1  # 2 of 25 is the least
+    assert shares.std() > 0.1
+    assert all(counts[own[-1], label] > 100 / len(own) for label, own in enumerate(holders))  # the rest
+
+
+def test_a_class_that_no_client_would_have_is_an_error():
+    with pytest.raises(SettingsError, match="gives the 60 samples of class 4 of made to 0 clients"):
+        partition(made(60, 5), settings(num_clients=6, partition="pathological", classes_per_client=2), 0)
 
 
 def test_all_classes_on_every_client():

@@ -203,6 +203,32 @@ class TestRunDirectory:
         assert summary["system-accuracy"] is None
         assert summary["dropped"] == {"timeout": 2}
 
+    def test_the_mean_over_the_last_rounds(self, totals: Totals) -> None:
+        totals.system = [(2, 0.25), (3, 0.75)]
+        totals = Totals.from_json(json.loads(json.dumps(plain(totals.as_json()))))
+        summary = totals.summary(average_rounds=2)
+        assert summary["served"]["average"]["evaluations"] == 2
+        assert summary["served"]["average"]["mean"] == pytest.approx(0.7)
+        assert summary["served"]["average"]["weighted"] == pytest.approx(0.7)
+        assert summary["local"]["average"]["mean"] == pytest.approx(0.8)
+        assert summary["system-accuracy-average"] == {"evaluations": 2, "mean": 0.5, "deviation": 0.25}
+        assert totals.summary(average_rounds=1)["system-accuracy-average"]["mean"] == 0.75
+        assert "average" not in totals.summary()["served"]
+        stored = totals.as_json()
+        del stored["system"]  # as in a checkpoint of an earlier version
+        assert Totals.from_json(plain(stored)).system == []
+
+    def test_the_best_round_has_its_weighted_mean(self) -> None:
+        totals = Totals()
+        for number, values in enumerate(((0.2, 0.4), (0.5, 0.9)), start=1):
+            record = a_round(number, *values)
+            for weight, row in zip((1, 3), record.clients.values(), strict=True):
+                row |= {"n_train": weight, "served_validation_accuracy": 1.0 / number}
+            totals.add(record, evaluated=True)
+        served = totals.summary()["served"]
+        assert served["best"]["weighted"] == pytest.approx(0.35)  # round 1, by the validation splits
+        assert served["upper-bound"]["weighted"] == pytest.approx(0.8)
+
     def test_summary_of_a_run_without_evaluations(self, run: RunDirectory) -> None:
         summary = summarise(run, Totals(), "failed")
         assert summary["served"] == summary["local"] == {"last": None, "best": None, "upper-bound": None}
