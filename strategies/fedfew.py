@@ -41,8 +41,13 @@ class FedFewSettings(
     weigh_losses: bool = setting(True, "multiply each client's losses by n_i / N before weighting (footnote 2)")
     initialisation: str = setting(
         "distinct",
-        "K independent seeds, or one: then all K models see the same batches and stay one model",
+        "K independent seeds, or one; `same` with shared batches stays one model",
         choices=("distinct", "same"),
+    )
+    batches: str = setting(
+        "shared",
+        "order of a client's samples: one for all K models, or one of its own for each",
+        choices=("shared", "own"),
     )
     personal_head: bool = setting(False, "keep the classifier heads on the clients; only the body is aggregated")
 

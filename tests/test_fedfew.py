@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from posy.client_app.base import array_of
-from posy.randomness import model_seed
+from posy.client_app.training.work import TrainingDivergedError
+from posy.randomness import model_seed, torch_generator
 from posy.strategies.fedfew import STCHWeights, entropy, server_step, stch_weights, weighted_losses
 
 # exp(-L) is 1/2, 1/4 for client 0 and 1, 1 for client 1: S = 3/4 and 2, 1/S = 4/3 and 1/2.
@@ -192,6 +193,47 @@ def test_updates_and_losses_by_hand(make_client, softmax_regression, stack):
     np.testing.assert_allclose(delta, [-0.1 * gradient for _, gradient in expected], atol=1e-6)
     assert n == len(y)
     assert metrics["train-loss"] == pytest.approx(min(loss for loss, _ in expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_each_model_has_an_order_of_its_own(make_client, softmax_regression, stack):
+    """Steps by hand, in the orders that are drawn for the models of (seed, round, client)."""
+    settings = {"model": "linear", "batch_size": 4, "stack": stack, "fedfew_initialisation": "same"}
+    client = make_client("fedfew", fedfew_batches="own", **settings)
+    x, y, seed = client.data.x_train.numpy(), client.data.y_train.numpy(), client.settings.run.seed
+    start = np.random.default_rng(0).normal(size=client.layout.size).astype(np.float32)
+    (delta, losses), _, metrics = client.fit([np.stack([start] * 3)], train_config())
+    for k, key in enumerate([(1, client.client, 0), (1, client.client, 0, 1), (1, client.client, 0, 2)]):
+        order = torch.randperm(len(y), generator=torch_generator(seed, "batches", *key)).numpy()
+        model, total = start.copy(), 0.0
+        for first in range(0, len(y), 4):
+            own = order[first : first + 4]
+            loss, gradient = softmax_regression(model, x[own], y[own])
+            model, total = model - 0.1 * gradient, total + loss * len(own)
+        np.testing.assert_allclose(delta[k], model - start, atol=2e-6)
+        assert losses[k] == pytest.approx(total / len(y), rel=1e-5)
+    assert metrics["samples"] == 3 * len(y)
+    shared = make_client("fedfew", **settings).fit([np.stack([start] * 3)], train_config())[0][0]
+    np.testing.assert_allclose(shared, np.stack([delta[0]] * 3), atol=1e-6)  # the first model's order is the shared one
+
+
+def test_models_of_one_start_part_with_batches_of_their_own(make_config, federate):
+    settings = {"fedfew_initialisation": "same", "fedfew_models": 2, "batch_size": 4}
+    one = federate(make_config("fedfew", **settings)).strategy.models
+    parted = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
+    again = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
+    np.testing.assert_allclose(one[0], one[1], atol=1e-6)
+    assert np.abs(parted[0] - parted[1]).max() > 1e-3
+    np.testing.assert_array_equal(again, parted)
+
+
+def test_a_model_that_diverges_is_told_of_whatever_its_batches(make_client):
+    for batches in ("shared", "own"):
+        client = make_client("fedfew", model="linear", fedfew_models=2, fedfew_batches=batches)
+        models = np.zeros((2, client.layout.size), np.float32)
+        models[1] = np.nan
+        with pytest.raises(TrainingDivergedError, match="smaller lr"):
+            client.fit([models], train_config())
 
 
 def test_loss_is_that_of_the_last_epoch(make_client, softmax_regression):
