@@ -51,9 +51,12 @@ class FedFewSettings(
     )
     personal_head: bool = setting(False, "keep the classifier heads on the clients; only the body is aggregated")
 
+    personal_statistics: bool = setting(False, "keep BatchNorm's running statistics on the clients")
+
     def personal(self, network: Architecture) -> tuple[str, ...]:
-        """Keep the heads of the K models, if they are personal."""
-        return ("head",) if self.personal_head else ()
+        """Keep the heads of the K models, and BatchNorm's running statistics, if they are personal."""
+        statistics = [entry.name for entry in network.layout.entries if not entry.trainable]
+        return (*(["head"] if self.personal_head else []), *(statistics if self.personal_statistics else []))
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return zeros: the updates Δ_i ``(K, d)`` are changes already; the losses ``(K,)`` get no noise."""

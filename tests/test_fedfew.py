@@ -298,6 +298,26 @@ def test_personal_heads_differ_between_clients_and_federations_run(make_config, 
     assert finished.strategy.models.shape[1] == finished.strategy.size - heads[0].shape[1]
 
 
+def test_personal_statistics_never_leave_the_client(make_client, make_strategy):
+    rng = np.random.default_rng(3)
+    y = np.arange(16) % 2
+    x = np.clip(rng.normal(100 + 50 * y[:, None, None], 40, (16, 16, 16)), 0, 255).astype(np.uint8)
+    data = (x, y, [range(6), range(8, 13)], [range(6, 8), range(13, 16)])
+    settings = {"data": data, "model": "resnet18-bn", "batch_size": 6, "fedfew_models": 2}
+    settings["fedfew_personal_statistics"] = True
+    client, strategy = (make("fedfew", **settings) for make in (make_client, make_strategy))
+    statistics = client.layout.select(lambda entry: not entry.trainable)
+    assert statistics.size > 0 and strategy.models.shape == (2, client.layout.size - statistics.size)
+    served = strategy.serve(0)[0]
+    (delta, losses), _, _ = client.fit([served], train_config())
+    assert [delta.shape, losses.shape] == strategy.expected_shapes(0)
+    # Served the same models again, the client has them with the statistics of its own training.
+    whole = array_of(client.assembled([torch.from_numpy(served)]))
+    np.testing.assert_array_equal(client.shared.take(whole), served)
+    start = np.stack([client.architecture.initial(model_seed(client.settings.run.seed, k)) for k in range(2)])
+    assert (np.abs(statistics.take(whole) - statistics.take(start)).max(axis=1) > 0.01).all()
+
+
 def test_one_model_and_equal_losses_is_fedavg_with_equal_weights(make_config, federate):
     """K = 1 and μ→∞: α = 1/M, so that clients of equal size give FedAvg."""
     rng = np.random.default_rng(3)
