@@ -135,8 +135,8 @@ class FedFew(PersonalisedStrategy):
         if (self.idle == IDLE_ROUNDS).any():
             log(
                 WARNING,
-                "round %s: %s of %s models have had no client with its lowest loss for %s rounds; a larger fedfew-mu "
-                "with a larger fedfew-server-lr keeps more of them in use",
+                "round %s: %s of %s models have had no client with its lowest loss for %s rounds; fewer fedfew-models "
+                "would serve the same",
                 self.record.number,
                 int((self.idle >= IDLE_ROUNDS).sum()),
                 len(in_use),
