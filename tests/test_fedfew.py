@@ -116,6 +116,34 @@ def test_server_step_by_hand():
     np.testing.assert_array_equal(models, [[1, 2], [0, 0]])
 
 
+def test_full_steps_by_hand():
+    """As above: the products 1/8, 3/8 and 1/4, 1/4 become 1/3, 3/5 and 2/3, 2/5; one model has 1 anyway."""
+    models = np.array([[1.0, 2.0], [0.0, 0.0]], np.float32)
+    deltas = [np.array([[3, 0], [0, 5]], np.float32), np.array([[0, 6], [5, 5]], np.float32)]
+    weights = STCHWeights(np.array([[0.25, 0.75], [0.5, 0.5]]), np.array([0.5, 0.5]), 0.0)
+    np.testing.assert_allclose(server_step(models, deltas, weights, 1.0, full=True), [[2, 6], [2, 5]], rtol=1e-6)
+    np.testing.assert_allclose(server_step(models, deltas, weights, 2.0, full=True), [[3, 10], [4, 10]], rtol=1e-6)
+    one_hot = STCHWeights(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([0.5, 0.5]), 0.0)
+    found = server_step(models, deltas, one_hot, 1.0, full=True)
+    np.testing.assert_allclose(found, [[2.5, 5], [0, 0]])  # nobody's model does not move
+    single = STCHWeights(np.ones((2, 1)), np.array([0.25, 0.75]), 0.0)
+    first = [delta[:1] for delta in deltas]
+    steps = [server_step(models[:1], first, single, 1.0, full) for full in (True, False)]
+    np.testing.assert_array_equal(*steps)
+
+
+def test_the_setting_makes_steps_full(make_strategy, update):
+    """Two clients with a model each: the paper's step is half the way, a full one all of it."""
+    moved = []
+    for full in (False, True):
+        strategy = make_strategy("fedfew", model="linear", fedfew_models=2, fedfew_mu=1e-4, fedfew_full_steps=full)
+        before, delta = strategy.models.copy(), np.ones_like(strategy.models)
+        strategy.aggregate(1, [update(0, [delta, [0.1, 0.9]]), update(1, [delta, [0.9, 0.1]])])
+        moved.append(strategy.models - before)
+    np.testing.assert_allclose(moved[0], 0.5, atol=1e-6)
+    np.testing.assert_allclose(moved[1], 1.0, atol=1e-6)
+
+
 def test_one_model_is_averaging_with_the_outer_weights(make_strategy, update):
     strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_mu=0.5, fedfew_weigh_losses=False)
     before = strategy.models.copy()
