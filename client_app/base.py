@@ -321,8 +321,17 @@ class PersonalClient(NumPyClient):
         return self.workspace.trainer.share(job, self.network(job.work).smallest_batch)
 
     def _job(self, work: Train) -> Job:
+        if work.own_batches and work.start.dim() > 1:
+            models = tuple(self._job_of(work.of_model(number), number) for number in range(len(work.start)))
+            return models[0]._replace(work=work, models=models)
+        return self._job_of(work)
+
+    def _job_of(self, work: Train, model: int = 0) -> Job:
+        """Return the job of one of several models; the first has the random streams of a single model."""
+
         def stream(purpose: str) -> torch.Generator:
-            return torch_generator(self.settings.run.seed, purpose, self.round, self.client, work.stream)
+            key = (self.round, self.client, work.stream, model)
+            return torch_generator(self.settings.run.seed, purpose, *(key if model else key[:-1]))
 
         augment = self.workspace.augment(lambda: stream("augment"))
         width = self.network(work).dropout_width

@@ -1,4 +1,4 @@
-"""FedFew's client: it trains all K models over the same batches and reports their losses."""
+"""FedFew's client: it trains all K models and reports their losses."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ class FedFewClient(PersonalClient):
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the K models in one pass."""
         start = self.assembled(received)
-        trained: Trained = yield Train(start)
+        trained: Trained = yield Train(start, own_batches=self.method.batches == "own")
         self.keep_personal(trained.parameters)
         delta = self.shared.take(trained.parameters - start)
         best = int(trained.loss.argmin())

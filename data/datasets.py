@@ -11,6 +11,7 @@ from posy.data.own import as_dataset, read_own
 from posy.data.published import DATASETS
 from posy.data.read_published import load_published
 from posy.data.settings import DataSettings, path_of
+from posy.data.text import MAX_LENGTH
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
 
@@ -21,7 +22,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     Raises
     ------
     SettingsError
-        If there is no such name or path, or ``max_samples`` does not suit the data.
+        If there is no such name or path, or ``max_samples``, ``image_size`` or ``text_length`` does not suit the data.
     DataError
         If the data is missing or damaged.
     """
@@ -30,12 +31,31 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         if name in DATASETS:
             found = load_published(name, data_dir, settings)
         else:
-            found = as_dataset(read_own(path_of(name, data_dir)), name)
+            size = (settings.image_size,) * 2 if settings.image_size else None
+            content = read_own(path_of(name, data_dir), size)
+            found = as_dataset(content, name, settings.text_length or MAX_LENGTH, settings.vocabulary)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
     except MemoryError as error:
         raise DataError(f"{name}: more than fits into memory ({error})") from error
+    _check_resized(found, settings)
     return _subset(found, settings, seed)
+
+
+def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
+    """Raise :class:`SettingsError` where the samples could not be brought to the size that is asked for."""
+    task = dataset.task
+    for key, kind, wanted, what in (
+        ("image-size", "image", (settings.image_size,) * 2, "image files are resized"),
+        ("text-length", "text", (settings.text_length,), "texts are cut to a number of words"),
+    ):
+        sizes = task.input_shape[-len(wanted) :]
+        if wanted[0] and (task.kind != kind or sizes != wanted):
+            shape = "x".join(map(str, sizes if task.kind == kind else task.input_shape))
+            raise SettingsError(
+                f"{key} = {wanted[0]} does not go with {dataset.name}, which holds samples of the kind {task.kind} and "
+                f"the size {shape}: only {what}; set it to 0"
+            )
 
 
 def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:

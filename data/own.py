@@ -14,14 +14,14 @@ from posy.data.npz import NpzFile
 from posy.data.pfllib import is_pfllib, read_pfllib
 from posy.data.tables import read_csv
 from posy.data.task import TASK_KINDS
-from posy.data.text import MAX_LENGTH, tokenise
+from posy.data.text import MAX_LENGTH, MAX_WORDS, tokenise
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
 
 _LOG = getLogger("flwr")  # the logger of a run
 
 
-def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
-    """Make a data set of what was read; ``length`` is that of texts, in words.
+def as_dataset(content: Content, name: str, length: int = MAX_LENGTH, max_words: int = MAX_WORDS) -> Dataset:
+    """Make a data set of what was read; ``length`` is that of texts, ``max_words`` how many words get a number.
 
     Features are standardised; PFLlib's are taken as they are. What may be a mistake is logged.
     """
@@ -34,7 +34,7 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
             raise DataError(f"{content.path}: the only label is {names[0]!r:.60}; at least 2 classes are needed")
     x, vocabulary, scale = content.x, 0, None
     if content.kind == "text":
-        x, vocabulary = tokenise(x, length)
+        x, vocabulary = tokenise(x, length, max_words)
     elif content.kind == "tokens":
         vocabulary = int(x.max()) + 1
     elif content.kind == "features" and content.given is not None:

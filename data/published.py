@@ -119,13 +119,13 @@ DATASETS = {
         where="sent140/training.1600000.processed.noemoticon.csv, or sent140.csv",
     ),
     "kvasir": Published(
-        "RGB endoscopic images, 8 classes, resized to 64x64",
+        "RGB endoscopic images, 8 classes, resized to 64x64 unless `image-size` is set",
         KVASIR,
         reader="read_kvasir",
         where="kvasir/<class>/*.jpg, or kvasir.npz",
     ),
     "fedisic": Published(
-        "23,247 RGB skin lesions, 8 classes, resized to 64x64; groups: 6 centres",
+        "23,247 RGB skin lesions, 8 classes, resized to 64x64 unless `image-size` is set; groups: 6 centres",
         ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC"),
         reader="read_fedisic",
         where="FLamby's fedisic/train_test_split and fedisic/ISIC_2019_Training_Input_preprocessed/*.jpg, "

@@ -28,7 +28,6 @@ TO_SUPERCLASS = np.array(
 )
 _UNREADABLE = (RuntimeError, OSError, ValueError, TypeError, LookupError, AssertionError)  # raised by torchvision
 _MIN_TEST = 8  # PPFE, appendix A.2: users with fewer test samples are removed
-_SQUARE = (DEFAULT_SIDE, DEFAULT_SIDE)
 
 
 def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset:
@@ -38,7 +37,7 @@ def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset
     if content is None:
         content = globals()[source.reader](name, data_dir, settings)
     content = replace(content, class_names=content.class_names or source.classes)
-    return as_dataset(content, name, source.words or MAX_LENGTH)
+    return as_dataset(content, name, settings.text_length or source.words or MAX_LENGTH, settings.vocabulary)
 
 
 def _from_npz(name: str, data_dir: Path) -> Content | None:
@@ -189,26 +188,26 @@ def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Con
                 f"{annotations}: row {number}: {fields!r:.80}; needed are an image and one of the folders' wnids"
             )
         found.append((annotations.parent / "images" / fields[0], fields[1]))
-    x = read_images([path for path, _ in found], _SQUARE, "RGB")
+    x = read_images([path for path, _ in found], _square(settings), "RGB")
     y = np.searchsorted(wnids, [wnid for _, wnid in found])
     return Content(train.parent, "image", x, y, class_names=tuple(wnids))
 
 
 def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read Kvasir's class folders; images are cropped to a centred square and resized to 64x64."""
+    """Read Kvasir's class folders; images are cropped to a centred square and resized."""
     places = ["kvasir", "kvasir-dataset-v2", "kvasir-dataset"]
     root = _first(name, data_dir, places, "unpack the Kvasir data set there: one folder of images a class")
     if absent := [root / folder for folder in KVASIR if not (root / folder).is_dir()]:
         raise _missing(name, data_dir, absent, "all 8 classes belong there")
     found = [(path, label) for label, folder in enumerate(KVASIR) for path in image_files(root / folder)]
-    x = read_images([path for path, _ in found], _SQUARE)
+    x = read_images([path for path, _ in found], _square(settings))
     return Content(root, "image", x, np.array([label for _, label in found]))
 
 
 def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read Fed-ISIC2019 as FLamby prepares it: the images and its ``train_test_split``.
 
-    The centre of each image is its group; images are cropped to a centred square and resized to 64x64.
+    The centre of each image is its group; images are cropped to a centred square and resized.
     """
     what = "put FLamby's train_test_split and one of its image folders there"
     tables = [f"fedisic/{table}" for table in ("train_test_split", "train_test_split.csv", "train_test_folds.csv")]
@@ -227,7 +226,7 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
             raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
     check_lengths(str(table), rows=len(files))
     y = known_labels(np.array(labels), len(DATASETS[name].classes), str(table))
-    return Content(table, "image", read_images(files, _SQUARE, "RGB"), y, np.array(centres, np.int64))
+    return Content(table, "image", read_images(files, _square(settings), "RGB"), y, np.array(centres, np.int64))
 
 
 def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -275,6 +274,11 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
     users, labels, texts = zip(*rows, strict=True)
     groups = numbered(np.array(users))
     return Content(path, "text", texts, np.array(labels, np.int64), groups, class_names=("negative", "positive"))
+
+
+def _square(settings: DataSettings) -> tuple[int, int]:
+    """Return the width and height of images that are read from files."""
+    return (settings.image_size or DEFAULT_SIDE,) * 2
 
 
 def _first(name: str, data_dir: Path, places: Sequence[str], what: str) -> Path:

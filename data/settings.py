@@ -77,6 +77,16 @@ class DataSettings:
         "that they were, and half of them mirrored (FedRep's program)",
         choices=("none", "crop", "resized-crop", "crop-flip"),
     )
+    image_size: int = setting(
+        0,
+        "height and width that image files are resized to; 0: their own, or 64 where they differ",
+        minimum=0,
+        maximum=4096,
+        sites="never",
+    )
+    text_length: int = setting(
+        0, "words of a text that are used; 0: as many as the data set has", minimum=0, maximum=10_000, sites="never"
+    )
     sample_kind: str = setting(
         "auto",
         "sites: what a sample is; image: whole-number pixels, tokens: numbers of words; `auto`: what most sites hold",
@@ -94,7 +104,10 @@ class DataSettings:
         sites="only",
     )
     vocabulary: int = setting(
-        20_000, "sites: numbers that the words of a text are hashed to", minimum=3, maximum=10_000_000, sites="only"
+        20_000,
+        "most frequent words of the texts, which get a number each; sites: numbers that words are hashed to",
+        minimum=3,
+        maximum=10_000_000,
     )
     feature_mean: str = setting(
         "",

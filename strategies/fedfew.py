@@ -38,17 +38,28 @@ class FedFewSettings(
     models: int = setting(3, "number K of server models", minimum=1, maximum=1000)
     mu: float = setting(0.01, "smoothing parameter of STCH-Set", above=0, search=Search(0.001, 1.0, log=True))
     server_lr: float = setting(1.0, "server step size eta_s", above=0, search=Search(0.5, 5.0, log=True))
+    full_steps: bool = setting(
+        False, "divide each model's step by the sum of its weights, so that all K move as far (not in the paper)"
+    )
     weigh_losses: bool = setting(True, "multiply each client's losses by n_i / N before weighting (footnote 2)")
     initialisation: str = setting(
         "distinct",
-        "K independent seeds, or one: then all K models see the same batches and stay one model",
+        "K independent seeds, or one; `same` with shared batches stays one model",
         choices=("distinct", "same"),
+    )
+    batches: str = setting(
+        "shared",
+        "order of a client's samples: one for all K models, or one of its own for each",
+        choices=("shared", "own"),
     )
     personal_head: bool = setting(False, "keep the classifier heads on the clients; only the body is aggregated")
 
+    personal_statistics: bool = setting(False, "keep BatchNorm's running statistics on the clients")
+
     def personal(self, network: Architecture) -> tuple[str, ...]:
-        """Keep the heads of the K models, if they are personal."""
-        return ("head",) if self.personal_head else ()
+        """Keep the heads of the K models, and BatchNorm's running statistics, if they are personal."""
+        statistics = [entry.name for entry in network.layout.entries if not entry.trainable]
+        return (*(["head"] if self.personal_head else []), *(statistics if self.personal_statistics else []))
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return zeros: the updates Δ_i ``(K, d)`` are changes already; the losses ``(K,)`` get no noise."""
@@ -100,9 +111,10 @@ class FedFew(PersonalisedStrategy):
         n = num_examples(updates)
         weights = stch_weights(weighted_losses(losses, n) if self.method.weigh_losses else losses, self.method.mu)
         deltas = [update.arrays[0] for update in updates]
-        models = server_step(self.models, deltas, weights, self.method.server_lr)
+        full = self.method.full_steps
+        models = server_step(self.models, deltas, weights, self.method.server_lr, full)
         if self.method.server_lr != 1 and self.statistics.any():  # a variance that overshoots is none
-            models[:, self.statistics] = server_step(self.models, deltas, weights, 1.0)[:, self.statistics]
+            models[:, self.statistics] = server_step(self.models, deltas, weights, 1.0, full)[:, self.statistics]
         self.models = models
         clients = [update.client for update in updates]
         self.losses[clients] = losses
@@ -127,8 +139,8 @@ class FedFew(PersonalisedStrategy):
         if (self.idle == IDLE_ROUNDS).any():
             log(
                 WARNING,
-                "round %s: %s of %s models have had no client with its lowest loss for %s rounds; a larger fedfew-mu "
-                "with a larger fedfew-server-lr keeps more of them in use",
+                "round %s: %s of %s models have had no client with its lowest loss for %s rounds; fewer fedfew-models "
+                "would serve the same",
                 self.record.number,
                 int((self.idle >= IDLE_ROUNDS).sum()),
                 len(in_use),
@@ -180,8 +192,13 @@ def stch_weights(losses: Float64, mu: float) -> STCHWeights:
     return STCHWeights(inner, np.exp(log_outer), float(mu * logsumexp(-log_s, axis=0)))
 
 
-def server_step(models: FloatArray, deltas: list[Any], weights: STCHWeights, server_lr: float) -> FloatArray:
+def server_step(
+    models: FloatArray, deltas: list[Any], weights: STCHWeights, server_lr: float, full: bool = False
+) -> FloatArray:
     """Return θ_k + η_s Σ_i α_i w_ik Δ_ik (Eq. 13 with Δ in the place of −η∇L).
+
+    All products α_i w_ik sum to 1, so that K models share one step, and the one with most weight learns fastest. With
+    ``full`` the products of each model sum to 1, which is not in the paper.
 
     Parameters
     ----------
@@ -191,8 +208,10 @@ def server_step(models: FloatArray, deltas: list[Any], weights: STCHWeights, ser
         Δ_i, summed in this order without being stacked.
     """
     result = models.copy()
-    products = (server_lr * weights.outer[:, None] * weights.inner).astype(np.float32)
-    for product, delta in zip(products, deltas, strict=True):
+    products = weights.outer[:, None] * weights.inner
+    if full:  # a model whose products are all 0 stays where it is
+        products /= np.maximum(products.sum(axis=0), np.finfo(np.float64).tiny)
+    for product, delta in zip((server_lr * products).astype(np.float32), deltas, strict=True):
         for k in range(len(models)):
             result[k] += product[k] * delta[k]
     return result

@@ -280,6 +280,7 @@ def test_kvasir_and_fedisic(tmp_path):
     kvasir = load("kvasir", tmp_path)
     assert kvasir.x.shape == (8, 64, 64, 3)
     assert kvasir.task.class_names == KVASIR
+    assert load("kvasir", tmp_path, image_size=20).x.shape == (8, 20, 20, 3)
     (tmp_path / "kvasir/polyps").rename(tmp_path / "kvasir/.polyps")
     with pytest.raises(DataError, match="kvasir/polyps\n"):
         load("kvasir", tmp_path)
@@ -292,6 +293,7 @@ def test_kvasir_and_fedisic(tmp_path):
     assert isic.y.tolist() == [7, 0]
     assert isic.groups.tolist() == [5, 2]
     assert isic.x.shape == (2, 64, 64, 3)
+    assert load("fedisic", tmp_path, image_size=24).task.input_shape == (3, 24, 24)
     (root / "train_test_split").write_text(table.replace(",7,", ",x,"), encoding="utf-8")
     with pytest.raises(DataError, match="row 2"):
         load("fedisic", tmp_path)
@@ -316,6 +318,9 @@ def test_agnews(tmp_path):
     assert news.y.tolist() == [2, 0]
     assert news.task.input_shape == (100,)
     assert news.x[0, :5].tolist() == [2, 5, 4, 2, 0]  # oil is the most frequent; then peace, prices, up, war
+    assert load("agnews", tmp_path, text_length=3).x.tolist() == [[2, 5, 4], [6, 3, 0]]
+    few = load("agnews", tmp_path, vocabulary=3)
+    assert (few.x[1, :2].tolist(), few.task.vocabulary) == ([1, 3], 5)  # oil, peace, prices, the unknown, padding
     (tmp_path / "agnews").mkdir()
     (tmp_path / "agnews/train.csv").write_text("class,title,description\n4,a,b\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"agnews/test\.csv"):
@@ -487,6 +492,7 @@ def test_image_folder_with_and_without_splits(tmp_path):
         assert sorted(found.y.tolist()) == [0, 0, 1, 1]
         assert found.x[:, 0, 0, 0].tolist() == found.y.tolist()
         assert sorted(labels) == sorted(found.y.tolist())
+        assert load(root, image_size=9).task.input_shape == (3, 9, 9)
 
 
 def test_images_of_unequal_size_become_64_by_64_and_all_grey_ones_stay_grey(tmp_path):
@@ -542,6 +548,7 @@ def test_csv_of_texts(tmp_path, warnings):
     assert mine.task.input_shape == (200,)
     assert mine.x[:, :3].tolist() == [[2, 3, 0], [2, 0, 0]]
     assert mine.task.vocabulary == 4
+    assert load(tmp_path / "mine.csv", text_length=1).x.tolist() == [[2], [2]]
     assert "not used" not in warnings.text
     assert np.array_equal(load(csv(tmp_path, "id,text,label,stars\n1,hello world,a,5\n2,hello,b,3\n")).x, mine.x)
     assert "mine.csv: columns beside the text are not used: id, stars" in warnings.text

@@ -89,6 +89,33 @@ def test_convolutions_side_by_side(make_config, federate, method, more):
     assert_same(states(together), states(alone))
 
 
+OWN = {"fedfew_batches": "own", "fedfew_initialisation": "same", "batch_size": 4, "local_epochs": 2}
+
+
+def test_models_with_batches_of_their_own_side_by_side(make_config, federate):
+    """Also where images are augmented: by random numbers of each model's own."""
+    rng = np.random.default_rng(0)
+    y = np.arange(36) % 3
+    x = (rng.integers(0, 200, (36, 28, 28, 1)) + 20 * y[:, None, None, None]).astype(np.uint8)
+    data = (x, y, [range(9), range(9, 16), range(16, 29)], [range(29, 31), range(31, 34), range(34, 36)])
+    images = {"data": data, "model": "cnn", "augment": "crop", "num_server_rounds": 1}
+    for settings in ({"model": "mlp", "momentum": 0.5, "fraction_train": 0.75}, images):
+        alone, together = (federate(make_config("fedfew", stack=s, **OWN | settings)) for s in ("loop", "vmap"))
+        assert_same(states(together), states(alone))
+        models = alone.strategy.models
+        assert np.abs(models[0] - models[1]).max() > 1e-4 and np.abs(models[1] - models[2]).max() > 1e-4
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_models_with_batches_of_their_own_are_trained_alike_everywhere(make_config, federate, where, stack):
+    results = {}
+    for place in ("one after the other", "processes"):
+        where(place)
+        results[place] = states(federate(make_config("fedfew", stack=stack, model="mlp", **OWN)))
+    for name, array in results["one after the other"].items():
+        np.testing.assert_array_equal(results["processes"][name], array, err_msg=name)
+
+
 PLACES = ["one after the other", "threads", "processes"]
 
 

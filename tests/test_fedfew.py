@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from posy.client_app.base import array_of
-from posy.randomness import model_seed
+from posy.client_app.training.work import TrainingDivergedError
+from posy.randomness import model_seed, torch_generator
 from posy.strategies.fedfew import STCHWeights, entropy, server_step, stch_weights, weighted_losses
 
 # exp(-L) is 1/2, 1/4 for client 0 and 1, 1 for client 1: S = 3/4 and 2, 1/S = 4/3 and 1/2.
@@ -115,6 +116,34 @@ def test_server_step_by_hand():
     np.testing.assert_array_equal(models, [[1, 2], [0, 0]])
 
 
+def test_full_steps_by_hand():
+    """As above: the products 1/8, 3/8 and 1/4, 1/4 become 1/3, 3/5 and 2/3, 2/5; one model has 1 anyway."""
+    models = np.array([[1.0, 2.0], [0.0, 0.0]], np.float32)
+    deltas = [np.array([[3, 0], [0, 5]], np.float32), np.array([[0, 6], [5, 5]], np.float32)]
+    weights = STCHWeights(np.array([[0.25, 0.75], [0.5, 0.5]]), np.array([0.5, 0.5]), 0.0)
+    np.testing.assert_allclose(server_step(models, deltas, weights, 1.0, full=True), [[2, 6], [2, 5]], rtol=1e-6)
+    np.testing.assert_allclose(server_step(models, deltas, weights, 2.0, full=True), [[3, 10], [4, 10]], rtol=1e-6)
+    one_hot = STCHWeights(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([0.5, 0.5]), 0.0)
+    found = server_step(models, deltas, one_hot, 1.0, full=True)
+    np.testing.assert_allclose(found, [[2.5, 5], [0, 0]])  # nobody's model does not move
+    single = STCHWeights(np.ones((2, 1)), np.array([0.25, 0.75]), 0.0)
+    first = [delta[:1] for delta in deltas]
+    steps = [server_step(models[:1], first, single, 1.0, full) for full in (True, False)]
+    np.testing.assert_array_equal(*steps)
+
+
+def test_the_setting_makes_steps_full(make_strategy, update):
+    """Two clients with a model each: the paper's step is half the way, a full one all of it."""
+    moved = []
+    for full in (False, True):
+        strategy = make_strategy("fedfew", model="linear", fedfew_models=2, fedfew_mu=1e-4, fedfew_full_steps=full)
+        before, delta = strategy.models.copy(), np.ones_like(strategy.models)
+        strategy.aggregate(1, [update(0, [delta, [0.1, 0.9]]), update(1, [delta, [0.9, 0.1]])])
+        moved.append(strategy.models - before)
+    np.testing.assert_allclose(moved[0], 0.5, atol=1e-6)
+    np.testing.assert_allclose(moved[1], 1.0, atol=1e-6)
+
+
 def test_one_model_is_averaging_with_the_outer_weights(make_strategy, update):
     strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_mu=0.5, fedfew_weigh_losses=False)
     before = strategy.models.copy()
@@ -194,6 +223,47 @@ def test_updates_and_losses_by_hand(make_client, softmax_regression, stack):
     assert metrics["train-loss"] == pytest.approx(min(loss for loss, _ in expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_each_model_has_an_order_of_its_own(make_client, softmax_regression, stack):
+    """Steps by hand, in the orders that are drawn for the models of (seed, round, client)."""
+    settings = {"model": "linear", "batch_size": 4, "stack": stack, "fedfew_initialisation": "same"}
+    client = make_client("fedfew", fedfew_batches="own", **settings)
+    x, y, seed = client.data.x_train.numpy(), client.data.y_train.numpy(), client.settings.run.seed
+    start = np.random.default_rng(0).normal(size=client.layout.size).astype(np.float32)
+    (delta, losses), _, metrics = client.fit([np.stack([start] * 3)], train_config())
+    for k, key in enumerate([(1, client.client, 0), (1, client.client, 0, 1), (1, client.client, 0, 2)]):
+        order = torch.randperm(len(y), generator=torch_generator(seed, "batches", *key)).numpy()
+        model, total = start.copy(), 0.0
+        for first in range(0, len(y), 4):
+            own = order[first : first + 4]
+            loss, gradient = softmax_regression(model, x[own], y[own])
+            model, total = model - 0.1 * gradient, total + loss * len(own)
+        np.testing.assert_allclose(delta[k], model - start, atol=2e-6)
+        assert losses[k] == pytest.approx(total / len(y), rel=1e-5)
+    assert metrics["samples"] == 3 * len(y)
+    shared = make_client("fedfew", **settings).fit([np.stack([start] * 3)], train_config())[0][0]
+    np.testing.assert_allclose(shared, np.stack([delta[0]] * 3), atol=1e-6)  # the first model's order is the shared one
+
+
+def test_models_of_one_start_part_with_batches_of_their_own(make_config, federate):
+    settings = {"fedfew_initialisation": "same", "fedfew_models": 2, "batch_size": 4}
+    one = federate(make_config("fedfew", **settings)).strategy.models
+    parted = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
+    again = federate(make_config("fedfew", fedfew_batches="own", **settings)).strategy.models
+    np.testing.assert_allclose(one[0], one[1], atol=1e-6)
+    assert np.abs(parted[0] - parted[1]).max() > 1e-3
+    np.testing.assert_array_equal(again, parted)
+
+
+def test_a_model_that_diverges_is_told_of_whatever_its_batches(make_client):
+    for batches in ("shared", "own"):
+        client = make_client("fedfew", model="linear", fedfew_models=2, fedfew_batches=batches)
+        models = np.zeros((2, client.layout.size), np.float32)
+        models[1] = np.nan
+        with pytest.raises(TrainingDivergedError, match="smaller lr"):
+            client.fit([models], train_config())
+
+
 def test_loss_is_that_of_the_last_epoch(make_client, softmax_regression):
     client = make_client("fedfew", model="linear", batch_size=100, local_epochs=2, fedfew_models=1)
     x, y = client.data.x_train.numpy(), client.data.y_train.numpy()
@@ -254,6 +324,26 @@ def test_personal_heads_differ_between_clients_and_federations_run(make_config, 
     heads = [finished.kept(client)["personal"] for client in range(4)]
     assert np.abs(heads[0] - heads[2]).max() > 1e-3
     assert finished.strategy.models.shape[1] == finished.strategy.size - heads[0].shape[1]
+
+
+def test_personal_statistics_never_leave_the_client(make_client, make_strategy):
+    rng = np.random.default_rng(3)
+    y = np.arange(16) % 2
+    x = np.clip(rng.normal(100 + 50 * y[:, None, None], 40, (16, 16, 16)), 0, 255).astype(np.uint8)
+    data = (x, y, [range(6), range(8, 13)], [range(6, 8), range(13, 16)])
+    settings = {"data": data, "model": "resnet18-bn", "batch_size": 6, "fedfew_models": 2}
+    settings["fedfew_personal_statistics"] = True
+    client, strategy = (make("fedfew", **settings) for make in (make_client, make_strategy))
+    statistics = client.layout.select(lambda entry: not entry.trainable)
+    assert statistics.size > 0 and strategy.models.shape == (2, client.layout.size - statistics.size)
+    served = strategy.serve(0)[0]
+    (delta, losses), _, _ = client.fit([served], train_config())
+    assert [delta.shape, losses.shape] == strategy.expected_shapes(0)
+    # Served the same models again, the client has them with the statistics of its own training.
+    whole = array_of(client.assembled([torch.from_numpy(served)]))
+    np.testing.assert_array_equal(client.shared.take(whole), served)
+    start = np.stack([client.architecture.initial(model_seed(client.settings.run.seed, k)) for k in range(2)])
+    assert (np.abs(statistics.take(whole) - statistics.take(start)).max(axis=1) > 0.01).all()
 
 
 def test_one_model_and_equal_losses_is_fedavg_with_equal_weights(make_config, federate):

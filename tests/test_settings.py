@@ -461,6 +461,8 @@ class Untouched(InProcessGrid):
         ({"min-clients": 5}, ("min-clients = 5", "0 to num-clients = 4")),
         ({"classes": "a,b"}, ("classes = 'a,b'", "dataset = 'digits'; it must be ''")),
         ({"input-shape": "1x8x8"}, ("input-shape = '1x8x8'",)),
+        ({"image-size": 9}, ("image-size = 9", "digits", "the size 8x8", "image files")),
+        ({"text-length": 64}, ("text-length = 64", "the kind image", "the size 1x8x8")),
         ({"sample-kind": "image"}, ("sample-kind = 'image'", "it must be 'auto'")),
         ({"shift": "low"}, ("shift = 'low'", "RGB")),
     ],

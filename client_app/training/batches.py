@@ -181,19 +181,24 @@ class Schedule:
             torch.from_numpy(table).transpose(0, 1).contiguous() for table in (indices, sizes, last)
         )
         self._active = (held > 0).sum(1).tolist()
-        starts = torch.tensor([0, *(len(share.samples.y) for share in shares)]).cumsum(0)[:-1]
+        # Several models of one client have its samples in common: they are held once.
+        holdings = [(id(share.samples.x), id(share.weight), id(share.notes)) for share in shares]
+        holders = dict(zip(holdings, shares, strict=True))
+        owners = list(holders.values())
+        begin = dict(zip(holders, np.cumsum([0, *(len(s.samples.y) for s in owners)]).tolist(), strict=False))
+        starts = torch.tensor([begin[holding] for holding in holdings])
         mask = torch.arange(width) < held[..., None]
         self._index = (index + starts[:, None]).to(device)
         self._weight = (mask * (width / held[..., None].clamp_min(1))).to(device)
         self._counted = counted[..., None].to(device)
         self.seen = self._counted.sum(0)
-        self._x = torch.cat([share.samples.x for share in shares]).contiguous()
-        self._y = torch.cat([share.samples.y for share in shares])
+        self._x = torch.cat([share.samples.x for share in owners]).contiguous()
+        self._y = torch.cat([share.samples.y for share in owners])
         self._sample_weight = None
-        if any(share.weight is not None for share in shares):
-            ones = [torch.ones(len(s.samples.y), device=device) if s.weight is None else s.weight for s in shares]
+        if any(share.weight is not None for share in owners):
+            ones = [torch.ones(len(s.samples.y), device=device) if s.weight is None else s.weight for s in owners]
             self._sample_weight = torch.cat(ones)
-        self._notes = None if shares[0].notes is None else torch.cat([_present(share.notes) for share in shares])
+        self._notes = None if shares[0].notes is None else torch.cat([_present(share.notes) for share in owners])
         self._augment = shares[0].augment
         self._boxes = _drawn([share.augment for share in shares], sizes, mask, device)
         self._dropped = _drawn([share.dropout for share in shares], sizes, mask, device)

@@ -100,6 +100,8 @@ class Trainer:
                 raise ValueError(
                     "a network with dropout needs random numbers that tell what is dropped: there are none"
                 )
+        if jobs[0].models:
+            return self._train_apart(jobs, network)
         single = jobs[0].work.start.dim() == 1
         shares = [self.share(job, network.smallest_batch) for job in jobs]
         models: Models
@@ -124,6 +126,22 @@ class Trainer:
                     f"a smaller lr than {jobs[place].lr:g} may help"
                 )
         return results
+
+    def _train_apart(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
+        """Train K models of each client over batches of their own: as many trainings of one model."""
+        count = len(jobs[0].models)
+        singles = [single for job in jobs for single in job.models]
+        stacked = len(jobs) > 1 or self.stacks(network, count)
+        groups = [singles] if stacked else [[single] for single in singles]
+        results = [result for group in groups for result in self.train_together(group, network)]
+        joined: list[Trained | TrainingDivergedError] = []
+        for begin in range(0, len(results), count):
+            of_client = results[begin : begin + count]
+            errors = [result for result in of_client if isinstance(result, TrainingDivergedError)]
+            trained = [result for result in of_client if isinstance(result, Trained)]
+            parameters, loss = ([t[i] for t in trained] for i in range(2))
+            joined.append(errors[0] if errors else Trained(torch.stack(parameters), torch.stack(loss)))
+        return joined
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.precision != "bfloat16":

@@ -1,8 +1,8 @@
 """What a method may ask for: trainings and outputs."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.func import functional_call
 from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Samples
 
 Split = Literal["train", "test", "validation"]
+V = TypeVar("V", Tensor, Tensor | None)
 
 
 class TrainingDivergedError(ArithmeticError):
@@ -107,7 +108,7 @@ class Pull(NamedTuple):
 
 @dataclass
 class Train:
-    """Local SGD from a start, one model ``(d,)`` or K models ``(K, d)`` over the same batches.
+    """Local SGD from a start, one model ``(d,)`` or K models ``(K, d)``, over the same batches or each over its own.
 
     ``objective(net, batch, context)`` is differentiated by the parameters of ``net``; the context is constant. With
     ``resample`` samples are drawn in proportion to their weights, with replacement, instead of weighting their losses:
@@ -132,6 +133,7 @@ class Train:
     lr: float | None = None  # instead of the round's
     network: Any = None  # which of the client's networks to train
     stream: int = 0  # distinguishes several trainings of one round, which then see different batches
+    own_batches: bool = False  # each of K models sees batches in an order of its own
 
     @property
     def kind(self) -> Hashable:
@@ -141,11 +143,21 @@ class Train:
             self.start.shape,
             tuple(sorted((name, value.shape, value.dtype) for name, value in self.context.items())),
             None if self.pull is None else (self.pull.strength, self.pull.anchor.dim()),
-            (self.rule, self.offset is None, self.bounds, self.plain, self.lr),
+            (self.rule, self.offset is None, self.bounds, self.plain, self.lr, self.own_batches),
             None if self.notes is None else self.notes.shape[1:],
             tuple(sorted(self.rates.items())),
             self.mask is None,
         )
+
+    def of_model(self, number: int) -> "Train":
+        """Return the training of one of K models by itself."""
+
+        def own(values: V) -> V:
+            return values[number] if isinstance(values, Tensor) and values.dim() > 1 else values
+
+        pull = self.pull and Pull(own(self.pull.anchor), self.pull.strength)
+        start, offset, mask = own(self.start), own(self.offset), own(self.mask)
+        return replace(self, start=start, pull=pull, offset=offset, mask=mask, own_batches=False)
 
 
 class Trained(NamedTuple):
@@ -172,7 +184,8 @@ class Job(NamedTuple):
     """One client's local training.
 
     The generator draws the order of the samples, on the CPU, so that every device sees the same batches; the
-    augmentation and the dropout have their own.
+    augmentation and the dropout have their own. Where each of K models has batches of its own, ``models`` holds a job
+    for each.
     """
 
     work: Train
@@ -181,3 +194,4 @@ class Job(NamedTuple):
     lr: float
     augment: Augment | None = None
     dropout: DropoutNumbers | None = None
+    models: tuple["Job", ...] = ()
