@@ -111,7 +111,7 @@ def test_two_rows_may_be_claimed_to_be_alike() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"printed": {"FedAvg": [1]}}, "1 values; there are 2 variants"),
+        ({"printed": {"FedAvg": [1]}}, "1 values; there are 2 columns"),
         ({"printed": {"FedAvg": ["much", 1]}}, "'much' of FedAvg"),
         ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "a claim holds say, higher"),
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "FedProx"}]}, "'FedProx' in claims"),
@@ -130,7 +130,7 @@ def test_what_is_wrong_in_a_file_is_told(mine: Path, changes: dict[str, Any], me
 def _whole(paper: str) -> None:
     """Read all that a paper's files hold."""
     for one in items(paper):
-        in_percent(one.measure)
+        assert all(in_percent(measure) for measure in one.measures)
         assert one.printed is not None
         assert one.claims is not None
         comparison = Comparison(one)

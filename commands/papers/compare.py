@@ -24,6 +24,7 @@ class Entry:
     """A number of a table or figure: the paper's, ours, and what is to be said of the two."""
 
     variant: str
+    measure: str
     row: str
     printed: Printed | None
     ours: Number | None
@@ -52,9 +53,9 @@ class Comparison:
             self.cells |= {place: (scale, cells) for place, cells in found.items()}
 
     def values(self, variant: str, row: str, measure: str) -> dict[int, float]:
-        """Return a number of a row by seed."""
+        """Return a number of a row by seed, at the row's own evaluation point."""
         _, cells = self.cells.get((variant, row), ("", []))
-        found = {cell.seed: measured(cell.path, measure) for cell in cells}
+        found = {cell.seed: measured(cell.path, self.item.of(row, measure)) for cell in cells}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def planned(self, variant: str, row: str) -> list[Cell]:
@@ -65,10 +66,10 @@ class Comparison:
     def entries(self) -> list[Entry]:
         """Every row in every column, in the order of the paper."""
         return [
-            self._entry(variant, row)
-            for variant in self.item.variants
+            self._entry(variant, measure, row)
+            for variant, measure in self.item.columns
             for row in self.item.rows
-            if (variant, row) in self.item.printed or not self.item.printed or (variant, row) in self.cells
+            if (variant, measure, row) in self.item.printed or not self.item.printed or (variant, row) in self.cells
         ]
 
     @cached_property
@@ -92,21 +93,24 @@ class Comparison:
         full = {key: value for cell in self.plans["full"].cells for key, value in cell.config.items()}
         known = declared()
         told = [f"{key} {shown(value)} ({shown(full.get(key, known[key].default))})" for key, value in small.items()]
+        for row, own in self.item.content.get("small", {}).get("runs", {}).items():
+            told.append(f"{row}: " + ", ".join(f"{key} {shown(value)}" for key, value in own.items()))
         return ", ".join(told)
 
-    def _entry(self, variant: str, row: str) -> Entry:
-        printed = self.item.printed.get((variant, row))
+    def _entry(self, variant: str, measure: str, row: str) -> Entry:
+        printed = self.item.printed.get((variant, measure, row))
+        place = (variant, measure, row)
         scale, _ = self.cells.get((variant, row), ("", []))
-        ours = number(list(self.values(variant, row, self.item.measure).values()))
+        ours = number(list(self.values(variant, row, measure).values()))
         if ours is None:
-            return Entry(variant, row, printed, None, scale, NOT_RUN, self._needs(variant, row))
+            return Entry(*place, printed, None, scale, NOT_RUN, self._needs(variant, row))
         if printed is None:
-            return Entry(variant, row, None, ours, scale, DRAWN, "")
+            return Entry(*place, None, ours, scale, DRAWN, "")
         over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
         if scale == "full" and agrees(ours, printed.value, over_seeds):
-            return Entry(variant, row, printed, ours, scale, REPRODUCED, "")
+            return Entry(*place, printed, ours, scale, REPRODUCED, "")
         why = self.item.reason(variant, row) or ("" if scale == "full" else "run at scale small")
-        return Entry(variant, row, printed, ours, scale, DIFFERS, why)
+        return Entry(*place, printed, ours, scale, DIFFERS, why)
 
     def _needs(self, variant: str, row: str) -> str:
         """Return what a row that was not run needs."""

@@ -1,5 +1,6 @@
 """Tables and figures in the form of the originals, the papers' numbers beside ours."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ def draw(comparison: Comparison, path: Path) -> bool:
 
 def table(comparison: Comparison) -> str:
     """Return the rows and columns of the original: the paper's number, then ours and whether it is the same."""
-    entries = {(entry.variant, entry.row): entry for entry in comparison.entries}
-    variants = [v for v in comparison.item.variants if any(variant == v for variant, _ in entries)]
-    lines = [["", *(v or comparison.item.measure for v in variants)], ["---", *["---:"] * len(variants)]]
+    entries = {(entry.variant, entry.measure, entry.row): entry for entry in comparison.entries}
+    columns = [column for column in comparison.item.columns if any(column == place[:2] for place in entries)]
+    several = len(comparison.item.measures) > 1
+    names = [", ".join(filter(None, (variant, measure if several else ""))) or measure for variant, measure in columns]
+    lines = [["", *names], ["---", *["---:"] * len(columns)]]
     for row in comparison.item.rows:
-        cells = [_cell(entries.get((variant, row)), comparison.item.measure) for variant in variants]
+        cells = [_cell(entries.get((*column, row)), column[1]) for column in columns]
         if any(cells):
             lines.append([row, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -60,10 +63,10 @@ def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
 
 
 def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw a number over the rounds, or over all local epochs, a panel for each variant and a line for each row."""
-    key = form["of"]
+    """Draw numbers over the rounds or all local epochs: a panel for each and each variant, a line for each row."""
+    keys = form["of"] if isinstance(form["of"], list) else [form["of"]]
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for variant in comparison.item.variants:
+    for variant, key in itertools.product(comparison.item.variants, keys):
         for row in comparison.item.rows:
             _, cells = comparison.cells.get((variant, row), ("", []))
             steps = [int(cell.config.get("local-epochs", 1)) if form.get("over") == "epochs" else 1 for cell in cells]
@@ -76,10 +79,16 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
                 values = number([found[n] for found in curves])
                 assert values is not None
                 band.append((float(n * steps[0]), values.mean, values.std or 0.0))
-            panels.setdefault(variant, {})[row] = band
+            panels.setdefault(", ".join(filter(None, (variant, key if len(keys) > 1 else ""))), {})[row] = band
     over = "local epochs" if form.get("over") == "epochs" else "round"
     figures.small_multiples(
-        panels, path, title=comparison.item.title, xlabel=over, ylabel=form.get("label", key), columns=2
+        panels,
+        path,
+        title=comparison.item.title,
+        xlabel=over,
+        ylabel=form.get("label", keys[0] if len(keys) == 1 else ""),
+        columns=2,
+        apart=len(keys) > 1,
     )
 
 
@@ -91,7 +100,7 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
         for variant in comparison.item.variants:
             for row in comparison.item.rows:
                 _, cells = comparison.cells.get((variant, row), ("", []))
-                printed = comparison.item.printed.get((variant, row))
+                printed = comparison.item.printed.get((variant, measure, row))
                 planned = comparison.planned(variant, row)
                 at = next((cell.config[setting] for cell in planned if setting in cell.config), None)
                 if at is None:
@@ -99,7 +108,7 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
                 own = number(list(comparison.values(variant, row, measure).values()))
                 if cells and own is not None:
                     lines.setdefault(variant or "Posy", []).append((float(at), own.mean, own.std or 0.0))
-                if printed is not None and measure == comparison.item.measure:
+                if printed is not None:
                     told = f"{variant}, paper".removeprefix(", ")
                     lines.setdefault(told, []).append((float(at), printed.value, 0.0))
         panels[form.get("names", {}).get(measure, measure)] = {name: sorted(line) for name, line in lines.items()}
@@ -112,9 +121,13 @@ def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw a bar for each row in each variant, with the standard deviation over the seeds; the paper's as marks."""
     groups: dict[str, dict[str, tuple[float, float]]] = {}
     for entry in comparison.entries:
-        if entry.ours is not None:
+        if entry.ours is not None and entry.measure == comparison.item.measures[0]:
             groups.setdefault(entry.variant, {})[entry.row] = (entry.ours.mean, entry.ours.std or 0.0)
-    marks = {(e.variant, e.row): e.printed.value for e in comparison.entries if e.printed is not None}
+    marks = {
+        (e.variant, e.row): e.printed.value
+        for e in comparison.entries
+        if e.printed is not None and e.measure == comparison.item.measures[0]
+    }
     figures.bars(groups, path, title=comparison.item.title, ylabel=form.get("label", "accuracy, %"), marks=marks)
 
 

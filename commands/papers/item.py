@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posy.commands import archive
-from posy.commands.papers.record import check_measure, collect
+from posy.commands.papers.record import POINTS, check_measure, collect
 from posy.commands.table import Plan, plan_of
 from posy.settings import Scalar, SettingsError, nearest
 from posy.strategies.registry import PAPERS
@@ -16,12 +16,12 @@ from posy.yaml12 import read_yaml
 
 SCALES = ("small", "full")
 """``full`` is the paper's own size; ``small`` shows on a laptop what the paper shows."""
-PARTS: dict[str, type] = {
+PARTS: dict[str, type | tuple[type, ...]] = {
     "shows": str,
-    "measure": str,
+    "measure": (str, list),
+    "points": dict,
     "printed": dict,
     "spread": str,
-    "columns": list,
     "claims": list,
     "reasons": list,
     "form": dict,
@@ -29,8 +29,8 @@ PARTS: dict[str, type] = {
     "needs": str,
 }
 """What the file of a table or figure may hold beside the parts of a table of runs."""
-SMALL = ("settings", "seeds", "without")
-"""What differs at scale ``small``: settings, seeds, and the rows and variants that are left out."""
+SMALL = ("settings", "seeds", "without", "runs")
+"""What differs at scale ``small``: settings, seeds, rows and variants that are left out, and settings by rows."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
@@ -76,9 +76,20 @@ class Item:
         return str(self.content["title"])
 
     @cached_property
-    def measure(self) -> str:
+    def measures(self) -> list[str]:
         """What is measured, as :func:`posy.commands.papers.record.measured` reads it."""
-        return check_measure(str(self.content.get("measure", "served last")), str(self.file))
+        told = self.content.get("measure", "served last")
+        return [check_measure(str(one), str(self.file)) for one in (told if isinstance(told, list) else [told])]
+
+    @cached_property
+    def columns(self) -> list[tuple[str, str]]:
+        """Its columns: variant and measure."""
+        return [(variant, measure) for variant in self.variants for measure in self.measures]
+
+    def of(self, row: str, measure: str) -> str:
+        """Return a measure of a row, which may have an evaluation point of its own."""
+        point, *rest = measure.split()
+        return " ".join([self.content.get("points", {}).get(row, point) if point in POINTS else point, *rest])
 
     @cached_property
     def rows(self) -> list[str]:
@@ -92,22 +103,22 @@ class Item:
         return [entry["name"] for entry in self.content.get("variants", [])] or [""]
 
     @cached_property
-    def printed(self) -> dict[tuple[str, str], Printed]:
-        """What the paper prints, by variant and row."""
+    def printed(self) -> dict[tuple[str, str, str], Printed]:
+        """What the paper prints, by variant, measure and row."""
         found = {}
         for row, told in self.content.get("printed", {}).items():
             values = told if isinstance(told, list) else [told]
-            if len(values) != len(self.variants):
+            if len(values) != len(self.columns):
                 raise SettingsError(
-                    f"printed of {row} in {self.file}: {len(values)} values; there are {len(self.variants)} variants"
+                    f"printed of {row} in {self.file}: {len(values)} values; there are {len(self.columns)} columns"
                 )
-            for variant, value in zip(self.variants, values, strict=True):
+            for (variant, measure), value in zip(self.columns, values, strict=True):
                 if value is None:
                     continue
                 match = PRINTED.fullmatch(str(value))
                 if match is None:
                     raise SettingsError(f"{value!r} of {row} in {self.file}: it must be a number, as in 61.36 ± 8.54")
-                found[variant, row] = Printed(float(match[1]), float(match[2]) if match[2] else None)
+                found[variant, measure, row] = Printed(float(match[1]), float(match[2]) if match[2] else None)
         return found
 
     @cached_property
@@ -141,6 +152,8 @@ class Item:
         for part in ("runs", "variants"):
             if part in table:
                 table[part] = [entry for entry in table[part] if entry["name"] not in left_out]
+        for name, own in small.get("runs", {}).items():
+            table["runs"] = [_with(entry, own) if entry["name"] == name else entry for entry in table["runs"]]
         output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
         # A setting of a method that only some rows run is theirs alone: those of a table are cut down to each row's.
         over = {**small.get("settings", {}), **(given or {})}
@@ -158,7 +171,7 @@ class Item:
                 raise SettingsError(f"{name!r} in claims of {self.file}: there is no such row")
         if unknown := set(variants) - set(self.variants):
             raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
-        measure = check_measure(entry.get("measure", self.measure), f"claims of {self.file}")
+        measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
         within = entry.get("within")
         return Claim(entry["say"], entry["higher"], tuple(lower), variants, measure, float(entry.get("by", 0)), within)
 
@@ -190,7 +203,8 @@ def read_item(file: Path) -> Item:
     content = read_yaml(file)
     for key, kind in PARTS.items():
         if key in content and not isinstance(content[key], kind):
-            raise SettingsError(f"{key} = {content[key]!r} in {file}: it must be a {kind.__name__}")
+            names = " or a ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            raise SettingsError(f"{key} = {content[key]!r} in {file}: it must be a {names}")
     if unknown := content.get("small", {}).keys() - set(SMALL):
         raise SettingsError(f"{', '.join(sorted(unknown))} in small of {file}: it may hold {', '.join(SMALL)}")
     return Item(file.parent.name, file.stem, file, content)
@@ -205,6 +219,11 @@ def take_up(plan: Plan) -> None:
             for cell in [cell for cell in lacking if cell.fits(line["config"]["settings"])]:
                 archive.write(cell.path, line)
                 lacking.remove(cell)
+
+
+def _with(entry: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with further settings."""
+    return {**entry, "settings": {**entry.get("settings", {}), **settings}}
 
 
 def _number(file: Path) -> tuple[str, str, int, str]:

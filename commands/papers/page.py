@@ -89,7 +89,7 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     if item.content.get("runs"):
         command = f"`posy paper {paper} {item.name} --scale {'/'.join(one.scales) or 'small'}`"
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
-        parts.append(fill(f"{command}{ran}. Measured: {item.measure}.", 120))
+        parts.append(fill(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}.", 120))
         if "small" in one.scales:
             parts.append(fill(f"Scale small, in brackets the paper's: {one.smaller()}.", 120))
     if item.printed or one.entries:
@@ -104,12 +104,20 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
             place = " / ".join(filter(None, (entry.variant, entry.row)))
             reasons.setdefault(f"{entry.state}: {entry.why or 'open'}", []).append(place)
     for why, places in reasons.items():
-        whole = len(places) == len(one.entries)
-        parts.append(fill(("All numbers: " if whole else f"{'; '.join(places)}: ") + why + ".", 120))
+        about = "All numbers" if len(places) == len(one.entries) else "; ".join(dict.fromkeys(places))
+        parts.append(fill(f"{about}: {why}.", 120))
     if one.cells:
         results = {cell: cell.summary() or {} for _, cells in one.cells.values() for cell in cells}
         parts += [fill(f"Machine: {line}.", 120) for line in machines(results)]
     return parts
+
+
+def _points(one: Comparison) -> str:
+    """Return the rows that have an evaluation point of their own."""
+    points: dict[str, list[str]] = {}
+    for row, point in one.item.content.get("points", {}).items():
+        points.setdefault(point, []).append(row)
+    return "".join(f"; {point} of {', '.join(rows)}" for point, rows in points.items())
 
 
 def _told(claim: Claim, verdict: Verdict) -> str:
