@@ -18,6 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from posy.commands.launch import toml
+from posy.commands.papers.page import told_of, verdicts
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
 from posy.strategies.methods import METHODS
@@ -53,23 +54,31 @@ def settings() -> str:
 
 def methods() -> str:
     """Return the methods, as the docstrings of their modules tell of them."""
-    return described(METHODS)
+    columns, *rows = described(METHODS)
+    return table(columns, rows)
 
 
 def overview() -> str:
-    """Return the five methods that Posy is about."""
-    return described(list(METHODS)[:FIVE])
+    """Return the five methods that Posy is about, with what came of their papers' claims here."""
+    columns, *rows = described(list(METHODS)[:FIVE])
+    return table([*columns, "its paper's claims here"], ([*row, claims(row[0].strip("`"))] for row in rows))
 
 
-def described(names: Iterable[str]) -> str:
-    """Return a table of some methods."""
-    rows = []
+def claims(paper: str) -> str:
+    """Return how many of a paper's claims came out how, with a link to its page."""
+    found = told_of(verdicts(paper, ROOT / "papers" / paper / "results"))
+    return f"[{found}](docs/papers/{paper}.md)"
+
+
+def described(names: Iterable[str]) -> list[list[str]]:
+    """Return the columns and rows of a table of some methods."""
+    rows = [["`method`", "name", "idea", "paper"]]
     for method in names:
         text = " ".join((import_module(f"posy.strategies.{method.replace('-', '_')}").__doc__ or "").split())
         name, _, idea = re.split(r"\.(?: |$)", text)[0].partition(": ")
         paper = re.search(r'"(.+?)"', text) or re.search(r"\((.+?)\)", name)
         rows.append([f"`{method}`", name.partition(" (")[0], idea, paper[1] if paper else ""])
-    return table(["`method`", "name", "idea", "paper"], rows)
+    return rows
 
 
 def networks() -> str:

@@ -1,6 +1,6 @@
 """A paper's page: its tables and figures, each number's state, and the claims."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -37,14 +37,22 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
 
 def states(comparison: Comparison) -> str:
     """Return how many of its numbers are in which state."""
-    found = count(entry.state for entry in comparison.entries)
-    return ", ".join(f"{number} {state}" for state, number in found.items())
+    return told_of(entry.state for entry in comparison.entries)
 
 
 def claims(comparison: Comparison) -> str:
     """Return how many of its claims came out how."""
-    found = count(verdict.word for _, verdict in comparison.verdicts)
-    return ", ".join(f"{number} {word}" for word, number in found.items())
+    return told_of(verdict.word for _, verdict in comparison.verdicts)
+
+
+def verdicts(paper: str, folder: Path | None = None) -> list[str]:
+    """Return what came of each claim of a paper, by the runs in a folder."""
+    return [verdict.word for one in items(paper) for _, verdict in Comparison(one, folder=folder).verdicts]
+
+
+def told_of(words: Iterable[str]) -> str:
+    """Return how often there is each word: of a number's state, or of a claim."""
+    return ", ".join(f"{number} {word}" for word, number in count(words).items())
 
 
 def write(
