@@ -18,7 +18,7 @@ from posy.randomness import seed_of
 
 @dataclass(frozen=True)
 class Architecture:
-    """What network a method trains: one of :data:`posy.models.catalogue.MODELS` for a task."""
+    """What network a method trains: one of :data:`posy.models.catalogue.MODELS`, or one's own, for a task."""
 
     model: str
     task: Task
@@ -98,7 +98,7 @@ class Architecture:
 
 def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Architecture:
     """Return the architecture with the ranks that stored tensors of a reduced model show."""
-    names = {layer: f"{layer}." if layer == "head" else f"blocks.{layer}.linear." for layer in plain.fully_connected}
+    names = {layer: _chain(plain).stem(layer) for layer in plain.fully_connected}
     down = {layer: arrays.get(stem + "down.weight") for layer, stem in names.items()}
     return replace(plain, ranks=tuple((layer, len(factor)) for layer, factor in down.items() if factor is not None))
 

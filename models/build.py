@@ -7,8 +7,10 @@ from threading import RLock
 import torch
 
 from posy.data.task import Task
+from posy.extensions import is_own
 from posy.models.catalogue import MODELS
 from posy.models.chain import ChainModel
+from posy.models.own import build_own
 from posy.settings import SettingsError
 
 _LOCK = RLock()  # the generator is one for all threads
@@ -27,7 +29,7 @@ def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | 
     """
     name = resolve(name, task)
     with seeded(seed):
-        model = MODELS[name].build(task, ranks or {})
+        model = build_own(name, task, ranks or {}) if is_own(name) else MODELS[name].build(task, ranks or {})
     if unknown := sorted(set(ranks or {}) - set(model.fully_connected)):
         allowed = ", ".join(model.fully_connected)
         raise ValueError(f"ranks of {', '.join(unknown)}: the fully connected layers of {name} are {allowed}")
@@ -40,6 +42,8 @@ def resolve(name: str, task: Task) -> str:
         if task.kind == "text":
             return "fasttext"
         return "cnn" if task.kind == "image" and min(task.input_shape[1:]) >= 20 else "mlp"
+    if is_own(name):
+        return name
     if name not in MODELS or not MODELS[name].suits(task):
         suited = ", ".join(["auto", *(other for other, network in MODELS.items() if network.suits(task))])
         shape = "×".join(map(str, task.input_shape))

@@ -45,6 +45,10 @@ class ChainModel(nn.Module):
         """Names of the layers that are fully connected, the head included."""
         return (*(name for name, block in self.blocks.items() if isinstance(block, FullyConnected)), "head")
 
+    def stem(self, name: str) -> str:
+        """Return what the names of a fully connected layer's tensors begin with."""
+        return "head." if name == "head" else f"blocks.{name}.linear."
+
     def layer(self, name: str) -> nn.Module:
         """Return a block by its name, or the head."""
         return self.head if name == "head" else self.blocks[name]

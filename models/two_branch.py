@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from posy.models.build import seeded
 from posy.models.chain import ChainModel, run_blocks
 from posy.models.layers import reset_parameters
+from posy.models.own import OwnModel
 from posy.randomness import seed_of
 
 SHARING = ("none", "shallow", "mid", "deep")
@@ -43,8 +44,11 @@ def shared_blocks(model: ChainModel, level: str) -> int:
     """Return how many blocks the branches share at one of FedDRM's levels (Figs. 6 and 12).
 
     `none` is 0, `shallow` the first block, `deep` all but the last, `mid` half way between the two.
-    The levels differ from each other in networks of four blocks or more; in smaller ones some agree.
+    The levels differ from each other in networks of four blocks or more; in smaller ones some agree. A network of
+    people's own is a single block: the branches share it or not.
     """
+    if isinstance(model, OwnModel):
+        return 0 if level == "none" else 1
     deep = max(len(model.blocks) - 1, 0)
     shallow = min(1, deep)
     return {"none": 0, "shallow": shallow, "mid": (shallow + deep) // 2, "deep": deep}[level]

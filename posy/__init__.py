@@ -15,6 +15,11 @@ if not (_HERE / "server_app").is_dir():
     __path__.append(str(_HERE.parent))
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from posy.models.own import Described
     from posy.server_app.recorder import Recorder
     from posy.settings import Scalar
 
@@ -41,3 +46,21 @@ def run(**settings: "Scalar") -> "Recorder":
 
     given = {name.replace("_", "-"): value for name, value in settings.items()}
     return record_in_process(given, "the arguments of posy.run")
+
+
+def network(module: "nn.Module", layers: "Sequence[str]" = (), head: str = "") -> "Described":
+    """Describe a network of your own, where the function that ``model="file:function"`` names returns it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        It maps samples ``(B, *input_shape)`` to logits ``(B, C)``.
+    layers : sequence of str
+        Names of its modules, as ``named_modules`` has them, from input to output and without the head; together they
+        hold all other parameters. By default its children in order.
+    head : str
+        Name of the linear layer that comes last. By default the last ``nn.Linear``.
+    """
+    from posy.models.own import Described  # noqa: PLC0415 - imports PyTorch
+
+    return Described(module, tuple(layers), head)

@@ -7,6 +7,7 @@ range and everything else that holds for it are written there and nowhere else.
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -18,6 +19,8 @@ LARGEST = float.fromhex("0x1.fffffep127")
 """The largest number of a setting: models are trained in float32."""
 MOST = 1_000_000_000
 """The largest whole number of a setting that names no other: what comes after may reckon in 32 bits."""
+OWN = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
+"""How people name what is their own: ``file:function`` or ``package.module:function``."""
 LONGEST = 120
 """Characters of a value that a message repeats."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -60,6 +63,8 @@ class Setting:
     help: str
     choices: tuple[str, ...] = ()
     """The only values that it may have, if there are any."""
+    or_own: str = ""
+    """What people's own may stand in place of a choice, as ``file:function``: what it names."""
     number_or: str = ""
     """A word that may stand in place of a number, which then is the default."""
     minimum: float = -math.inf
@@ -99,7 +104,7 @@ class Setting:
     def allowed(self) -> str:
         """Return in words which values it may have."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(self.choices) + (f", or file:name of {self.or_own}" if self.or_own else "")
         bounds = {">=": self.minimum, ">": self.above, "<=": self.most}
         given = [f"{sign} {bound}" for sign, bound in bounds.items() if math.isfinite(bound)]
         word = f"`{self.number_or}` or " if self.number_or else ""
@@ -108,7 +113,7 @@ class Setting:
     def admits(self, value: Any) -> bool:
         """Tell whether a value of the right type is one that it may have."""
         if self.choices:
-            return value in self.choices
+            return value in self.choices or bool(self.or_own and OWN.fullmatch(value))
         if isinstance(value, str):
             return "\0" not in value  # no path or name can hold it
         return abs(value) <= LARGEST and self.minimum <= value <= self.most and value > self.above

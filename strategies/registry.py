@@ -10,6 +10,8 @@ from typing import Any, cast
 
 from posy.data.published import DATASETS
 from posy.data.settings import SITES, DataSettings, located
+from posy.extensions import is_own
+from posy.extensions import located as located_own
 from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
 from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
@@ -51,6 +53,9 @@ def read_settings(
     for key, setting in declared([]).items():
         if setting.place and ((path := values.get(key, setting.default)) or setting.default):
             values[key] = str(absolute(str(path)))
+    for key, setting in declared([]).items():
+        if setting.or_own and is_own(own := str(values.get(key, setting.default))):
+            values[key] = located_own(own)
     settings = _built(values)
     check_own(given, settings.run.method, where)
     return replace(settings, data=located(settings.data))

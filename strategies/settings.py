@@ -19,8 +19,10 @@ class TrainSettings:
 
     model: str = setting(
         "auto",
-        "network; `auto` picks one that suits the data",
+        "network; `auto` picks one that suits the data; one's own is a function that takes the task and returns a "
+        "torch.nn.Module, or torchvision:NAME",
         choices=("auto", *MODELS),
+        or_own="a network",
         synonyms=("arch", "architecture", "net", "network"),
     )
     linear_init: str = setting(

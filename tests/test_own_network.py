@@ -1,0 +1,288 @@
+"""Networks of people's own: every method trains them, and what is wrong about one is told before anything is run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import posy
+import posy.extensions
+import posy.models.layers
+import posy.storage
+from posy.data.task import Task
+from posy.models.architecture import Architecture, architecture_for
+from posy.models.own import OwnModel, build_own
+from posy.settings import SettingsError
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import read_settings
+
+DIGITS = Task("image", (1, 8, 8), tuple("0123456789"))
+FILE = '''
+import torch
+from torch import nn
+
+import posy
+
+
+def mlp(task):
+    """Three linear layers with dropout between them."""
+    size = torch.Size(task.input_shape).numel()
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(size, 24), nn.ReLU(), nn.Dropout(0.25), nn.Linear(24, 16), nn.ReLU(),
+        nn.Linear(16, task.num_classes),
+    )
+
+
+class Net(nn.Module):
+    """A parameter of its own, BatchNorm, dropout of channels, and a head that lies deep."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.features = nn.Sequential(nn.Conv2d(task.input_shape[0], 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.drop = nn.Dropout2d(0.2)
+        self.classifier = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, task.num_classes))
+
+    def forward(self, x):
+        x = nn.functional.adaptive_avg_pool2d(self.drop(self.features(x * self.scale)), 2)
+        return self.classifier(x.flatten(1))
+
+
+def convolutional(task):
+    return Net(task)
+
+
+def wrapped(task):
+    net = nn.Module()
+    net.inner = mlp(task)
+    net.forward = net.inner.forward
+    return net
+
+
+def described(task):
+    return posy.network(mlp(task), layers=["1", "4"], head="6")
+
+
+def half_described(task):
+    return posy.network(mlp(task), layers=["1"])
+
+
+def wrong_layer(task):
+    return posy.network(mlp(task), layers=["1", "five"])
+
+
+def wrong_head(task):
+    return posy.network(mlp(task), head="0")
+
+
+def no_module(task):
+    return "a network"
+
+
+def no_head(task):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64))
+
+
+def head_is_not_last(task):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, task.num_classes), nn.Softmax(dim=1))
+
+
+def few_classes(task):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 7))
+
+
+def wrong_shape(task):
+    return nn.Sequential(nn.Flatten(), nn.Linear(100, task.num_classes))
+
+
+def lazy(task):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(task.num_classes))
+
+
+def tied(task):
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    second.weight = first.weight
+    return nn.Sequential(nn.Flatten(), first, second, nn.Linear(64, task.num_classes))
+
+
+def double(task):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, task.num_classes)).double()
+
+
+class Random(nn.Module):
+    def __init__(self, task):
+        super().__init__()
+        self.head = nn.Linear(64, task.num_classes)
+
+    def forward(self, x):
+        return self.head(nn.functional.dropout(x.flatten(1), 0.5, self.training))
+
+
+def random(task):
+    return Random(task)
+
+
+def raises(task):
+    raise RuntimeError("no such luck")
+
+
+number = 3
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a file of networks, in which runs are started."""
+    (tmp_path / "nets.py").write_text(FILE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def own(name: str) -> Architecture:
+    return architecture_for(f"nets:{name}", DIGITS)
+
+
+def test_layers_are_the_children_in_order_and_the_last_linear_layer_is_the_head(here: Path) -> None:
+    network = own("mlp")
+    assert network.layer_names == ("1", "4", "head")
+    assert network.fully_connected == ("1", "4", "head")
+    sizes = {layer: network.layout.part([layer]).size for layer in network.layer_names}
+    assert sizes == {"1": 64 * 24 + 24, "4": 24 * 16 + 16, "head": 16 * 10 + 10}
+    assert network.embedding_dim == 16
+    assert own("described").layout == network.layout
+
+
+def test_what_a_module_only_wraps_has_the_layers(here: Path) -> None:
+    network = own("wrapped")
+    assert network.layer_names == ("inner.1", "inner.4", "head")
+
+
+def test_parameters_outside_of_modules_are_a_layer_of_their_own(here: Path) -> None:
+    network = own("convolutional")
+    assert network.layer_names == ("own", "features", "classifier", "head")
+    assert network.layout.part(["own"]).size == 1
+    assert {e.name for e in network.layout.entries if not e.trainable} == {
+        "blocks.body.features.1.running_mean",
+        "blocks.body.features.1.running_var",
+    }
+
+
+def test_the_wrapped_network_computes_what_the_module_does(here: Path) -> None:
+    x = torch.rand(5, 1, 8, 8)
+    for name in ("mlp", "convolutional"):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            plain = posy.extensions.load(f"nets:{name}", "model")(DIGITS)
+        model = own(name).build(seed=3)
+        assert isinstance(model, OwnModel)
+        seen, logits = model.eval()(x, features=True)
+        assert torch.equal(logits, plain.eval()(x))
+        assert torch.equal(model.head(seen), logits)
+
+
+def test_dropout_takes_the_numbers_of_the_batch(here: Path) -> None:
+    model = own("convolutional").build(seed=0).train()
+    (layer,) = [part for part in model.modules() if isinstance(part, posy.models.layers.Dropout)]
+    assert layer.features == 4  # whole channels
+    layer.numbers = torch.tensor([[0.1, 0.3, 0.1, 0.9]])
+    x = torch.ones(1, 4, 2, 2)
+    assert layer(x)[0, :, 0, 0].tolist() == [0, 1.25, 0, 1.25]
+    assert torch.equal(layer.eval()(x), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_module", "must return a torch.nn.Module, not str"),
+        ("no_head", "for 2 samples it returns \\(2, 64\\)"),
+        ("head_is_not_last", "the head must come last"),
+        ("few_classes", "it must return logits \\(2, 10\\)"),
+        ("wrong_shape", "samples of shape 2x1x8x8 raise RuntimeError"),
+        ("lazy", "1.weight has no shape yet"),
+        ("tied", "1.weight and 2.weight are one tensor"),
+        ("double", "1.weight is of torch.float64"),
+        ("random", "must come from nn.Dropout layers"),
+        ("raises", "it has raised RuntimeError: no such luck"),
+        ("wrong_layer", "no module 'five' to be a layer; it has 0, 1"),
+        ("half_described", "4.weight belongs to none of the layers 1"),
+        ("wrong_head", "its head must be an nn.Linear; '0' is Flatten"),
+        ("number", "it is no function, but int"),
+        ("nothing", "holds no nothing; it holds torch, nn, posy, mlp"),
+    ],
+)
+def test_what_is_wrong_is_told(here: Path, name: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        build_own(f"nets:{name}", DIGITS, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("elsewhere:mlp", "neither a file elsewhere.py where the run was started nor such a module"),
+        ("broken:mlp", "cannot be imported \\(SyntaxError"),
+        ("torchvision:resnet19", "torchvision has no such network; it has .*resnet18"),
+    ],
+)
+def test_a_file_that_is_none_is_told(here: Path, text: str, message: str) -> None:
+    (here / "broken.py").write_text("def mlp(:\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match=message):
+        build_own(text, DIGITS, {})
+
+
+def test_the_file_is_found_where_the_run_was_started(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read_settings({"model": "nets:mlp"})
+    assert settings.train.model == f"{here / 'nets.py'}:mlp"
+    monkeypatch.chdir("/")
+    assert architecture_for(settings.train.model, DIGITS).layer_names == ("1", "4", "head")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_a_network_of_ones_own(here: Path, method: str) -> None:
+    record = posy.run(
+        method=method, model="nets:mlp", num_clients=3, num_server_rounds=4, max_samples=300, partition="iid",
+        output_dir=str(here / "runs"), local_epochs=1, stack="loop",
+    )  # fmt: skip
+    assert record.summary["status"] == "completed"
+    assert record.summary["dropped"] == {}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedfew", "ditto", "feddrm"])
+def test_stacks_train_it_as_one_after_the_other_does(here: Path, method: str) -> None:
+    """Dropout included: its numbers depend on the client and its round alone."""
+    models = []
+    for stack in ("loop", "vmap"):
+        record = posy.run(
+            method=method, model="nets:mlp", num_clients=3, num_server_rounds=2, max_samples=200, partition="iid",
+            output_dir=str(here / "runs"), run_name=f"{method}-{stack}", stack=stack,
+        )  # fmt: skip
+        arrays = posy.storage.load_arrays(record.directory.path / "models/client-1.safetensors")
+        models.append(np.concatenate([array.ravel() for array in arrays.values()]))
+    assert np.abs(models[0] - models[1]).max() < 1e-5
+    assert np.abs(models[0]).max() > 0.01
+
+
+def test_batchnorm_and_a_deep_head_in_a_run(here: Path) -> None:
+    record = posy.run(
+        method="fedrep", model="nets:convolutional", num_clients=3, num_server_rounds=2, max_samples=300,
+        partition="iid", output_dir=str(here / "runs"),
+    )  # fmt: skip
+    arrays = posy.storage.load_arrays(record.directory.path / "models/client-0.safetensors")
+    assert arrays["head.weight"].shape == (10, 8)
+    assert np.abs(arrays["blocks.body.features.1.running_mean"]).max() > 0
+
+
+def test_a_network_of_torchvision(tmp_path: Path) -> None:
+    task = Task("image", (3, 32, 32), tuple("0123456789"))
+    network = architecture_for("torchvision:resnet18", task)
+    assert network.layer_names == ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "head")
+    assert network.layout.part(["head"]).size == 512 * 10 + 10
+    with pytest.raises(SettingsError, match="samples of shape 2x1x8x8 raise"):
+        build_own("torchvision:resnet18", DIGITS, {})
+
+
+def test_a_low_rank_layer_of_ones_own_network(here: Path) -> None:
+    network = Architecture("nets:mlp", DIGITS, ranks=(("1", 5), ("head", 3)))
+    assert network.layout.part(["1"]).size == 5 * 64 + 24 * 5 + 24
+    assert network.layout.part(["head"]).size == 3 * 16 + 10 * 3 + 10
+    assert network.build()(torch.rand(2, 1, 8, 8)).shape == (2, 10)
