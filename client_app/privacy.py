@@ -12,6 +12,7 @@ import numpy as np
 from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 
+from posy.models.architecture import Architecture
 from posy.settings import SettingsError
 from posy.strategies.replies import changes, norm_of
 from posy.strategies.settings import Settings, TrainSettings
@@ -32,14 +33,18 @@ def check_privacy(settings: Settings) -> None:
             f"dp-clip = {train.dp_clip:g} with method = {settings.run.method!r}: {settings.method.noise.why}; "
             "it must be 0 for this method"
         )
-    if train.model == "resnet18-bn":
-        raise SettingsError(
-            f"dp-clip = {train.dp_clip:g} with model = 'resnet18-bn': noise makes running variances negative; "
-            "resnet18-gn has none"
-        )
     if train.dp_epsilon > 1:
         proven = "dp-epsilon = %g: the noise of the Gaussian mechanism is proven for epsilon up to 1 only"
         log(WARNING, proven, train.dp_epsilon)
+
+
+def check_network(settings: Settings, network: Architecture) -> None:
+    """Raise :class:`SettingsError` for a network that cannot bear the noise of the settings."""
+    if settings.train.dp_clip and not all(entry.trainable for entry in network.layout.entries):
+        raise SettingsError(
+            f"dp-clip = {settings.train.dp_clip:g} with model = {network.model!r}: noise makes BatchNorm's running "
+            "variances negative; GroupNorm, as in resnet18-gn, has none"
+        )
 
 
 def noised(arrays: NDArrays, references: NDArrays, settings: TrainSettings) -> NDArrays:

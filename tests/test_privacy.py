@@ -9,7 +9,9 @@ import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp.mod import LocalDpMod
 
-from posy.client_app.privacy import check_privacy, noise_deviation, noised
+from posy.client_app.privacy import check_network, check_privacy, noise_deviation, noised
+from posy.data.task import Task
+from posy.models.architecture import architecture_for
 from posy.server_app.in_process import InProcessGrid
 from posy.settings import SettingsError
 from posy.strategies.method_settings import ALLOWED
@@ -117,8 +119,11 @@ def test_who_may_have_noise(method: str) -> None:
 
 
 def test_running_variances_bear_no_noise() -> None:
-    with pytest.raises(SettingsError, match="resnet18-bn"):
-        check_privacy(read_settings({"method": "fedavg", "dp-clip": 1.0, "model": "resnet18-bn"}))
+    settings = read_settings({"method": "fedavg", "dp-clip": 1.0})
+    task = Task("image", (3, 8, 8), ("a", "b"))
+    check_network(settings, architecture_for("resnet18-gn", task))
+    with pytest.raises(SettingsError, match="'resnet18-bn': noise makes BatchNorm's running variances negative"):
+        check_network(settings, architecture_for("resnet18-bn", task))
 
 
 def test_a_whole_run_with_noise(make_config: Callable[..., Any], federate: Callable[..., Any]) -> None:
