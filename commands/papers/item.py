@@ -142,7 +142,8 @@ class Item:
 
     def settings_of(self, variant: str, given: Mapping[str, Scalar] | None = None) -> Settings:
         """Return the settings of a column of what needs no runs."""
-        own = next((one.get("settings", {}) for one in self.content.get("variants", []) if one["name"] == variant), {})
+        of_variants = {one["name"]: one.get("settings", {}) for one in self.content.get("variants", [])}
+        own = of_variants.get(variant, {})
         chosen = {"seed": 0, **self.content.get("settings", {}), **own, **(given or {})}
         return read_settings(with_experiment(chosen, str(self.file)), str(self.file))
 
