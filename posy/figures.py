@@ -248,7 +248,8 @@ def small_multiples(
                 few = {"marker": "o", "markersize": 3.5} if len(x) <= 12 else {}
                 axes.plot(x, y, label=label, **styles[label] | {"linewidth": 1.6} | few)
                 axes.fill_between(x, y - half, y + half, color=styles[label]["color"], alpha=0.2, linewidth=0)
-        figure.supxlabel(xlabel, fontsize=10)
+        for axes in grid[-1]:  # a label of the whole figure would lie under the legend
+            axes.set_xlabel(xlabel, fontsize=10)
         figure.supylabel(ylabel, fontsize=10)
         handles = {
             label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
@@ -319,6 +320,43 @@ def scatter(
             _note(axes, f"correlation {np.corrcoef(a, b)[0, 1]:.3f}")
         axes.set(xlabel=xlabel, ylabel=ylabel)
         _legend(axes, 1)
+
+
+def images(pictures: Mapping[str, npt.ArrayLike], path: Path, *, title: str = "", columns: int = 9) -> None:
+    """Draw images ``(H, W, 3)`` with their names above them."""
+    if not pictures:
+        return
+    across = min(columns, len(pictures))
+    down = math.ceil(len(pictures) / across)
+    with _figure(path, _WIDTH, 1.25 * down + 0.4) as figure:
+        figure.suptitle(title, x=0.01, ha="left")
+        grid = figure.subplots(down, across, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for axes, (name, picture) in zip(grid.flat, pictures.items(), strict=False):
+            axes.imshow(np.asarray(picture))
+            axes.set_title(name, fontsize=6.5, pad=2)
+
+
+def branches(
+    networks: Mapping[str, tuple[Sequence[str], int]], path: Path, *, title: str = "", names: tuple[str, str]
+) -> None:
+    """Draw networks of two branches, a panel each: the names of their blocks, and how many of these are shared."""
+    with _figure(path, _WIDTH, 3.6) as figure:
+        figure.suptitle(title, x=0.01, ha="left")
+        grid = figure.subplots(1, len(networks), squeeze=False, sharey=True)
+        for axes, (about, (blocks, shared)) in zip(grid.flat, networks.items(), strict=True):
+            axes.set_title(about, fontsize=9)
+            axes.set_axis_off()
+            for height, block in enumerate(blocks):
+                places = [(0.0, 2.0, _AXIS)]
+                if height >= shared:
+                    places = [(0.0, 0.95, COLOURS[0]), (1.05, 0.95, COLOURS[1])]
+                for left, width, colour in places:
+                    axes.barh(height, width, 0.8, left, color=colour, alpha=0.5)
+                    axes.text(left + width / 2, height, block, ha="center", va="center", fontsize=9)
+            for left, name in zip((0.475, 1.525), names, strict=True):
+                axes.text(left, len(blocks) - 0.35, name, ha="center", fontsize=9)
 
 
 def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:

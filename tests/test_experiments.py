@@ -33,7 +33,7 @@ CWFEDAVG = {
 FEDDRM = {
     "method": "feddrm",
     "num-clients": 8,
-    "feddrm-class-weight": 0.8,
+    "feddrm-class-weight": 0.9,
     "momentum": 0.9,
     "weight-decay": 5e-4,
     "lr": 0.01,
@@ -43,8 +43,10 @@ FEDDRM = {
     "num-server-rounds": 800,
     "test-fraction": 0.3,
     "shift": "high",
-    "augment": "crop",
+    "augment": "resized-crop",
     "model": "resnet18-gn",
+    "linear-init": "kaiming",
+    "average-rounds": 50,
     "feddrm-routing": "density",
 }
 PPFE = {
@@ -53,15 +55,20 @@ PPFE = {
     "fraction-train": 0.1,
     "local-epochs": 5,
     "batch-size": 10,
-    "momentum": 0.9,
+    "full-last-round": True,
+    "momentum": 0.5,
+    "weight-decay": 1e-4,
     "lr": 0.01,
     "ppfe-body-lr-factor": 0.1,
     "num-server-rounds": 160,
     "ppfe-stages": 4,
     "ppfe-stage-rounds": "30,50,40,40",
     "ppfe-ranks": "100,50,24;80,40,16",
-    "ppfe-reduction": "svd",
+    "ppfe-reduction": "svd-fedavg",
+    "ppfe-beta": "adaboost",
+    "model": "cnn-3fc",
 }
+WIDE = {"model": "cnn-3fc-wide", "ppfe-ranks": "200,100,48;160,80,32"}
 DIRICHLET, CLASSES = {"partition": "dirichlet"}, {"partition": "classes"}
 NUMBERS = {
     "fedfew-cifar10-m10": {
@@ -117,12 +124,13 @@ NUMBERS = {
     "ppfe-cifar10-s5": {**PPFE, **CLASSES, "classes-per-client": 5, "samples-per-client": 150},
     "ppfe-cifar10-dir03": {**PPFE, **DIRICHLET, "dirichlet-alpha": 0.3},
     "ppfe-cifar10-dir1": {**PPFE, **DIRICHLET, "dirichlet-alpha": 1.0},
-    "ppfe-cifar100-s5": {**PPFE, **CLASSES, "classes-per-client": 5, "samples-per-client": 400},
-    "ppfe-cifar100-s20": {**PPFE, **CLASSES, "classes-per-client": 20, "samples-per-client": 400},
+    "ppfe-cifar100-s5": {**PPFE, **WIDE, **CLASSES, "classes-per-client": 5, "samples-per-client": 400},
+    "ppfe-cifar100-s20": {**PPFE, **WIDE, **CLASSES, "classes-per-client": 20, "samples-per-client": 400},
     "ppfe-emnist-letters": {**PPFE, **CLASSES, "classes-per-client": 10, "samples-per-client": 100},
     "ppfe-sent140": {
         **PPFE,
         "partition": "natural",
+        "model": "fasttext",
         "batch-size": 2,
         "num-server-rounds": 50,
         "ppfe-stages": 3,

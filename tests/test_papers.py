@@ -4,18 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from posy.commands.cli import main
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
 from posy.commands.papers.compare import Comparison
+from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import item, items, papers
 from posy.commands.papers.page import page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured
 from posy.commands.papers.verdict import Number, agrees, number, verdict
 from posy.settings import SettingsError
-from posy.yaml12 import dump
+from posy.yaml12 import dump, read_yaml
 
 ROOT = Path(__file__).parent.parent
 EVERY = [(paper, one.name) for paper in papers() for one in items(paper)]
@@ -103,6 +105,30 @@ def test_a_claim_is_judged_by_its_differences(differences: list[float], by: floa
 def test_two_rows_may_be_claimed_to_be_alike() -> None:
     assert verdict([0.4, -0.6], within=0.2).word == "confirmed"
     assert verdict([0.4, 0.6], within=0.2).word == "refuted"
+
+
+# -- FedDRM's gradient drift -----------------------------------------------------------------------------
+
+
+def test_the_gradient_of_a_head_by_hand() -> None:
+    # Of two classes each has probability 1/2, so that the residuals are (-1/2, 1/2) and (1/2, -1/2).
+    found = head_gradient(np.zeros((2, 1)), np.array([[1.0], [3.0]]), np.array([0, 1]))
+    assert found.tolist() == [[0.5], [-0.5]]
+
+
+def test_the_drift_of_gradients_by_hand() -> None:
+    # Their mean is (1/4, 3/4): G^2 = 1/4 * (9 + 9) / 16 + 3/4 * (1 + 1) / 16 = 3/8.
+    assert squared_drift(np.eye(2), np.array([0.25, 0.75])) == (0.375, 1.0)
+    assert squared_drift(np.ones((3, 2)), np.full(3, 1 / 3))[0] == pytest.approx(0)
+
+
+def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
+    found = simulate(0, rounds=5)
+    assert (found["client"].drift > found["class"].drift).all()
+    assert (found["client"].relative_drift > found["class"].relative_drift).all()
+    assert (found["client"].relative_drift <= 1).all()
+    assert found["class"].drift.tolist() == simulate(0, rounds=5)["class"].drift.tolist()
+    assert found["class"].drift[0] != simulate(1, rounds=1)["class"].drift[0]
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -229,6 +255,98 @@ def test_runs_without_their_data_are_left_out(mine: Path, capsys: pytest.Capture
     assert "not run: kvasir: " in capsys.readouterr().out
     text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
     assert "with kvasir in data-dir (kvasir/<class>/*.jpg, or kvasir.npz)" in text
+
+
+def test_means_over_the_last_rounds_and_each_methods_own_point(mine: Path) -> None:
+    written(
+        mine,
+        settings={**TABLE["settings"], "average-rounds": 2, "system-accuracy": "on"},
+        measure="own average weighted",
+        variants=None,
+        runs=[{"name": name, "settings": {"method": name}} for name in ("fedavg", "ditto")],
+        printed=None,
+        claims=None,
+        reasons=None,
+        seeds=[0],
+        small={"settings": {"num-server-rounds": 3, "max-samples": 300}},
+    )
+    assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+    for name, point in (("fedavg", "served"), ("ditto", "local")):
+        cell = Path(f"papers/mine/results/table1-small/{name}/seed-0")
+        summary = json.loads((cell / "summary.json").read_text())
+        average = summary[point]["average"]
+        assert average["evaluations"] == 2
+        assert measured(cell, "own average weighted") == measured(cell, f"{point} average weighted")
+        assert measured(cell, "own average weighted") == 100 * average["weighted"]
+        assert measured(cell, "own last") == 100 * summary[point]["last"]["mean"]
+        assert measured(cell, "system average") == 100 * summary["system-accuracy-average"]["mean"]
+    assert in_percent("own average weighted")
+    assert in_percent("system average")
+
+
+def test_a_scan_may_have_a_line_for_each_row_and_bars_a_group_for_each_number(mine: Path) -> None:
+    scan = {"kind": "scan", "setting": "local-epochs", "lines": "rows", "measures": ["local last"]}
+    bars = {"kind": "measures", "measures": ["local last", "local last min"], "names": {"local last": "mean"}}
+    small = {"settings": {"num-server-rounds": 1, "max-samples": 300}, "seeds": [0]}
+    for name, form in (("figure1", scan), ("figure2", bars)):
+        written(mine, name, printed=None, claims=None, reasons=None, form=form, small=small)
+    assert main(["paper", "mine", "all", "-j", "1"]) == 0
+    for name in ("figure1", "figure2"):
+        assert Path(f"docs/papers/mine-{name}.png").is_file()
+
+
+def test_a_picture_without_runs_is_drawn_where_its_data_is(mine: Path) -> None:
+    settings = {"dataset": "cifar10", "shift": "high", "num-clients": 3}
+    alone = {"runs": None, "variants": None, "seeds": None, "printed": None, "claims": None, "reasons": None}
+    alone |= {"small": None, "measure": None, "spread": None}
+    written(mine, "figure7", **alone, title="Figure 7: shifts", settings=settings, form={"kind": "samples"})
+    page_of_mine, picture = Path("docs/papers/mine.md"), Path("docs/papers/mine-figure7.png")
+    command = ["paper", "mine", "figure7", "download=false", "data-dir=here"]
+    assert main(command) == 0
+    text = " ".join(page_of_mine.read_text(encoding="utf-8").split())
+    assert "not run: `posy paper mine figure7`, with cifar10 in data-dir" in text
+    assert not picture.exists()
+    Path("here").mkdir()
+    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
+    np.savez("here/cifar10.npz", x_train=images, y_train=np.arange(20) % 10)
+    assert main(command) == 0
+    assert picture.is_file()
+    text = page_of_mine.read_text(encoding="utf-8")
+    assert "[Figure 7](#figure-7) | drawn |" in text
+    assert "not run" not in text
+    # Drawn once, it stays, whoever draws the page anew without the data.
+    assert main(["paper", "mine"]) == 0
+    assert "[Figure 7](#figure-7) | drawn |" in page_of_mine.read_text(encoding="utf-8")
+
+
+def test_what_posy_cannot_draw_says_what_it_needs(mine: Path) -> None:
+    (mine / "figure3.yaml").write_text(
+        dump({"title": "Figure 3: synthetic data", "shows": "Less.", "needs": "a regression task"}), encoding="utf-8"
+    )
+    assert main(["paper", "mine"]) == 0
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert "[Figure 3](#figure-3) | 1 not run |" in text
+    assert "not run: a regression task." in text
+
+
+def test_a_table_on_cifar100_runs_on_a_stand_in(mine: Path) -> None:
+    content = read_yaml(ROOT / "papers/ppfe/table3.yaml")
+    wanted = [index for index, one in enumerate(content["variants"]) if one["name"].startswith("CIFAR-100")]
+    content["variants"] = [content["variants"][index] for index in wanted]
+    content["printed"] = {row: [values[index] for index in wanted] for row, values in content["printed"].items()}
+    content |= {"seeds": [0], "small": {}, "reasons": []}
+    written(mine, "table3", **{**dict.fromkeys(TABLE), **content})
+    Path("here").mkdir()
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(100), 8)
+    images = rng.integers(0, 256, (len(labels), 32, 32, 3), np.uint8)
+    np.savez("here/cifar100.npz", x_train=images, y_train=labels)
+    short = ["num-clients=20", "fraction-train=0.5", "samples-per-client=20", "model=mlp", "local-epochs=1"]
+    short += ["num-server-rounds=3", "ppfe-stages=3", "ppfe-stage-rounds=1,1,1", "data-dir=here"]
+    assert main(["paper", "mine", "table3", "--scale", "full", "-j", "1", *short]) == 0
+    text = Path("results/papers/mine/mine.md").read_text(encoding="utf-8")
+    assert "| 4 differs |" in text
+    assert "not run" not in text
 
 
 # -- what Posy brings along ------------------------------------------------------------------------------

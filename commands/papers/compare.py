@@ -38,6 +38,7 @@ class Comparison:
 
     def __init__(self, item: Item, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> None:
         self.item = item
+        self.given = given or {}
         self.plans: dict[str, Plan] = {}
         if item.has_runs:
             self.plans = {scale: item.plan(scale, given, folder) for scale in SCALES}
@@ -65,6 +66,8 @@ class Comparison:
     @cached_property
     def entries(self) -> list[Entry]:
         """Every row in every column, in the order of the paper."""
+        if not self.item.rows and "needs" in self.item.content:  # which Posy cannot draw
+            return [Entry("", "", "", None, None, "", NOT_RUN, str(self.item.content["needs"]))]
         return [
             self._entry(variant, measure, row)
             for variant, measure in self.item.columns
@@ -86,6 +89,12 @@ class Comparison:
     def scales(self) -> list[str]:
         """At which scales there are runs."""
         return [scale for scale in SCALES if any(own == scale for own, _ in self.cells.values())]
+
+    def needed(self) -> str:
+        """Return what a picture that needs no runs needs instead."""
+        name = self.item.settings_of(self.item.variants[0]).data.dataset
+        command = f"`posy paper {self.item.paper} {self.item.name}`"
+        return f"{command}, with {name} in data-dir ({WANTED[name]})"
 
     def smaller(self) -> str:
         """Return in which settings scale ``small`` differs from the paper's, as ``key value (paper's)``."""

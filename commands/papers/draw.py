@@ -2,15 +2,22 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from posy import figures
 from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
+from posy.commands.papers.drift import simulate
 from posy.commands.papers.record import curve, in_percent, kept
 from posy.commands.papers.verdict import Number, number
+from posy.data.datasets import load_dataset
+from posy.data.shifts import SHIFTS, apply_shift
+from posy.data.task import Task
+from posy.models.architecture import architecture_for
 from posy.settings import SettingsError
 
 MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
@@ -93,7 +100,10 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
 
 
 def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw numbers of each row against one of its settings; the paper's as points of a line of its own."""
+    """Draw numbers of each row against one of its settings; the paper's as points of a line of its own.
+
+    A line is a variant, or, with ``lines: rows``, a row, whose runs have different settings in the variants.
+    """
     setting, panels = form["setting"], {}
     for measure in form["measures"]:
         lines: dict[str, list[tuple[float, float, float]]] = {}
@@ -105,11 +115,12 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
                 at = next((cell.config[setting] for cell in planned if setting in cell.config), None)
                 if at is None:
                     continue
+                line = row if form.get("lines") == "rows" else variant
                 own = number(list(comparison.values(variant, row, measure).values()))
                 if cells and own is not None:
-                    lines.setdefault(variant or "Posy", []).append((float(at), own.mean, own.std or 0.0))
+                    lines.setdefault(line or "Posy", []).append((float(at), own.mean, own.std or 0.0))
                 if printed is not None:
-                    told = f"{variant}, paper".removeprefix(", ")
+                    told = f"{line}, paper".removeprefix(", ")
                     lines.setdefault(told, []).append((float(at), printed.value, 0.0))
         panels[form.get("names", {}).get(measure, measure)] = {name: sorted(line) for name, line in lines.items()}
     figures.small_multiples(
@@ -168,6 +179,61 @@ def _trade_off(comparison: Comparison, form: Mapping[str, Any], path: Path) -> N
     figures.named_points(points, path, title=comparison.item.title, xlabel=form["x"], ylabel=form["y"])
 
 
+def _measures(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw several numbers of each row, a group of bars for each number."""
+    groups: dict[str, dict[str, tuple[float, float]]] = {}
+    for measure in form["measures"]:
+        for variant in comparison.item.variants:
+            for row in comparison.item.rows:
+                own = number(list(comparison.values(variant, row, measure).values()))
+                if own is not None:
+                    name = " ".join(filter(None, (variant, form.get("names", {}).get(measure, measure))))
+                    groups.setdefault(name, {})[row] = (own.mean, own.std or 0.0)
+    figures.bars(groups, path, title=comparison.item.title, ylabel=form.get("label", "accuracy, %"))
+
+
+def _samples(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw an image of the data set as it is, and as each client sees it under its shift."""
+    settings = comparison.item.settings_of(comparison.item.variants[0], comparison.given)
+    data = settings.data
+    found = replace(data, max_samples=0, download=False)  # a page is drawn with what is there
+    dataset = load_dataset(found, Path(data.data_dir), settings.run.seed)
+    image = torch.from_numpy(dataset.x[form.get("index", 0)][None]).permute(0, 3, 1, 2)
+    shown = {"original": image}
+    for client, shift in enumerate(SHIFTS[data.shift][: data.num_clients]):
+        bits = f", {shift.bits} bits" if shift.bits < 8 else ""
+        told = f"{client}: γ {shift.gamma:g}, h {shift.hue:g}\ns {shift.saturation:g}{bits}"
+        shown[told] = apply_shift(image, shift)
+    pictures = {told: picture[0].permute(1, 2, 0).numpy() for told, picture in shown.items()}
+    figures.images(pictures, path, title=comparison.item.title)
+
+
+def _sharing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw which blocks FedDRM's branches share at each level, with the number of parameters."""
+    panels = {}
+    for variant in comparison.item.variants:
+        settings = comparison.item.settings_of(variant, comparison.given)
+        task = Task("image", (3, 32, 32), tuple(map(str, range(10))))  # CIFAR-10's
+        plain = architecture_for(settings.train.model, task)
+        architecture = settings.method.network(plain, settings.data.num_clients)
+        network = architecture.build()
+        names = [*network.model.blocks, "head"]
+        panels[f"{variant}\n{architecture.layout.size:,} parameters"] = names, network.shared_blocks
+    figures.branches(panels, path, title=comparison.item.title, names=("class", "client"))
+
+
+def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw the gradient drift of FedDRM's two losses over the rounds, on random embeddings."""
+    found = [simulate(seed) for seed in (0, 1, 2)]
+    panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for measure in ("drift", "relative drift"):
+        for task in ("class", "client"):
+            runs = np.array([getattr(one[task], measure.replace(" ", "_")) for one in found])
+            points = zip(runs.mean(axis=0), runs.std(axis=0, ddof=1), strict=True)
+            panels.setdefault(measure, {})[task] = [(float(n), float(m), float(s)) for n, (m, s) in enumerate(points)]
+    figures.small_multiples(panels, path, title=comparison.item.title, columns=2, apart=True)
+
+
 FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
     "table": _nothing,
     "rounds": _rounds,
@@ -176,5 +242,9 @@ FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
     "heads": _heads,
     "clients": _clients,
     "trade-off": _trade_off,
+    "measures": _measures,
+    "samples": _samples,
+    "sharing": _sharing,
+    "drift": _drift,
 }
 """How a table or figure may be drawn."""

@@ -11,7 +11,8 @@ from posy.commands import archive
 from posy.commands.papers.record import POINTS, check_measure, collect
 from posy.commands.table import Plan, plan_of
 from posy.settings import Scalar, SettingsError, nearest
-from posy.strategies.registry import PAPERS
+from posy.strategies.registry import PAPERS, read_settings, with_experiment
+from posy.strategies.settings import Settings
 from posy.yaml12 import read_yaml
 
 SCALES = ("small", "full")
@@ -31,6 +32,8 @@ PARTS: dict[str, type | tuple[type, ...]] = {
 """What the file of a table or figure may hold beside the parts of a table of runs."""
 SMALL = ("settings", "seeds", "without", "runs")
 """What differs at scale ``small``: settings, seeds, rows and variants that are left out, and settings by rows."""
+ALONE = ("samples", "sharing", "drift")
+"""Forms of pictures that need no runs, and are drawn from their settings."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
@@ -132,6 +135,11 @@ class Item:
         return "runs" in self.content
 
     @property
+    def draws_alone(self) -> bool:
+        """Whether it is a picture that needs no runs."""
+        return self.form.get("kind") in ALONE
+
+    @property
     def form(self) -> Mapping[str, Any]:
         """How it is drawn."""
         return self.content.get("form", {"kind": "table"})
@@ -142,6 +150,13 @@ class Item:
             if variant in entry.get("variants", [variant]) and row in entry.get("rows", [row]):
                 return str(entry["say"])
         return ""
+
+    def settings_of(self, variant: str, given: Mapping[str, Scalar] | None = None) -> Settings:
+        """Return the settings of a column of what needs no runs."""
+        of_variants = {one["name"]: one.get("settings", {}) for one in self.content.get("variants", [])}
+        own = of_variants.get(variant, {})
+        chosen = {"seed": 0, **self.content.get("settings", {}), **own, **(given or {})}
+        return read_settings(with_experiment(chosen, str(self.file)), str(self.file))
 
     def plan(self, scale: str, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> Plan:
         """Return its runs at a scale, with further settings; results go into a folder of the working directory."""

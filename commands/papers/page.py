@@ -1,6 +1,7 @@
 """A paper's page: its tables and figures, each number's state, and the claims."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
@@ -10,6 +11,7 @@ from posy.commands.papers.item import Claim, items
 from posy.commands.papers.record import in_percent
 from posy.commands.papers.verdict import Verdict
 from posy.commands.table import machines
+from posy.data.errors import DataError
 from posy.server_app.progress import duration
 from posy.settings import Scalar
 from posy.strategies.registry import PAPERS
@@ -28,15 +30,17 @@ def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str])
     told = [one.item.title.partition(":")[0] for one in comparisons]
     lines = [["", "state of its numbers", "claims"], ["---", "---", "---"]]
     for one, title in zip(comparisons, told, strict=True):
-        lines.append([f"[{title}](#{_anchor(title)})", states(one), claims(one)])
+        lines.append([f"[{title}](#{_anchor(title)})", states(one, pictures), claims(one)])
     parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
     for one, title in zip(comparisons, told, strict=True):
         parts += [f"## {title}", *_section(paper, one, pictures)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def states(comparison: Comparison) -> str:
-    """Return how many of its numbers are in which state."""
+def states(comparison: Comparison, pictures: Sequence[str]) -> str:
+    """Return how many of its numbers are in which state; of a picture without runs, whether it is drawn."""
+    if comparison.item.draws_alone:
+        return DRAWN if _picture(comparison.item.paper, comparison) in pictures else NOT_RUN
     return told_of(entry.state for entry in comparison.entries)
 
 
@@ -65,8 +69,9 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     comparisons = [Comparison(one, given, runs) for one in items(paper)]
     for one in comparisons:
-        if one.cells:
-            draw(one, folder / _picture(paper, one))
+        if one.cells or one.item.draws_alone:
+            with suppress(DataError):  # the page tells what is needed
+                draw(one, folder / _picture(paper, one))
     (folder / f"{paper}.md").write_text(page(paper, comparisons, pictures_in(folder)), encoding="utf-8")
     return comparisons
 
@@ -100,10 +105,12 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
         parts.append(fill(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}.", 120))
         if "small" in one.scales:
             parts.append(fill(f"Scale small, in brackets the paper's: {one.smaller()}.", 120))
-    if item.printed or one.entries:
+    if item.rows and (item.printed or one.entries):
         parts.append(table(one))
     if (name := _picture(paper, one)) in pictures:
         parts.append(f"![{item.title.partition(':')[0]}]({name})")
+    elif item.draws_alone:
+        parts.append(fill(f"{NOT_RUN}: {one.needed()}.", 120))
     if one.verdicts:
         parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
     reasons: dict[str, list[str]] = {}

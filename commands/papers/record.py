@@ -13,15 +13,18 @@ from posy.commands.comparison import last_round
 from posy.server_app.resume import read_summary
 from posy.settings import SettingsError
 from posy.storage import load_arrays
+from posy.strategies.methods import settings_class
 
 MOST_CLIENTS = 40
 """Clients up to which each one's curve is kept."""
 SPREADS = ("mean", "std", "min", "max", "tenth", "weighted", "jain")
 """What a summary holds over the clients."""
-POINTS = ("served", "local")
-WHICH = ("last", "best", "upper-bound")
-POOLED = ("system", "routing")
-"""Accuracies on the pooled test samples."""
+POINTS = ("served", "local", "own")
+"""Evaluation points; ``own`` is the one at which the run's method is meant to be used."""
+WHICH = ("last", "best", "upper-bound", "average")
+SYSTEM_AVERAGE = "system average"
+POOLED = ("system", "routing", SYSTEM_AVERAGE)
+"""Accuracies on the pooled test samples; the last is the mean over the last rounds (``average-rounds``)."""
 TOTALS = ("rounds", "seconds", "bytes-up", "bytes-down", "samples", "peak-memory")
 
 
@@ -63,10 +66,11 @@ def kept(path: Path) -> dict[str, Any]:
 def measured(path: Path, measure: str) -> float | None:
     """Return a number of a finished run, accuracies in %; None where it was not measured.
 
-    ``measure`` is an evaluation point, a round (``last``, ``best``, ``upper-bound``) and, if need be, what is taken
-    over the clients, the mean by default: ``served last``, ``local best min``; or ``system`` or ``routing``, the
-    accuracies on the pooled test samples; or ``round`` and a number of the rounds, of which the last value is taken:
-    ``round outer_cv``; or a number of the summary: ``bytes-up``.
+    ``measure`` is an evaluation point, a round (``last``, ``best``, ``upper-bound``, or ``average`` over the last ones)
+    and, if need be, what is taken over the clients, the mean by default: ``served last``, ``local best min``; or
+    ``system`` or ``routing``, the accuracies on the pooled test samples, of the first also ``system average``; or
+    ``round`` and a number of the rounds, of which the last value is taken: ``round outer_cv``; or a number of the
+    summary: ``bytes-up``.
     """
     summary = read_summary(path)
     words = measure.split()
@@ -75,10 +79,13 @@ def measured(path: Path, measure: str) -> float | None:
         return values[-1] if values else None
     if measure in TOTALS:
         return None if summary.get(measure) is None else float(summary[measure])
-    if measure in POOLED:
+    if measure == SYSTEM_AVERAGE:
+        found = (summary.get("system-accuracy-average") or {}).get("mean")
+    elif measure in POOLED:
         found = summary.get(f"{measure}-accuracy")
     else:
-        over = last_round(summary, words[0]) if words[1] == "last" else summary[words[0]][words[1]] or {}
+        point = settings_class(summary["method"]).point if words[0] == "own" else words[0]
+        over = last_round(summary, point) if words[1] == "last" else summary[point].get(words[1]) or {}
         found = over.get((words[2:] or ["mean"])[0])
     return None if found is None else float(found) * (100 if in_percent(measure) else 1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from posy.commands import archive
 from posy.commands.papers.item import SCALES, item, items, papers, take_up
-from posy.commands.papers.page import claims, overview, states, write
+from posy.commands.papers.page import claims, overview, pictures_in, states, write
 from posy.commands.table import Cell, Plan, fill
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
@@ -36,10 +36,11 @@ def list_papers() -> int:
 def show_paper(name: str, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> int:
     """Draw a paper's page from the runs that there are, and print the state of its tables and figures.
 
-    With settings that were ``given``, it is that of the runs in a ``folder``.
+    With settings that were ``given``, it is that of the runs in a ``folder``, if there is one.
     """
     comparisons = write(name, folder or PAGES, given, folder)
-    rows = [(one.item.name, one.item.title, states(one), claims(one)) for one in comparisons]
+    pictures = pictures_in(folder or PAGES)
+    rows = [(one.item.name, one.item.title, states(one, pictures), claims(one)) for one in comparisons]
     print_table(name, ("name", "what it is", "numbers", "claims"), rows)
     print(f"written to {(folder or PAGES) / name}.md")
     return 0
@@ -60,7 +61,7 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
     for one in wanted:
         if one.has_runs:
             failures |= _run(one.plan(scale, given, folder), one.title, jobs, absent)
-    show_paper(name, given if folder else None, folder)
+    show_paper(name, given, folder)
     for what, reason in absent.items():
         print(f"not run: {what}: {reason}")
     for what, reason in failures.items():
