@@ -57,7 +57,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     comparisons = [Comparison(one, given, runs) for one in items(paper)]
     for one in comparisons:
-        if one.cells:
+        if one.cells or one.counts:
             draw(one, folder / _picture(paper, one))
     (folder / f"{paper}.md").write_text(page(paper, comparisons, pictures_in(folder)), encoding="utf-8")
     return comparisons
@@ -92,7 +92,9 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
         parts.append(fill(f"{command}{ran}. Measured: {item.measure}.", 120))
         if "small" in one.scales:
             parts.append(fill(f"Scale small, in brackets the paper's: {one.smaller()}.", 120))
-    if item.printed or one.entries:
+    if item.kind == "partition":
+        parts.append(f"`posy paper {paper} {item.name}`, which runs nothing.")
+    if item.rows and (item.printed or one.entries):
         parts.append(table(one))
     if (name := _picture(paper, one)) in pictures:
         parts.append(f"![{item.title.partition(':')[0]}]({name})")
