@@ -317,7 +317,7 @@ def test_a_partition_is_drawn_without_runs(mine: Path, capsys: pytest.CaptureFix
 
 
 def test_heads_correlation_and_a_runs_own_picture_are_drawn(mine: Path) -> None:
-    settings = {**TABLE["settings"], "method": "cwfedavg", "partition": "pathological"}
+    settings = {**TABLE["settings"], "method": "cwfedavg", "partition": "pathological", "num-clients": 5}
     runs = [{"name": "with", "settings": {}}, {"name": "without", "settings": {"cwfedavg-wdr": False}}]
     changes = {"settings": settings, "runs": runs, "variants": None, "printed": None, "claims": None, "seeds": [0]}
     changes |= {"reasons": None, "small": {"settings": {"num-server-rounds": 1}}}
@@ -383,7 +383,8 @@ def test_a_paper_on_a_data_set_in_its_published_layout(tmp_path: Path, monkeypat
     """CIFAR-100 is made up; Figure 11 of cwFedAvg is run on it."""
     rng = np.random.default_rng(0)
     y = np.repeat(np.arange(100), 8)
-    np.savez(tmp_path / "cifar100.npz", x=rng.integers(0, 256, (800, 32, 32, 3), dtype=np.uint8), y=y)
+    x = rng.integers(0, 256, (len(y), 32, 32, 3), dtype=np.uint8)
+    np.savez(tmp_path / "cifar100.npz", x_train=x, y_train=y)
     monkeypatch.chdir(tmp_path)
     given = [f"data-dir={tmp_path}", "max-samples=0", "model=mlp", "num-server-rounds=1", "evaluate-every=1"]
     assert main(["paper", "cwfedavg", "figure11", "-j", "1", *given]) == 0
