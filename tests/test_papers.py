@@ -1,6 +1,7 @@
 """`posy paper`: the files of tables and figures, what is said of numbers and claims, a paper's page."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,18 +380,17 @@ def test_a_drawing_of_an_idea_tells_that_there_is_nothing_to_run(mine: Path) -> 
     assert ".png" not in text
 
 
-def test_a_paper_on_a_data_set_in_its_published_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CIFAR-100 is made up; Figure 11 of cwFedAvg is run on it."""
+def test_a_figure_on_a_data_set_in_its_published_layout(mine: Path) -> None:
+    """Figure 6 of cwFedAvg is run on made-up images in CIFAR-100's layout."""
+    shutil.copy(ROOT / "papers/cwfedavg/figure6.yaml", mine)
     rng = np.random.default_rng(0)
     y = np.repeat(np.arange(100), 8)
     x = rng.integers(0, 256, (len(y), 32, 32, 3), dtype=np.uint8)
-    np.savez(tmp_path / "cifar100.npz", x_train=x, y_train=y)
-    monkeypatch.chdir(tmp_path)
-    given = [f"data-dir={tmp_path}", "max-samples=0", "model=mlp", "num-server-rounds=1", "evaluate-every=1"]
-    assert main(["paper", "cwfedavg", "figure11", "-j", "1", *given]) == 0
-    folder = Path("results/papers/cwfedavg")
-    assert (folder / "cwfedavg-figure11.png").is_file()
-    text = (folder / "cwfedavg.md").read_text(encoding="utf-8")
-    section = text.partition("## Figure 11\n")[2].partition("\n## ")[0]
-    assert "![Figure 11]" in section
-    assert "not run" not in section
+    np.savez("cifar100.npz", x_train=x, y_train=y)
+    given = ["data-dir=.", "max-samples=0", "num-clients=5", "model=linear", "num-server-rounds=1", "evaluate-every=1"]
+    assert main(["paper", "mine", "figure6", "-j", "1", *given]) == 0
+    folder = Path("results/papers/mine")
+    assert (folder / "mine-figure6.png").is_file()
+    text = (folder / "mine.md").read_text(encoding="utf-8")
+    assert "![Figure 6]" in text
+    assert "4 drawn" in text
