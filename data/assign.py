@@ -17,7 +17,7 @@ from posy.settings import SettingsError
 Parts = list[np.ndarray]
 
 _FEW = 10  # least number of samples that each client of a Dirichlet partition should have
-_DRAWS = 8  # number of partitioners that are tried; each draws 11 times
+_DRAWS_FEW, _DRAWS = 4, 1000  # partitioners that are tried for so many samples, and in all; each draws 11 times
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
@@ -32,7 +32,7 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
     for draw in range(_DRAWS):
         options = {
             "alpha": settings.dirichlet_alpha,
-            "min_partition_size": few if draw < _DRAWS // 2 else least,
+            "min_partition_size": few if draw < _DRAWS_FEW else least,
             "self_balancing": settings.dirichlet_balanced,
         }
         with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has another seed

@@ -359,6 +359,33 @@ def branches(
                 axes.text(left, len(blocks) - 0.35, name, ha="center", fontsize=9)
 
 
+def scatters(
+    groups: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]],
+    path: Path,
+    *,
+    title: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+) -> None:
+    """Draw y against x for each group, with the group's correlation, and the line y = x."""
+    if not groups:
+        return
+    with _axes(path, title) as axes:
+        ends = [math.inf, -math.inf]
+        for index, (name, (x, y)) in enumerate(groups.items()):
+            a, b = _numbers(x).ravel(), _numbers(y).ravel()
+            good = np.isfinite(a) & np.isfinite(b)
+            a, b = a[good], b[good]
+            known = len(a) > 2 and a.std() > 0 and b.std() > 0
+            label = f"{name}, correlation {np.corrcoef(a, b)[0, 1]:.3f}" if known else name
+            colour, marker = COLOURS[index % len(COLOURS)], "^osDvPX"[index % 7]
+            axes.scatter(a, b, s=16, alpha=0.5, color=colour, marker=marker, linewidths=0, label=label, zorder=2)
+            ends = [min(ends[0], *a, *b), max(ends[1], *a, *b)]
+        axes.plot(ends, ends, color=_INK, linewidth=1, linestyle="--", label="y = x", zorder=1)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        _legend(axes, 2)
+
+
 def similarity_order(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Return the clients ``(M,)`` in an order that puts those with similar class counts ``(M, C)`` side by side.
 

@@ -122,7 +122,15 @@ class CwFedAvg(PersonalisedStrategy):
         clients = [update.client for update in updates]
         self.distributions[clients] = distributions
         self.local_norms[clients] = norms
-        return {"largest_class_share": float(distributions.max(axis=1).mean())}
+        return {"largest_class_share": float(distributions.max(axis=1).mean()), **self._distance(clients)}
+
+    def _distance(self, clients: list[int]) -> dict[str, float]:
+        """Return the clients' mean ||p_i − p̃_i||₂ (Eq. 8), where p is known."""
+        if self.class_counts is None:
+            return {}
+        empirical = self.class_counts[clients] / self.class_counts[clients].sum(axis=1, keepdims=True)
+        distances = np.linalg.norm(empirical - self.distributions[clients], axis=1)
+        return {"distribution_distance": float(distances.mean())}
 
     def draw(self, folder: Path) -> None:
         """Draw the norms of the output rows of local and class models (Fig. 3) and p̃ against p (Fig. 8)."""

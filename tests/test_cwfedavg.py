@@ -291,3 +291,13 @@ def test_pictured_norms_are_those_of_the_last_local_models(make_config, federate
     np.testing.assert_allclose(distributions, norms / norms.sum(axis=1, keepdims=True), rtol=1e-5)
     shares = [r.quantities["largest_class_share"] for r in finished.records]
     assert shares[1] == pytest.approx(distributions.max(axis=1).mean()) and shares[0] != shares[1]
+
+
+def test_distance_of_the_approximated_distribution_by_hand(make_strategy, update):
+    strategy = make_strategy("cwfedavg", data=DATA, model="linear")
+    updates = [update(0, [FIRST], 10), update(1, [SECOND], 30)]
+    assert "distribution_distance" not in strategy.aggregate(1, updates)  # sites need not tell their classes
+    strategy.class_counts = np.array([[1, 2, 1], [1, 0, 0], [5, 5, 5]])
+    # p̃ = (1/4, 1/2, 1/4) = p of the first; that of the second is (3/4, 0, 1/4), its p (1, 0, 0).
+    found = strategy.aggregate(2, updates)["distribution_distance"]
+    assert found == pytest.approx(math.sqrt(2) / 4 / 2, rel=1e-6)

@@ -70,6 +70,8 @@ PPFE = {
 }
 WIDE = {"model": "cnn-3fc-wide", "ppfe-ranks": "200,100,48;160,80,32"}
 DIRICHLET, CLASSES = {"partition": "dirichlet"}, {"partition": "classes"}
+DIR01 = {"partition": "dirichlet", "dirichlet-alpha": 0.1, "dirichlet-balanced": True}
+PATHOLOGICAL = {"partition": "pathological"}
 NUMBERS = {
     "fedfew-cifar10-m10": {
         **FEDFEW,
@@ -101,17 +103,27 @@ NUMBERS = {
         "batch-size": 50,
         "num-server-rounds": 1000,
     },
-    "cwfedavg-cifar10-dir01": {**CWFEDAVG, **DIRICHLET, "dirichlet-alpha": 0.1, "cwfedavg-wdr-lambda": 10.0},
-    "cwfedavg-cifar10-pathological": {**CWFEDAVG, **CLASSES, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
-    "cwfedavg-cifar100-dir01": {**CWFEDAVG, "dirichlet-alpha": 0.1, "cwfedavg-wdr-lambda": 1000.0},
-    "cwfedavg-tiny-imagenet-dir01": {**CWFEDAVG, "dirichlet-alpha": 0.1, "cwfedavg-wdr-lambda": 2000.0},
-    "cwfedavg-mnist-pathological": {**CWFEDAVG, **CLASSES, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
+    "cwfedavg-cifar10-dir01": {**CWFEDAVG, **DIR01, "cwfedavg-wdr-lambda": 10.0},
+    "cwfedavg-cifar10-pathological": {**CWFEDAVG, **PATHOLOGICAL, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
+    "cwfedavg-cifar100-pathological": {
+        **CWFEDAVG,
+        **PATHOLOGICAL,
+        "classes-per-client": 10,
+        "cwfedavg-wdr-lambda": 1000.0,
+    },
+    "cwfedavg-cifar100-dir01": {**CWFEDAVG, **DIR01, "cwfedavg-wdr-lambda": 1000.0},
+    "cwfedavg-tiny-imagenet-dir01": {**CWFEDAVG, **DIR01, "cwfedavg-wdr-lambda": 2000.0},
+    "cwfedavg-tiny-imagenet-resnet": {**CWFEDAVG, **DIR01, "cwfedavg-wdr-lambda": 2000.0, "model": "resnet18-bn"},
+    "cwfedavg-mnist-pathological": {**CWFEDAVG, **PATHOLOGICAL, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
+    "cwfedavg-agnews": {**CWFEDAVG, "model": "fasttext"},
     "fedacs-cifar10-pathological": {"num-clients": 100, **CLASSES, "classes-per-client": 2},
     "fedacs-fmnist-pathological": {"num-clients": 100, **CLASSES, "classes-per-client": 2},
     "fedacs-cifar10-dir05": {"num-clients": 100, **DIRICHLET, "dirichlet-alpha": 0.5, "train-samples": 0},
     "fedacs-fmnist-dir05": {"num-clients": 100, **DIRICHLET, "dirichlet-alpha": 0.5, "train-samples": 0},
     "fedacs-cifar10-50samples": {"num-clients": 100, "dirichlet-alpha": 0.5, "train-samples": 50},
     "fedacs-fmnist-50samples": {"num-clients": 100, "dirichlet-alpha": 0.5, "train-samples": 50},
+    "fedacs-cifar10-50samples-classes": {"num-clients": 100, "classes-per-client": 2, "train-samples": 50},
+    "fedacs-fmnist-50samples-classes": {"num-clients": 100, "classes-per-client": 2, "train-samples": 50},
     "fedacs-cifar10-500clients": {"num-clients": 500, "dirichlet-alpha": 0.5},
     "fedacs-fmnist-500clients": {"num-clients": 500, "dirichlet-alpha": 0.5},
     "feddrm-cifar10-dir03": {**FEDDRM, **DIRICHLET, "dirichlet-alpha": 0.3},

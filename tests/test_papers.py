@@ -1,6 +1,8 @@
 """`posy paper`: the files of tables and figures, what is said of numbers and claims, a paper's page."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from posy.commands.cli import main
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
 from posy.commands.papers.compare import Comparison
+from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import item, items, papers
+from posy.commands.papers.memory import held
 from posy.commands.papers.page import page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured
 from posy.commands.papers.verdict import Number, agrees, number, verdict
@@ -358,7 +362,9 @@ def test_every_table_and_figure_loads(paper: str, name: str) -> None:
     assert one.title.partition(": ")[2]
     assert one.printed is not None
     assert one.claims is not None
-    if one.has_runs:
+    assert one.kind in FORMS
+    assert one.readings.keys() <= set(one.rows)
+    if one.has_runs or one.counts_classes:
         for scale in ("small", "full"):
             assert one.plan(scale).cells
     file = ROOT / "papers" / paper / f"{name}.yaml"
@@ -373,3 +379,135 @@ def test_pages_are_what_the_runs_give(paper: str, monkeypatch: pytest.MonkeyPatc
     assert page(paper, comparisons, pictures_in(file.parent)) == file.read_text(encoding="utf-8"), (
         f"docs/papers/{paper}.md is stale: run posy paper {paper}"
     )
+
+
+# -- forms without numbers of runs -----------------------------------------------------------------------
+
+
+def test_a_row_may_be_read_off_the_runs_of_another(mine: Path) -> None:
+    read = {"Global": {"of": "FedAvg", "measure": "served last"}, "Local": {"measure": "local upper-bound"}}
+    written(mine, variants=None, printed={"FedAvg": 50, "Global": 40}, claims=None, reasons=None, read=read)
+    assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+    comparison = Comparison(item("mine", "table1"))
+    summary = json.loads(Path("papers/mine/results/table1-small/FedAvg/seed-0/summary.json").read_text())
+    assert comparison.values("", "FedAvg", "local last")[0] == 100 * summary["local"]["last"]["mean"]
+    assert comparison.values("", "Global", "local last")[0] == 100 * summary["served"]["last"]["mean"]
+    assert comparison.values("", "Global", "rounds")[0] == 2
+    states = {entry.row: entry.state for entry in comparison.entries}
+    assert states == {"FedAvg": "differs", "Global": "differs"}
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        ({"Global": {"of": "FedAvg"}}, "it must be `measure"),
+        ({"Global": {"of": "FedProx", "measure": "served last"}}, "'FedProx' is no row of runs"),
+        ({"Global": {"of": "FedAvg", "measure": "served"}}, "there is no such number"),
+    ],
+)
+def test_what_is_wrong_in_read_is_told(mine: Path, read: dict[str, Any], message: str) -> None:
+    written(mine, read=read)
+    with pytest.raises(SettingsError, match=message):
+        _ = item("mine", "table1").readings
+
+
+def test_a_partition_is_drawn_without_runs(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"dataset": "digits", "num-clients": 4, "partition": "iid"}
+    content = {"title": "Figure 2: partition", "settings": settings, "seeds": [0], "form": {"kind": "partition"}}
+    variants = [{"name": "here"}, {"name": "elsewhere", "settings": {"dataset": "kvasir"}}]
+    (mine / "figure2.yaml").write_text(dump({**content, "variants": variants}), encoding="utf-8")
+    before = Comparison(item("mine", "figure2"))
+    assert {entry.variant: entry.state for entry in before.entries} == {"here": "not run", "elsewhere": "not run"}
+    assert main(["paper", "mine", "figure2", "data-dir=nowhere", "download=false"]) == 0
+    assert "not run: kvasir" in capsys.readouterr().out
+    comparison = Comparison(item("mine", "figure2"))
+    assert {entry.variant: entry.state for entry in comparison.entries} == {"here": "drawn", "elsewhere": "not run"}
+    counts = comparison.counts_of("here")
+    assert counts is not None
+    assert counts.shape == (4, 10)
+    assert 0.7 * 1797 < counts.sum() < 0.8 * 1797  # the training samples: three quarters of the digits
+    assert Path("docs/papers/mine-figure2.png").is_file()
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert "![Figure 2](mine-figure2.png)" in text
+    assert "1 drawn, 1 not run" in text
+    (mine / "figure2.yaml").write_text(dump({**content, "settings": {**settings, "num-clients": 5}}), encoding="utf-8")
+    assert Comparison(item("mine", "figure2")).counts_of("") is None  # those of other settings do not count
+
+
+def test_heads_correlation_and_a_runs_own_picture_are_drawn(mine: Path) -> None:
+    settings = {**TABLE["settings"], "method": "cwfedavg", "partition": "pathological", "num-clients": 5}
+    runs = [{"name": "with", "settings": {}}, {"name": "without", "settings": {"cwfedavg-wdr": False}}]
+    changes = {"settings": settings, "runs": runs, "variants": None, "printed": None, "claims": None, "seeds": [0]}
+    changes |= {"reasons": None, "small": {"settings": {"num-server-rounds": 1}}}
+    written(mine, "figure1", **changes, form={"kind": "heads", "counts": True, "difference": ["without", "with"]})
+    written(mine, "figure2", **changes, form={"kind": "correlation"}, measure="round distribution_distance")
+    written(mine, "figure3", **changes, form={"kind": "picture", "of": "norms", "row": "with"})
+    assert main(["paper", "mine", "all", "-j", "1"]) == 0
+    comparison = Comparison(item("mine", "figure2"))
+    with_wdr, without = (comparison.values("", row, comparison.item.measures[0])[0] for row in ("with", "without"))
+    assert 0 < with_wdr < without
+    counts, cell = comparison.counts_of(""), Comparison(item("mine", "figure1")).cells["", "with"][1][0]
+    norms = np.array(kept(cell.path)["heads"])
+    assert counts is not None
+    distances = np.linalg.norm(
+        counts / counts.sum(axis=1, keepdims=True) - norms / norms.sum(axis=1, keepdims=True), axis=1
+    )
+    assert with_wdr == pytest.approx(distances.mean(), rel=1e-4)
+    for name in ("figure1", "figure2", "figure3"):
+        assert Path(f"docs/papers/mine-{name}.png").is_file()
+    own = Path("papers/mine/results/figure1-small/with/seed-0/figures/norms.png")
+    assert Path("docs/papers/mine-figure3.png").read_bytes() == own.read_bytes()  # it shared the first figure's run
+
+
+def test_parameters_are_counted_without_runs(mine: Path) -> None:
+    content = {
+        "title": "Table 2: memory",
+        "measure": "parameters",
+        "variants": [{"name": "10"}],
+        "printed": {"FedAvg": [11.18], "All": [111.81], "Output": [11.3]},
+        "form": {"kind": "memory", "layers": {"FedAvg": "none", "All": "all", "Output": "output"}},
+        "reasons": [{"rows": ["Output"], "say": "counted otherwise"}],
+    }
+    (mine / "table2.yaml").write_text(dump(content), encoding="utf-8")
+    entries = {entry.row: entry for entry in Comparison(item("mine", "table2")).entries}
+    # torchvision's ResNet-18 with ten classes has 11,181,642 parameters, its output layer 512 * 10 + 10.
+    assert [entry.ours.mean for entry in entries.values() if entry.ours] == pytest.approx(
+        [11.181642, 111.81642, 11.181642 + 9 * 0.00513]
+    )
+    assert [entry.state for entry in entries.values()] == ["reproduced", "reproduced", "differs"]
+    assert entries["Output"].why == "counted otherwise"
+
+
+def test_cwfedavgs_server_holds_what_is_counted(make_strategy: Callable[..., Any]) -> None:
+    for layers in ("output", "all"):
+        strategy = make_strategy("cwfedavg", cwfedavg_layers=layers)
+        classwise = strategy.class_models.shape[1]
+        state = strategy.model.size + strategy.class_models.size
+        assert held(strategy.size, classwise, strategy.num_classes) == state
+
+
+def test_a_drawing_of_an_idea_tells_that_there_is_nothing_to_run(mine: Path) -> None:
+    content = {"title": "Figure 1: idea", "needs": "nothing is measured", "form": {"kind": "idea"}}
+    (mine / "figure1.yaml").write_text(dump(content), encoding="utf-8")
+    (entry,) = Comparison(item("mine", "figure1")).entries
+    assert (entry.state, entry.why) == ("not run", "nothing is measured")
+    assert main(["paper", "mine", "all"]) == 0
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert "nothing is measured" in text
+    assert ".png" not in text
+
+
+def test_a_figure_on_a_data_set_in_its_published_layout(mine: Path) -> None:
+    """Figure 6 of cwFedAvg is run on made-up images in CIFAR-100's layout."""
+    shutil.copy(ROOT / "papers/cwfedavg/figure6.yaml", mine)
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(100), 8)
+    x = rng.integers(0, 256, (len(y), 32, 32, 3), dtype=np.uint8)
+    np.savez("cifar100.npz", x_train=x, y_train=y)
+    given = ["data-dir=.", "max-samples=0", "num-clients=5", "model=linear", "num-server-rounds=1", "evaluate-every=1"]
+    assert main(["paper", "mine", "figure6", "-j", "1", *given]) == 0
+    folder = Path("results/papers/mine")
+    assert (folder / "mine-figure6.png").is_file()
+    text = (folder / "mine.md").read_text(encoding="utf-8")
+    assert "![Figure 6]" in text
+    assert "4 drawn" in text

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from posy.commands.papers.counts import Counts, counted, first_cells
 from posy.commands.papers.item import SCALES, Claim, Item, Printed, take_up
-from posy.commands.papers.record import measured
+from posy.commands.papers.memory import millions
+from posy.commands.papers.record import PARAMETERS, measured
 from posy.commands.papers.verdict import Number, Verdict, agrees, number, verdict
 from posy.commands.table import Cell, Plan
 from posy.data.published import describe
@@ -17,6 +19,8 @@ WANTED = {name: what for name, _, what, _ in describe()}
 """What to put where, by data set."""
 REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn"
 """States of a row in a column; the last is that of one for which the paper prints no number."""
+COUNTED = 5e-4
+"""By which part of it a number of parameters may differ from the paper's: its rounding."""
 
 
 @dataclass(frozen=True)
@@ -40,39 +44,62 @@ class Comparison:
         self.item = item
         self.given = given or {}
         self.plans: dict[str, Plan] = {}
-        if item.has_runs:
+        if item.has_runs or item.counts_classes:
             self.plans = {scale: item.plan(scale, given, folder) for scale in SCALES}
-        for plan in self.plans.values():
+        for plan in self.plans.values() if item.has_runs else ():
             take_up(plan)
+        self.counts: dict[tuple[str, str], Counts] = {}
+        """Class counts of the clients by variant and scale."""
+        if item.counts_classes:
+            self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
         """Finished runs by variant and row, with their scale."""
         for scale in SCALES:  # the larger one last
             found: dict[tuple[str, str], list[Cell]] = {}
-            for cell in self.plans[scale].cells if self.plans else ():
+            for cell in self.plans[scale].cells if item.has_runs else ():
                 if cell.summary() is not None:
                     found.setdefault((cell.variant, cell.row), []).append(cell)
             self.cells |= {place: (scale, cells) for place, cells in found.items()}
 
     def values(self, variant: str, row: str, measure: str) -> dict[int, float]:
-        """Return a number of a row by seed, at the row's own evaluation point."""
-        _, cells = self.cells.get((variant, row), ("", []))
-        found = {cell.seed: measured(cell.path, self.item.of(row, measure)) for cell in cells}
+        """Return a number of a row by seed, at the row's own evaluation point.
+
+        What the item measures by default is, in some rows, another number.
+        """
+        if self.item.kind == "memory":
+            layers = self.item.form["layers"].get(row)
+            return {} if layers is None else {0: millions(str(layers), int(variant))}
+        own = self.item.readings.get(row, (row, measure))[1]
+        measure = self.item.of(row, own if measure in self.item.measures else measure)
+        _, cells = self.runs_of(variant, row)
+        found = {cell.seed: measured(cell.path, measure) for cell in cells}
         return {seed: value for seed, value in found.items() if value is not None}
+
+    def runs_of(self, variant: str, row: str) -> tuple[str, list[Cell]]:
+        """Return the finished runs that a row is read off, and their scale."""
+        return self.cells.get((variant, self.item.readings.get(row, (row, ""))[0]), ("", []))
 
     def planned(self, variant: str, row: str) -> list[Cell]:
         """Return the runs of a row at either scale, whether they are there or not."""
-        return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == (variant, row)]
+        place = (variant, self.item.readings.get(row, (row, ""))[0])
+        return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == place]
+
+    def counts_of(self, variant: str) -> Counts | None:
+        """Return the class counts of the clients, at the scale of the variant's runs if it has any."""
+        ran = {scale for (of, _), (scale, _) in self.cells.items() if of == variant}
+        found = [self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not ran or s in ran)]
+        return found[-1] if found else None
 
     @cached_property
     def entries(self) -> list[Entry]:
         """Every row in every column, in the order of the paper."""
-        if not self.item.rows and "needs" in self.item.content:  # which Posy cannot draw
-            return [Entry("", "", "", None, None, "", NOT_RUN, str(self.item.content["needs"]))]
+        if not self.item.rows:
+            return [] if self.item.draws_alone else [self._without_rows(variant) for variant in self.item.variants]
         return [
             self._entry(variant, measure, row)
             for variant, measure in self.item.columns
             for row in self.item.rows
-            if (variant, measure, row) in self.item.printed or not self.item.printed or (variant, row) in self.cells
+            if (variant, measure, row) in self.item.printed or not self.item.printed or self.runs_of(variant, row)[1]
         ]
 
     @cached_property
@@ -109,17 +136,32 @@ class Comparison:
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
         printed = self.item.printed.get((variant, measure, row))
         place = (variant, measure, row)
-        scale, _ = self.cells.get((variant, row), ("", []))
+        scale, _ = self.runs_of(variant, row)
         ours = number(list(self.values(variant, row, measure).values()))
         if ours is None:
             return Entry(*place, printed, None, scale, NOT_RUN, self._needs(variant, row))
         if printed is None:
             return Entry(*place, None, ours, scale, DRAWN, "")
+        if measure == PARAMETERS:
+            same = agrees(ours, printed.value, None, COUNTED * printed.value)
+            why = "" if same else self.item.reason(variant, row)
+            return Entry(*place, printed, ours, "full", REPRODUCED if same else DIFFERS, why)
         over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
         if scale == "full" and agrees(ours, printed.value, over_seeds):
             return Entry(*place, printed, ours, scale, REPRODUCED, "")
         why = self.item.reason(variant, row) or ("" if scale == "full" else "run at scale small")
         return Entry(*place, printed, ours, scale, DIFFERS, why)
+
+    def _without_rows(self, variant: str) -> Entry:
+        """Return the state of a picture that needs no runs: a partition, or one of an idea."""
+        if self.counts_of(variant) is not None:
+            return Entry(variant, "", "", None, None, "", DRAWN, "")
+        cells = [first_cells(plan)[variant] for plan in self.plans.values()]
+        if not cells:
+            return Entry(variant, "", "", None, None, "", NOT_RUN, str(self.item.content.get("needs", "")))
+        name = str(cells[0].config.get("dataset", "digits"))
+        why = f"`posy paper {self.item.paper} {self.item.name}`, with {name} in data-dir ({WANTED[name]})"
+        return Entry(variant, "", "", None, None, "", NOT_RUN, why)
 
     def _needs(self, variant: str, row: str) -> str:
         """Return what a row that was not run needs."""

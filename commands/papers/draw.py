@@ -1,12 +1,14 @@
 """Tables and figures in the form of the originals, the papers' numbers beside ours."""
 
 import itertools
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from posy import figures
@@ -14,11 +16,13 @@ from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Co
 from posy.commands.papers.drift import simulate
 from posy.commands.papers.record import curve, in_percent, kept
 from posy.commands.papers.verdict import Number, number
+from posy.commands.table import Cell
 from posy.data.datasets import load_dataset
 from posy.data.shifts import SHIFTS, apply_shift
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.settings import SettingsError
+from posy.yaml12 import read_yaml
 
 MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
 
@@ -26,11 +30,11 @@ MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
 def draw(comparison: Comparison, path: Path) -> bool:
     """Draw a figure, if the original is one and there are runs of it; tell whether it is one."""
     form = comparison.item.form
-    kind = str(form.get("kind"))
+    kind = comparison.item.kind
     if kind not in FORMS:
         raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: there are {', '.join(FORMS)}")
     FORMS[kind](comparison, form, path)
-    return kind != "table"
+    return FORMS[kind] is not _nothing
 
 
 def table(comparison: Comparison) -> str:
@@ -66,7 +70,7 @@ def _cell(entry: Entry | None, measure: str) -> str:
 
 
 def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw no figure: a table is text."""
+    """Draw no figure: a table is text, and nothing is measured of a picture of an idea."""
 
 
 def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
@@ -109,7 +113,7 @@ def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
         lines: dict[str, list[tuple[float, float, float]]] = {}
         for variant in comparison.item.variants:
             for row in comparison.item.rows:
-                _, cells = comparison.cells.get((variant, row), ("", []))
+                _, cells = comparison.runs_of(variant, row)
                 printed = comparison.item.printed.get((variant, measure, row))
                 planned = comparison.planned(variant, row)
                 at = next((cell.config[setting] for cell in planned if setting in cell.config), None)
@@ -143,16 +147,36 @@ def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
 
 def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw the lengths of the rows of the clients' output layers, a panel for each row, of the first seed."""
+    """Draw the lengths of the rows of the clients' output layers, a panel for each row, of the first seed.
+
+    With ``counts`` a panel before them has the clients' class counts; with ``difference: [A, B]`` one after row A has
+    A's minus B's.
+    """
     panels = []
     for variant in comparison.item.variants:
-        for row in comparison.item.rows:
-            _, cells = comparison.cells.get((variant, row), ("", []))
-            matrix = kept(cells[0].path).get("heads") if cells else None
-            if matrix:
-                title = f"{variant}: {row}".removeprefix(": ")
-                panels.append(figures.Panel(np.transpose(matrix), title, "client", "class", "norm"))
+        counts = comparison.counts_of(variant) if form.get("counts") else None
+        if counts is not None:
+            title = f"{variant}: samples".removeprefix(": ")
+            panels.append(figures.Panel(np.transpose(counts), title, "client", "class", counts=True))
+        found = _head_norms(comparison, variant)
+        for row, matrix in found.items():
+            title = f"{variant}: {row}".removeprefix(": ")
+            panels.append(figures.Panel(matrix.T, title, "client", "class", "norm"))
+            first, second = form.get("difference", ("", ""))
+            if row == first and second in found:
+                panels.append(figures.Panel((matrix - found[second]).T, f"{first}\n- {second}", "client", "class"))
     figures.heatmaps(panels, path, title=comparison.item.title)
+
+
+def _head_norms(comparison: Comparison, variant: str) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the lengths of the rows of the clients' output layers ``(M, C)`` by row, of the first seed."""
+    found = {}
+    for row in comparison.item.rows:
+        _, cells = comparison.runs_of(variant, row)
+        matrix = kept(cells[0].path).get("heads") if cells else None
+        if matrix:
+            found[row] = np.array(matrix, np.float64)
+    return found
 
 
 def _clients(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
@@ -234,6 +258,50 @@ def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     figures.small_multiples(panels, path, title=comparison.item.title, columns=2, apart=True)
 
 
+def _partition(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw how many training samples of each class each client has, a panel for each variant."""
+    found = {variant: comparison.counts_of(variant) for variant in comparison.item.variants}
+    panels = [
+        figures.Panel(np.transpose(counts), variant, "client", "class", "samples", counts=True)
+        for variant, counts in found.items()
+        if counts is not None
+    ]
+    figures.heatmaps(panels, path, title=comparison.item.title)
+
+
+def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw the class shares read off the clients' output layers against those of their samples."""
+    groups = {}
+    for variant in comparison.item.variants:
+        counts = comparison.counts_of(variant)
+        for row, norms in _head_norms(comparison, variant).items() if counts is not None else ():
+            assert counts is not None
+            empirical = counts / counts.sum(axis=1, keepdims=True)
+            groups[f"{variant}: {row}".removeprefix(": ")] = (empirical, norms / norms.sum(axis=1, keepdims=True))
+    names = {"xlabel": "share of the class in the client's samples", "ylabel": "read off the output layer"}
+    figures.scatters(groups, path, title=comparison.item.title, **names)
+
+
+def _picture(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Keep a picture that a run has drawn itself, the one named ``of`` of the first seed of a ``row``."""
+    for variant in comparison.item.variants:
+        _, cells = comparison.runs_of(variant, form["row"])
+        file = _own_picture(cells[0], f"{form['of']}.png") if cells else None
+        if file is not None:
+            shutil.copyfile(file, path)
+            return
+
+
+def _own_picture(cell: Cell, name: str) -> Path | None:
+    """Return a run's picture, or that of another table's run with the same settings, if it is still there."""
+    results = cell.path.parents[len(cell.place.split(" / ")) + 1]
+    for config in [cell.path / "config.yaml", *sorted(results.glob("**/config.yaml"))]:
+        file = config.parent / "figures" / name
+        if file.is_file() and cell.fits(read_yaml(config)["settings"]):
+            return file
+    return None
+
+
 FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
     "table": _nothing,
     "rounds": _rounds,
@@ -246,5 +314,10 @@ FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
     "samples": _samples,
     "sharing": _sharing,
     "drift": _drift,
+    "partition": _partition,
+    "correlation": _correlation,
+    "picture": _picture,
+    "memory": _nothing,
+    "idea": _nothing,
 }
 """How a table or figure may be drawn."""

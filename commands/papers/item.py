@@ -23,6 +23,7 @@ PARTS: dict[str, type | tuple[type, ...]] = {
     "points": dict,
     "printed": dict,
     "spread": str,
+    "read": dict,
     "claims": list,
     "reasons": list,
     "form": dict,
@@ -98,7 +99,22 @@ class Item:
     def rows(self) -> list[str]:
         """Names of its rows: those that the paper prints, and those that are run."""
         run = [entry["name"] for entry in self.content.get("runs", [])]
-        return list(dict.fromkeys([*self.content.get("printed", {}), *run]))
+        return list(dict.fromkeys([*self.content.get("printed", {}), *run, *self.content.get("read", {})]))
+
+    @cached_property
+    def readings(self) -> dict[str, tuple[str, str]]:
+        """Rows with a measure of their own, or read off the runs of another row: that row, and the measure."""
+        run = {entry["name"] for entry in self.content.get("runs", [])}
+        found = {}
+        for row, told in self.content.get("read", {}).items():
+            where = f"read of {row} in {self.file}"
+            if not isinstance(told, dict) or not {"measure"} <= told.keys() <= {"of", "measure"}:
+                raise SettingsError(f"{where}: it must be `measure: ...`, and `of: ROW` where that is another row's")
+            of = told.get("of", row)
+            if of not in run:
+                raise SettingsError(f"{where}: {of!r} is no row of runs")
+            found[row] = (str(of), check_measure(str(told["measure"]), where))
+        return found
 
     @cached_property
     def variants(self) -> list[str]:
@@ -140,6 +156,16 @@ class Item:
         return self.form.get("kind") in ALONE
 
     @property
+    def kind(self) -> str:
+        """Name of the form in which it is drawn."""
+        return str(self.form.get("kind"))
+
+    @property
+    def counts_classes(self) -> bool:
+        """Whether it shows the class counts of the clients."""
+        return self.kind in ("partition", "correlation") or bool(self.form.get("counts"))
+
+    @property
     def form(self) -> Mapping[str, Any]:
         """How it is drawn."""
         return self.content.get("form", {"kind": "table"})
@@ -162,6 +188,7 @@ class Item:
         """Return its runs at a scale, with further settings; results go into a folder of the working directory."""
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
+        table.setdefault("runs", [{"name": "data"}])  # never run: its settings tell which data is drawn
         table["seeds"] = small.get("seeds", table.get("seeds", [0, 1, 2]))
         left_out = small.get("without", [])
         for part in ("runs", "variants"):

@@ -69,7 +69,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     comparisons = [Comparison(one, given, runs) for one in items(paper)]
     for one in comparisons:
-        if one.cells or one.item.draws_alone:
+        if one.cells or one.counts or one.item.draws_alone:
             with suppress(DataError):  # the page tells what is needed
                 draw(one, folder / _picture(paper, one))
     (folder / f"{paper}.md").write_text(page(paper, comparisons, pictures_in(folder)), encoding="utf-8")
@@ -105,6 +105,8 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
         parts.append(fill(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}.", 120))
         if "small" in one.scales:
             parts.append(fill(f"Scale small, in brackets the paper's: {one.smaller()}.", 120))
+    if item.kind == "partition":
+        parts.append(f"`posy paper {paper} {item.name}`, which runs nothing.")
     if item.rows and (item.printed or one.entries):
         parts.append(table(one))
     if (name := _picture(paper, one)) in pictures:

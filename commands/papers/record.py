@@ -25,6 +25,8 @@ WHICH = ("last", "best", "upper-bound", "average")
 SYSTEM_AVERAGE = "system average"
 POOLED = ("system", "routing", SYSTEM_AVERAGE)
 """Accuracies on the pooled test samples; the last is the mean over the last rounds (``average-rounds``)."""
+PARAMETERS = "parameters"
+"""What is measured where no run is needed: the parameters that a server holds, in millions."""
 TOTALS = ("rounds", "seconds", "bytes-up", "bytes-down", "samples", "peak-memory")
 
 
@@ -94,7 +96,7 @@ def check_measure(measure: str, where: str) -> str:
     """Return a measure; one that is none raises :class:`SettingsError`."""
     words = measure.split()
     over_clients = len(words) in (2, 3) and words[0] in POINTS and words[1] in WHICH and {*words[2:]} <= {*SPREADS}
-    if measure in (*POOLED, *TOTALS) or over_clients or (len(words) == 2 and words[0] == "round"):
+    if measure in (*POOLED, *TOTALS, PARAMETERS) or over_clients or (len(words) == 2 and words[0] == "round"):
         return measure
     raise SettingsError(f"measure = {measure!r} in {where}: there is no such number of a run")
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from posy.commands import archive
+from posy.commands.papers.counts import count
 from posy.commands.papers.item import SCALES, item, items, papers, take_up
 from posy.commands.papers.page import claims, overview, pictures_in, states, write
 from posy.commands.table import Cell, Plan, fill
@@ -61,6 +62,9 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
     for one in wanted:
         if one.has_runs:
             failures |= _run(one.plan(scale, given, folder), one.title, jobs, absent)
+        if one.counts_classes:
+            made = count(one.plan(scale, given, folder), absent)
+            failures |= {f"{one.title}, {variant}": reason for variant, reason in made.items()}
     show_paper(name, given, folder)
     for what, reason in absent.items():
         print(f"not run: {what}: {reason}")

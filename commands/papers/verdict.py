@@ -29,13 +29,13 @@ def number(values: Sequence[float]) -> Number | None:
     return Number(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def agrees(ours: Number, printed: float, spread: float | None) -> bool:
+def agrees(ours: Number, printed: float, spread: float | None, unit: float = 1.0) -> bool:
     """Tell whether a number is the paper's: two standard deviations apart at most, or one unit of what is printed.
 
     ``spread`` is the paper's standard deviation over its runs, None where it prints none. The two add in squares.
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
-    return abs(ours.mean - printed) <= max(SPREADS * both, 1.0)
+    return abs(ours.mean - printed) <= max(SPREADS * both, unit)
 
 
 @dataclass(frozen=True)
