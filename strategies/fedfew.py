@@ -140,7 +140,7 @@ class FedFew(PersonalisedStrategy):
             log(
                 WARNING,
                 "round %s: %s of %s models have had no client with its lowest loss for %s rounds; fewer fedfew-models "
-                "would serve the same",
+                "would serve the same, and fedfew-full-steps may keep them in use (docs/results.md)",
                 self.record.number,
                 int((self.idle >= IDLE_ROUNDS).sum()),
                 len(in_use),
