@@ -65,8 +65,7 @@ def _cell(entry: Entry | None, measure: str) -> str:
     ours = text_of(entry.ours, digits) if entry.ours else "not run"
     if entry.printed is None:
         return ours
-    spread = "" if entry.printed.spread is None else f" ± {entry.printed.spread:g}"
-    return f"{entry.printed.value:g}{spread} → {ours}{MARKS[entry.state]}"
+    return f"{entry.printed.text} → {ours}{MARKS[entry.state]}"
 
 
 def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:

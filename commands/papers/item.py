@@ -42,10 +42,11 @@ PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 
 
 class Printed(NamedTuple):
-    """A number that a paper prints, and its ±."""
+    """A number that a paper prints, its ±, and both as they are printed."""
 
     value: float
     spread: float | None
+    text: str
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,9 @@ class Item:
                 match = PRINTED.fullmatch(str(value))
                 if match is None:
                     raise SettingsError(f"{value!r} of {row} in {self.file}: it must be a number, as in 61.36 ± 8.54")
-                found[variant, measure, row] = Printed(float(match[1]), float(match[2]) if match[2] else None)
+                found[variant, measure, row] = Printed(
+                    float(match[1]), float(match[2]) if match[2] else None, str(value)
+                )
         return found
 
     @cached_property

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
-from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, count
+from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry, count
 from posy.commands.papers.draw import draw, table
 from posy.commands.papers.item import Claim, items
 from posy.commands.papers.record import in_percent
@@ -26,7 +26,7 @@ LEGEND = (
 def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
     """Return the page of a paper as Markdown; ``pictures`` are the names of the figures that lie beside it."""
     about = (PAPERS / paper / "README.md").read_text(encoding="utf-8").strip()
-    parts = [f"<!-- Written by `posy paper {paper}`. -->", about, fill(LEGEND, 120)]
+    parts = [f"<!-- Written by `posy paper {paper}`. -->", about, _filled(LEGEND)]
     told = [one.item.title.partition(":")[0] for one in comparisons]
     lines = [["", "state of its numbers", "claims"], ["---", "---", "---"]]
     for one, title in zip(comparisons, told, strict=True):
@@ -98,13 +98,14 @@ def overview(papers: Sequence[str]) -> list[list[str]]:
 
 def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     item = one.item
-    parts = [fill(item.title.partition(": ")[2].strip() + ". " + item.content.get("shows", ""), 120)]
+    about = item.title.partition(": ")[2].strip()
+    parts = [_filled(f"{about[0].upper()}{about[1:]}. {item.content.get('shows', '')}")]
     if item.content.get("runs"):
         command = f"`posy paper {paper} {item.name} --scale {'/'.join(one.scales) or 'small'}`"
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
-        parts.append(fill(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}.", 120))
+        parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}."))
         if "small" in one.scales:
-            parts.append(fill(f"Scale small, in brackets the paper's: {one.smaller()}.", 120))
+            parts.append(_filled(f"Scale small, in brackets the paper's: {one.smaller()}."))
     if item.kind == "partition":
         parts.append(f"`posy paper {paper} {item.name}`, which runs nothing.")
     if item.rows and (item.printed or one.entries):
@@ -112,21 +113,35 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     if (name := _picture(paper, one)) in pictures:
         parts.append(f"![{item.title.partition(':')[0]}]({name})")
     elif item.draws_alone:
-        parts.append(fill(f"{NOT_RUN}: {one.needed()}.", 120))
+        parts.append(_filled(f"{NOT_RUN}: {one.needed()}."))
     if one.verdicts:
         parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[Entry]] = {}
     for entry in one.entries:
         if entry.state in (DIFFERS, NOT_RUN):
-            place = " / ".join(filter(None, (entry.variant, entry.row)))
-            reasons.setdefault(f"{entry.state}: {entry.why or 'open'}", []).append(place)
-    for why, places in reasons.items():
-        about = "All numbers" if len(places) == len(one.entries) else "; ".join(dict.fromkeys(places))
-        parts.append(fill(f"{about}: {why}.", 120))
+            reasons.setdefault(f"{entry.state}: {entry.why or 'open'}", []).append(entry)
+    parts += [_filled(f"{_places(entries, one)}: {why}.") for why, entries in reasons.items()]
     if one.cells:
         results = {cell: cell.summary() or {} for _, cells in one.cells.values() for cell in cells}
-        parts += [fill(f"Machine: {line}.", 120) for line in machines(results)]
+        parts += [_filled(f"Machine: {line}.") for line in machines(results)]
     return parts
+
+
+def _filled(text: str) -> str:
+    """Return a text in lines that no name of a file is broken by."""
+    return fill(text, 120, break_on_hyphens=False, break_long_words=False)
+
+
+def _places(entries: Sequence[Entry], one: Comparison) -> str:
+    """Return where some entries stand: rows with their column, and a whole column by its name alone."""
+    if len(entries) == len(one.entries):
+        return "All numbers"
+    sizes, own = (count(entry.variant for entry in some) for some in (one.entries, entries))
+    names = (
+        entry.variant if sizes[entry.variant] == own[entry.variant] else f"{entry.variant} / {entry.row}"
+        for entry in entries
+    )
+    return "; ".join(dict.fromkeys(name.removeprefix(" / ") for name in names))
 
 
 def _points(one: Comparison) -> str:
