@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,9 +115,14 @@ class Cell:
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
         """Tell whether a run had these very settings, as far as they decide its results."""
-        wanted, known = read_settings(self.config, self.name).as_config(), declared()
         # A run that is older than a setting had its default.
-        return all(ran.get(key, known[key].default) == wanted[key] for key in wanted if known[key].decides)
+        return all(ran.get(key, default) == wanted for key, (wanted, default) in self.decisive.items())
+
+    @cached_property
+    def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
+        """The settings that decide its results, with their defaults."""
+        wanted, known = read_settings(self.config, self.name).as_config(), declared()
+        return {key: (wanted[key], known[key].default) for key in wanted if known[key].decides}
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,9 @@ def experiment_path(name: str) -> Path:
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: there is no such file; did you mean {setting}={name}?")
     word = Path(name).stem
-    alone = nearest(word, (*METHODS, *DATASETS), 0.75)  # a word in the place of a file
-    near = nearest(word, known) or (f"{setting_of(alone)}={alone}" if alone else "")
+    near = nearest(word, known) or nearest(word, (*METHODS, *DATASETS), 0.75)
+    near = nearest(word, (near, *METHODS, *DATASETS))  # a word in the place of a file
+    near = f"{setting}={near}" if (setting := setting_of(near)) else near
     hint = f"did you mean {near}?" if near else f"papers/ holds only {', '.join(known)}"
     raise SettingsError(f"experiment = {shown(name)}: there is no such file; {hint}")
 

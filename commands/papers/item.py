@@ -3,13 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from posy.commands import archive
 from posy.commands.papers.record import POINTS, check_measure, collect
-from posy.commands.table import Plan, plan_of
+from posy.commands.table import Cell, Plan, plan_of
 from posy.settings import Scalar, SettingsError, nearest
 from posy.strategies.registry import PAPERS, read_settings, with_experiment
 from posy.strategies.settings import Settings
@@ -258,12 +258,25 @@ def read_item(file: Path) -> Item:
 def take_up(plan: Plan) -> None:
     """Write the files of the runs that are in a plan's archive, or, of what it lacks, in that of another table."""
     archive.restore(plan.output, plan.cells)
-    lacking = [cell for cell in plan.cells if cell.summary() is None and not cell.path.exists()]
+    lacking: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
+    defaults: dict[str, dict[str, Scalar]] = {}
+    for cell in plan.cells:
+        if not cell.path.exists():
+            lacking.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
+            defaults[cell.method] = {key: default for key, (_, default) in cell.decisive.items()}
     for other in sorted(plan.output.parent.glob(f"*/{archive.FILE}")) if lacking else ():
-        for line in archive.read(other.parent).values():
-            for cell in [cell for cell in lacking if cell.fits(line["config"]["settings"])]:
+        stamp = other.stat()
+        for line in _lines(other.parent, stamp.st_mtime_ns, stamp.st_size):
+            ran = line["config"]["settings"]
+            known = defaults.get(ran["method"], {})
+            for cell in lacking.pop(frozenset((key, ran.get(key, known[key])) for key in known), []):
                 archive.write(cell.path, line)
-                lacking.remove(cell)
+
+
+@lru_cache(maxsize=64)
+def _lines(folder: Path, changed: int, size: int) -> list[dict[str, Any]]:
+    """Return the lines of an archive, which are read again when it has changed."""
+    return list(archive.read(folder).values())
 
 
 def _with(entry: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
