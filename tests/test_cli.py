@@ -1,10 +1,12 @@
 """The `posy` command: settings from the command line, exit statuses, and real runs."""
 
+import io
 import os
 import socket
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -388,3 +390,16 @@ def test_a_long_run_outlives_outages_of_the_superlink(monkeypatch: pytest.Monkey
 
 def _environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+
+
+def test_the_bundle_of_the_app_holds_what_runs_and_no_more() -> None:
+    """A node fetches it as one message."""
+    from flwr.cli.build import build_fab_from_disk
+
+    content = build_fab_from_disk(APP)
+    assert len(content) < 1.5e6
+    with zipfile.ZipFile(io.BytesIO(content)) as bundle:
+        names = set(bundle.namelist())
+    assert {"posy/__init__.py", "client_app/app.py", "pyproject.toml", "LICENSE"} <= names
+    assert "papers/ppfe/settings/ppfe-cifar10-s2.yaml" in names
+    assert not [name for name in names if name.startswith(("benchmarks/", "docs/", "tests/"))]
