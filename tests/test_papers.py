@@ -232,7 +232,7 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert values == {s: 100 * summaries[s]["local"]["last"]["mean"] for s in (0, 1)}
     ours = number(list(values.values()))
     assert ours is not None
-    assert f"50 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
+    assert f"50.0 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
     assert "a / Other; b / Other: not run: Posy has no Other." in text
     assert "num-server-rounds 2 (4)" in text
     (epochs, found), (_, none) = comparison.verdicts
