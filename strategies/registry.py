@@ -53,7 +53,6 @@ def read_settings(
     for key, setting in declared([]).items():
         if setting.place and ((path := values.get(key, setting.default)) or setting.default):
             values[key] = str(absolute(str(path)))
-    for key, setting in declared([]).items():
         if setting.or_own and is_own(own := str(values.get(key, setting.default))):
             values[key] = located_own(own)
     settings = _built(values)

@@ -1,6 +1,6 @@
 """A paper's table or figure beside what was run: each number's state, and what came of each claim."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from posy.commands.papers.record import PARAMETERS, measured
 from posy.commands.papers.verdict import Number, Verdict, agrees, number, verdict
 from posy.commands.table import Cell, Plan
 from posy.data.published import describe
+from posy.data.settings import DataSettings
 from posy.settings import Scalar
 from posy.strategies.registry import declared
 
@@ -119,9 +120,7 @@ class Comparison:
 
     def needed(self) -> str:
         """Return what a picture that needs no runs needs instead."""
-        name = self.item.settings_of(self.item.variants[0]).data.dataset
-        command = f"`posy paper {self.item.paper} {self.item.name}`"
-        return f"{command}, with {name} in data-dir ({WANTED[name]})"
+        return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
 
     def smaller(self) -> str:
         """Return in which settings scale ``small`` differs from the paper's, as ``key value (paper's)``."""
@@ -156,12 +155,10 @@ class Comparison:
         """Return the state of a picture that needs no runs: a partition, or one of an idea."""
         if self.counts_of(variant) is not None:
             return Entry(variant, "", "", None, None, "", DRAWN, "")
-        cells = [first_cells(plan)[variant] for plan in self.plans.values()]
+        cells = [cell for plan in self.plans.values() if (cell := first_cells(plan).get(variant))]
         if not cells:
             return Entry(variant, "", "", None, None, "", NOT_RUN, str(self.item.content.get("needs", "")))
-        name = str(cells[0].config.get("dataset", "digits"))
-        why = f"`posy paper {self.item.paper} {self.item.name}`, with {name} in data-dir ({WANTED[name]})"
-        return Entry(variant, "", "", None, None, "", NOT_RUN, why)
+        return Entry(variant, "", "", None, None, "", NOT_RUN, self._command("", _dataset(cells[0])))
 
     def _needs(self, variant: str, row: str) -> str:
         """Return what a row that was not run needs."""
@@ -169,9 +166,12 @@ class Comparison:
         if not planned:
             return str(self.item.content.get("needs", f"Posy has no {row}"))
         scale = "small" if any(cell.place == planned[0].place for cell in self.plans["small"].cells) else "full"
-        command = f"`posy paper {self.item.paper} {self.item.name} --scale {scale}`"
-        name = str(planned[0].config.get("dataset", "digits"))
-        return f"{command}, with {name} in data-dir ({WANTED[name]})"
+        return self._command(f" --scale {scale}", _dataset(planned[0]))
+
+    def _command(self, options: str, dataset: str) -> str:
+        """Return the command that makes what is missing, and the data that it needs."""
+        command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
+        return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _differences(self, claim: Claim) -> list[float]:
         """Return by how much the claimed row is higher, for each seed, variant and row that it is above."""
@@ -186,17 +186,13 @@ class Comparison:
         return found
 
 
-def count(states: Iterable[str]) -> dict[str, int]:
-    """Return how often there is each state, in the order in which they first come."""
-    found: dict[str, int] = {}
-    for state in states:
-        found[state] = found.get(state, 0) + 1
-    return found
-
-
 def shown(value: Scalar) -> str:
     """Return a setting's value as one reads it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _dataset(cell: Cell) -> str:
+    return str(cell.config.get("dataset", DataSettings.dataset))
 
 
 def _place(name: str, variant: str) -> tuple[str, str]:

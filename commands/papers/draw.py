@@ -27,14 +27,12 @@ from posy.yaml12 import read_yaml
 MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
 
 
-def draw(comparison: Comparison, path: Path) -> bool:
-    """Draw a figure, if the original is one and there are runs of it; tell whether it is one."""
-    form = comparison.item.form
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw a figure, if the original is one and there are runs of it."""
     kind = comparison.item.kind
     if kind not in FORMS:
         raise SettingsError(f"kind = {kind!r} in form of {comparison.item.file}: there are {', '.join(FORMS)}")
-    FORMS[kind](comparison, form, path)
-    return FORMS[kind] is not _nothing
+    FORMS[kind](comparison, comparison.item.form, path)
 
 
 def table(comparison: Comparison) -> str:
@@ -51,10 +49,8 @@ def table(comparison: Comparison) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def text_of(found: Number | None, digits: int = 2) -> str:
+def text_of(found: Number, digits: int) -> str:
     """Return a number with its ±."""
-    if found is None:
-        return ""
     return f"{found.mean:.{digits}f}" + (f" ± {found.std:.{digits}f}" if found.std is not None else "")
 
 
@@ -78,7 +74,7 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for variant, key in itertools.product(comparison.item.variants, keys):
         for row in comparison.item.rows:
-            _, cells = comparison.cells.get((variant, row), ("", []))
+            _, cells = comparison.runs_of(variant, row)
             steps = [int(cell.config.get("local-epochs", 1)) if form.get("over") == "epochs" else 1 for cell in cells]
             curves = [dict(curve(cell.path, key)) for cell in cells]
             if not curves or not all(curves):
@@ -183,7 +179,7 @@ def _clients(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for variant in comparison.item.variants:
         for row in comparison.item.rows:
-            _, cells = comparison.cells.get((variant, row), ("", []))
+            _, cells = comparison.runs_of(variant, row)
             curves = kept(cells[0].path).get("clients", {}) if cells else {}
             for client, points in sorted(curves.items(), key=lambda one: int(one[0])):
                 title = f"{variant}: client {client}".removeprefix(": ")

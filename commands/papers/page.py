@@ -1,11 +1,12 @@
 """A paper's page: its tables and figures, each number's state, and the claims."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
-from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry, count
+from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
 from posy.commands.papers.draw import draw, table
 from posy.commands.papers.item import Claim, items
 from posy.commands.papers.record import in_percent
@@ -56,7 +57,7 @@ def verdicts(paper: str, folder: Path | None = None) -> list[str]:
 
 def told_of(words: Iterable[str]) -> str:
     """Return how often there is each word: of a number's state, or of a claim."""
-    return ", ".join(f"{number} {word}" for word, number in count(words).items())
+    return ", ".join(f"{number} {word}" for word, number in Counter(words).items())
 
 
 def write(
@@ -86,12 +87,11 @@ def overview(papers: Sequence[str]) -> list[list[str]]:
     rows = []
     for paper in papers:
         comparisons = [Comparison(one) for one in items(paper)]
-        words = count(verdict.word for one in comparisons for _, verdict in one.verdicts)
-        found = count(entry.state for one in comparisons for entry in one.entries)
-        first = (PAPERS / paper / "README.md").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        row = [first, str(sum(words.values()))]
-        row += [str(words.get(word, 0)) for word in ("confirmed", "refuted", "within the noise", "one pair", "not run")]
-        row += [str(found.get(state, 0)) for state in (REPRODUCED, DIFFERS, DRAWN, NOT_RUN)]
+        words = Counter(verdict.word for one in comparisons for _, verdict in one.verdicts)
+        found = Counter(entry.state for one in comparisons for entry in one.entries)
+        row = [paper, str(words.total())]
+        row += [str(words[word]) for word in ("confirmed", "refuted", "within the noise", "one pair", "not run")]
+        row += [str(found[state]) for state in (REPRODUCED, DIFFERS, DRAWN, NOT_RUN)]
         rows.append(row)
     return rows
 
@@ -136,7 +136,7 @@ def _places(entries: Sequence[Entry], one: Comparison) -> str:
     """Return where some entries stand: rows with their column, and a whole column by its name alone."""
     if len(entries) == len(one.entries):
         return "All numbers"
-    sizes, own = (count(entry.variant for entry in some) for some in (one.entries, entries))
+    sizes, own = (Counter(entry.variant for entry in some) for some in (one.entries, entries))
     names = (
         entry.variant if sizes[entry.variant] == own[entry.variant] else f"{entry.variant} / {entry.row}"
         for entry in entries

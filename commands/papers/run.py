@@ -28,8 +28,7 @@ COLUMNS = (
 
 def list_papers() -> int:
     """Print what came of each paper's claims and numbers."""
-    rows = [(name, *row[1:]) for name, row in zip(papers(), overview(papers()), strict=True)]
-    print_table("papers", ("paper", *COLUMNS), rows)
+    print_table("papers", ("paper", *COLUMNS), overview(papers()))
     print("posy paper PAPER shows one; posy paper PAPER TABLE runs a table or figure of it")
     return 0
 
