@@ -149,6 +149,11 @@ class Item:
         return [self._claim(entry) for entry in self.content.get("claims", [])]
 
     @property
+    def in_paper(self) -> bool:
+        """Whether the paper has it; what goes beyond the paper has another name than a table or figure."""
+        return self.name.startswith(("table", "figure"))
+
+    @property
     def has_runs(self) -> bool:
         """Whether it needs any runs; a picture of a partition needs none."""
         return "runs" in self.content

@@ -51,8 +51,9 @@ def claims(comparison: Comparison) -> str:
 
 
 def verdicts(paper: str, folder: Path | None = None) -> list[str]:
-    """Return what came of each claim of a paper, by the runs in a folder."""
-    return [verdict.word for one in items(paper) for _, verdict in Comparison(one, folder=folder).verdicts]
+    """Return what came of each claim of a paper itself, by the runs in a folder."""
+    own = [Comparison(one, folder=folder) for one in items(paper) if one.in_paper]
+    return [verdict.word for one in own for _, verdict in one.verdicts]
 
 
 def told_of(words: Iterable[str]) -> str:
@@ -86,7 +87,7 @@ def overview(papers: Sequence[str]) -> list[list[str]]:
     """Return a row for each paper: claims, how many came out how, and its numbers' states."""
     rows = []
     for paper in papers:
-        comparisons = [Comparison(one) for one in items(paper)]
+        comparisons = [Comparison(one) for one in items(paper) if one.in_paper]
         words = Counter(verdict.word for one in comparisons for _, verdict in one.verdicts)
         found = Counter(entry.state for one in comparisons for entry in one.entries)
         row = [paper, str(words.total())]
