@@ -30,7 +30,7 @@ FIVE = 5
 """The first methods, which are Posy's own."""
 ROUNDING = 2e-7
 """The largest relative difference between models that needs no words."""
-COMPARED = {"digits": "digits", "mnist": "MNIST"}
+COMPARED = {"digits": "digits", "mnist": "MNIST", "agnews": "AG News"}
 """What all methods have been compared on, as it is told."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
 
@@ -173,6 +173,11 @@ def compare_mnist() -> str:
     return compared("mnist")
 
 
+def compare_agnews() -> str:
+    """Return the table of all methods on AG News."""
+    return compared("agnews")
+
+
 def stacking() -> str:
     """Return how far models that train side by side part from those that train one after the other."""
     rows = [row.split() for row in (RESULTS / "stacking.txt").read_text(encoding="utf-8").splitlines()[1:]]
@@ -198,6 +203,7 @@ MAKERS = (
     datasets,
     compare_digits,
     compare_mnist,
+    compare_agnews,
     newcomers_digits,
     stacking,
     curves_mnist,
