@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from posy.server_app.resume import read_summary
 from posy.storage import replace
-from posy.strategies.registry import declared
+from posy.strategies.registry import declared_for
 from posy.yaml12 import dump, read_yaml
 
 FILE = "cells.jsonl.gz"
@@ -78,7 +78,7 @@ def _line(cell: Place) -> bytes:
     rows = client_rows(cell.path, summary["rounds"])
     config = read_yaml(cell.path / "config.yaml")
     # Where and how it was carried out is of no use elsewhere.
-    matter = {key for key, setting in declared().items() if setting.decides}
+    matter = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
     config["settings"] = {key: value for key, value in config["settings"].items() if key in matter}
     ended = int((cell.path / "summary.json").stat().st_mtime)
     line = {"name": cell.name, "ended": ended, "config": config, "summary": summary, "clients": rows}

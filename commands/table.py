@@ -26,7 +26,7 @@ from posy.server_app.resume import read_summary
 from posy.settings import Scalar, SettingsError
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import check_own, declared, owner, pertinent, read_settings, with_experiment
+from posy.strategies.registry import check_own, declared_for, owner, pertinent, read_settings, with_experiment
 from posy.strategies.settings import RunSettings
 from posy.yaml12 import dump, read_yaml
 
@@ -121,7 +121,8 @@ class Cell:
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
         """The settings that decide its results, with their defaults."""
-        wanted, known = read_settings(self.config, self.name).as_config(), declared()
+        wanted = read_settings(self.config, self.name).as_config()
+        known = declared_for(wanted)
         return {key: (wanted[key], known[key].default) for key in wanted if known[key].decides}
 
 

@@ -1,14 +1,20 @@
-"""What people bring along: functions of files beside their work, or of packages that are installed."""
+"""What people bring along: functions and classes of files beside their work, or of packages that are installed."""
 
+import ast
 import importlib
 import importlib.util
 import sys
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from posy.paths import absolute, is_file
 from posy.settings import OWN, SettingsError, shown
+
+BUNDLED = "own"
+"""Folder of the app's bundle in which people's own files travel to the SuperLink and the nodes."""
+_BUNDLE = Path(__file__).resolve().parent.parent
 
 
 def is_own(text: str) -> bool:
@@ -19,38 +25,86 @@ def is_own(text: str) -> bool:
 def located(text: str) -> str:
     """Return ``file.py:name`` with the absolute path of the file that ``module:name`` is of.
 
-    The file is looked for where the run was started. Where there is none, an installed module is meant.
+    The file is looked for where the run was started. Where there is none, an installed module is meant. What has
+    travelled with the run, ``own/file.py:name``, is said in the same way everywhere.
     """
     module, _, name = text.rpartition(":")
+    if module.startswith(f"{BUNDLED}/") and is_file(_BUNDLE / module):
+        return text
     path = absolute(module if module.endswith(".py") else f"{module.replace('.', '/')}.py")
     return f"{path}:{name}" if is_file(path) else text
 
 
-def load(text: str, key: str) -> Any:
-    """Return what ``module:name`` names; ``key`` is the setting that does, for the message of an error.
+def to_travel(text: str) -> tuple[str, dict[str, Path]]:
+    """Return what ``module:name`` is called in the app's bundle, and which files go there, by their places in it.
+
+    These are the file that it names and those beside that which are imported by it. What is installed stays as it is,
+    and must be installed wherever the run goes.
+    """
+    place, _, name = located(text).rpartition(":")
+    file = Path(place)
+    if not file.is_absolute():
+        return text, {}
+    files = {f"{BUNDLED}/{path.relative_to(file.parent).as_posix()}": path for path in with_neighbours(file)}
+    return f"{BUNDLED}/{file.name}:{name}", files
+
+
+def with_neighbours(file: Path) -> list[Path]:
+    """Return a file, and the modules and packages beside it that it imports, directly or through each other."""
+    found, left = [file], [file]
+    while left:
+        for node in ast.walk(ast.parse(left.pop().read_bytes())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for first in {name.partition(".")[0] for name in names} - {""}:
+                module, package = file.parent / f"{first}.py", file.parent / first
+                parts = [module] if is_file(module) else []
+                parts = sorted(package.rglob("*.py")) if is_file(package / "__init__.py") else parts
+                fresh = [part for part in parts if part not in found]
+                found += fresh
+                left += fresh
+    return found
+
+
+def module_of(text: str, key: str) -> ModuleType:
+    """Return the module of ``module:name``; ``key`` is the setting that names it, for the message of an error.
 
     Raises
     ------
     SettingsError
-        If there is no such file or module, if it cannot be imported, or it holds no such name.
+        If there is no such file or module, or it cannot be imported.
     """
-    module, _, name = located(text).rpartition(":")
-    found = _module(module, f"{key} = {shown(text)}")
-    if not hasattr(found, name):
-        known = ", ".join(word for word in vars(found) if not word.startswith("_")) or "nothing"
-        raise SettingsError(f"{key} = {shown(text)}: {module} holds no {name}; it holds {known}")
-    return getattr(found, name)
+    return _module(located(text).rpartition(":")[0], f"{key} = {shown(text)}")
+
+
+def load(text: str, key: str) -> Any:
+    """Return what ``module:name`` names.
+
+    Raises
+    ------
+    SettingsError
+        As :func:`module_of` does, and if the module holds no such name.
+    """
+    module, name = module_of(text, key), text.rpartition(":")[2]
+    if not hasattr(module, name):
+        known = ", ".join(word for word in vars(module) if not word.startswith("_")) or "nothing"
+        place = located(text).rpartition(":")[0]
+        raise SettingsError(f"{key} = {shown(text)}: {place} holds no {name}; it holds {known}")
+    return getattr(module, name)
+
+
+_AGAIN = "; a run that is resumed on a SuperLink is given its own code again, as when it was first submitted"
 
 
 @lru_cache(maxsize=64)
-def _module(name: str, what: str) -> Any:
+def _module(name: str, what: str) -> ModuleType:
     """Import a file or an installed module."""
     try:
         if not name.endswith(".py"):
             return importlib.import_module(name)
-        path = Path(name)
+        path = _BUNDLE / name
         if not is_file(path):
-            raise SettingsError(f"{what}: there is no file {path}")
+            raise SettingsError(f"{what}: there is no file {path}{_AGAIN if name.startswith(f'{BUNDLED}/') else ''}")
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # last, so that its neighbours stand in for nothing
         spec = importlib.util.spec_from_file_location(f"posy_own_{path.stem}", path)

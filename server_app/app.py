@@ -12,6 +12,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from posy.client_app.privacy import check_network, check_privacy
+from posy.client_app.registry import client_class
 from posy.client_app.state import MemoryStore
 from posy.client_app.workspace import workspace_for
 from posy.data.settings import SITES
@@ -110,6 +111,7 @@ def run(
     if not workspace.of_sites:  # these check their data themselves
         _ = workspace.partition  # what is wrong with the data is told before any client is asked
     check_network(settings, workspace.architecture)
+    client_class(settings.run.method)  # whatever is wrong with one of people's own is told here
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
         raise SettingsError(

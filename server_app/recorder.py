@@ -31,6 +31,7 @@ from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.methods import word_of
 from posy.strategies.replies import RoundRecord
 from posy.strategies.settings import Settings
 
@@ -65,7 +66,7 @@ class Recorder:
         run = settings.run
         if resumption is None:
             data, when = Path(settings.data.dataset).name, time.strftime("%Y%m%d-%H%M%S")
-            name = run.run_name or f"{run.method}-{data}-seed{run.seed}-{when}"
+            name = run.run_name or f"{word_of(run.method)}-{data}-seed{run.seed}-{when}"
             self.directory = RunDirectory.create(Path(run.output_dir), name)
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
             self._resumed: list[dict[str, Any]] = []
@@ -293,7 +294,7 @@ class Recorder:
         self.summary = self.directory.write_summary(
             {
                 "status": status,
-                "method": settings.run.method,
+                "method": word_of(settings.run.method),
                 "dataset": settings.data.dataset,
                 "num-clients": settings.data.num_clients,
                 "rounds": self.rounds,

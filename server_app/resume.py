@@ -10,7 +10,7 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import declared, defaults, with_experiment
+from posy.strategies.registry import declared_for, with_experiment
 from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
 
@@ -68,9 +68,10 @@ class StoredRun:
 
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return those of a resumed run's settings that differ; raise :class:`SettingsError` if one must not change."""
-        known = declared()
-        ran = defaults() | dict(self.settings)
-        changed = {k: value for k, value in settings.as_config().items() if not known[k].once and value != ran[k]}
+        wanted = settings.as_config()
+        known = declared_for(wanted)
+        ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
+        changed = {k: value for k, value in wanted.items() if not known[k].once and value != ran[k]}
         fixed = settings.train.lr_schedule != "constant" or settings.run.full_last_round
         fixed |= settings.method.follows_number_of_rounds
         goes_by_it = " (but num-server-rounds not where the method, lr-schedule or full-last-round goes by it)"

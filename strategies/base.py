@@ -26,6 +26,7 @@ from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
 from posy.sharing import Once
+from posy.strategies.methods import word_of
 from posy.strategies.replies import (
     UNREADABLE,
     BadReplyError,
@@ -72,7 +73,7 @@ class PersonalisedStrategy(Strategy):
         """The part of the network's parameters that is no client's own."""
         if not self.shared.size:
             raise SettingsError(
-                f"model = {plain.model!r}: {settings.run.method} keeps its only layer on the clients, "
+                f"model = {plain.model!r}: {word_of(settings.run.method)} keeps its only layer on the clients, "
                 "so nothing is left to share; it must be a network with more layers"
             )
         self.clients: dict[int, ClientInfo] = {}
@@ -210,7 +211,7 @@ class PersonalisedStrategy(Strategy):
 
         The phases and arguments are those of Flower's own loop, which however always begins with round 1.
         """
-        log(INFO, "Starting %s: rounds %s to %s", self.settings.run.method, self.resumed_after + 1, num_rounds)
+        log(INFO, "Starting %s: rounds %s to %s", word_of(self.settings.run.method), self.resumed_after + 1, num_rounds)
         self.summary()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         result, arrays = Result(), initial_arrays

@@ -15,7 +15,7 @@ from posy.extensions import located as located_own
 from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
 from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
-from posy.strategies.methods import METHODS, check_method, settings_class
+from posy.strategies.methods import METHODS, check_method, settings_class, word_of
 from posy.strategies.settings import RunSettings, Settings, TrainSettings
 from posy.yaml12 import parse, read_yaml
 
@@ -45,7 +45,7 @@ def read_settings(
     """
     values = with_experiment(given, where)
     if stored is not None:
-        known = declared()
+        known = declared_for(stored)
         kept = {key: value for key, value in stored.items() if key in known and not known[key].once}
         values = checked(kept, known, "the stored run") | values
     if "experiment" in given:
@@ -122,13 +122,23 @@ def from_json(text: str) -> Settings:
 def groups(methods: Iterable[str]) -> dict[str, dict[str, Setting]]:
     """Return the declared settings by group: ``run``, ``data`` and ``train``, then those of some methods."""
     common = {"run": settings_of(RunSettings), "data": settings_of(DataSettings), "train": settings_of(TrainSettings)}
-    return common | {method: settings_of(settings_class(method), method) for method in methods}
+    return common | {method: settings_of(settings_class(method), word_of(method)) for method in methods}
 
 
 def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
     """Return the declared settings by key: those that all methods share, and those of some methods (None: of all)."""
     found = groups(METHODS if methods is None else methods)
-    return {key: setting for group in found.values() for key, setting in group.items()}
+    known = {key: setting for group in found.values() for key, setting in group.items()}
+    if len(known) < sum(map(len, found.values())):  # only what is people's own can do that
+        method, own = found.popitem()
+        taken = next(key for key in own if any(key in group for group in found.values()))
+        raise SettingsError(f"method = {shown(method)}: there is a setting {taken} already; give it another name")
+    return known
+
+
+def declared_for(config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return the declared settings by key: all of Posy's, and those of people's own method, if a config names one."""
+    return declared([*METHODS, *_own_method(config)])
 
 
 def defaults() -> dict[str, Scalar]:
@@ -137,14 +147,15 @@ def defaults() -> dict[str, Scalar]:
 
 
 def owner(key: str) -> str | None:
-    """Return the method that a setting belongs to, if it does to one."""
+    """Return the method of Posy's that a setting belongs to, if it does to one."""
     candidates = (method for method in METHODS if key.startswith(f"{method}-"))
     return next((method for method in candidates if key in settings_of(settings_class(method), method)), None)
 
 
 def pertinent(config: Mapping[str, Any], method: str) -> dict[str, Any]:
     """Return settings without those of other methods."""
-    return {key: value for key, value in config.items() if owner(key) in (None, method)}
+    foreign = {key for own in _own_method(config) if own != method for key in groups([own])[own]}
+    return {key: value for key, value in config.items() if owner(key) in (None, method) and key not in foreign}
 
 
 def check_own(given: Iterable[str], method: str, where: str) -> None:
@@ -200,10 +211,18 @@ def _method(config: Mapping[str, Any]) -> str:
     return str(config.get("method", RunSettings.method))
 
 
-def _known(keys: Mapping[str, Any]) -> dict[str, Setting]:
+def _own_method(config: Mapping[str, Any]) -> list[str]:
+    """Return the method of people's own that settings name, or the experiment file that they name does, if any."""
+    method = config.get("method")
+    if method is None and (name := config.get("experiment")):
+        method = read_experiment(experiment_path(str(name))).get("method")
+    return [method] if isinstance(method, str) and is_own(method) else []
+
+
+def _known(config: Mapping[str, Any]) -> dict[str, Setting]:
     """Return the declared settings, without importing the methods as long as all keys are shared by them."""
     common = declared([])
-    return common if keys.keys() <= common.keys() else declared()
+    return common if config.keys() <= common.keys() else declared_for(config)
 
 
 def _checked(config: Mapping[str, Any], where: str) -> dict[str, Scalar]:
@@ -214,5 +233,5 @@ def _checked(config: Mapping[str, Any], where: str) -> dict[str, Scalar]:
 
 def _built(values: Mapping[str, Scalar]) -> Settings:
     method = _method(values)
-    own = build(settings_class(method), values, method)
+    own = build(settings_class(method), values, word_of(method))
     return Settings(build(RunSettings, values), build(DataSettings, values), build(TrainSettings, values), own)

@@ -8,6 +8,7 @@ from typing import Any
 from posy.data.settings import DataSettings
 from posy.models.catalogue import MODELS
 from posy.settings import Scalar, Search, SettingsError, as_config, setting
+from posy.strategies.methods import word_of
 
 AUTO, OFF = "auto", "off"
 """The words in place of numbers: Posy finds one by itself, or there is none."""
@@ -73,7 +74,12 @@ class TrainSettings:
 class RunSettings:
     """The run: method, rounds, participation, evaluation, what it leaves."""
 
-    method: str = setting("fedfew", "which method to run", synonyms=("algo", "algorithm", "strategy"))
+    method: str = setting(
+        "fedfew",
+        "which method to run; one's own is the name that its classes in a file begin with, as in mine:FedMine",
+        or_own="a method",
+        synonyms=("algo", "algorithm", "strategy"),
+    )
     experiment: str = setting(
         "",
         "YAML file of settings (a name in papers/*/settings/ or a path); those given beside it count more",
@@ -222,7 +228,7 @@ class Settings:
 
     def as_config(self) -> dict[str, Scalar]:
         """Return the settings as flat keys, the method's own under its name."""
-        own = as_config(self.method, self.run.method)
+        own = as_config(self.method, word_of(self.run.method))
         return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **own}
 
     def to_json(self) -> str:

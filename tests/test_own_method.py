@@ -1,8 +1,7 @@
 """A method of one's own: written as a user would, in few lines and with few names to know, and run end to end."""
 
 import ast
-import importlib.util
-import sys
+import json
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -11,144 +10,128 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pandas import read_csv
 
+from posy.commands.cli import main
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.methods import settings_class
+from posy.yaml12 import dump, read_yaml
 
 Config = dict[str, Any]
 
-FEDPER = {
-    "strategies": '''
-        """FedPer (Arivazhagan et al., 2019): the base layers are shared, the last layers are personal."""
+FEDPER = '''
+    """FedPer (Arivazhagan et al., 2019): the base layers are shared, the last layers are personal."""
 
-        from posy.settings import setting
-        from posy.strategies.method_settings import ALLOWED, MethodSettings
-
-
-        class MyFedPerSettings(MethodSettings, noise=ALLOWED):
-            """Settings of FedPer."""
-
-            layers: int = setting(1, "number of personal layers, counted from the output", minimum=1)
-
-            def personal(self, network):
-                """Keep the last layers."""
-                return network.layer_names[-self.layers :]
-    '''
-}
-
-DITTO = {
-    "strategies": '''
-        """Ditto (Li et al., 2021): a global model, and a personal one pulled towards it."""
-
-        from posy.settings import setting
-        from posy.strategies.method_settings import ALLOWED, MethodSettings
+    from posy.settings import setting
+    from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
-        class MyDittoSettings(MethodSettings, noise=ALLOWED):
-            """Settings of Ditto."""
+    class MyFedPerSettings(MethodSettings, noise=ALLOWED):
+        """Settings of FedPer."""
 
-            strength: float = setting(0.1, "lambda: strength of the pull of the personal model", minimum=0)
-    ''',
-    "client_app": '''
-        """Ditto's client."""
+        layers: int = setting(1, "number of personal layers, counted from the output", minimum=1)
 
-        from posy.client_app.base import PersonalClient
-        from posy.client_app.training.work import Pull, Train
-        from posy.strategies.replies import Update
+        def personal(self, network):
+            """Keep the last layers."""
+            return network.layer_names[-self.layers :]
+'''
 
+DITTO = '''
+    """Ditto (Li et al., 2021): a global model, and a personal one pulled towards it."""
 
-        class MyDittoClient(PersonalClient):
-            """Minimise F_i(v) + lambda/2 ||v - w||^2 over the personal v (Algorithm 1)."""
-
-            def local_round(self, received, config):
-                """Train the global model, then the personal one towards the received model."""
-                shared = yield Train(received[0])
-                pull = Pull(received[0], self.method.strength)
-                personal = yield Train(self.kept_model(received[0]), pull=pull, stream=1)
-                return Update([shared.parameters], personal.loss), self.keep_model(personal.parameters)
-    ''',
-}
-
-IFCA = {
-    "strategies": '''
-        """IFCA (Ghosh et al., 2020): K cluster models; each client trains the one that fits it best."""
-
-        import numpy as np
-
-        from posy.settings import setting
-        from posy.strategies.base import PersonalisedStrategy
-        from posy.strategies.method_settings import MethodSettings, Refused
-        from posy.strategies.replies import BadReplyError, mean_of
+    from posy.client_app.base import PersonalClient
+    from posy.client_app.training.work import Pull, Train
+    from posy.settings import setting
+    from posy.strategies.method_settings import ALLOWED, MethodSettings
+    from posy.strategies.replies import Update
 
 
-        class MyIfcaSettings(MethodSettings, noise=Refused("the number of a cluster cannot be noised")):
-            """Settings of IFCA."""
+    class MyDittoSettings(MethodSettings, noise=ALLOWED):
+        """Settings of Ditto."""
 
-            clusters: int = setting(2, "number K of cluster models", minimum=1)
-
-            def reference(self, network, sent, reply):
-                """Return the model of the client's cluster."""
-                return [sent[0][int(reply[1])]]
+        strength: float = setting(0.1, "lambda: strength of the pull of the personal model", minimum=0)
 
 
-        class MyIfca(PersonalisedStrategy):
-            """Send K models; average each over the clients that chose it (Algorithm 1)."""
+    class MyDittoClient(PersonalClient):
+        """Minimise F_i(v) + lambda/2 ||v - w||^2 over the personal v (Algorithm 1)."""
 
-            state = ("models",)
+        def local_round(self, received, config):
+            """Train the global model, then the personal one towards the received model."""
+            shared = yield Train(received[0])
+            pull = Pull(received[0], self.method.strength)
+            personal = yield Train(self.kept_model(received[0]), pull=pull, stream=1)
+            return Update([shared.parameters], personal.loss), self.keep_model(personal.parameters)
+'''
 
-            def initialise(self):
-                """Start from K independent initialisations."""
-                self.models = np.stack([self.initial(k) for k in range(self.method.clusters)])
+IFCA = '''
+    """IFCA (Ghosh et al., 2020): K cluster models; each client trains the one that fits it best."""
 
-            def serve(self, client):
-                """Send all K models."""
-                return [self.models]
+    import numpy as np
 
-            def expected_shapes(self, client):
-                """Expect one model and the number of its cluster."""
-                return [(self.size,), ()]
-
-            def check(self, arrays):
-                """Refuse a cluster that does not exist."""
-                if int(arrays[1]) not in range(len(self.models)):
-                    raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
-
-            def aggregate(self, server_round, updates):
-                """Average every cluster's model over its clients."""
-                self.models = self.models.copy()
-                for k in {int(update.arrays[1]) for update in updates}:
-                    self.models[k] = mean_of([update for update in updates if update.arrays[1] == k])
-                return {}
-    ''',
-    "client_app": '''
-        """IFCA's client."""
-
-        from posy.client_app.base import PersonalClient
-        from posy.client_app.training.work import Train
-        from posy.strategies.replies import Update
+    from posy.client_app.base import PersonalClient
+    from posy.client_app.training.work import Train
+    from posy.settings import setting
+    from posy.strategies.base import PersonalisedStrategy
+    from posy.strategies.method_settings import MethodSettings, Refused
+    from posy.strategies.replies import BadReplyError, Update, mean_of
 
 
-        class MyIfcaClient(PersonalClient):
-            """Estimate the cluster, then train its model (Algorithm 1)."""
+    class MyIfcaSettings(MethodSettings, noise=Refused("the number of a cluster cannot be noised")):
+        """Settings of IFCA."""
 
-            def served_model(self, received, config):
-                """Choose among the K models by training loss."""
-                return self.best_of(received[0])
+        clusters: int = setting(2, "number K of cluster models", minimum=1)
 
-            def local_round(self, received, config):
-                """Train the chosen model and name its cluster."""
-                best = yield from self.best_of(received[0])
-                trained = yield Train(best.members[0].parameters)
-                return Update([trained.parameters, int(best.chosen)], trained.loss), self.plain(trained.parameters)
-    ''',
-}
+        def reference(self, network, sent, reply):
+            """Return the model of the client's cluster."""
+            return [sent[0][int(reply[1])]]
 
-OWN = {
-    "myfedper": ("MyFedPer", FEDPER, 15),
-    "myditto": ("MyDitto", DITTO, 25),
-    "myifca": ("MyIfca", IFCA, 45),
-}
-"""Methods by name: what their classes are called, their sources, and the lines of code that they may take."""
+
+    class MyIfca(PersonalisedStrategy):
+        """Send K models; average each over the clients that chose it (Algorithm 1)."""
+
+        state = ("models",)
+
+        def initialise(self):
+            """Start from K independent initialisations."""
+            self.models = np.stack([self.initial(k) for k in range(self.method.clusters)])
+
+        def serve(self, client):
+            """Send all K models."""
+            return [self.models]
+
+        def expected_shapes(self, client):
+            """Expect one model and the number of its cluster."""
+            return [(self.size,), ()]
+
+        def check(self, arrays):
+            """Refuse a cluster that does not exist."""
+            if int(arrays[1]) not in range(len(self.models)):
+                raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
+
+        def aggregate(self, server_round, updates):
+            """Average every cluster's model over its clients."""
+            self.models = self.models.copy()
+            for k in {int(update.arrays[1]) for update in updates}:
+                self.models[k] = mean_of([update for update in updates if update.arrays[1] == k])
+            return {}
+
+
+    class MyIfcaClient(PersonalClient):
+        """Estimate the cluster, then train its model (Algorithm 1)."""
+
+        def served_model(self, received, config):
+            """Choose among the K models by training loss."""
+            return self.best_of(received[0])
+
+        def local_round(self, received, config):
+            """Train the chosen model and name its cluster."""
+            best = yield from self.best_of(received[0])
+            trained = yield Train(best.members[0].parameters)
+            return Update([trained.parameters, int(best.chosen)], trained.loss), self.plain(trained.parameters)
+'''
+
+OWN = {"MyFedPer": (FEDPER, 15), "MyDitto": (DITTO, 25), "MyIfca": (IFCA, 45)}
+"""Methods by name: their sources, and the lines of code that they may take."""
 
 
 def parsed(source: str) -> ast.Module:
@@ -171,31 +154,26 @@ def imported(source: str) -> set[str]:
 
 
 @pytest.fixture
-def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add the methods as their author would: a file or two, and a line in the list of methods."""
-    for name, (stem, sources, _) in OWN.items():
-        monkeypatch.setitem(METHODS, name, stem)
-        for package, source in sources.items():
-            path = tmp_path / f"{package}-{name}.py"
-            path.write_text(dedent(source), encoding="utf-8")
-            spec = importlib.util.spec_from_file_location(f"posy.{package}.{name}", path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            monkeypatch.setitem(sys.modules, spec.name, module)
-            spec.loader.exec_module(module)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write the methods as their author would, a file each where the run is started; return what one is called."""
+    monkeypatch.chdir(tmp_path)
+    for name, (source, _) in OWN.items():
+        (tmp_path / f"{name.lower()}.py").write_text(dedent(source), encoding="utf-8")
+    return lambda name: f"{name.lower()}:{name}"
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_method_of_ones_own_is_short(name: str) -> None:
-    _, sources, most = OWN[name]
-    assert sum(map(lines_of_code, sources.values())) <= most
-    assert len(set().union(*map(imported, sources.values()))) <= 10
+    source, most = OWN[name]
+    assert lines_of_code(source) <= most
+    assert len(imported(source)) <= 10
 
 
 def test_fedper_keeps_its_last_layers(
-    own_methods: None, make_config: Callable[..., Config], federate: Callable[..., Any]
+    own: Callable[[str], str], make_config: Callable[..., Config], federate: Callable[..., Any]
 ) -> None:
-    finished = federate(make_config("myfedper", model="mlp", myfedper_layers=2, dp_clip=1e6, dp_sensitivity=1e-30))
+    config = make_config(own("MyFedPer"), model="mlp", myfedper_layers=2, dp_clip=1e6, dp_sensitivity=1e-30)
+    finished = federate(config)
     layout = finished.strategy.architecture.layout
     assert finished.strategy.model.size == layout.without(layout.layers[-2:]).size < layout.size
     assert [record.dropped for record in finished.records] == [[]] * 3
@@ -208,28 +186,113 @@ def test_fedper_keeps_its_last_layers(
 
 
 @pytest.mark.parametrize(
-    ("own", "known", "kept"),
-    [("myfedper", "fedper", True), ("myditto", "ditto", True), ("myifca", "ifca", False)],
+    ("name", "known", "kept"),
+    [("MyFedPer", "fedper", True), ("MyDitto", "ditto", True), ("MyIfca", "ifca", False)],
     ids=["fedper", "ditto", "ifca"],
 )
 def test_a_method_written_anew_gives_what_ours_does(
-    own: str,
+    name: str,
     known: str,
     kept: bool,
-    own_methods: None,
+    own: Callable[[str], str],
     make_config: Callable[..., Config],
     federate: Callable[..., Any],
 ) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6, "max_update_norm": 1e6}
-    mine, ours = (federate(make_config(method, **settings)) for method in (own, known))
+    mine, ours = (federate(make_config(method, **settings)) for method in (own(name), known))
     states = [finished.strategy.server_state() for finished in (mine, ours)]
     assert states[0].keys() == states[1].keys()
-    for name, array in states[0].items():
-        np.testing.assert_array_equal(array, states[1][name])
+    for array, content in states[0].items():
+        np.testing.assert_array_equal(content, states[1][array])
     for column in ("served_accuracy", "local_loss", "train_loss"):
         assert mine.column(column) == ours.column(column)
     for client in range(4 if kept else 0):
         np.testing.assert_equal(mine.kept(client), ours.kept(client))
+
+
+def test_a_run_with_a_method_of_ones_own_is_resumed_tabulated_and_tuned(
+    own: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its settings are checked, searched and stored as those of Posy's methods are, from a file too."""
+    small = ["max-samples=200", "num-clients=3", "local-epochs=1", "output-dir=runs"]
+    words = ["my.yaml", "myditto-strength=0.3", "num-server-rounds=1", "run-name=a", *small]
+    Path("my.yaml").write_text(f"method: {own('MyDitto')}\nlr: 0.02\n", encoding="utf-8")
+    assert main(["run", *words]) == 0
+    assert "myditto on digits" in capsys.readouterr().out
+    stored = read_yaml(Path("runs/a/config.yaml"))["settings"]
+    assert stored["myditto-strength"] == 0.3 and stored["lr"] == 0.02
+    assert stored["method"] == f"{tmp_path / 'myditto.py'}:MyDitto"
+    assert main(["run", "resume=a", "num-server-rounds=2", "output-dir=runs"]) == 0
+    summary = json.loads(Path("runs/a/summary.json").read_text())
+    assert (summary["rounds"], summary["method"]) == (2, "myditto")
+    assert main(["run", "runs/a/config.yaml", "method=ditto", "num-server-rounds=1", "run-name=b"]) == 0
+    rows = [{"name": "mine", "settings": {"method": own("MyDitto"), "myditto-strength": 0.2}}]
+    rows += [{"name": "ours", "settings": {"method": "ditto", "ditto-strength": 0.2}}]
+    shared = {"max-samples": 200, "num-clients": 3, "local-epochs": 1, "num-server-rounds": 1}
+    table = {"runs": rows, "seeds": [0], "settings": shared, "output": "table"}
+    Path("table.yaml").write_text(dump(table), encoding="utf-8")
+    assert main(["table", "table.yaml", "-j", "1"]) == 0
+    mine, ours = read_csv("table/table.csv").drop(columns=["method", "seconds"]).to_dict("records")
+    np.testing.assert_equal(mine, ours)
+
+
+def test_the_settings_of_a_method_of_ones_own_are_listed(
+    own: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["settings", own("MyIfca")]) == 0
+    assert "myifca-clusters" in capsys.readouterr().out
+
+
+NOTHING = "from posy.strategies.method_settings import ALLOWED, MethodSettings\n"
+WRONG = {
+    "no file": (
+        "",
+        "nowhere:FedMine",
+        "there is neither a file nowhere.py where the run was started nor such a module",
+    ),
+    "no class": ("x = 1\n", "wrong:FedMine", "must declare FedMineSettings, a subclass of MethodSettings"),
+    "no subclass": ("class FedMineSettings: ...\n", "wrong:FedMine", "FedMineSettings must be a subclass of Meth"),
+    "no verdict": (NOTHING + "class FedMineSettings(MethodSettings): ...\n", "wrong:FedMine", "'noise'"),
+    "an error": ("1 / 0\n", "wrong:FedMine", "cannot be imported (ZeroDivisionError: division by zero)"),
+    "a taken name": (
+        NOTHING + "class FedPerSettings(MethodSettings, noise=ALLOWED): ...\n",
+        "wrong:FedPer",
+        "fedper is",
+    ),
+    "a taken key": (
+        NOTHING + "from posy.settings import setting\n"
+        "class DPSettings(MethodSettings, noise=ALLOWED):\n    clip: float = setting(0.0, 'nothing')\n",
+        "wrong:DP",
+        "there is a setting dp-clip already",
+    ),
+    "no strategy": (
+        NOTHING + "class FedMineSettings(MethodSettings, noise=ALLOWED): ...\nclass FedMine: ...\n",
+        "wrong:FedMine",
+        "FedMine must be a subclass of PersonalisedStrategy",
+    ),
+    "no client": (
+        NOTHING + "class FedMineSettings(MethodSettings, noise=ALLOWED): ...\nclass FedMineClient: ...\n",
+        "wrong:FedMine",
+        "FedMineClient must be a subclass of PersonalClient",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "method", "told"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_about_a_method_of_ones_own_is_told_before_anything_is_run(
+    source: str,
+    method: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.py").write_text(source, encoding="utf-8")
+    assert main(["run", f"method={method}", "max-samples=200", "num-server-rounds=1"]) == 2
+    error = capsys.readouterr().err
+    assert told in error and "Traceback" not in error
+    assert not Path("runs").exists()
 
 
 def test_a_method_without_a_verdict_on_noise_does_not_load() -> None:

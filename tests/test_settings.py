@@ -273,12 +273,15 @@ def test_a_wrong_choice_is_an_error_with_a_suggestion(key: str, value: str, near
     assert str(raised.value).endswith(f"; did you mean {near}?")
 
 
+_ALL_METHODS = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [("fedavgg", "fedavg"), ("FedAvg", "fedavg"), ("fed.avg", "fedavg"), ("fedfe", "fedfew"), ("", ""), ("base", "")],
 )
 def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, near: str) -> None:
-    told = f"did you mean {near}? (`posy methods` lists all)" if near else f"it must be one of {', '.join(METHODS)}"
+    told = f"did you mean {near}? (`posy methods` lists all)" if near else _ALL_METHODS
     with pytest.raises(SettingsError) as raised:
         read_settings({"method": name})
     assert str(raised.value) == f"method = {name!r} in the run config: {told}"

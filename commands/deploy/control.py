@@ -9,7 +9,6 @@ import os
 import ssl
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,8 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-from posy.commands.launch import APP, INTERRUPTED, Connection, resume_command, without_proxy
+from posy.commands.deploy.bundle import bundle
+from posy.commands.launch import INTERRUPTED, Connection, resume_command, without_proxy
 from posy.commands.runlog import RunLog
 from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.settings import RunSettings
@@ -125,26 +125,13 @@ class Control:
         self._client.UnregisterNode(UnregisterNodeRequest(node_id=number))
 
     def submit(self, given: Mapping[str, Scalar]) -> str:
-        """Submit this very code with settings as a run, and return its number.
+        """Submit this very code with settings as a run, and return its number; see :func:`bundle`.
 
-        It raises :class:`LaunchError` if the app is not there or does not admit a setting, which Flower would refuse
-        without saying why, or if the SuperLink does not take it.
+        It raises :class:`LaunchError` if the SuperLink does not take it.
         """
-        from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - takes half a second
-
-        path = APP / "pyproject.toml"
-        if not path.is_file():
-            raise LaunchError(f"the Flower app is not in {APP}: submit runs from a checkout (`pip install -e .`)")
-        admitted = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-        for key in given.keys() - admitted.keys():
-            raise LaunchError(
-                f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
-                "docs/generate.py` brings that table up to date"
-            )
-        content = build_fab_from_disk(APP)
-        bundle = Fab(hash_str=hashlib.sha256(content).hexdigest(), content=content)
-        request = StartRunRequest(fab=bundle, override_config=user_config_to_proto(dict(given)))
-        answer = self._client.StartRun(request)
+        content, given = bundle(given)
+        fab = Fab(hash_str=hashlib.sha256(content).hexdigest(), content=content)
+        answer = self._client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(given))))
         if not answer.run_id:
             raise LaunchError(f"the SuperLink at {self.address} does not take the app: it has {len(content)} bytes")
         return str(answer.run_id)
