@@ -33,6 +33,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
+from posy.deploy.foreign import check_code
+from posy.extensions import BUNDLED, OWN_MODULE
 from posy.flower import FLOWER, look_for_parts_sooner
 
 NODE_PATIENCE = 30.0
@@ -155,9 +157,10 @@ class Apps:
         self._app: Callable[[Message, Context], Message] | None = None
 
     def load(self, run: Run, fab: Fab) -> Callable[[Message, Context], Message]:
-        """Install the code of a run, if it is new, and return its ClientApp."""
+        """Install the code of a run, if it is new, and return its ClientApp; see :func:`check_code`."""
         if self._app is None or self._hash != fab.hash_str:
             self._app = None
+            check_code(fab.content)
             install_from_fab(fab.content, skip_prompt=True)
             folder = Path(get_project_dir(run.fab_id, run.fab_version, fab.hash_str))
             _forget(self._folder, folder)
@@ -170,9 +173,12 @@ class Apps:
 
 def _forget(old: Path | None, new: Path) -> None:
     """Forget the imported packages that the new code has its own version of, this one included."""
-    if old is not None and str(old) in sys.path:
-        sys.path.remove(str(old))
-    own = {path.stem for path in new.iterdir() if path.is_dir() or path.suffix == ".py"}
+    for folder in (old, old / BUNDLED) if old else ():
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+    places = [path for folder in (new, new / BUNDLED) if folder.is_dir() for path in folder.iterdir()]
+    own = {path.stem for path in places if path.is_dir() or path.suffix == ".py"}
+    own |= {name for name in sys.modules if name.startswith(OWN_MODULE)}
     for name in [name for name in sys.modules if name.partition(".")[0] in own]:
         del sys.modules[name]
 

@@ -14,12 +14,19 @@ from posy.settings import OWN, SettingsError, shown
 
 BUNDLED = "own"
 """Folder of the app's bundle in which people's own files travel to the SuperLink and the nodes."""
+OWN_MODULE = "posy_own_"
+"""What the names of modules begin with that are imported from a file."""
 _BUNDLE = Path(__file__).resolve().parent.parent
 
 
 def is_own(text: str) -> bool:
     """Tell whether a setting names something of people's own, as in ``mynets:resnet``."""
     return OWN.fullmatch(text) is not None
+
+
+def word_of(method: str) -> str:
+    """Return what the keys of a method's settings begin with: its name; of one of people's own, that in lower case."""
+    return method.rpartition(":")[2].lower()
 
 
 def located(text: str) -> str:
@@ -107,7 +114,7 @@ def _module(name: str, what: str) -> ModuleType:
             raise SettingsError(f"{what}: there is no file {path}{_AGAIN if name.startswith(f'{BUNDLED}/') else ''}")
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # last, so that its neighbours stand in for nothing
-        spec = importlib.util.spec_from_file_location(f"posy_own_{path.stem}", path)
+        spec = importlib.util.spec_from_file_location(f"{OWN_MODULE}{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses look there

@@ -20,6 +20,7 @@ from flwr.common.logger import log
 
 from posy import figures
 from posy.client_app.workspace import Workspace
+from posy.extensions import word_of
 from posy.forked import own_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
@@ -31,7 +32,6 @@ from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays
 from posy.strategies.base import PersonalisedStrategy
-from posy.strategies.methods import word_of
 from posy.strategies.replies import RoundRecord
 from posy.strategies.settings import Settings
 

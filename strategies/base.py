@@ -20,13 +20,13 @@ from flwr.common.typing import NDArrays
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from posy.extensions import word_of
 from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_in, record_of
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
 from posy.sharing import Once
-from posy.strategies.methods import word_of
 from posy.strategies.replies import (
     UNREADABLE,
     BadReplyError,

@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
-from posy.extensions import is_own, module_of
+from posy.extensions import is_own, module_of, word_of
 from posy.settings import SettingsError, nearest, shown
 from posy.strategies.method_settings import MethodSettings
 
@@ -63,11 +63,6 @@ def check_method(method: str, where: str = "") -> None:
     all_of_them = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
     hint = f"did you mean {near}? (`posy methods` lists all)" if near else all_of_them
     raise SettingsError(f"method = {shown(method)}" + (f" in {where}" if where else "") + f": {hint}")
-
-
-def word_of(method: str) -> str:
-    """Return what the keys of a method's settings begin with: its name; of one of people's own, that in lower case."""
-    return method.rpartition(":")[2].lower()
 
 
 def settings_class(method: str) -> Any:

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from posy.data.published import DATASETS
 from posy.data.settings import SITES, DataSettings, located
-from posy.extensions import is_own
+from posy.extensions import is_own, word_of
 from posy.extensions import located as located_own
 from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
 from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
-from posy.strategies.methods import METHODS, check_method, settings_class, word_of
+from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.strategies.settings import RunSettings, Settings, TrainSettings
 from posy.yaml12 import parse, read_yaml
 

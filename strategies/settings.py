@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posy.data.settings import DataSettings
+from posy.extensions import word_of
 from posy.models.catalogue import MODELS
 from posy.settings import Scalar, Search, SettingsError, as_config, setting
-from posy.strategies.methods import word_of
 
 AUTO, OFF = "auto", "off"
 """The words in place of numbers: Posy finds one by itself, or there is none."""

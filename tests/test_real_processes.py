@@ -36,6 +36,39 @@ NODES = 4
 METHODS = ("fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe", "scaffold", "fedproto", "fedfomo", "apfl", "pfedfda")
 """The five, and baselines of other kinds: control variates, prototypes, others' models, two models, a fitted head."""
 
+MINE = """
+import torch
+from rates import faster
+
+from posy.client_app.base import PersonalClient
+from posy.client_app.training.work import Train, cross_entropy
+from posy.settings import setting
+from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+
+class FedMineSettings(MethodSettings, noise=ALLOWED):
+    smoothing: float = setting(0.1, "part of a label that goes to all classes alike", minimum=0, maximum=1)
+
+
+def smoothed(net, batch, context):
+    logits = net(batch.x)
+    uniform = -logits.log_softmax(-1).mean()
+    return (1 - context["smoothing"]) * cross_entropy(logits, batch) + context["smoothing"] * uniform
+
+
+class FedMineClient(PersonalClient):
+    def work(self, start):
+        return Train(start, smoothed, {"smoothing": torch.tensor(self.method.smoothing)}, lr=faster(self.lr))
+"""
+OWN_FILES = {
+    "mine.py": MINE,
+    "rates.py": "def faster(rate):\n    return 2 * rate\n",
+    "nets.py": "from torch import nn\n\n\ndef small(task):\n    return nn.Sequential(nn.Linear(64, 24), nn.ReLU(), "
+    "nn.Linear(24, task.num_classes))\n",
+}
+"""A method and a network of people's own, and a module that one of them imports."""
+OWN = {"method": "mine:FedMine", "model": "nets:small", "fedmine_smoothing": 0.2}
+
 
 class Federation(Deployment):
     """The SuperLink and its nodes, which are told by files to misbehave."""
@@ -171,6 +204,9 @@ def together(federation: Federation) -> Federation:
     """Submit a run of each method, and one that fails, all at once: the nodes serve them in turn."""
     for method in METHODS:
         federation.submit(method, *words(settings_of(federation, method)))
+    for name, source in OWN_FILES.items():
+        (federation.folder / name).write_text(source, encoding="utf-8")
+    federation.submit("own", *words(settings_of(federation, **OWN)))
     wrong = settings_of(federation, "fedavg", partition="classes", classes_per_client=11)
     federation.submit("wrong", *words(wrong))
     return federation
@@ -180,6 +216,19 @@ def together(federation: Federation) -> Federation:
 def test_grpc_gives_the_models_of_one_process(method: str, together: Federation, tmp_path: Path) -> None:
     assert together.ended(method) == 0, together.log(f"run-{method}")
     assert_same_models(together, method, settings_of(together, method), tmp_path)
+
+
+def test_peoples_own_code_travels_with_the_run(
+    together: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert together.ended("own") == 0, together.log("run-own")
+    told = [line.split(" (SHA")[0] for line in together.log("run-own").splitlines() if "travels" in line]
+    assert told == [f"posy: {together.folder / name} travels with the run as own/{name}" for name in sorted(OWN_FILES)]
+    foreign = ", ".join(f"own/{name}" for name in sorted(OWN_FILES))
+    for number in range(CLIENTS):
+        assert f"brings code that is not that of the Posy installed here: {foreign}" in together.log(f"node-{number}")
+    monkeypatch.chdir(together.folder)
+    assert_same_models(together, "own", settings_of(together, **OWN), tmp_path)
 
 
 def test_a_run_that_fails_says_so(together: Federation) -> None:

@@ -11,7 +11,7 @@ from flwr.cli.build import build_fab_from_files
 from flwr.cli.utils import collect_files
 
 from posy.commands.launch import APP
-from posy.extensions import BUNDLED, is_own, module_of, to_travel
+from posy.extensions import is_own, module_of, to_travel
 from posy.settings import LaunchError, Scalar
 from posy.strategies.registry import declared
 
@@ -49,9 +49,9 @@ def bundle(given: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
             f"{key} is not in [tool.flwr.app.config] of {path}, so Flower does not admit it; `python "
             "docs/generate.py` brings that table up to date"
         )
-    app["fab-include"].append(f"{BUNDLED}/**/*.py")
+    app["fab-include"] += files  # Flower refuses a pattern that nothing matches
     content: dict[str, Any] = {**collect_files(APP), **files, "pyproject.toml": tomli_w.dumps(project).encode()}
-    for place, file in files.items():
+    for place, file in sorted(files.items()):
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         print(f"posy: {file} travels with the run as {place} (SHA-256 {digest[:16]}…)")
     return build_fab_from_files(content)[0], sent

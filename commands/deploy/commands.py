@@ -14,6 +14,7 @@ import typer
 
 from posy.commands.launch import ENVIRONMENT, Connection, resume_command, script, toml, without_proxy
 from posy.deploy.addresses import free_port, is_loopback
+from posy.deploy.foreign import REFUSE
 from posy.server_app.progress import size
 from posy.settings import SettingsError
 from posy.yaml12 import parse
@@ -174,6 +175,10 @@ def supernode(
     stock: Annotated[
         bool, typer.Option("--stock", help="Start Flower's own SuperNode: slower for every message.")
     ] = False,
+    refuse_foreign_code: Annotated[
+        bool,
+        typer.Option("--refuse-foreign-code", help="Take no run with other code than that of the Posy installed here."),
+    ] = False,
 ) -> int:
     """Start a node of a federation.
 
@@ -202,6 +207,9 @@ def supernode(
     environment = _flower_environment(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")))
     if stock and several:
         raise SettingsError("--stock starts one node, but --key is given more than once")
+    if stock and refuse_foreign_code:
+        raise SettingsError("--refuse-foreign-code does not go with --stock: Flower's own node takes any code")
+    environment |= {REFUSE: "1"} if refuse_foreign_code else {}
     if stock:
         command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
     else:

@@ -1,0 +1,120 @@
+"""What travels to the nodes: the app, and the files that people have brought along; and what nodes say to them."""
+
+import io
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from posy.commands.cli import main
+from posy.commands.deploy.bundle import bundle
+from posy.deploy.foreign import REFUSE, ForeignCodeError, check_code, foreign_code
+from posy.extensions import with_neighbours
+from posy.settings import LaunchError, SettingsError
+
+NETS = "import tools\nfrom inner.deep import x\nimport numpy\n\n\ndef net(task):\n    return None\n"
+MINE = """
+from posy.settings import setting
+from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+
+class FedMineSettings(MethodSettings, noise=ALLOWED):
+    strength: float = setting(0.5, "how strong", minimum=0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a network that imports its neighbours, which import each other, and a method; be where they are."""
+    files = {
+        "nets.py": NETS,
+        "tools.py": "import nets\nfrom inner import deep\n",
+        "inner/__init__.py": "",
+        "inner/deep.py": "import last\nx = 1\n",
+        "last.py": "",
+        "unused.py": "",
+        "mine.py": MINE,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def members(content: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def packed(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def test_a_file_brings_what_it_imports_from_beside_it(folder: Path) -> None:
+    found = {path.relative_to(folder).as_posix() for path in with_neighbours(folder / "nets.py")}
+    assert found == {"nets.py", "tools.py", "inner/__init__.py", "inner/deep.py", "last.py"}
+    assert with_neighbours(folder / "mine.py") == [folder / "mine.py"]
+
+
+def test_own_files_lie_in_the_bundle_and_own_keys_are_admitted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "inner/deep.py").write_text("x = 1\n", encoding="utf-8")
+    given = {"method": "mine:FedMine", "fedmine-strength": 0.7, "lr": 0.1}
+    content, sent = bundle(given)
+    assert sent == {"method": "own/mine.py:FedMine", "fedmine-strength": 0.7, "lr": 0.1}
+    files = members(content)
+    assert files["own/mine.py"] == MINE.encode()
+    config = tomllib.loads(files["pyproject.toml"].decode())["tool"]["flwr"]["app"]["config"]
+    assert config["fedmine-strength"] == 0.5
+    assert f"{folder / 'mine.py'} travels with the run as own/mine.py" in capsys.readouterr().out
+    assert foreign_code(content) == ["own/mine.py"]
+
+
+def test_a_bundle_without_own_files_holds_nothing_foreign() -> None:
+    content, sent = bundle({"method": "fedavg", "model": "mlp"})
+    assert sent == {"method": "fedavg", "model": "mlp"}
+    assert foreign_code(content) == []
+
+
+def test_what_is_wrong_is_told_where_the_run_is_submitted(folder: Path) -> None:
+    with pytest.raises(LaunchError, match="fedmine-strength is not in"):
+        bundle({"method": "fedavg", "fedmine-strength": 0.7})
+    (folder / "nets.py").write_text("import a_package_that_is_not_there\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match="a_package_that_is_not_there"):
+        bundle({"model": "nets:net"})
+    (folder / "sub").mkdir()
+    (folder / "sub/mine.py").write_text("def net(task):\n    return None\n", encoding="utf-8")
+    with pytest.raises(LaunchError, match="two files of the run would both be"):
+        bundle({"method": "mine:FedMine", "model": "sub/mine.py:net"})
+
+
+def test_a_node_names_foreign_code_or_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = members(bundle({})[0])
+    check_code(packed(files))
+    for name, data in (
+        ("client_app/app.py", files["client_app/app.py"] + b"# changed\n"),
+        ("client_app/fast.so", b"\x7fELF"),
+        ("sitecustomize.py", b""),
+        ("pyproject.toml", files["pyproject.toml"].replace(b"posy.client_app.app:app", b"own.mine:app")),
+    ):
+        changed = packed({**files, name: data})
+        assert foreign_code(changed) == [name]
+        monkeypatch.delenv(REFUSE, raising=False)
+        check_code(changed)  # named in the log
+        monkeypatch.setenv(REFUSE, "1")
+        with pytest.raises(ForeignCodeError, match=name):
+            check_code(changed)
+    check_code(packed(files))
+    check_code(packed({**files, "papers/fedfew/settings/other.yaml": b"lr: 0.1"}))  # is not run
+
+
+def test_a_stock_node_cannot_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["supernode", "--insecure", "--stock", "--refuse-foreign-code"]) == 2
+    assert "--refuse-foreign-code does not go with --stock" in capsys.readouterr().err
