@@ -8,6 +8,7 @@ function.
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
@@ -191,6 +192,15 @@ class PersonalClient(NumPyClient):
         """Keep a tensor in the client's state."""
         self.state[name] = array_of(tensor)
 
+    @cached_property
+    def class_weight(self) -> Tensor | None:
+        """What each training sample ``(n,)`` counts in the loss by its class; 1 on average. None: all count alike."""
+        if self.settings.train.class_weights == "none":
+            return None
+        counts = torch.bincount(self.data.y_train).clamp_min(1)
+        weight = 1 / counts[self.data.y_train]
+        return weight / weight.mean()
+
     def class_distribution(self) -> Tensor:
         """Return the empirical class distribution p_i ``(C,)`` of the training samples."""
         counts = torch.bincount(self.data.y_train, minlength=self.data.num_classes)
@@ -337,7 +347,7 @@ class PersonalClient(NumPyClient):
         width = self.network(work).dropout_width
         dropout = DropoutNumbers(width, stream("dropout")) if width else None
         rate = self.lr if work.lr is None else work.lr
-        return Job(work, self.samples("train"), stream("batches"), rate, augment, dropout)
+        return Job(work, self.samples("train"), stream("batches"), rate, augment, dropout, self.class_weight)
 
     def _save(self, predictor: Predictor, config: Config) -> None:
         """Write the personal model to the folder that the config names (simulation: the run's own)."""

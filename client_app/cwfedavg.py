@@ -5,7 +5,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Net, Train, cross_entropy
+from posy.client_app.training.work import Context, Net, Train
 
 SMALLEST = 1e-12
 """The smallest sum of norms that makes a distribution."""
@@ -40,4 +40,4 @@ def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
     # That of a head of zeros is uniform, as on the server.
     weights = norms / total.clamp_min(SMALLEST) + (total < SMALLEST) / len(norms)
     distance = torch.linalg.vector_norm(context["distribution"] - weights)
-    return cross_entropy(net(batch.x), batch) + context["lambda"] * distance
+    return net.loss(net(batch.x), batch) + context["lambda"] * distance

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Net, Train, Trained, cross_entropy
+from posy.client_app.training.work import Context, Net, Train, Trained
 from posy.strategies.replies import Update
 
 SETTLED, LAST = 0.1, 10
@@ -71,7 +71,7 @@ def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
         name: context[f"global {name}"] - (1 - tensor) * context[f"gap {name}"] if f"gap {name}" in context else tensor
         for name, tensor in net.tensors.items()
     }
-    return cross_entropy(net.at(mixed)(batch.x), batch)
+    return net.loss(net.at(mixed)(batch.x), batch)
 
 
 def settled(losses: list[Tensor]) -> bool:

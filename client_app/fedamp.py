@@ -5,7 +5,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Net, Pull, Train, Trained, cross_entropy
+from posy.client_app.training.work import Context, Net, Pull, Train, Trained
 from posy.strategies.replies import Update
 
 
@@ -31,4 +31,4 @@ STRENGTH = "lambda / alpha"
 def near_message(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + lambda / (2 alpha) ||w - u_i||, the distance not squared, over the parameters."""
     apart = [(net[name] - tensor).flatten() for name, tensor in context.items() if name != STRENGTH]
-    return cross_entropy(net(batch.x), batch) + context[STRENGTH] / 2 * torch.linalg.vector_norm(torch.cat(apart))
+    return net.loss(net(batch.x), batch) + context[STRENGTH] / 2 * torch.linalg.vector_norm(torch.cat(apart))

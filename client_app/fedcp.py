@@ -5,7 +5,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Forward, Net, Train, Trained, cross_entropy
+from posy.client_app.training.work import Context, Forward, Net, Train, Trained
 
 WIDTHS = (10.0, 15.0, 20.0, 50.0)
 """Squared widths of the Gaussian kernels."""
@@ -38,7 +38,7 @@ def near_the_served_body(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + λ times the discrepancy of the features and ``batch.notes`` ``(B, D)``."""
     assert batch.notes is not None
     features, logits = net.features(batch.x)
-    return cross_entropy(logits, batch) + context["lambda"] * discrepancy(features, batch.notes, batch.weight)
+    return net.loss(logits, batch) + context["lambda"] * discrepancy(features, batch.notes, batch.weight)
 
 
 def discrepancy(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -24,4 +24,4 @@ def class_and_client(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return λ CE(class) + (1 − λ) CE(client = i), the reweighted loss of Section 2.3."""
     classes, clients = net(batch.x)
     own = batch._replace(y=context["client"].expand(len(batch.y)))
-    return context["lambda"] * cross_entropy(classes, batch) + (1 - context["lambda"]) * cross_entropy(clients, own)
+    return context["lambda"] * net.loss(classes, batch) + (1 - context["lambda"]) * cross_entropy(clients, own)

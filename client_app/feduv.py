@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posy.client_app.base import PersonalClient
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Net, Train, cross_entropy
+from posy.client_app.training.work import Context, Net, Train
 
 SMALLEST = 1e-12
 """Is added to a variance: a deviation of 0 has no gradient."""
@@ -28,7 +28,7 @@ def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + mu L_V + lambda L_U; what fills up a batch is in neither."""
     features, logits = net.features(batch.x)
     there = torch.ones(len(logits), device=logits.device) if batch.weight is None else (batch.weight != 0).float()
-    loss = cross_entropy(logits, batch)
+    loss = net.loss(logits, batch)
     return loss + context["mu"] * too_little_variance(logits, there) + context["lambda"] * closeness(features, there)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Forward, Net, Train, Trained, cross_entropy, mean_over
+from posy.client_app.training.work import Context, Forward, Net, Train, Trained, mean_over
 from posy.strategies.replies import Update
 
 
@@ -39,4 +39,4 @@ def contrastive(net: Net, batch: Batch, context: Context) -> Tensor:
     features, logits = net.features(batch.x)
     similarity = F.cosine_similarity(features.unsqueeze(1), batch.notes, dim=-1) / context["temperature"]
     shares = F.log_softmax(similarity, dim=-1)
-    return cross_entropy(logits, batch) - context["mu"] * mean_over(shares[:, 0], batch)
+    return net.loss(logits, batch) - context["mu"] * mean_over(shares[:, 0], batch)

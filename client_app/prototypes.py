@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Net, cross_entropy, mean_over
+from posy.client_app.training.work import Context, Net, mean_over
 
 
 def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -31,4 +31,4 @@ def distance_to_prototypes(features: Tensor, batch: Batch, context: Context) -> 
 def towards_prototypes(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + λ times the distance to the prototypes."""
     features, logits = net.features(batch.x)
-    return cross_entropy(logits, batch) + context["lambda"] * distance_to_prototypes(features, batch, context)
+    return net.loss(logits, batch) + context["lambda"] * distance_to_prototypes(features, batch, context)

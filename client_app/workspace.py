@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from posy.client_app.training.batches import Augment
+from posy.client_app.training.losses import criterion_of
 from posy.client_app.training.networks import Network
 from posy.client_app.training.trainer import Trainer
+from posy.client_app.training.work import Criterion
 from posy.data.agreement import task_of
 from posy.data.augment import DRAWS, crop, crop_and_flip
 from posy.data.client import ClientData, client_data
@@ -101,6 +103,11 @@ class Workspace:
         """The plain network of the run."""
         return architecture_for(self.settings.train.model, self.task, self.settings.train.linear_init)
 
+    @cached_property
+    def criterion(self) -> Criterion | None:
+        """What training minimises for each sample, where it is not the cross-entropy."""
+        return criterion_of(self.settings.train.loss)
+
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
         """Return the training augmentation, if the settings ask for one."""
         draw = DRAWS.get(self.settings.data.augment)
@@ -146,7 +153,7 @@ class Workspace:
         """Return the resident network of an architecture; every thread has its own."""
         networks: dict[Architecture, Network] = self._local.__dict__.setdefault("networks", {})
         if architecture not in networks:
-            networks[architecture] = Network(architecture.build, architecture.layout, self.device)
+            networks[architecture] = Network(architecture.build, architecture.layout, self.device, self.criterion)
         return networks[architecture]
 
     def initial(self, architecture: Architecture, seed: int) -> Tensor:

@@ -4,11 +4,10 @@ import io
 import os
 import tomllib
 import zipfile
-from logging import WARNING
+from logging import getLogger
 from pathlib import Path
 
-from flwr.common.logger import log
-
+_LOG = getLogger("flwr")  # the logger of a node
 REFUSE = "POSY_REFUSE_FOREIGN_CODE"
 """Environment variable; where it is set, this node takes no other code than its own."""
 _HERE = Path(__file__).resolve().parent.parent
@@ -37,7 +36,7 @@ def check_code(content: bytes) -> None:
         raise ForeignCodeError(
             f"this node takes no code but that of the Posy installed on it (--refuse-foreign-code); the run has {told}"
         )
-    log(WARNING, "this run brings code that is not that of the Posy installed here: %s", told)
+    _LOG.warning("this run brings code that is not that of the Posy installed here: %s", told)
 
 
 def foreign_code(content: bytes) -> list[str]:

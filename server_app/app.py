@@ -111,7 +111,8 @@ def run(
     if not workspace.of_sites:  # these check their data themselves
         _ = workspace.partition  # what is wrong with the data is told before any client is asked
     check_network(settings, workspace.architecture)
-    client_class(settings.run.method)  # whatever is wrong with one of people's own is told here
+    client_class(settings.run.method)  # whatever is wrong with what people have brought is told here
+    _ = workspace.criterion
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
         raise SettingsError(

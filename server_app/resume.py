@@ -72,9 +72,9 @@ class StoredRun:
         known = declared_for(wanted)
         ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
         changed = {k: value for k, value in wanted.items() if not known[k].once and value != ran[k]}
-        fixed = settings.train.lr_schedule != "constant" or settings.run.full_last_round
+        fixed = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
         fixed |= settings.method.follows_number_of_rounds
-        goes_by_it = " (but num-server-rounds not where the method, lr-schedule or full-last-round goes by it)"
+        goes_by_it = " (but num-server-rounds not where the method, the cosine schedule or full-last-round goes by it)"
         refused = [
             f"{key} = {value!r}, the run has {ran[key]!r}"
             for key, value in sorted(changed.items())

@@ -330,12 +330,12 @@ class PersonalisedStrategy(Strategy):
     # -- helpers for methods ---------------------------------------------------------------------------
 
     def learning_rate(self, server_round: int) -> float:
-        """Return the learning rate of a round: constant, or cosine from ``lr`` towards 0."""
-        train = self.settings.train
-        if train.lr_schedule == "constant":
-            return train.lr
-        done = (server_round - 1) / self.settings.run.num_server_rounds
-        return train.lr * 0.5 * (1 + math.cos(math.pi * done))
+        """Return the learning rate of a round, from 1 on; the cosine schedule goes from ``lr`` towards 0."""
+        train, done = self.settings.train, server_round - 1
+        if train.lr_schedule == "cosine":
+            return train.lr * 0.5 * (1 + math.cos(math.pi * done / self.settings.run.num_server_rounds))
+        steps = {"constant": 0, "exponential": done, "step": done // train.lr_step}[train.lr_schedule]
+        return train.lr * float(train.lr_decay**steps)
 
     def evaluates(self, server_round: int) -> bool:
         """Tell whether a round is evaluated."""

@@ -40,6 +40,9 @@ class MethodSettings:
     """The evaluation point at which the method is meant to be used: ``served`` if its clients need no training of their
     own before they predict, else ``local``."""
 
+    sgd: ClassVar[Refused | None] = ALLOWED
+    """Why the method can do with no other optimiser than SGD; None (:data:`ALLOWED`) if it can."""
+
     def __init_subclass__(
         cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED, point: Literal["served", "local"] = "local"
     ) -> None:

@@ -29,6 +29,8 @@ class SCAFFOLDSettings(
 ):
     """Settings of SCAFFOLD."""
 
+    sgd = Refused("its control variates are distances divided by the rate and the steps, as SGD makes them")
+
     server_lr: float = setting(
         1.0, "eta_g: the server's step along the mean change of the model", above=0, search=Search(0.3, 1.5, log=True)
     )

@@ -39,9 +39,40 @@ class TrainSettings:
     lr: float = setting(
         0.05, "learning rate", above=0, synonyms=("learning-rate",), search=Search(0.005, 0.5, log=True)
     )
-    lr_schedule: str = setting("constant", "learning rate over the rounds", choices=("constant", "cosine"))
-    momentum: float = setting(0.0, "SGD momentum, fresh each round", minimum=0, maximum=0.9999)
-    weight_decay: float = setting(0.0, "L2 weight decay", minimum=0, synonyms=("l2", "wd"))
+    lr_schedule: str = setting(
+        "constant",
+        "learning rate over the rounds; it is multiplied by lr-decay every round, or every lr-step rounds",
+        choices=("constant", "cosine", "exponential", "step"),
+    )
+    lr_decay: float = setting(0.99, "factor of the exponential and the step schedule", above=0, maximum=1)
+    lr_step: int = setting(10, "rounds between two steps of the step schedule", minimum=1)
+    loss: str = setting(
+        "cross-entropy",
+        "what local training minimises for each sample; one's own is a function that takes logits (B, C) and labels "
+        "(B,) and returns losses (B,)",
+        choices=("cross-entropy",),
+        or_own="a loss",
+        synonyms=("criterion", "objective"),
+    )
+    class_weights: str = setting(
+        "none",
+        "what a sample counts in the loss: `balanced` lets all classes of a client count alike",
+        choices=("none", "balanced"),
+        synonyms=("class-weight",),
+    )
+    optimizer: str = setting(
+        "sgd",
+        "what makes steps of gradients, its state fresh each round; where a method prescribes plain steps, they stay",
+        choices=("sgd", "adam", "adamw"),
+        synonyms=("optimiser", "opt"),
+    )
+    momentum: float = setting(0.0, "momentum of SGD", minimum=0, maximum=0.9999)
+    weight_decay: float = setting(
+        0.0, "L2 weight decay; AdamW's is apart from its moments", minimum=0, synonyms=("l2", "wd")
+    )
+    adam_beta1: float = setting(0.9, "decay of Adam's mean of gradients", minimum=0, maximum=0.9999)
+    adam_beta2: float = setting(0.999, "decay of Adam's mean of squared gradients", minimum=0, maximum=0.999999)
+    adam_epsilon: float = setting(1e-8, "what Adam adds to the root of that mean", above=0)
     max_grad_norm: float = setting(
         0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
     )
@@ -68,6 +99,14 @@ class TrainSettings:
     dp_epsilon: float = setting(1.0, "epsilon of one reply's Gaussian noise", above=0)
     dp_delta: float = setting(1e-5, "delta of one reply's Gaussian noise", above=0, maximum=0.5)
     dp_sensitivity: float = setting(0.0, "L2 sensitivity that the noise is for; 0: twice dp-clip", minimum=0)
+
+    def __post_init__(self) -> None:
+        """Check the settings that depend on each other."""
+        if self.momentum and self.optimizer != "sgd":
+            raise SettingsError(
+                f"momentum = {self.momentum:g} does not go with optimizer = {self.optimizer!r}, which has adam-beta1; "
+                "set it to 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -221,6 +260,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the settings that depend on those of another group."""
+        if self.train.optimizer != "sgd" and self.method.sgd:
+            raise SettingsError(
+                f"optimizer = {self.train.optimizer!r} with method = {self.run.method!r}: {self.method.sgd.why}; it "
+                "must be sgd"
+            )
         if self.run.min_clients > self.data.num_clients:
             raise SettingsError(
                 f"min-clients = {self.run.min_clients}: it must be 0 to num-clients = {self.data.num_clients}"

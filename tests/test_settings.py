@@ -128,7 +128,7 @@ WRONG = [
     ("dirichlet-alpha", 0.0, "> 0"),
     ("partition", "dirichlett", "one of dirichlet, iid"),
     ("model", "resnet", "resnet18-gn"),
-    ("lr-schedule", "Cosine", "one of constant, cosine"),
+    ("lr-schedule", "Cosine", "one of constant, cosine, exponential, step"),
     ("output-dir", 5, "a text"),
     ("fedfew-mu", 0.0, "> 0"),
     ("fedfew-models", 0, ">= 1"),

@@ -533,6 +533,11 @@ def test_the_learning_rate_by_hand(make_strategy: MakeStrategy) -> None:
     half = 0.1 * math.sqrt(0.5)
     assert [cosine.learning_rate(r) for r in range(1, 5)] == pytest.approx([0.2, 0.1 + half, 0.1, 0.1 - half])
     assert make_strategy("fedavg", lr=0.2, lr_schedule="cosine", num_server_rounds=1).learning_rate(1) == 0.2
+    rates = {"lr": 0.2, "lr_decay": 0.5, "num_server_rounds": 5}
+    exponential = make_strategy("fedavg", lr_schedule="exponential", **rates)
+    assert [exponential.learning_rate(r) for r in range(1, 5)] == [0.2, 0.1, 0.05, 0.025]
+    step = make_strategy("fedavg", lr_schedule="step", lr_step=2, **rates)
+    assert [step.learning_rate(r) for r in range(1, 6)] == [0.2, 0.2, 0.1, 0.1, 0.05]
     messages, _ = send(cosine, 3)
     assert messages[0].content.config_records["config"]["lr"] == pytest.approx(0.1)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Net, Train
+from posy.client_app.training.work import Context, Criterion, Net, Train
 from posy.models.layers import Dropout
 from posy.models.parameters import Layout
 from posy.sharing import is_shared
@@ -22,8 +22,15 @@ class Network:
     objectives see them.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        layout: Layout,
+        device: torch.device,
+        criterion: Criterion | None = None,
+    ) -> None:
         self._build = build
+        self.criterion = criterion
         self.layout = layout
         self.device = device
         self._flat = torch.empty(0, layout.size, device=device)
@@ -68,7 +75,7 @@ class Network:
             self._flat = torch.empty(size, self.layout.size, device=self.device)
             self.modules = [self._build().to(self.device) for _ in range(size)]
             self.nets = [
-                Net(module, _bound(module, self.layout.views(row)), resident=True)
+                Net(module, _bound(module, self.layout.views(row)), resident=True, criterion=self.criterion)
                 for module, row in zip(self.modules, self._flat, strict=True)
             ]
         return self._flat[:size]
@@ -163,6 +170,7 @@ class StackedModels:
         self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]
         self.parameters = [self._tensors[name] for name in self._names]
         self._module = network.template.train()
+        self._criterion = network.criterion
         self._objective = first.objective
         self._context = {name: torch.stack([work.context[name] for work in works]) for name in first.context}
         self._dropouts = network.dropouts
@@ -209,7 +217,8 @@ class StackedModels:
 
     def _loss(self, tensors: Mapping[str, Tensor], batch: Batch, context: Context) -> Tensor:
         numbers = {name: _numbers_of(batch)[:, columns] for name, columns in self._dropouts.items()}
-        return self._objective(Net(self._module, tensors, numbers=numbers), batch, context)
+        net = Net(self._module, tensors, numbers=numbers, criterion=self._criterion)
+        return self._objective(net, batch, context)
 
 
 Models = LoopedModels | StackedModels

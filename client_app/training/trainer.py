@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posy.client_app.training.batches import Samples, Schedule, Share, plan_passes
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, by_tensor, rows_of
-from posy.client_app.training.rules import leading
+from posy.client_app.training.optimiser import Optimiser
 from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
 from posy.sharing import is_shared
 from posy.strategies.settings import TrainSettings
@@ -151,7 +151,7 @@ class Trainer:
 
     def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
-        optimiser = SGD(self.settings, models, jobs)
+        optimiser = Optimiser(self.settings, models, jobs)
         total = torch.zeros(len(jobs), models.count, device=self.device)
         rule = jobs[0].work.rule
         for batch, counted in schedule:
@@ -171,7 +171,10 @@ class Trainer:
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
         passes = plan_passes(epochs, steps, len(job.samples.y), size, smallest)
-        weight, odds = (None, work.sample_weight) if work.resample else (work.sample_weight, None)
+        weight = work.sample_weight
+        if job.class_weight is not None:
+            weight = job.class_weight if weight is None else weight * job.class_weight
+        weight, odds = (None, weight) if work.resample else (weight, None)
         sources = (job.augment, work.notes, job.dropout)
         return Share(job.samples, passes, job.generator, size, smallest, weight, odds, *sources)
 
@@ -245,62 +248,3 @@ class Trainer:
 def _tuple(output: Any) -> tuple[Tensor, ...]:
     """Return the outputs of a network, of which most have one."""
     return output if isinstance(output, tuple) else (output,)
-
-
-class SGD:
-    """SGD with clipping, momentum and weight decay over lists of tensors, with a factor on the rate of each.
-
-    One fused call a step and group: the stock optimiser costs more than a small model's backward pass.
-    Of stacked models the first A take a step where the gradients are those of A clients.
-    """
-
-    def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
-        work = jobs[0].work
-        self._norm = 0.0 if work.plain else settings.max_grad_norm
-        self._decay = 0.0 if work.plain else settings.weight_decay
-        self._momentum = 0.0 if work.plain else settings.momentum
-        self._bounds = work.bounds
-        self._resized = models.resized
-        self._groups: dict[float, list[int]] = {}
-        for index, rate in enumerate(models.rates):
-            self._groups.setdefault(jobs[0].lr * rate, []).append(index)
-        self.parameters = models.parameters
-        self._buffers: list[Tensor] = []
-        pulls = [job.work.pull for job in jobs if job.work.pull is not None]
-        masks = [job.work.mask for job in jobs if job.work.mask is not None]
-        offsets = [job.work.offset for job in jobs if job.work.offset is not None]
-        self._strength = pulls[0].strength if pulls else 0.0
-        self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
-        self._masks = models.parts(masks) if masks else []
-        self._offsets = models.parts(offsets) if offsets else []
-
-    @torch.no_grad()
-    def step(self, grads: Sequence[Tensor]) -> None:
-        """Update the parameters in place."""
-        gradients = self._resized(grads, self._norm) if self._norm else list(grads)
-        parameters = leading(self.parameters, gradients)
-        if self._decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=self._decay))
-        if self._anchors:
-            distance = torch._foreach_sub(parameters, leading(self._anchors, gradients))
-            gradients = list(torch._foreach_add(gradients, distance, alpha=self._strength))
-        if self._offsets:
-            gradients = list(torch._foreach_add(gradients, leading(self._offsets, gradients)))
-        if self._masks:
-            gradients = list(torch._foreach_mul(gradients, leading(self._masks, gradients)))
-        if self._momentum:
-            if self._buffers:
-                buffers = leading(self._buffers, gradients)
-                torch._foreach_mul_(buffers, self._momentum)
-                torch._foreach_add_(buffers, gradients)
-                gradients = buffers
-            else:
-                self._buffers = gradients = [g.clone() for g in gradients]
-        for rate, members in self._groups.items():
-            if len(self._groups) == 1:
-                torch._foreach_add_(parameters, gradients, alpha=-rate)
-            else:
-                torch._foreach_add_([parameters[i] for i in members], [gradients[i] for i in members], alpha=-rate)
-        if self._bounds:
-            torch._foreach_clamp_min_(parameters, self._bounds[0])
-            torch._foreach_clamp_max_(parameters, self._bounds[1])

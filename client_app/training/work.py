@@ -13,6 +13,8 @@ from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Sam
 
 Split = Literal["train", "test", "validation"]
 V = TypeVar("V", Tensor, Tensor | None)
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""From logits ``(B, C)`` and labels ``(B,)`` to the loss of each sample ``(B,)``."""
 
 
 class TrainingDivergedError(ArithmeticError):
@@ -33,6 +35,8 @@ class Net:
     """Whether the tensors are the module's own."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
     """The batch's numbers for dropout, by name, where they are not the module's own."""
+    criterion: Criterion | None = None
+    """What is minimised for each sample, in place of the cross-entropy."""
 
     def __call__(self, x: Tensor, *options: Any) -> Any:
         """Return the outputs for a batch of inputs; the options are those of the module's ``forward``."""
@@ -48,9 +52,15 @@ class Net:
         seen, logits = self(x, True)
         return seen, logits
 
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the (weighted) mean over a batch of what the run minimises for each sample."""
+        if self.criterion is None:
+            return cross_entropy(logits, batch)
+        return mean_over(self.criterion(logits, batch.y), batch)
+
     def at(self, tensors: Mapping[str, Tensor]) -> "Net":
         """Return the same network with other tensors, which may be functions of this one's."""
-        return Net(self.module, tensors, numbers=self.numbers)
+        return Net(self.module, tensors, numbers=self.numbers, criterion=self.criterion)
 
 
 Context = Mapping[str, Tensor]
@@ -70,8 +80,8 @@ def mean_over(values: Tensor, batch: Batch) -> Tensor:
 
 
 def classification(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the plain objective: the cross-entropy of the labels."""
-    return cross_entropy(net(batch.x), batch)
+    """Return the plain objective: the loss of the labels, which is the cross-entropy unless the run says otherwise."""
+    return net.loss(net(batch.x), batch)
 
 
 class Models(Protocol):
@@ -194,4 +204,5 @@ class Job(NamedTuple):
     lr: float
     augment: Augment | None = None
     dropout: DropoutNumbers | None = None
+    class_weight: Tensor | None = None  # (n,), of each sample by its class
     models: tuple["Job", ...] = ()

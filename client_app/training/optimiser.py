@@ -1,0 +1,99 @@
+"""SGD, Adam and AdamW over the parameters of many models."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posy.client_app.training.networks import Models
+from posy.client_app.training.rules import leading
+from posy.client_app.training.work import Job
+from posy.strategies.settings import TrainSettings
+
+
+class Optimiser:
+    """SGD with momentum, Adam or AdamW over lists of tensors, with clipping, decay, and a factor on the rate of each.
+
+    A training that is ``plain`` is SGD without momentum, decay and clipping: its method prescribes the steps.
+
+    One fused call a step and group: the stock optimiser costs more than a small model's backward pass.
+    Of stacked models the first A take a step where the gradients are those of A clients.
+    """
+
+    def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
+        work = jobs[0].work
+        self._norm = 0.0 if work.plain else settings.max_grad_norm
+        self._decay = 0.0 if work.plain else settings.weight_decay
+        self._momentum = 0.0 if work.plain else settings.momentum
+        self._adaptive = not work.plain and settings.optimizer != "sgd"
+        self._decoupled = settings.optimizer == "adamw"
+        self._betas = settings.adam_beta1, settings.adam_beta2
+        self._epsilon = settings.adam_epsilon
+        self._steps = 0
+        self._squares: list[Tensor] = []
+        self._bounds = work.bounds
+        self._resized = models.resized
+        self._groups: dict[float, list[int]] = {}
+        for index, rate in enumerate(models.rates):
+            self._groups.setdefault(jobs[0].lr * rate, []).append(index)
+        self.parameters = models.parameters
+        self._buffers: list[Tensor] = []
+        pulls = [job.work.pull for job in jobs if job.work.pull is not None]
+        masks = [job.work.mask for job in jobs if job.work.mask is not None]
+        offsets = [job.work.offset for job in jobs if job.work.offset is not None]
+        self._strength = pulls[0].strength if pulls else 0.0
+        self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
+        self._masks = models.parts(masks) if masks else []
+        self._offsets = models.parts(offsets) if offsets else []
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """Update the parameters in place."""
+        gradients = self._resized(grads, self._norm) if self._norm else list(grads)
+        parameters = leading(self.parameters, gradients)
+        if self._decay and not (self._adaptive and self._decoupled):
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=self._decay))
+        if self._anchors:
+            distance = torch._foreach_sub(parameters, leading(self._anchors, gradients))
+            gradients = list(torch._foreach_add(gradients, distance, alpha=self._strength))
+        if self._offsets:
+            gradients = list(torch._foreach_add(gradients, leading(self._offsets, gradients)))
+        if self._masks:
+            gradients = list(torch._foreach_mul(gradients, leading(self._masks, gradients)))
+        if self._adaptive:
+            gradients = self._adapted(gradients, parameters)
+        elif self._momentum:
+            if self._buffers:
+                buffers = leading(self._buffers, gradients)
+                torch._foreach_mul_(buffers, self._momentum)
+                torch._foreach_add_(buffers, gradients)
+                gradients = buffers
+            else:
+                self._buffers = gradients = [g.clone() for g in gradients]
+        for rate, members in self._groups.items():
+            if len(self._groups) == 1:
+                torch._foreach_add_(parameters, gradients, alpha=-rate)
+            else:
+                torch._foreach_add_([parameters[i] for i in members], [gradients[i] for i in members], alpha=-rate)
+        if self._bounds:
+            torch._foreach_clamp_min_(parameters, self._bounds[0])
+            torch._foreach_clamp_max_(parameters, self._bounds[1])
+
+    def _adapted(self, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), in AdamW with the decay beside it."""
+        if not self._buffers:
+            self._buffers, self._squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
+        self._steps += 1
+        first, second = self._betas
+        means, squares = leading(self._buffers, gradients), leading(self._squares, gradients)
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        divisors = torch._foreach_sqrt(squares)
+        torch._foreach_div_(divisors, (1 - second**self._steps) ** 0.5)
+        torch._foreach_add_(divisors, self._epsilon)
+        directions = list(torch._foreach_div(means, divisors))
+        torch._foreach_div_(directions, 1 - first**self._steps)
+        if self._decoupled and self._decay:
+            torch._foreach_add_(directions, parameters, alpha=self._decay)
+        return directions
