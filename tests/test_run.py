@@ -108,7 +108,7 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
         "checkpoints",
     }
     assert {p.name for p in (path / "models").iterdir()} == {"server.safetensors"} | {
-        f"client-{c}.safetensors" for c in range(4)
+        f"{point}-{c}.safetensors" for point in ("client", "served") for c in range(4)
     }
     drawn = {p.name: p.read_bytes() for p in (path / "figures").iterdir()}
     assert {"partition.png", "accuracy.png", "loss.png", "clients.png", "objective.png", "models.png"} <= set(drawn)
@@ -689,7 +689,7 @@ def test_the_run_config_of_the_caller_stays(make_config: MakeConfig) -> None:
 
 def test_a_run_from_python(tmp_path: Path) -> None:
     done = posy.run(method="fedprox", fedprox_mu=0.1, model="linear", num_server_rounds=2, output_dir=str(tmp_path))
-    assert (done.summary["method"], done.summary["rounds"], done.settings.method.mu) == ("fedprox", 2, 0.1)
-    assert done.directory.path.parent == tmp_path
+    assert (done.summary["method"], done.summary["rounds"], done.settings["fedprox-mu"]) == ("fedprox", 2, 0.1)
+    assert done.path.parent == tmp_path
     with pytest.raises(SettingsError, match="did you mean num-clients"):
         posy.run(num_client=3)
