@@ -116,12 +116,12 @@ class Preprocessing:
             return pixels
         array = self._numbers(sample)
         if array.ndim not in (2, 3):
-            raise self._refused(f"an array of shape {shape_text(array.shape) or 'no axes'}")
+            raise self._refused(_found(array))
         if (array.dtype.kind == "f") != (self.sample_kind == "image-float"):
             raise self._refused(f"pixels of type {array.dtype}" + self._whole())
         found: np.ndarray = as_images(array[None], "the array")[0]
         if found.shape != (height, width, channels):
-            raise self._refused(f"an array of shape {shape_text(array.shape)}")
+            raise self._refused(_found(array))
         return found
 
     def _whole(self) -> str:
@@ -136,7 +136,7 @@ class Preprocessing:
             sample = [sample[name] for name in self.columns]
         array = self._numbers(sample)
         if array.shape != self.task.input_shape:
-            raise self._refused(f"an array of shape {shape_text(array.shape) or 'no axes'}")
+            raise self._refused(_found(array))
         return as_features(array.astype(np.float64)[None], "the row")[0][0]
 
     def _tokens(self, sample: Any) -> np.ndarray:
@@ -146,7 +146,7 @@ class Preprocessing:
                 try:
                     sample = sample.read_text(encoding="utf-8")
                 except (OSError, UnicodeDecodeError) as error:
-                    raise DataError(f"{sample}: not a text that can be read ({error})") from error
+                    raise self._refused(f"{sample}: not a text that can be read ({error})") from error
             if not isinstance(sample, str):
                 raise self._refused(f"a sample of type {type(sample).__name__}")
             if self.words:
@@ -155,7 +155,7 @@ class Preprocessing:
             return hashes
         array = self._numbers(sample)
         if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) > length:
-            raise self._refused(f"an array of shape {shape_text(array.shape) or 'no axes'} and type {array.dtype}")
+            raise self._refused(f"{_found(array)} and type {array.dtype}")
         if len(array) and not (array.min() >= 0 and array.max() < self.task.vocabulary):
             raise self._refused(f"tokens from {array.min()} to {array.max()} of {self.task.vocabulary}")
         return np.pad(array.astype(np.int64), (0, length - len(array)))
@@ -171,3 +171,7 @@ class Preprocessing:
         if array.dtype.kind not in "biuf":
             raise self._refused(f"a sample of type {type(sample).__name__}")
         return array
+
+
+def _found(array: np.ndarray) -> str:
+    return f"an array of shape {shape_text(array.shape)}" if array.ndim else "a single number"

@@ -12,6 +12,7 @@ import torch
 from posy.client_app.stored import ClientModel, Prediction
 from posy.metrics import majority_vote
 from posy.paths import absolute
+from posy.server_app.results import POINTS
 from posy.server_app.resume import CONFIG, read_summary
 from posy.settings import SettingsError
 from posy.storage import read_metadata
@@ -116,6 +117,8 @@ class Record:
         DamagedFileError
             If the file cannot be read.
         """
+        if point not in ("", *POINTS):
+            raise SettingsError(f"point = {point!r}: it must be {' or '.join(POINTS)}")
         number = self._number(client)
         served = self.models / f"served-{number}.safetensors"
         path = served if point != "local" and served.is_file() else self._files[number]
