@@ -220,8 +220,8 @@ def paper(
     return run_part(name, part, scale, parse_words(settings or [], WHERE), jobs)
 
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or its name in runs/.")]
-Samples = Annotated[list[str], typer.Argument(metavar="FILE...", help="Images; .csv, .npy; a text, or a .txt file.")]
+Run = Annotated[str, typer.Argument(metavar="RUN")]
+Samples = Annotated[list[str], typer.Argument(metavar="FILE...")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -234,14 +234,20 @@ examples:
 )
 def predict(
     run: Run,
-    client: Annotated[str, typer.Argument(metavar="CLIENT", help="A client's number, or the name of its site.")],
+    client: Annotated[str, typer.Argument(metavar="CLIENT")],
     files: Samples,
     point: Annotated[
-        str, typer.Option(metavar="served|local", help="Which of its models; default: the one it is meant to use.")
+        str,
+        typer.Option(metavar="served|local", help="Before or after own training; default: as the method is used."),
     ] = "",
     as_json: Json = False,
 ) -> int:
-    """Predict classes with a client's model of a finished run."""
+    """Predict classes with a client's model.
+
+    RUN is the folder of a run, or its name in runs/; at a site, the folder where its node stores the model. CLIENT is a
+    number, or the name of a site. A FILE is an image, or a text (which may stand there itself); a .csv with a header
+    holds a sample in each row, a .npy array along its first axis.
+    """
     from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
 
     show(run, client, files, point, as_json=as_json)
@@ -262,7 +268,11 @@ def route(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Answer queries that name no client: FedDRM routes each to a client, of other methods the clients vote."""
+    """Answer queries that name no client.
+
+    FedDRM routes each to the client whose data it looks like; of other methods the clients' local models vote. RUN and
+    FILE are as for `posy predict`.
+    """
     from posy.commands.predict import route as show  # noqa: PLC0415 - imports PyTorch
 
     show(run, files, picture, as_json=as_json)

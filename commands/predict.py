@@ -18,6 +18,8 @@ from posy.words import title
 
 MOST = 5
 """Probabilities that a row of a table shows."""
+SMALLEST = 0.0005
+"""The smallest one."""
 
 
 def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_json: bool = False) -> None:
@@ -46,6 +48,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
     record = Record.find(run)
     names, samples = _samples(files, record.predictor(min(record.names)).preprocessing)
     answers = record.route(samples)
+    pairs = list(zip(names, answers, strict=True))
     routed = bool(answers[0].clients)
     titles = {client: title(client, name) for client, name in record.names.items()}
     shares = [
@@ -53,26 +56,23 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
         for answer in answers
     ]
     if picture is not None:
-        columns = list(titles.values()) if routed else list(answers[0].prediction.probabilities)
-        matrix = np.array([[own.get(name, np.nan) for name in columns] for own in shares])
+        across = list(titles.values()) if routed else list(answers[0].prediction.probabilities)
+        matrix = np.array([[own.get(name, np.nan) for name in across] for own in shares])
         label = "probability of the client" if routed else "share of the votes"
-        figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=columns, yticks=names)], picture)
-    if as_json:
-        rows = [
-            {"input": name, **({"clients": {str(c): p for c, p in a.clients.items()}} if routed else {})}
-            | _as_dict(a.prediction)
-            for name, a in zip(names, answers, strict=True)
-        ]
-        _print_json(rows)
+        figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=across, yticks=names)], picture)
+    if as_json and routed:
+        _print_json([{"input": name, "clients": a.clients, **_as_dict(a.prediction)} for name, a in pairs])
+    elif as_json:
+        _print_json([{"input": n, "class": a.prediction.label, "votes": a.prediction.probabilities} for n, a in pairs])
     elif routed:
         columns = ("input", "clients", "class", "probabilities")
-        table = [
-            (name, _shares(own), answer.prediction.label, _shares(answer.prediction.probabilities))
-            for name, own, answer in zip(names, shares, answers, strict=True)
+        rows = [
+            (name, _shares(own), a.prediction.label, _shares(a.prediction.probabilities))
+            for (name, a), own in zip(pairs, shares, strict=True)
         ]
-        print_table("each is answered by the client that it is most probably of", columns, table)
+        print_table("each is answered by the client that it is most probably of", columns, rows)
     else:
-        votes = [(name, a.prediction.label, _shares(own)) for name, a, own in zip(names, answers, shares, strict=True)]
+        votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
         print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
 
 
@@ -131,9 +131,10 @@ def _number(cell: str, where: str) -> float:
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    """Return the largest shares with their names."""
-    ranked = sorted(((name, share) for name, share in shares.items() if share), key=lambda item: -item[1])
-    return ", ".join(f"{name} {100 * share:.1f} %" for name, share in ranked[:MOST]) + ", …" * (len(ranked) > MOST)
+    """Return the largest shares, those that are no more than 0.0 % left out, with their names."""
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    shown = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
+    return ", ".join(shown[:MOST]) + ", …" * (len(shown) > MOST)
 
 
 def _as_dict(prediction: Prediction) -> dict[str, Any]:
