@@ -145,9 +145,8 @@ def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) ->
             num_server_rounds=rounds, evaluate_every=every, seed=seed, save_models=False, output_dir=output,
             **settings | METHODS[method],
         )  # fmt: skip
-        lines = (record.directory.path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
-    accuracies = [json.loads(line)[f"{point_of(method)}_accuracy"] for line in lines]
-    return [accuracy["weighted"] for accuracy in accuracies if accuracy is not None]
+        accuracies = record.rounds[f"{point_of(method)}_accuracy_weighted"].dropna()
+    return [float(accuracy) for accuracy in accuracies]
 
 
 class Work:

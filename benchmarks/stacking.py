@@ -42,7 +42,7 @@ def main() -> None:
                     posy.run(
                         method=method, seed=seed, num_server_rounds=ROUNDS, stack=stack, device="cpu", max_samples=600,
                         output_dir=folder,
-                    ).directory.models
+                    ).models
                     for stack in ("loop", "vmap")
                 ]  # fmt: skip
                 found.append(difference(*pair))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from logging import WARNING
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from posy.client_app.training.batches import DropoutNumbers, Samples, Share
 from posy.client_app.training.networks import Network
 from posy.client_app.training.work import Forward, Job, Split, Train, Trained
 from posy.client_app.workspace import Workspace
-from posy.models.architecture import Architecture
+from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray, Layout
 from posy.randomness import model_seed, torch_generator
 from posy.storage import write_arrays
@@ -60,6 +60,30 @@ class Predictor:
     members: list[Member]
     chosen: str = ""
     logarithms: bool = False
+
+    def as_arrays(self) -> dict[str, FloatArray]:
+        """Return the tensors by name; those of several members with the member's number and its coefficient."""
+        several = len(self.members) > 1
+        arrays: dict[str, FloatArray] = {}
+        for number, member in enumerate(self.members, start=1):
+            prefix = f"stage{number}." if several else ""
+            named = member.architecture.layout.views(array_of(member.parameters))
+            arrays |= {prefix + name: array for name, array in named.items()}
+            if several:
+                arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, FloatArray], architecture: Architecture, method: Any) -> Self:
+        """Return what :meth:`as_arrays` was made of, by the network and the settings of the method."""
+        members = []
+        for stage in sorted({name.partition(".")[0] for name in arrays if name.startswith("stage")}) or [""]:
+            prefix = f"{stage}." if stage else ""
+            own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+            coefficient = float(own.pop("coefficient", np.ones(1))[0])
+            reduced = reduced_like(architecture, own)
+            members.append(Member(torch.from_numpy(reduced.layout.flatten(own)), reduced, coefficient))
+        return cls(members, logarithms=method.sums_logarithms)
 
 
 Result = tuple[Update, Predictor | None]
@@ -245,7 +269,7 @@ class PersonalClient(NumPyClient):
         if local is not None:
             if config.get("evaluate-local"):
                 metrics |= yield from self._scores("local", local)
-            self._save(local, config)
+            self._save(local, config, "local")
         arrays = [array_of(array) for array in update.arrays]
         if self.settings.train.dp_clip or self.masking:
             reference = self.method.reference(self.architecture, parameters, arrays)
@@ -260,11 +284,13 @@ class PersonalClient(NumPyClient):
         """Do what :meth:`evaluate` does, asking whoever drives the generator for training and outputs."""
         self._begin(config)
         metrics: dict[str, Any] = {"num-train": len(self.data.y_train)}
-        received, best = self._received(parameters), None
+        received, best, point = self._received(parameters), None, "served"
         if received:
             best = served = yield from _result(self.served_model(received, config))
             metrics["chosen"] = served.chosen
             metrics |= yield from self._scores("served", served)
+            if self.method.point == "served":
+                self._save(served, config, "served", "served")
         if self.personal_in_every_evaluation or config.get("evaluate-personal"):
             try:
                 personal = yield from _result(self.personal_model(received, config))
@@ -272,10 +298,10 @@ class PersonalClient(NumPyClient):
                 log(WARNING, "client %s has no local model in round %s: %s", self.client, self.round, error)
                 personal = None
             if personal is not None:
-                best = personal
+                best, point = personal, "local"
                 metrics |= yield from self._scores("local", personal)
             if best is not None:
-                self._save(best, config)
+                self._save(best, config, point)
         metrics |= {"samples": self.processed, **self.acknowledgement}
         return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics
 
@@ -349,22 +375,21 @@ class PersonalClient(NumPyClient):
         rate = self.lr if work.lr is None else work.lr
         return Job(work, self.samples("train"), stream("batches"), rate, augment, dropout, self.class_weight)
 
-    def _save(self, predictor: Predictor, config: Config) -> None:
-        """Write the personal model to the folder that the config names (simulation: the run's own)."""
+    def _save(self, predictor: Predictor, config: Config, point: str, file: str = "client") -> None:
+        """Write a model, with all that its use needs, to the folder that the config names (simulation: the run's own).
+
+        ``client-<i>`` is the model after training, or else that before; ``served-<i>`` that before, of a method that is
+        meant to be used so.
+        """
         folder = config.get("save-models-to")
         if not folder:
             return
-        path = Path(str(folder)) / f"client-{self.client}.safetensors"
+        path = Path(str(folder)) / f"{file}-{self.client}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        several = len(predictor.members) > 1
-        arrays: dict[str, FloatArray] = {}
-        for number, member in enumerate(predictor.members, start=1):
-            prefix = f"stage{number}." if several else ""
-            named = member.architecture.layout.views(array_of(member.parameters))
-            arrays |= {prefix + name: array for name, array in named.items()}
-            if several:
-                arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
-        write_arrays(path, arrays, {"client": str(self.client), "chosen": predictor.chosen})
+        about = {"client": str(self.client), "site": str(config.get("site", "")), "round": str(self.round)}
+        about |= {"point": point, "chosen": predictor.chosen}
+        needed = {"settings": self.settings.to_json(), "preprocessing": self.workspace.preprocessing}
+        write_arrays(path, predictor.as_arrays(), about | needed)
 
 
 def scores(log_probabilities: Tensor, labels: Tensor) -> tuple[float, float]:

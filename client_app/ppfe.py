@@ -134,7 +134,7 @@ class PPFEClient(PersonalClient):
 
     def predictor(self, members: list[Member], chosen: str = "") -> Predictor:
         """Return the ensemble of some members (Eq. 8)."""
-        return Predictor(members, chosen, self.method.outputs == "log-probabilities")
+        return Predictor(members, chosen, self.method.sums_logarithms)
 
     def finished_members(self) -> list[Member]:
         """Return the models of the finished stages with their coefficients."""

@@ -23,6 +23,7 @@ from posy.data.client import ClientData, client_data
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
+from posy.data.inputs import Preprocessing
 from posy.data.partitions import Partition, partition
 from posy.data.settings import SITES
 from posy.data.sites import fingerprint, load_site, read_site
@@ -97,6 +98,11 @@ class Workspace:
     def task(self) -> Task:
         """Kind, shape and classes of the samples."""
         return task_of(self.settings.data) if self.of_sites else self.dataset.task
+
+    @cached_property
+    def preprocessing(self) -> str:
+        """What is done to samples before a network sees them, as JSON."""
+        return Preprocessing.of(self.dataset).to_json()
 
     @cached_property
     def architecture(self) -> Architecture:

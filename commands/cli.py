@@ -23,6 +23,7 @@ from posy.listing import print_table
 from posy.paths import is_file
 from posy.settings import LaunchError, Setting, SettingsError, meant, nearest
 from posy.signals import interruptible
+from posy.storage import DamagedFileError
 from posy.strategies.methods import METHODS, check_method
 from posy.strategies.registry import declared, groups, parse_words, read_settings, setting_of, with_experiment
 from posy.yaml12 import dump
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.UsageError as error:
         print(f"posy: {_wrong_use(error, words, command)}", file=sys.stderr)
         return WRONG_USE
-    except (SettingsError, DataError, LaunchError) as error:
+    except (SettingsError, DataError, LaunchError, DamagedFileError) as error:
         print(f"posy: {error}", file=sys.stderr)
         return WRONG_USE
     except KeyboardInterrupt:
@@ -217,6 +218,65 @@ def paper(
     if not part:
         return show_paper(name)
     return run_part(name, part, scale, parse_words(settings or [], WHERE), jobs)
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN")]
+Samples = Annotated[list[str], typer.Argument(metavar="FILE...")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(
+    epilog="""\b
+examples:
+  posy predict my-run 0 photo.png
+  posy predict my-run hospital-a patients.csv --json
+  posy predict my-run 3 "Oil prices rise again" """
+)
+def predict(
+    run: Run,
+    client: Annotated[str, typer.Argument(metavar="CLIENT")],
+    files: Samples,
+    point: Annotated[
+        str,
+        typer.Option(metavar="served|local", help="Before or after own training; default: as the method is used."),
+    ] = "",
+    as_json: Json = False,
+) -> int:
+    """Predict classes with a client's model.
+
+    RUN is the folder of a run, or its name in runs/; at a site, the folder where its node stores the model. CLIENT is a
+    number, or the name of a site. A FILE is an image, or a text (which may stand there itself); a .csv with a header
+    holds a sample in each row, a .npy array along its first axis.
+    """
+    from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
+
+    show(run, client, files, point, as_json=as_json)
+    return 0
+
+
+@app.command(
+    epilog="""\b
+examples:
+  posy route my-run photo.png
+  posy route my-run *.png --picture routes.png"""
+)
+def route(
+    run: Run,
+    files: Samples,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to draw the clients' probabilities, or the votes.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Answer queries that name no client.
+
+    FedDRM routes each to the client whose data it looks like; of other methods the clients' local models vote. RUN and
+    FILE are as for `posy predict`.
+    """
+    from posy.commands.predict import route as show  # noqa: PLC0415 - imports PyTorch
+
+    show(run, files, picture, as_json=as_json)
+    return 0
 
 
 @app.command()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from posy.data.augment import crop, draw_resized_boxes
 from posy.data.dataset import Dataset
+from posy.data.inputs import normalised
 from posy.data.partitions import Partition
 from posy.data.settings import DataSettings
 from posy.data.shifts import SHIFTS, apply_shift
@@ -63,15 +64,8 @@ def client_data(
 
 def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:
     x = torch.from_numpy(dataset.x[indices])
-    if dataset.task.kind == "text":
-        return x.to(device)
     if dataset.task.kind == "image" and settings.shift != "none":
         # On the CPU, so that every device trains on the same pixels.
         shifted = apply_shift(x.permute(0, 3, 1, 2), SHIFTS[settings.shift][client])
         x = shifted.permute(0, 2, 3, 1).contiguous()
-    x = x.to(device)
-    mean, std = torch.from_numpy(dataset.mean).to(device), torch.from_numpy(dataset.std).to(device)
-    if dataset.task.kind == "features":
-        return x.double().sub_(mean).div_(std).float()  # rounded last: what tells samples apart may be small in a value
-    scale = 255.0 if x.dtype == torch.uint8 else 1.0
-    return x.float().sub_(mean * scale).div_(std * scale).permute(0, 3, 1, 2)
+    return normalised(x.to(device), dataset.task.kind, dataset.mean, dataset.std)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posy.data.labels import distinct_labels, label_notes
-from posy.data.task import Task
+from posy.data.task import TASK_KINDS, Task
 from posy.data.values import deviation, moments
 
 Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
@@ -36,6 +36,9 @@ class Dataset:
     given: Indices | None = None  # when the data comes already partitioned
     notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
     skipped: int = 0  # files that could not be read and were left out
+    sample_kind: str = ""  # as in :class:`Content`
+    words: tuple[str, ...] = ()  # of texts, in the order of their tokens from 2; none where words are hashed
+    columns: tuple[str, ...] = ()  # names of the features, where the data gives them
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -71,7 +74,7 @@ class Content:
 
 def make_dataset(
     name: str,
-    kind: str,
+    sample_kind: str,
     x: np.ndarray,
     y: np.ndarray,
     class_names: Sequence[str],
@@ -83,9 +86,10 @@ def make_dataset(
 
     uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels and tokens stay.
     ``scale`` is mean and standard deviation of features; ``None``: those of ``x``. A constant one is only centred.
-    ``others`` are further attributes of the data set.
+    The kind of the samples is as in :class:`Content`; ``others`` are further attributes of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:]
+    kind = TASK_KINDS[sample_kind]
     if kind == "image":
         shape = (shape[2], *shape[:2])
         centre = 0.5 if x.dtype == np.uint8 else 0.0
@@ -95,4 +99,5 @@ def make_dataset(
     elif scale is None:
         mean, squares = moments(x)
         scale = mean, deviation(mean, squares / len(x))
-    return Dataset(name, Task(kind, shape, tuple(class_names), vocabulary), x, y, *scale, **others)
+    task = Task(kind, shape, tuple(class_names), vocabulary)
+    return Dataset(name, task, x, y, *scale, sample_kind=sample_kind, **others)

@@ -114,7 +114,7 @@ def readable_images(
             sizes = {kind[0] for kind in known}
             target = size or (sizes.pop() if len(sizes) == 1 else (DEFAULT_SIDE, DEFAULT_SIDE))
             form = mode or ("L" if all(kind[1] in ("L", "1") for kind in known) else "RGB")
-        assert target is not None
+        assert target is not None and form is not None
         shape = (target[1], target[0], 1 if form == "L" else 3)
         good = [number for number in range(len(files)) if number not in problems]
         check_fits(len(good) * math.prod(shape), f"{len(good)} images of {target[0]}x{target[1]} pixels")
@@ -123,10 +123,7 @@ def readable_images(
         def decode(place: int) -> DataError | None:
             try:
                 with _opened(files[good[place]]) as image:
-                    converted = image.convert(form)
-                    if converted.size != target:
-                        converted = ImageOps.fit(converted, target, Image.Resampling.BILINEAR)
-                    out[place] = np.asarray(converted).reshape(shape)
+                    out[place] = pixels_of(image, target, form)
             except DataError as error:
                 return error
             return None
@@ -138,6 +135,21 @@ def readable_images(
     left = [files[number] for number in good if number not in damaged]
     # Again, without them: their size and their colours must not decide on those of the others.
     return readable_images(left, size, mode)[0], dict(sorted((problems | damaged).items()))
+
+
+def pixels_of(image: Image.Image, size: tuple[int, int], mode: str) -> np.ndarray:
+    """Return the pixels ``(H, W, C)`` of an image, uint8; ``size`` (width, height) and ``mode`` as in a run's data."""
+    check_mode(image, "the image")
+    converted = image.convert(mode)
+    if converted.size != size:
+        converted = ImageOps.fit(converted, size, Image.Resampling.BILINEAR)
+    return np.asarray(converted).reshape(size[1], size[0], -1)
+
+
+def check_mode(image: Image.Image, where: str) -> None:
+    """Raise :class:`DataError` for an image of more than 8 bits a channel."""
+    if image.mode.startswith(("I", "F")):
+        raise DataError(f"{where}: pixels of mode {image.mode}; allowed are images of 8 bits a channel")
 
 
 def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") -> DataError:
@@ -162,8 +174,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     check_regular(path)
     try:
         with Image.open(path) as image:
-            if image.mode.startswith(("I", "F")):
-                raise DataError(f"{path}: pixels of mode {image.mode}; allowed are images of 8 bits a channel")
+            check_mode(image, str(path))
             yield image
     except DataError:
         raise

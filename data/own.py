@@ -13,8 +13,7 @@ from posy.data.labels import as_labels, joined_labels, known_labels, numbered
 from posy.data.npz import NpzFile
 from posy.data.pfllib import is_pfllib, read_pfllib
 from posy.data.tables import read_csv
-from posy.data.task import TASK_KINDS
-from posy.data.text import MAX_LENGTH, MAX_WORDS, tokenise
+from posy.data.text import MAX_LENGTH, MAX_WORDS, UNKNOWN, tokenise
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
 
 _LOG = getLogger("flwr")  # the logger of a run
@@ -33,8 +32,10 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH, max_words:
         if len(names) < 2:
             raise DataError(f"{content.path}: the only label is {names[0]!r:.60}; at least 2 classes are needed")
     x, vocabulary, scale = content.x, 0, None
+    words: tuple[str, ...] = ()
     if content.kind == "text":
-        x, vocabulary = tokenise(x, length, max_words)
+        x, words = tokenise(x, length, max_words)
+        vocabulary = len(words) + UNKNOWN + 1
     elif content.kind == "tokens":
         vocabulary = int(x.max()) + 1
     elif content.kind == "features" and content.given is not None:
@@ -43,7 +44,8 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH, max_words:
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
     others = {"groups": content.groups, "given": content.given, "notes": notes}
-    return make_dataset(name, TASK_KINDS[content.kind], x, y, names, vocabulary, scale, **others)
+    others |= {"words": words, "columns": content.columns}
+    return make_dataset(name, content.kind, x, y, names, vocabulary, scale, **others)
 
 
 def read_own(

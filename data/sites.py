@@ -87,7 +87,9 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
         _check_scaled(x, *scale, path)
     y = _numbers_in_run(content, task.class_names)
     told = {"notes": content.notes, "skipped": len(content.unreadable)}
-    dataset = make_dataset(SITES, task.kind, x, y, task.class_names, task.vocabulary, scale, **told)
+    if kind == "features":
+        told["columns"] = columns_in(settings, task.input_shape[0]) or content.columns
+    dataset = make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **told)
     return dataset, _partition(content, settings, seed)
 
 

@@ -3,7 +3,7 @@
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -13,18 +13,25 @@ MAX_LENGTH = 200
 _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
-def tokenise(texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS) -> tuple[np.ndarray, int]:
+def tokenise(
+    texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS
+) -> tuple[np.ndarray, tuple[str, ...]]:
     """Turn N texts into numbers of lower-case words.
 
     Texts longer than L words are cut, shorter ones padded with 0. A text without words is one unknown word. The
     vocabulary holds the ``max_words`` most frequent words, equally frequent ones in alphabetical order. Returned are
-    ``(N, L)`` int64 tokens, 0 padding, 1 unknown, words from 2; and the number of tokens.
+    ``(N, L)`` int64 tokens, 0 padding, 1 unknown, words from 2; and the words in the order of their numbers.
     """
     lines = [_words(text) for text in texts]
     counts = Counter(word for line in lines for word in line)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
-    number = defaultdict(lambda: UNKNOWN, {word: token for token, word in enumerate(ranked, UNKNOWN + 1)})
-    return _padded(lines, length, number.__getitem__), len(ranked) + 2
+    return _padded(lines, length, _numbers(ranked)), tuple(ranked)
+
+
+def tokens_of(text: str, length: int, words: Sequence[str]) -> np.ndarray:
+    """Return the tokens ``(L,)`` of a text by the words that :func:`tokenise` has numbered."""
+    tokens: np.ndarray = _padded([_words(text)], length, _numbers(words))[0]
+    return tokens
 
 
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
@@ -35,6 +42,10 @@ def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
     """
     lines = [_words(text)[:length] for text in texts]
     return _padded(lines, length, lambda word: 2 + zlib.crc32(word.encode()) % (vocabulary - 2))
+
+
+def _numbers(words: Iterable[str]) -> Callable[[str], int]:
+    return defaultdict(lambda: UNKNOWN, {word: token for token, word in enumerate(words, UNKNOWN + 1)}).__getitem__
 
 
 def _words(text: str) -> list[str]:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from posy.models.own import Described
-    from posy.server_app.recorder import Recorder
+    from posy.server_app.record import Record
     from posy.settings import Scalar
 
 
-def run(**settings: "Scalar") -> "Recorder":
+def run(**settings: "Scalar") -> "Record":
     """Run an experiment in this process, as ``posy run`` does, for notebooks and scripts.
 
     Parameters
@@ -34,8 +34,8 @@ def run(**settings: "Scalar") -> "Recorder":
 
     Returns
     -------
-    Recorder
-        ``summary`` is what ``summary.json`` holds, ``strategy`` has the server's state, ``directory.path`` the files.
+    Record
+        What :func:`load` returns; ``strategy`` has the server's state besides.
 
     Raises
     ------
@@ -45,7 +45,25 @@ def run(**settings: "Scalar") -> "Recorder":
     from posy.commands.launch import record_in_process  # noqa: PLC0415 - imports PyTorch
 
     given = {name.replace("_", "-"): value for name, value in settings.items()}
-    return record_in_process(given, "the arguments of posy.run")
+    return record_in_process(given, "the arguments of posy.run").record()
+
+
+def load(run: "str | Path") -> "Record":
+    """Return the record of a run: its rounds and clients as frames, and its clients' models ready to predict.
+
+    Parameters
+    ----------
+    run : str or Path
+        The folder of a run, or the name of one in ``runs``; or a folder in which a node keeps its clients' models.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such run.
+    """
+    from posy.server_app.record import Record  # noqa: PLC0415 - imports PyTorch
+
+    return Record.find(run)
 
 
 def network(module: "nn.Module", layers: "Sequence[str]" = (), head: str = "") -> "Described":

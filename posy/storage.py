@@ -106,6 +106,12 @@ def read_arrays(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]
     return arrays, metadata
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a ``.safetensors`` file without its arrays; raises what :func:`read_arrays` does."""
+    with _reading(path), safetensors.safe_open(path, "np") as file:
+        return dict(file.metadata() or {})
+
+
 def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = False) -> None:
     """Write an object of JSON with its checksum."""
     text = json.dumps({CHECKSUMS: _checksum_of_json(content), "content": content}, ensure_ascii=False) + "\n"

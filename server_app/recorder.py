@@ -25,6 +25,7 @@ from posy.forked import own_memory
 from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumption, data_digests
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
+from posy.server_app.record import Record
 from posy.server_app.results import CLIENT_COLUMNS, POINTS, VALIDATION, RunDirectory, Status, Totals, spread_of
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import system_accuracy
@@ -128,6 +129,10 @@ class Recorder:
             self._system_accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
         self._draw(final=True)
         self._write_summary(status)
+
+    def record(self) -> Record:
+        """Return the finished run for use."""
+        return Record(self.directory.path, self.strategy)
 
     def check_outcome(self) -> None:
         """Raise an error if the rounds have brought no usable result.

@@ -9,18 +9,17 @@ import torch
 from flwr.common.logger import log
 from torch import Tensor
 
-from posy.client_app.base import combined
+from posy.client_app.base import Predictor, combined
 from posy.client_app.training.batches import Samples
 from posy.client_app.training.work import Forward
 from posy.client_app.workspace import Workspace
 from posy.metrics import majority_vote
-from posy.models.architecture import Architecture, reduced_like
+from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.server_app.results import RunDirectory
 from posy.storage import load_arrays
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.feddrm import FedDRM
-from posy.strategies.ppfe import PPFESettings
 from posy.strategies.settings import Settings
 
 
@@ -100,17 +99,11 @@ def stored_probabilities(
     workspace: Workspace, architecture: Architecture, arrays: dict[str, FloatArray], x: Tensor, y: Tensor
 ) -> Tensor:
     """Return the probabilities ``(n, C)`` of a model as :class:`~posy.client_app.base.PersonalClient` stored it."""
-    stages = sorted({name.partition(".")[0] for name in arrays if name.startswith("stage")})
-    coefficients, outputs = [], []
-    for stage in stages or [""]:
-        prefix = f"{stage}." if stage else ""
-        own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-        coefficients.append(float(own.pop("coefficient", np.ones(1))[0]))
-        reduced = reduced_like(architecture, own)
-        flat = torch.from_numpy(reduced.layout.flatten(own)).to(workspace.device)
-        network = workspace.network(reduced)
-        logits = workspace.trainer.forward(Forward(flat), network, Samples(x, y))
+    predictor = Predictor.from_arrays(arrays, architecture, workspace.settings.method)
+    outputs = []
+    for member in predictor.members:
+        work = Forward(member.parameters.to(workspace.device))
+        logits = workspace.trainer.forward(work, workspace.network(member.architecture), Samples(x, y))
         outputs.append((logits[0] if isinstance(logits, tuple) else logits).log_softmax(dim=-1))
-    method, weights = workspace.settings.method, torch.tensor(coefficients, device=workspace.device)
-    logarithms = isinstance(method, PPFESettings) and method.outputs == "log-probabilities"
-    return combined(torch.stack(outputs), weights, logarithms).exp()
+    coefficients = torch.tensor([member.coefficient for member in predictor.members], device=workspace.device)
+    return combined(torch.stack(outputs), coefficients, predictor.logarithms).exp()

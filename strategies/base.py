@@ -392,6 +392,8 @@ class PersonalisedStrategy(Strategy):
             row["bytes_down"] += size
             if info.name:
                 row["site"] = info.name
+                if self.saving:
+                    told["site"] = info.name
             content = RecordDict({"arrays": arrays, "config": told})
             self._sent.append(self._message(content, client, kind))
         return self._sent

@@ -91,10 +91,15 @@ def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: st
         ``density``: argmax of logits − log(n_i / N), the density ratio of Eq. 3, in which large clients have
         no advantage. ``posterior``: argmax of the logits (Remark 2.4).
     """
-    if routing == "density":
-        log_prior = torch.as_tensor(np.log(n / n.sum()), dtype=client_logits.dtype, device=client_logits.device)
-        client_logits = client_logits - log_prior
-    return client_logits.argmax(dim=-1)
+    return routing_logits(client_logits, n, routing).argmax(dim=-1)
+
+
+def routing_logits(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str) -> Tensor:
+    """Return the logits ``(n, M)`` of each client being the right one, by the arguments of :func:`route_queries`."""
+    if routing != "density":
+        return client_logits
+    log_prior = torch.as_tensor(np.log(n / n.sum()), dtype=client_logits.dtype, device=client_logits.device)
+    return client_logits - log_prior
 
 
 def routing_matrix(

@@ -55,6 +55,11 @@ class MethodSettings:
         """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
         return False
 
+    @property
+    def sums_logarithms(self) -> bool:
+        """Whether of an ensemble's members the log-probabilities are summed, not the probabilities."""
+        return False
+
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
         """Return the network that is trained; by default the plain one of the run."""
         return plain

@@ -86,6 +86,11 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         0, "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)", minimum=0
     )
 
+    @property
+    def sums_logarithms(self) -> bool:
+        """Follow the setting ``outputs``."""
+        return self.outputs == "log-probabilities"
+
 
 @dataclass(frozen=True)
 class Stage:

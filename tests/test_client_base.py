@@ -315,7 +315,7 @@ def test_a_client_that_has_not_trained_stores_what_it_is_served(make_client: Mak
 def test_an_ensemble_is_stored_with_its_coefficients(make_client: MakeClient, tmp_path: Path) -> None:
     client = make_client("fedavg")
     own = members(client, 0.5, -2.0)
-    client._save(Predictor(own, "stage 2"), {"save-models-to": str(tmp_path)})
+    client._save(Predictor(own, "stage 2"), {"save-models-to": str(tmp_path)}, "local")
     stored = load_arrays(tmp_path / "client-0.safetensors")
     assert stored["stage1.coefficient"].tolist() == [0.5]
     assert stored["stage2.coefficient"].tolist() == [-2.0]

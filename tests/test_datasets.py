@@ -306,9 +306,9 @@ def test_kvasir_and_fedisic(tmp_path):
 
 
 def test_tokens_count_words_by_frequency():
-    tokens, vocabulary = tokenise(["The cat, the CAT the", "a dog isn't", "!!"], length=4, max_words=4)
+    tokens, words = tokenise(["The cat, the CAT the", "a dog isn't", "!!"], length=4, max_words=4)
     # the 3, cat 2, then a, dog, isn't once each: in alphabetical order, of which four words fit
-    assert vocabulary == 6
+    assert words == ("the", "cat", "a", "dog")
     assert tokens.tolist() == [[2, 3, 2, 3], [4, 5, 1, 0], [1, 0, 0, 0]]
 
 

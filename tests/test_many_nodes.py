@@ -57,8 +57,7 @@ def test_nodes_of_one_command_give_the_models_of_one_process(federation: Deploym
     assert summary["dropped"] == {}
     assert summary["served"] == reference.summary["served"]
     ours, expected = (
-        load_arrays(folder / "models/server.safetensors")
-        for folder in (federation.results("same"), Path(reference.directory.path))
+        load_arrays(folder / "models/server.safetensors") for folder in (federation.results("same"), reference.path)
     )
     assert ours.keys() == expected.keys()
     for name, array in expected.items():

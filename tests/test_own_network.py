@@ -256,7 +256,7 @@ def test_stacks_train_it_as_one_after_the_other_does(here: Path, method: str) ->
             method=method, model="nets:mlp", num_clients=3, num_server_rounds=2, max_samples=200, partition="iid",
             output_dir=str(here / "runs"), run_name=f"{method}-{stack}", stack=stack,
         )  # fmt: skip
-        arrays = posy.storage.load_arrays(record.directory.path / "models/client-1.safetensors")
+        arrays = posy.storage.load_arrays(record.path / "models/client-1.safetensors")
         models.append(np.concatenate([array.ravel() for array in arrays.values()]))
     assert np.abs(models[0] - models[1]).max() < 1e-5
     assert np.abs(models[0]).max() > 0.01
@@ -267,7 +267,7 @@ def test_batchnorm_and_a_deep_head_in_a_run(here: Path) -> None:
         method="fedrep", model="nets:convolutional", num_clients=3, num_server_rounds=2, max_samples=300,
         partition="iid", output_dir=str(here / "runs"),
     )  # fmt: skip
-    arrays = posy.storage.load_arrays(record.directory.path / "models/client-0.safetensors")
+    arrays = posy.storage.load_arrays(record.path / "models/client-0.safetensors")
     assert arrays["head.weight"].shape == (10, 8)
     assert np.abs(arrays["blocks.body.features.1.running_mean"]).max() > 0
 

@@ -743,7 +743,7 @@ def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_pat
         own: dict[str, Any] = {key.replace("-", "_"): value for key, value in common.items()}
         own["secure_aggregation"] = True
         reference = posy.run(**own, num_server_rounds=2, output_dir=str(tmp_path / "here"))
-        expected = load_arrays(reference.directory.models / "server.safetensors")
+        expected = load_arrays(reference.models / "server.safetensors")
         found = load_arrays(deployment.results("all") / "models/server.safetensors")
         assert found.keys() == expected.keys()
         for name, array in expected.items():

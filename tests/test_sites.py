@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from nodes import NodeGrid, class_folders, pfllib, table
 
+import posy
 from posy.client_app.site import skips
+from posy.client_app.workspace import Workspace
 from posy.data.agreement import Description, is_complete, task_of, told_of, with_statistics
 from posy.data.agreement import agreed as agreed_with_warnings
 from posy.data.dataset import Dataset
@@ -472,6 +474,15 @@ def test_a_run_over_sites(
     (own,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
     kept = load_arrays(own)
     assert any(array.shape == (10,) for array in kept.values())
+    model = posy.load(own.parent).predictor("site-b")  # by its own name, with what lies on its node alone
+    site = Workspace(done.settings, str(tmp_path / "b"))
+    test = site.partition.test[0]
+    labels = [prediction.label for prediction in model.predict_all(site.dataset.x[test])]
+    right = np.mean([site.task.class_names[y] == label for y, label in zip(site.dataset.y[test], labels, strict=True)])
+    last = done.record().clients.set_index(["round", "site"]).loc[(2, "site-b")]
+    assert right == pytest.approx(last[f"{model.point}_accuracy"])
+    with pytest.raises(SettingsError, match="they stay on the clients' nodes"):
+        done.record().predictor(0)
 
 
 def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], config: Config, pictures: None) -> None:

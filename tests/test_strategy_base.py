@@ -447,7 +447,8 @@ def test_models_are_saved_at_first_and_last_and_now_and_then(make_strategy: Make
             messages, _ = send(strategy, server_round, phase)
             told = [m.content.config_records["config"] for m in messages]
             assert all(("save-models-to" in t) is expected for t in told)
-    assert {path.name for path in (tmp_path / "models").iterdir()} == {f"client-{c}.safetensors" for c in range(4)}
+    stored = {f"{point}-{client}.safetensors" for point in ("client", "served") for client in range(4)}
+    assert {path.name for path in (tmp_path / "models").iterdir()} == stored
 
 
 # -- cohorts, evaluations, learning rate -----------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""A stored model of a client, ready to predict: a module with the preprocessing and the names of its classes."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posy.client_app.base import Predictor, combined
+from posy.client_app.training.trainer import EVALUATION_BATCH
+from posy.data.inputs import Preprocessing
+from posy.models.architecture import architecture_for
+from posy.storage import DamagedFileError, read_arrays
+from posy.strategies.registry import read_settings
+from posy.strategies.settings import Settings
+
+
+class Prediction(NamedTuple):
+    """The most probable class, and the probabilities of all by name."""
+
+    label: str
+    probabilities: dict[str, float]
+
+
+class ClientModel(nn.Module):
+    """What a client predicts with: one network, or an ensemble; in evaluation mode.
+
+    Attributes
+    ----------
+    class_names : tuple of str
+        The C classes in the order of the outputs.
+    client, round : int
+        Whose model it is, and of which round.
+    site, chosen : str
+        The client's name, if it has one; what the method chose for it (FedFew: the server model's number).
+    point : str
+        ``served``: as the server sent it; ``local``: after the client's own training.
+    preprocessing : Preprocessing
+        From a sample to the network's input.
+    settings : Settings
+        Those of the run.
+    """
+
+    coefficients: Tensor
+
+    def __init__(
+        self, predictor: Predictor, preprocessing: Preprocessing, settings: Settings, about: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        self.preprocessing, self.settings = preprocessing, settings
+        self.class_names = preprocessing.task.class_names
+        self.client, self.round = int(about["client"]), int(about["round"])
+        self.site, self.point, self.chosen = about["site"], about["point"], about["chosen"]
+        self.members = nn.ModuleList()
+        for member in predictor.members:
+            network = member.architecture.build()
+            # Not strict: BatchNorm counts its batches in an integer, which is no part of a model here.
+            network.load_state_dict(member.architecture.layout.views(member.parameters), strict=False)
+            self.members.append(network)
+        self.register_buffer("coefficients", torch.tensor([member.coefficient for member in predictor.members]))
+        self._logarithms = predictor.logarithms
+        self.eval()
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a model that a client has stored.
+
+        Raises
+        ------
+        DamagedFileError, FileNotFoundError
+            If the file is damaged, or of a version of Posy that stored tensors alone; if there is none.
+        """
+        arrays, about = read_arrays(path)
+        try:
+            settings = read_settings({}, str(path), json.loads(about["settings"]))
+            preprocessing = Preprocessing.from_json(about["preprocessing"])
+            plain = architecture_for(settings.train.model, preprocessing.task, settings.train.linear_init)
+            network = settings.method.network(plain, settings.data.num_clients)
+            return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, about)
+        except KeyError as error:
+            raise DamagedFileError(
+                f"{path} lacks {error}: an earlier version of Posy, which stored less, may have written it"
+            ) from error
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the probabilities ``(B, C)`` of prepared samples ``(B, *input_shape)``."""
+        outputs = torch.stack([F.log_softmax(_outputs(network(x))[0], dim=-1) for network in self.members])
+        return (outputs[0] if len(outputs) == 1 else combined(outputs, self.coefficients, self._logarithms)).exp()
+
+    def client_logits(self, x: Tensor) -> Tensor:
+        """Return FedDRM's outputs ``(B, M)`` of the branch that tells clients apart."""
+        return _outputs(self.members[0](x))[1]
+
+    def prepare(self, samples: Iterable[Any]) -> Tensor:
+        """Return samples, as :class:`Preprocessing` takes them, for the network: ``(B, *input_shape)``.
+
+        Raises
+        ------
+        DataError
+            If one is not of the kind that the network was trained on.
+        """
+        return torch.cat([self.preprocessing(sample) for sample in samples]).to(self.coefficients.device)
+
+    def predict(self, sample: Any) -> Prediction:
+        """Return the prediction for one sample; :class:`DataError` if it is not of the right kind."""
+        return self.predict_all([sample])[0]
+
+    @torch.no_grad()
+    def predict_all(self, samples: Iterable[Any]) -> list[Prediction]:
+        """Return a prediction for each sample."""
+        given = list(samples)
+        rows: list[list[float]] = []
+        for first in range(0, len(given), EVALUATION_BATCH):
+            rows += self(self.prepare(given[first : first + EVALUATION_BATCH])).tolist()
+        names = self.class_names
+        return [Prediction(names[row.index(max(row))], dict(zip(names, row, strict=True))) for row in rows]
+
+
+def _outputs(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

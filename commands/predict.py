@@ -1,0 +1,145 @@
+"""`posy predict` and `posy route`: what the models of a finished run say of new samples."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posy import figures
+from posy.client_app.stored import Prediction
+from posy.data.errors import DataError
+from posy.data.inputs import Preprocessing
+from posy.data.tables import rows_of
+from posy.listing import print_table
+from posy.server_app.record import Record
+from posy.words import title
+
+MOST = 5
+"""Probabilities that a row of a table shows."""
+SMALLEST = 0.0005
+"""The smallest one."""
+
+
+def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_json: bool = False) -> None:
+    """Print what a client's model says of the samples in some files.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such run, client or model.
+    DataError
+        If a file does not hold what the model takes.
+    """
+    model = Record.find(run).predictor(client, point)
+    names, samples = _samples(files, model.preprocessing)
+    predictions = model.predict_all(samples)
+    if as_json:
+        _print_json([{"input": name, **_as_dict(p)} for name, p in zip(names, predictions, strict=True)])
+        return
+    whose = f"{title(model.client, model.site)}, {model.point} model of round {model.round}"
+    rows = [(name, p.label, _shares(p.probabilities)) for name, p in zip(names, predictions, strict=True)]
+    print_table(whose, ("input", "class", "probabilities"), rows)
+
+
+def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
+    """Print which client each sample is sent to and its prediction, or how the clients vote; raises as ``predict``."""
+    record = Record.find(run)
+    names, samples = _samples(files, record.predictor(min(record.names)).preprocessing)
+    answers = record.route(samples)
+    pairs = list(zip(names, answers, strict=True))
+    routed = bool(answers[0].clients)
+    titles = {client: title(client, name) for client, name in record.names.items()}
+    shares = [
+        {titles[client]: share for client, share in answer.clients.items()} or answer.prediction.probabilities
+        for answer in answers
+    ]
+    if picture is not None:
+        across = list(titles.values()) if routed else list(answers[0].prediction.probabilities)
+        matrix = np.array([[own.get(name, np.nan) for name in across] for own in shares])
+        label = "probability of the client" if routed else "share of the votes"
+        figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=across, yticks=names)], picture)
+    if as_json and routed:
+        _print_json([{"input": name, "clients": a.clients, **_as_dict(a.prediction)} for name, a in pairs])
+    elif as_json:
+        _print_json([{"input": n, "class": a.prediction.label, "votes": a.prediction.probabilities} for n, a in pairs])
+    elif routed:
+        columns = ("input", "clients", "class", "probabilities")
+        rows = [
+            (name, _shares(own), a.prediction.label, _shares(a.prediction.probabilities))
+            for (name, a), own in zip(pairs, shares, strict=True)
+        ]
+        print_table("each is answered by the client that it is most probably of", columns, rows)
+    else:
+        votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
+        print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
+
+
+def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[str], list[Any]]:
+    """Return the names of the samples in some files, and the samples."""
+    pairs = [pair for word in files for pair in _read(word, preprocessing)]
+    if not pairs:
+        raise DataError(f"no samples in {', '.join(files)}")
+    return [name for name, _ in pairs], [sample for _, sample in pairs]
+
+
+def _read(word: str, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
+    """Yield the samples of a file with their names; of texts a word on the command line may be one itself."""
+    path, kind = Path(word), preprocessing.task.kind
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        try:
+            array = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path}: not an array that can be read ({error})") from error
+        yield from ((f"{word} [{number}]", sample) for number, sample in enumerate(np.atleast_1d(array)))
+    elif suffix == ".csv" and kind != "image":
+        yield from _rows(path, preprocessing)
+    elif kind == "image":
+        yield word, path
+    elif preprocessing.sample_kind == "text":
+        yield word, path if path.is_file() or suffix == ".txt" else word
+    else:
+        raise DataError(f"{word}: the model takes {preprocessing.describe()}; they come in a .csv or .npy file")
+
+
+def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table with a header, by the names of its columns where the model knows them."""
+    rows = rows_of(path)
+    _, header = next(rows, (0, []))
+    texts = preprocessing.sample_kind == "text"
+    if texts:
+        wanted = [next((c for c in header if c.lower() == "text"), header[0] if len(header) == 1 else "text")]
+    else:
+        wanted = list(preprocessing.columns) or [name for name in header if name.lower() not in ("label", "group")]
+    if missing := [name for name in wanted if name not in header]:
+        raise DataError(f"{path}: no column {', '.join(missing[:MOST])}; the model takes {preprocessing.describe()}")
+    places = [header.index(name) for name in wanted]
+    for number, row in rows:
+        name = f"{path} row {number}"
+        if len(row) != len(header):
+            raise DataError(f"{name} has {len(row)} columns; the header has {len(header)}")
+        yield name, row[places[0]] if texts else [_number(row[place], f"{name}, {header[place]}") for place in places]
+
+
+def _number(cell: str, where: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        raise DataError(f"{where}: {cell!r:.40}; a number is needed") from None
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    """Return the largest shares, those that are no more than 0.0 % left out, with their names."""
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    shown = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
+    return ", ".join(shown[:MOST]) + ", …" * (len(shown) > MOST)
+
+
+def _as_dict(prediction: Prediction) -> dict[str, Any]:
+    return {"class": prediction.label, "probabilities": prediction.probabilities}
+
+
+def _print_json(rows: list[dict[str, Any]]) -> None:
+    print(json.dumps(rows, indent=2, ensure_ascii=False))

@@ -1,0 +1,222 @@
+"""A run that is over, to be used: its record as frames, and its clients' models ready to predict."""
+
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from posy.client_app.stored import ClientModel, Prediction
+from posy.metrics import majority_vote
+from posy.paths import absolute
+from posy.server_app.results import POINTS
+from posy.server_app.resume import CONFIG, read_summary
+from posy.settings import SettingsError
+from posy.storage import read_metadata
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.feddrm import FedDRMSettings, routing_logits
+from posy.strategies.settings import RunSettings
+from posy.words import title
+from posy.yaml12 import read_yaml
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SHOWN = 10
+"""Clients that a message names."""
+
+
+class Answer(NamedTuple):
+    """What the federation as a whole answers to a query that names no client.
+
+    ``clients`` holds how probable each client is the right one, the most probable first, whose prediction it is; it is
+    empty where the clients vote, and ``prediction`` then has their shares of the votes.
+    """
+
+    prediction: Prediction
+    clients: dict[int, float]
+
+
+class Record:
+    """What a run has left; files are read when they are asked for.
+
+    Attributes
+    ----------
+    path : Path
+        Its folder.
+    strategy : PersonalisedStrategy or None
+        The server's, where the run was made in this process.
+    """
+
+    def __init__(self, path: Path, strategy: PersonalisedStrategy | None = None) -> None:
+        self.path, self.strategy = path, strategy
+
+    @classmethod
+    def find(cls, run: str | Path) -> "Record":
+        """Return the record of a folder, or of a name in ``runs``; see :func:`posy.load`."""
+        places = [absolute(str(run)), absolute(RunSettings.output_dir) / run]
+        for place in places:
+            if (place / CONFIG).is_file() or any(place.glob("client-*.safetensors")):
+                return cls(place)
+        raise SettingsError(f"there is no run in {' or '.join(map(str, dict.fromkeys(places)))}")
+
+    def __repr__(self) -> str:
+        return f"Record({str(self.path)!r})"
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` holds; nothing where there is none."""
+        return read_summary(self.path)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its key."""
+        if (self.path / CONFIG).is_file():
+            found: dict[str, Any] = read_yaml(self.path / CONFIG)["settings"]
+            return found
+        return dict(json.loads(read_metadata(next(iter(self._files.values())))["settings"]))
+
+    @cached_property
+    def rounds(self) -> "DataFrame":
+        """A row for each round: ``rounds.jsonl``, where ``served_accuracy_mean`` is the mean in ``served_accuracy``."""
+        import pandas as pd  # noqa: PLC0415 - takes half a second
+
+        lines = self._file("rounds.jsonl").read_text(encoding="utf-8").splitlines()
+        return pd.json_normalize([json.loads(line) for line in lines], sep="_")
+
+    @cached_property
+    def clients(self) -> "DataFrame":
+        """A row for each client and round: ``clients.csv``; ``partition`` is the client."""
+        import pandas as pd  # noqa: PLC0415
+
+        return pd.read_csv(self._file("clients.csv"), dtype={"chosen": str, "site": str})
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The clients whose models are stored, with the names of those that have one."""
+        return {client: read_metadata(path).get("site", "") for client, path in self._files.items()}
+
+    def predictor(self, client: int | str, point: str = "") -> ClientModel:
+        """Return a client's model, ready to predict.
+
+        Parameters
+        ----------
+        client : int or str
+            The client's number, from 0, or the name of its site.
+        point : str
+            ``served``: the model that it was sent; ``local``: that after its own training; empty: the one that the
+            method is meant to be used with.
+
+        Raises
+        ------
+        SettingsError
+            If there is no such client, or its model was not stored.
+        DamagedFileError
+            If the file cannot be read.
+        """
+        if point not in ("", *POINTS):
+            raise SettingsError(f"point = {point!r}: it must be {' or '.join(POINTS)}")
+        number = self._number(client)
+        served = self.models / f"served-{number}.safetensors"
+        path = served if point != "local" and served.is_file() else self._files[number]
+        model = ClientModel.load(path)
+        if point and model.point != point:
+            raise SettingsError(
+                f"point = {point!r}: of {title(number, model.site)} the {model.point} model is stored in {self.models}"
+            )
+        return model
+
+    def route(self, samples: Iterable[Any]) -> list[Answer]:
+        """Return the answers to queries that name no client, as they were scored as system accuracy.
+
+        FedDRM routes each to the client whose data it looks like; of all other methods the local models vote.
+
+        Parameters
+        ----------
+        samples : iterable
+            As for :class:`~posy.data.inputs.Preprocessing`.
+
+        Raises
+        ------
+        SettingsError
+            If no model is stored, or it is a node's folder, which has not those of the other clients.
+        """
+        given, members = list(samples), self._members()
+        first = self.predictor(members[0])
+        if isinstance(first.settings.method, FedDRMSettings):
+            return self._routed(first, given, members)
+        votes = [[p.label for p in ClientModel.load(self._files[c]).predict_all(given)] for c in members]
+        names = first.class_names
+        chosen = np.array([[names.index(label) for label in labels] for labels in votes]).reshape(len(votes), -1)
+        winners = majority_vote(chosen, len(names))
+        shares = np.stack([(chosen == number).mean(axis=0) for number in range(len(names))], axis=1)
+        return [
+            Answer(Prediction(names[winner], dict(zip(names, row.tolist(), strict=True))), {})
+            for winner, row in zip(winners, shares, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
+        """Return FedDRM's answers; routing uses layers that all clients share."""
+        logits = first.client_logits(first.prepare(samples))
+        sizes = np.ones(logits.shape[1])
+        for client, own in self.clients.groupby("partition")["n_train"]:
+            sizes[client] = own.iloc[-1]
+        method: FedDRMSettings = first.settings.method
+        others = torch.tensor([c for c in range(logits.shape[1]) if c not in members], dtype=torch.int64)
+        found = routing_logits(logits.index_fill(-1, others, -torch.inf), sizes, method.routing).softmax(dim=-1)
+        models = {client: self.predictor(client) for client in set(found.argmax(dim=-1).tolist())}
+        answers = []
+        for sample, row in zip(samples, found, strict=True):
+            ranked = {c: float(row[c]) for c in row.argsort(descending=True, stable=True).tolist() if c in members}
+            answers.append(Answer(models[next(iter(ranked))].predict(sample), ranked))
+        return answers
+
+    @property
+    def models(self) -> Path:
+        """The folder of the models."""
+        return self.path / "models" if (self.path / CONFIG).is_file() else self.path
+
+    @cached_property
+    def _files(self) -> dict[int, Path]:
+        """The stored models by client, after training where they have trained; :class:`SettingsError` without any."""
+        numbered = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
+        found = {int(number): path for number, path in numbered if number.isdecimal()}
+        if found:
+            return dict(sorted(found.items()))
+        if not self.settings.get("save-models", True):
+            why = "it was run with save-models = false"
+        elif (self.models / "server.safetensors").is_file():
+            why = "they stay on the clients' nodes, in the folder that `models` or `state-dir` of the node config names"
+        else:
+            why = "they are stored in the last round, and now and then before"
+        raise SettingsError(f"{self.path} has no clients' models: {why}")
+
+    def _number(self, client: int | str) -> int:
+        """Return the number of a client whose model is stored."""
+        known = {name: number for number, name in self.names.items() if name}
+        text = str(client)
+        number = known.get(text, int(text) if text.isdecimal() else -1)
+        if number in self._files:
+            return number
+        first = ", ".join(known or map(str, list(self._files)[:SHOWN]))
+        more = "" if known or len(self._files) <= SHOWN else f", … {max(self._files)}"
+        raise SettingsError(f"client {client!r}: the models in {self.models} are those of {first}{more}")
+
+    def _members(self) -> list[int]:
+        """Return the clients that took part in the last round, and whose models are stored."""
+        if not len(self.clients):
+            raise SettingsError(f"{self.path} has no finished round")
+        last = self.clients[self.clients["round"] == self.clients["round"].max()]
+        present = set(last[last["n_train"].notna()]["partition"]) & self._files.keys()
+        return sorted(present)
+
+    def _file(self, name: str) -> Path:
+        """Return a file of the run's record, or raise :class:`SettingsError` if it is not there."""
+        path = self.path / name
+        if not path.is_file():
+            raise SettingsError(f"{path} is not there: it lies in the folder of the run, on the server")
+        return path

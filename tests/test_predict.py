@@ -1,0 +1,362 @@
+"""Using a finished run: its record, its clients' models, and what they predict for new samples."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nodes import pfllib
+from PIL import Image
+
+import posy
+from posy.client_app.base import PersonalClient
+from posy.client_app.stored import ClientModel
+from posy.client_app.workspace import Workspace
+from posy.commands import cli
+from posy.data.errors import DataError
+from posy.server_app.app import run
+from posy.server_app.record import Record
+from posy.settings import SettingsError
+from posy.storage import DamagedFileError, read_arrays, write_arrays
+from posy.strategies.feddrm import FedDRM
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import read_settings
+
+MakeConfig = Callable[..., dict[str, Any]]
+Noted = dict[tuple[int, str], tuple[int, list[int]]]
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    """Note by client and point the round of the last recorded accuracy, and the classes behind it."""
+    found: Noted = {}
+    original = PersonalClient._scores
+
+    def scores(self: PersonalClient, point: str, predictor: Any) -> Any:
+        if len(self.data.y_test):
+            outputs = yield from self.predict(predictor, "test")
+            found[self.client, point] = (self.round, outputs.argmax(dim=-1).tolist())
+        return (yield from original(self, point, predictor))
+
+    monkeypatch.setattr(PersonalClient, "_scores", scores)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", ["features", "images"])
+def test_predictions_are_those_behind_the_recorded_accuracy(
+    method: str, data: str, make_config: MakeConfig, noted: Noted, tmp_path: Path
+) -> None:
+    """Sample by sample, from the raw samples, at the method's point, and after training where that is stored."""
+    if data == "features":
+        config = make_config(method, num_server_rounds=4, model="mlp", lr=0.1)
+    else:
+        config = {
+            "method": method,
+            "num-clients": 3,
+            "num-server-rounds": 3,
+            "max-samples": 90,
+            "model": "mlp",
+            "local-epochs": 1,
+            "fraction-train": 0.7,
+            "output-dir": str(tmp_path),
+        }
+    record = run(None, config).record()
+    workspace = Workspace(read_settings(config))
+    last, compared = record.clients[record.clients["round"] == record.summary["rounds"]], 0
+    for client, test in enumerate(workspace.partition.test):
+        row = last[last["partition"] == client].iloc[0]
+        for point in ("", "served", "local"):
+            try:
+                predictor = record.predictor(client, point)
+            except SettingsError:
+                assert point != ""
+                continue
+            assert point in ("", predictor.point) and not predictor.training
+            if not len(test):
+                continue
+            at, classes = noted[client, predictor.point]
+            assert predictor.round == at == record.summary["rounds"]
+            labels = [p.label for p in predictor.predict_all(workspace.dataset.x[test])]
+            assert labels == [predictor.class_names[number] for number in classes]
+            y = workspace.dataset.y[test]
+            right = np.mean([predictor.class_names[number] == label for number, label in zip(y, labels, strict=True)])
+            assert row[f"{predictor.point}_accuracy"] == pytest.approx(right)
+            compared += 1
+        if method != "local":
+            assert record.predictor(client).point == read_settings(config).method.point or client not in trained(last)
+    assert compared >= 6
+
+
+def trained(rows: Any) -> set[int]:
+    return set(rows[rows["train_loss"].notna()]["partition"])
+
+
+def raw_images(root: Path, count: int = 24) -> list[Path]:
+    """Write grey images of two classes, larger than the network's, and return the files in order of class and name."""
+    rng = np.random.default_rng(3)
+    files = []
+    for number in range(count):
+        path = root / ("bright" if number % 2 else "dark") / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 100, (20, 30)) + 120 * (number % 2)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+        files.append(path)
+    return sorted(files)
+
+
+def run_on(dataset: Path, tmp_path: Path, **settings: Any) -> tuple[Record, Workspace]:
+    """Run FedAvg with two clients on a file or folder, and return its record, and a workspace with its data."""
+    own = {"dataset": str(dataset), "partition": "iid", "num-clients": 2, "num-server-rounds": 1, "method": "fedavg"}
+    config = {**own, "output-dir": str(tmp_path / "runs"), "run-name": "one", **settings}
+    return run(None, config).record(), Workspace(read_settings(config))
+
+
+def assert_prepared_alike(record: Record, workspace: Workspace, raw: list[Any]) -> ClientModel:
+    """Compare what the predictor makes of the raw samples, in the order of the data, with what was trained on."""
+    predictor = record.predictor(0)
+    prepared = predictor.prepare(raw)
+    for client, test in enumerate(workspace.partition.test):
+        assert torch.equal(prepared[torch.from_numpy(test)], workspace.client_data(client).x_test)
+    return predictor
+
+
+def test_image_files_are_prepared_as_in_training(tmp_path: Path) -> None:
+    files = raw_images(tmp_path / "images")
+    record, workspace = run_on(tmp_path / "images", tmp_path, **{"image-size": 8})
+    predictor = assert_prepared_alike(record, workspace, list(files))
+    opened = Image.open(files[0])
+    assert predictor.class_names == ("bright", "dark")
+    expected = predictor.predict(str(files[0]))
+    assert predictor.predict(opened) == predictor.predict(opened.convert("RGBA")) == expected
+    assert sum(expected.probabilities.values()) == pytest.approx(1)
+    pixels = workspace.dataset.x[0]
+    assert predictor.predict(pixels[..., 0]) == predictor.predict(pixels)
+    assert predictor.predict(pixels) == predictor.predict(pixels.transpose(2, 0, 1))
+    before = pixels.copy()
+    predictor.predict(pixels)
+    assert np.array_equal(pixels, before)
+
+
+def test_float_pixels_are_taken_as_they_are(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(20, 6, 5, 3)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x_train=x, y_train=np.arange(20) % 2)
+    predictor = assert_prepared_alike(*run_on(tmp_path / "x.npz", tmp_path), raw=list(x))
+    with pytest.raises(DataError, match="does not tell the scale of its pixels; the model takes images of 3x6x5"):
+        predictor.predict(raw_images(tmp_path / "images", 2)[0])
+
+
+def test_rows_by_name_whatever_their_order(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    rows = [{"size": rng.normal(1e6, 3), "weight": rng.normal(2, 1), "label": "ab"[i % 2]} for i in range(20)]
+    table = tmp_path / "x.csv"
+    table.write_text("size,weight,label\n" + "".join(f"{r['size']},{r['weight']},{r['label']}\n" for r in rows))
+    record, workspace = run_on(table, tmp_path)
+    predictor = assert_prepared_alike(record, workspace, [{k: r[k] for k in ("weight", "size")} for r in rows])
+    assert torch.equal(predictor.prepare([[r["size"], r["weight"]] for r in rows[:3]]), predictor.prepare(rows[:3]))
+    with pytest.raises(DataError, match=r"no size in the row; the model takes rows of 2 numbers \(size, weight\)"):
+        predictor.predict({"weight": 1})
+    with pytest.raises(DataError, match="an array of shape 3; the model takes rows of 2 numbers"):
+        predictor.predict([1, 2, 3])
+
+
+def test_texts_by_the_words_of_the_run(tmp_path: Path) -> None:
+    texts = [f"{'good fine' if i % 2 else 'bad awful'} day number {i} don't" for i in range(20)]
+    table = tmp_path / "x.csv"
+    table.write_text("text,label\n" + "".join(f'"{text}",{i % 2}\n' for i, text in enumerate(texts)))
+    record, workspace = run_on(table, tmp_path, vocabulary=9, **{"text-length": 5})
+    predictor = assert_prepared_alike(record, workspace, texts)
+    assert predictor.prepare(["nothing of it known"]).tolist() == [[1, 1, 1, 1, 0]]
+    (tmp_path / "one.txt").write_text(texts[0])
+    assert predictor.predict(tmp_path / "one.txt") == predictor.predict(texts[0])
+    with pytest.raises(DataError, match="a sample of type int; the model takes texts"):
+        predictor.predict(3)
+
+
+def test_numbers_of_words(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(1, 30, (24, 7))
+    data = pfllib(tmp_path / "p", x, np.arange(24) % 2, 2)
+    record, workspace = run_on(data, tmp_path, partition="given", **{"num-clients": 1})
+    predictor = assert_prepared_alike(record, workspace, list(workspace.dataset.x))
+    assert predictor.prepare([[3, 4]]).tolist() == [[3, 4, 0, 0, 0, 0, 0]]
+    with pytest.raises(DataError, match="tokens from 1 to 99"):
+        predictor.predict([1, 99])
+
+
+def test_running_statistics_are_those_of_the_client(tmp_path: Path, noted: Noted) -> None:
+    """BatchNorm's, which FedBN keeps on the clients."""
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n\n\ndef small(task):\n"
+        "    hidden = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())\n"
+        "    return nn.Sequential(hidden, nn.Linear(8, task.num_classes))\n"
+    )
+    own = {"method": "fedbn", "model": f"{tmp_path / 'nets.py'}:small", "max-samples": 120, "num-server-rounds": 3}
+    record, workspace = run_on(Path("digits"), tmp_path, **own)
+    for client, test in enumerate(workspace.partition.test):
+        predictor = record.predictor(client)
+        found = [p.label for p in predictor.predict_all(workspace.dataset.x[test])]
+        assert found == [str(number) for number in noted[client, predictor.point][1]]
+    means = [model.state_dict()["members.0.blocks.body.0.2.running_mean"] for model in map(record.predictor, (0, 1))]
+    assert not torch.equal(*means)
+
+
+# -- queries that name no client -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["feddrm", "fedavg", "ppfe", "fedrep"])
+@pytest.mark.parametrize("holdout", [0.0, 0.25])
+def test_answers_are_those_behind_the_system_accuracy(method: str, holdout: float, make_config: MakeConfig) -> None:
+    config = make_config(method, model="mlp", lr=0.2, system_accuracy="on", holdout_clients=holdout)
+    done = run(None, config)
+    members = done.strategy.members
+    workspace = Workspace(read_settings(config))
+    test = np.concatenate([workspace.partition.test[client] for client in members])
+    answers = posy.load(done.directory.path).route(workspace.dataset.x[test])
+    names, y = workspace.task.class_names, workspace.dataset.y[test]
+    right = [answer.prediction.label == names[number] for answer, number in zip(answers, y, strict=True)]
+    assert np.mean(right) == pytest.approx(done.summary["system-accuracy"])
+    if isinstance(done.strategy, FedDRM):
+        assert done.strategy.routed is not None
+        chosen = [next(iter(answer.clients)) for answer in answers]
+        assert np.bincount(chosen, minlength=4).tolist() == done.strategy.routed.sum(axis=0).tolist()
+        assert all(sorted(answer.clients) == members for answer in answers)
+        assert all(sum(answer.clients.values()) == pytest.approx(1) for answer in answers)
+    else:
+        assert all(not answer.clients for answer in answers)
+
+
+# -- the record, and the commands ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """A run of FedDRM on digits."""
+    folder = tmp_path_factory.mktemp("runs")
+    return posy.run(
+        method="feddrm", model="mlp", num_clients=3, num_server_rounds=2, max_samples=120, output_dir=str(folder),
+        run_name="drm",
+    )  # fmt: skip
+
+
+def test_the_record_of_a_run(finished: Record) -> None:
+    again = posy.load(finished.path)
+    assert finished.strategy is not None and again.strategy is None
+    for record in (finished, again):
+        assert record.summary["status"] == "completed"
+        assert (record.settings["method"], record.settings["feddrm-class-weight"]) == ("feddrm", 0.8)
+        assert record.rounds["round"].tolist() == [1, 2]
+        assert len(record.clients) == 6
+        last = record.clients[record.clients["round"] == 2]
+        mean = record.summary["served"]["last"]["mean"]
+        assert last["served_accuracy"].mean() == record.rounds["served_accuracy_mean"].iloc[-1] == pytest.approx(mean)
+
+
+def test_a_run_by_its_name(finished: Record, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(finished.path.parent)
+    monkeypatch.chdir(tmp_path)
+    assert posy.load("drm").summary == finished.summary
+    with pytest.raises(SettingsError, match=r"there is no run in .*/gone or .*/gone$"):
+        posy.load("gone")
+
+
+@pytest.mark.parametrize("client", ["3", "-1", "nowhere", ""])
+def test_a_client_that_there_is_not(client: str, finished: Record) -> None:
+    with pytest.raises(SettingsError, match=r"the models in .* are those of 0, 1, 2$"):
+        finished.predictor(client)
+
+
+def test_a_point_that_is_not_stored(make_config: MakeConfig) -> None:
+    record = run(None, make_config("ditto")).record()
+    assert record.predictor(0).point == "local"
+    with pytest.raises(SettingsError, match="of client 0 the local model is stored"):
+        record.predictor(0, "served")
+    with pytest.raises(SettingsError, match="it must be served or local"):
+        record.predictor(0, "best")
+
+
+def test_a_model_that_says_nothing_of_itself(make_config: MakeConfig) -> None:
+    """As earlier versions stored them, and as damage leaves them."""
+    record = run(None, make_config("fedavg")).record()
+    for name in ("served-0", "client-1"):
+        arrays, _ = read_arrays(record.models / f"{name}.safetensors")
+        write_arrays(record.models / f"{name}.safetensors", arrays, {"client": "0", "chosen": ""})
+    with pytest.raises(DamagedFileError, match="lacks 'settings': an earlier version of Posy"):
+        record.predictor(0)
+    path = record.models / "served-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DamagedFileError):
+        record.predictor(2)
+
+
+def test_the_command_predict(finished: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "seven.png"
+    Image.fromarray(np.full((20, 20), 200, np.uint8)).save(image)
+    expected = posy.load(finished.path).predictor(1).predict(image)
+    capsys.readouterr()
+    assert cli.main(["predict", str(finished.path), "1", str(image)]) == 0
+    shown = capsys.readouterr().out
+    assert "client 1, served model of round 2" in shown
+    assert re.search(rf"seven\.png +{expected.label} +{expected.label} [0-9.]+ %, ", shown)
+    assert cli.main(["predict", str(finished.path), "1", str(image), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["input"], told["class"], told["probabilities"]) == (str(image), *expected)
+    arrays = tmp_path / "x.npy"
+    np.save(arrays, np.zeros((3, 8, 8), np.uint8))
+    assert cli.main(["predict", str(finished.path), "1", str(arrays)]) == 0
+    assert capsys.readouterr().out.count("x.npy [") == 3
+
+
+@pytest.mark.parametrize("method", ["feddrm", "fedavg"])
+def test_the_command_route(
+    method: str, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run(None, make_config(method, model="mlp")).directory.path
+    table = tmp_path / "rows.csv"
+    table.write_text("a,b,c,d,e,f,label\n" + "0,1,2,3,4,5,x\n" * 2)
+    capsys.readouterr()
+    picture = tmp_path / "route.png"
+    assert cli.main(["route", str(path), str(table), "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "rows.csv row 3" in shown
+    assert ("answered by the client" in shown, "majority vote" in shown) == (method == "feddrm", method == "fedavg")
+    assert cli.main(["route", str(path), str(table), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["class"] == second["class"]
+    key = "clients" if method == "feddrm" else "votes"
+    shares = first[key]
+    assert shares == pytest.approx(second[key])
+    assert set(shares) == (set("0123") if method == "feddrm" else {"0", "1", "2"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone", "0", "x.png"], "there is no run in"),
+        (["RUN", "0", "x.png"], "x.png: the model takes rows of 6 numbers; they come in a .csv or .npy file"),
+        (["RUN", "0", "x.csv"], "x.csv: cannot be opened"),
+        (["RUN", "0", "bad.csv"], "row 2, f: 'x'; a number is needed"),
+        (["RUN", "0", "few.csv"], "row 2 has 1 columns; the header has 2"),
+        (["RUN", "7", "bad.csv"], "client '7': the models in"),
+        (["BARE", "0", "bad.csv"], "it was run with save-models = false"),
+    ],
+)
+def test_errors_of_the_command(
+    words: list[str],
+    message: str,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = run(None, make_config("fedavg", save_models="BARE" not in words, num_server_rounds=1)).directory.path
+    Path("bad.csv").write_text("a,b,c,d,e,f\n1,2,3,4,5,x\n")
+    Path("few.csv").write_text("a,b\n1\n")
+    capsys.readouterr()
+    assert cli.main(["predict", *(str(stored) if word in ("RUN", "BARE") else word for word in words)]) == 2
+    assert message in capsys.readouterr().err
