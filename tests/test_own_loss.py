@@ -1,0 +1,124 @@
+"""Losses of people's own, class weights and other optimisers: with every method, and what is wrong about them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import posy
+from posy.client_app.training.losses import criterion_of
+from posy.settings import SettingsError
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import read_settings
+
+LOSSES = """
+import torch
+import torch.nn.functional as F
+
+
+def focal(logits, labels):
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+def same(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def mean(logits, labels):
+    return F.cross_entropy(logits, labels)
+
+
+def constant(logits, labels):
+    return 0 * logits.sum(1) + 1
+
+
+def detached(logits, labels):
+    return same(logits, labels).detach()
+
+
+def endless(logits, labels):
+    return (logits[:, 0] * float("inf")).exp()
+
+
+def number(logits, labels):
+    return 1.0
+
+
+def broken(logits, labels):
+    raise KeyError("nothing")
+
+
+def branching(logits, labels):
+    return same(logits, labels) * (2 if logits[0, 0] > 0 else 1)
+
+
+FIVE = 5
+"""
+SMALL = {"max_samples": 240, "num_clients": 3, "num_server_rounds": 2, "local_epochs": 1, "model": "mlp"}
+
+
+@pytest.fixture
+def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the losses where the run is started."""
+    monkeypatch.chdir(tmp_path)
+    Path("losses.py").write_text(LOSSES, encoding="utf-8")
+    criterion_of.cache_clear()
+
+
+def own(method: str) -> dict[str, Any]:
+    """Return what the run of a method needs besides."""
+    return {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_minimises_a_loss_of_ones_own(losses: None, method: str) -> None:
+    """Cross-entropy by hand gives what the built-in one does, and a focal loss something else."""
+    plain, same, focal = (
+        posy.run(method=method, run_name=name, loss=loss, stack="loop", lr=0.2, **SMALL, **own(method))
+        for name, loss in (("a", "cross-entropy"), ("b", "losses:same"), ("c", "losses:focal"))
+    )
+    columns = [column for column in ("served_loss", "local_loss") if plain.clients[column].notna().any()]
+    for column in columns:
+        np.testing.assert_allclose(same.clients[column], plain.clients[column], rtol=1e-3)
+    assert not np.allclose(focal.clients[columns], plain.clients[columns], rtol=3e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losses: None, method: str) -> None:
+    given = {**SMALL, **own(method), "lr": 0.005, "class_weights": "balanced", "optimizer": "adamw", "method": method}
+    if method == "scaffold":
+        with pytest.raises(SettingsError, match="optimizer = 'adamw' with method = 'scaffold': its control variates"):
+            posy.run(**given)
+        return
+    summary = posy.run(run_name="a", **given).summary
+    assert (summary["status"], summary["dropped"]) == ("completed", {})
+
+
+WRONG = {
+    "nowhere:focal": "there is neither a file nowhere.py",
+    "losses:nothing": "holds no nothing",
+    "losses:FIVE": "it is no function, but int",
+    "losses:mean": r"must return the loss of each sample, of shape (4,), not shape ()",
+    "losses:number": "must return the loss of each sample, of shape (4,), not float",
+    "losses:constant": "it does not depend on the logits",
+    "losses:detached": "it does not depend on the logits",
+    "losses:endless": "its gradient is not finite",
+    "losses:broken": "it has raised KeyError: 'nothing'",
+    "losses:branching": "it has raised RuntimeError",
+    "focal": "it must be one of cross-entropy, or file:name of a loss",
+}
+
+
+@pytest.mark.parametrize("loss", WRONG)
+def test_what_is_wrong_about_a_loss_is_told_before_anything_is_run(losses: None, loss: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        posy.run(method="fedavg", loss=loss, **SMALL)
+    assert WRONG[loss] in str(raised.value)
+    assert not Path("runs").exists()
+
+
+def test_adam_has_no_momentum_besides() -> None:
+    with pytest.raises(SettingsError, match="does not go with optimizer = 'adam'"):
+        read_settings({"optimizer": "adam", "momentum": 0.9})
