@@ -16,7 +16,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from posy.commands import archive
-from posy.commands.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
+from posy.report.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
 from posy.commands.launch import INTERRUPTED, run_in_process
 from posy.commands.warm import WarmProcess
 from posy.data.errors import DataError

@@ -331,6 +331,7 @@ class Recorder:
             counts = self.workspace.partition.counts(*known)
             self.strategy.class_counts = self.workspace.partition.train_counts(*known)
         if counts is not None:
+            self.directory.write_partition(counts, task.class_names)
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def _draw(self, *, final: bool = False) -> None:

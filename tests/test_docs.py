@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NODE_CONFIG = {"partition-id", "num-partitions", "state-dir", "skip-unreadable", "signing-key", "trusted-keys"}
-PACKAGES = ("posy", "data", "models", "strategies", "client_app", "server_app", "commands", "papers")
+PACKAGES = ("posy", "data", "models", "strategies", "client_app", "server_app", "report", "commands", "papers")
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/results/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 

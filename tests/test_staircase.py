@@ -12,7 +12,10 @@ import pytest
 from posy.strategies.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
-STAIRCASE = ("posy", "data", "models", "strategies", "client_app", "server_app", "deploy", "commands", "benchmarks")
+STAIRCASE = (
+    *("posy", "data", "models", "strategies", "client_app", "server_app"),
+    *("deploy", "report", "commands", "benchmarks"),
+)
 """The packages from the ground up."""
 DOORS = ("posy/__init__.py", "posy/__main__.py")
 """`posy.run` and `python -m posy`: the only doors upwards, opened when they are used."""
