@@ -21,6 +21,7 @@ from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.listing import print_table
 from posy.paths import is_file
+from posy.server_app.progress import size
 from posy.settings import LaunchError, Setting, SettingsError, meant, nearest
 from posy.signals import interruptible
 from posy.storage import DamagedFileError
@@ -276,6 +277,28 @@ def route(
     from posy.commands.predict import route as show  # noqa: PLC0415 - imports PyTorch
 
     show(run, files, picture, as_json=as_json)
+    return 0
+
+
+@app.command(
+    epilog="""\b
+examples:
+  posy report runs/a
+  posy report runs/fedfew-* runs/fedacs-* -o compared.html     several runs, compared"""
+)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
+) -> int:
+    """Write a page on one run or several: a single HTML file.
+
+    RUN is the directory of a run. Runs that differ in their seed only are taken together, and compared with the others.
+    """
+    from posy.report.page import page  # noqa: PLC0415 - imports pandas and the methods
+
+    text = page(runs)
+    output.write_text(text, encoding="utf-8")
+    print(f"{output}: {len(runs)} run{'s' * (len(runs) > 1)}, {size(len(text.encode()))}")
     return 0
 
 

@@ -14,7 +14,11 @@ Band = Sequence[tuple[float, float, float]]
 
 COLOURS, DASHES = 7, ("", "6 3", "2 3", "8 3 2 3")
 MARKERS = ("circle", "square", "diamond", "triangle")
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 62, 8, 30
+SMALL, LARGE = (240, 140), (360, 200)
+"""Width and height of a chart."""
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 46, 62, 8, 20
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+"""Powers of ten in whose units numbers are written."""
 _FEWEST, _LINE = 12, 12
 """Points up to which each is marked; height of a line of letters."""
 
@@ -28,7 +32,7 @@ class Series:
 
     @property
     def letter(self) -> str:
-        """A, B, …, Z, AA, AB, …"""
+        """Its letter: A, B, …, Z, AA, AB and so on."""
         first, second = divmod(self.index, 26)
         return (chr(64 + first) if first else "") + chr(65 + second)
 
@@ -90,10 +94,20 @@ class Axis:
 
     def text(self, value: float, digits: int = 4) -> str:
         """Return a number as it is written at the axis."""
-        return f"{100 * value:.{digits}g} %" if self.percent else f"{value:.{digits}g}"
+        if self.percent:
+            return f"{100 * value:.{digits}g} %"
+        unit, name = next(((u, n) for u, n in UNITS if abs(value) >= u), (1.0, ""))
+        return f"{value / unit:.{digits}g}{name}"
 
 
-def lines(series: Mapping[Series, Band], about: str, *, percent: bool = False, scale: Sequence[float] = ()) -> str:
+def lines(
+    series: Mapping[Series, Band],
+    about: str,
+    *,
+    percent: bool = False,
+    scale: Sequence[float] = (),
+    size: tuple[int, int] = LARGE,
+) -> str:
     """Return a chart of numbers over the rounds, with bands where there is a spread; empty if there are no points.
 
     ``about`` says in words what it shows; the axis holds the values of ``scale`` too.
@@ -104,7 +118,7 @@ def lines(series: Mapping[Series, Band], about: str, *, percent: bool = False, s
     edges = [y + sign * half for band in drawn.values() for _, y, half in band for sign in (-1, 1)]
     x_axis = Axis.of([x for band in drawn.values() for x, _, _ in band], whole=True)
     y_axis = Axis.of([*edges, *scale], percent=percent)
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    right, bottom = size[0] - _RIGHT, size[1] - _BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
         return x_axis.place(x, _LEFT + 4, right), y_axis.place(y, bottom, _TOP)
@@ -123,7 +137,7 @@ def lines(series: Mapping[Series, Band], about: str, *, percent: bool = False, s
         ends.append((places[-1][1], f"{one.letter} {y_axis.text(band[-1][1], 3)}", one))
     for y, text, one in _apart(ends, _TOP + 4, bottom):
         parts.append(f'<text class="end c{one.index % COLOURS}" x="{right + 7}" y="{y + 4:.1f}">{text}</text>')
-    return _svg(parts, about)
+    return _svg(parts, about, *size)
 
 
 def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Sequence[str], about: str) -> str:
@@ -152,13 +166,15 @@ def heat_map(rows: Sequence[Sequence[float]], columns: Sequence[str], names: Seq
     every = math.ceil(len(columns) * 26 / width)
     for column in range(0, len(columns), every):
         x = left + (column + 0.5) * wide
-        parts.append(f'<text class="tick middle" x="{x:.1f}" y="{bottom + 14:.1f}">{escape(columns[column][:6])}</text>')
-    return _svg(parts, about, height=bottom + 20)
+        parts.append(
+            f'<text class="tick middle" x="{x:.1f}" y="{bottom + 14:.1f}">{escape(columns[column][:6])}</text>'
+        )
+    return _svg(parts, about, _WIDTH, bottom + 20)
 
 
 def bars(values: Sequence[float], names: Sequence[str], about: str) -> str:
     """Return small bars that begin at 0, with the name of each below it where there is room."""
-    top, wide, high = max(values, default=0) or 1, (_WIDTH - 2 * 8) / max(len(values), 1), 44
+    top, wide, high = max(values, default=0) or 1, (SMALL[0] - 2 * 8) / max(len(values), 1), 44
     parts = []
     for index, (value, name) in enumerate(zip(values, names, strict=True)):
         x, height = 8 + index * wide, high * value / top
@@ -166,8 +182,8 @@ def bars(values: Sequence[float], names: Sequence[str], about: str) -> str:
         parts.append(f'<rect class="bar" {place}><title>{escape(name)}: {value:g}</title></rect>')
         if len(values) <= 20:
             parts.append(f'<text class="tick middle" x="{x + wide / 2:.1f}" y="{high + 14}">{escape(name[:3])}</text>')
-    parts.append(f'<line class="axis" x1="8" x2="{_WIDTH - 8}" y1="{high}" y2="{high}"/>')
-    return _svg(parts, about, height=high + 18)
+    parts.append(f'<line class="axis" x1="8" x2="{SMALL[0] - 8}" y1="{high}" y2="{high}"/>')
+    return _svg(parts, about, SMALL[0], high + 18)
 
 
 def _grid(x_axis: Axis, y_axis: Axis, right: float, bottom: float) -> str:
@@ -201,6 +217,8 @@ def _points(places: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
-def _svg(parts: Sequence[str], about: str, height: float = _HEIGHT) -> str:
-    label = escape(about, quote=True)
-    return f'<svg class="chart" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+def _svg(parts: Sequence[str], about: str, width: float, height: float) -> str:
+    begin = (
+        f'<svg class="chart" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(about, quote=True)}">'
+    )
+    return f"{begin}{''.join(parts)}</svg>"

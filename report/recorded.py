@@ -10,7 +10,7 @@ from typing import Any
 
 from posy.server_app.resume import CONFIG, read_summary
 from posy.settings import SettingsError
-from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.methods import check_method, settings_class
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
@@ -33,6 +33,7 @@ class Recorded:
         summary = read_summary(path)
         if not summary:
             raise SettingsError(f"{path} is not the directory of a run: it holds no summary.json that can be read")
+        check_method(str(summary.get("method")), str(path))
         config = read_yaml(path / CONFIG)
         if not isinstance(config.get("settings"), dict):
             raise SettingsError(f"{path / CONFIG} holds no settings")
@@ -52,7 +53,7 @@ class Recorded:
     @property
     def point(self) -> str:
         """The evaluation point at which its method is meant to be used."""
-        return settings_class(self.method).point if self.method in METHODS else "local"
+        return str(settings_class(self.method).point)
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
