@@ -303,6 +303,29 @@ def report(
 
 
 @app.command()
+def watch(
+    run: Annotated[str, typer.Argument(metavar="[RUN]")] = "",
+    superlink: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes orders that carries it out.")
+    ] = None,
+    root_certificates: RootCertificates = None,
+    insecure: Insecure = False,
+) -> int:
+    """Watch a run until it ends: round, accuracy, dropped replies, time left.
+
+    RUN is the directory of a run, or its name in runs/; with --superlink the run id or run-name of one there, of which
+    the nodes that are online are shown too. By default it is the newest. Ctrl-C leaves the run alone.
+    """
+    if superlink is not None:
+        from posy.commands.deploy.control import show_run  # noqa: PLC0415 - imports Flower
+
+        return show_run(connection(superlink, root_certificates, insecure), run, nodes=True)
+    from posy.commands.watch import watch_run  # noqa: PLC0415 - imports PyTorch
+
+    return watch_run(run)
+
+
+@app.command()
 def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
     """List all settings, or those of a method and the common ones."""
     if method:

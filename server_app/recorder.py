@@ -217,15 +217,7 @@ class Recorder:
         self._write_summary("running")
         self._note_round()
         self._tracking.round_finished(row)
-        means = {measure: found["mean"] for measure, found in over_clients.items() if found}
-        clients = self.settings.data.num_clients
-        self._progress.update(
-            server_round,
-            means.get("served_accuracy"),
-            means.get("local_accuracy"),
-            means.get("train_loss"),
-            f"{clients - len(record.missing)} of {clients} clients" if record.missing else "",
-        )
+        self._progress.add(row, self.settings.data.num_clients)
         state = self.strategy.server_state()
         if self.strategy.saving:
             write_arrays(self.directory.models / ARRAYS, state)

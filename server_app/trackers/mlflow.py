@@ -1,4 +1,4 @@
-"""MLflow: the rounds' numbers, the settings and the pictures, in ``mlflow.db`` and ``mlruns/`` unless told otherwise."""
+"""MLflow: the rounds' numbers, the settings and pictures, in ``mlflow.db`` and ``mlruns/`` unless told otherwise."""
 
 import os
 import time
