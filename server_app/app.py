@@ -27,7 +27,7 @@ from posy.server_app.recorder import Recorder
 from posy.server_app.results import RunDirectory
 from posy.server_app.resume import StoredRun
 from posy.server_app.run_status import RunStatus, WatchedGrid
-from posy.server_app.trackers.tracker import find
+from posy.server_app.trackers.tracking import find
 from posy.server_app.waiting import WaitLog
 from posy.settings import SettingsError
 from posy.strategies.methods import strategy_class

@@ -75,8 +75,10 @@ class Progress:
         self._dropped += len(row["dropped"])
         notes = [f"{clients - missing} of {clients} clients"] if missing else []
         notes += [f"{self._dropped} dropped"] if self._dropped else []
-        measures = ("served_accuracy", "local_accuracy", "train_loss")
-        self.update(row["round"], *((row[m] or {}).get("mean") for m in measures), present="  ".join(notes))
+        served, local, loss = (
+            (row[measure] or {}).get("mean") for measure in ("served_accuracy", "local_accuracy", "train_loss")
+        )
+        self.update(row["round"], served, local, loss, "  ".join(notes))
 
     def update(
         self,

@@ -29,7 +29,8 @@ from posy.server_app.record import Record
 from posy.server_app.results import CLIENT_COLUMNS, POINTS, VALIDATION, RunDirectory, Status, Totals, spread_of
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import system_accuracy
-from posy.server_app.trackers.tracker import TrackedRun, Tracking
+from posy.server_app.trackers.tracker import TrackedRun
+from posy.server_app.trackers.tracking import Tracking
 from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays

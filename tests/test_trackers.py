@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from posy.server_app.app import run
-from posy.server_app.trackers.tracker import TRACKERS, find, numbers
+from posy.server_app.trackers.tracker import numbers
+from posy.server_app.trackers.tracking import TRACKERS, find
 from posy.settings import SettingsError
 
 OWN = """
