@@ -7,6 +7,7 @@ from pathlib import Path
 from posy.commands.launch import INTERRUPTED
 from posy.report.recorded import Recorded, parsed_rounds
 from posy.server_app.progress import Progress, results_table
+from posy.server_app.record import Record
 from posy.server_app.resume import read_summary
 from posy.settings import SettingsError
 from posy.storage import is_locked
@@ -23,7 +24,7 @@ def directory_of(word: str) -> Path:
     """
     runs = Path(RunSettings.output_dir)
     if word:
-        return Path(word) if Path(word).is_dir() else runs / word
+        return Record.find(word).path
     found = [path.parent for path in runs.glob("*/summary.json")]
     if not found:
         raise SettingsError(f"there is no run in {runs.absolute()}; name the directory of one")
