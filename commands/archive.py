@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from posy.report.recorded import client_rows
 from posy.server_app.resume import read_summary
 from posy.storage import replace
 from posy.strategies.registry import declared_for
@@ -85,12 +86,6 @@ def _line(cell: Place) -> bytes:
     if (cell.path / KEPT).exists():
         line["kept"] = json.loads((cell.path / KEPT).read_text(encoding="utf-8"))
     return (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def client_rows(path: Path, server_round: int) -> list[dict[str, str]]:
-    """Return the clients of a round of the run in a directory, as ``clients.csv`` has them."""
-    with (path / "clients.csv").open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if int(row["round"]) == server_round]
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:

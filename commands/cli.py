@@ -21,6 +21,7 @@ from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.listing import print_table
 from posy.paths import is_file
+from posy.server_app.progress import size
 from posy.settings import LaunchError, Setting, SettingsError, meant, nearest
 from posy.signals import interruptible
 from posy.storage import DamagedFileError
@@ -277,6 +278,51 @@ def route(
 
     show(run, files, picture, as_json=as_json)
     return 0
+
+
+@app.command(
+    epilog="""\b
+examples:
+  posy report runs/a
+  posy report runs/fedfew-* runs/fedacs-* -o compared.html     several runs, compared"""
+)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
+) -> int:
+    """Write a page on one run or several: a single HTML file.
+
+    RUN is the directory of a run. Runs that differ in their seed only are taken together, and compared with the others.
+    """
+    from posy.report.page import page  # noqa: PLC0415 - imports pandas and the methods
+
+    text = page(runs)
+    output.write_text(text, encoding="utf-8")
+    print(f"{output}: {len(runs)} run{'s' * (len(runs) > 1)}, {size(len(text.encode()))}")
+    return 0
+
+
+@app.command()
+def watch(
+    run: Annotated[str, typer.Argument(metavar="[RUN]")] = "",
+    superlink: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes orders that carries it out.")
+    ] = None,
+    root_certificates: RootCertificates = None,
+    insecure: Insecure = False,
+) -> int:
+    """Watch a run until it ends: round, accuracy, dropped replies, time left.
+
+    RUN is the directory of a run, or its name in runs/; with --superlink the run id or run-name of one there, of which
+    the nodes that are online are shown too. By default it is the newest. Ctrl-C leaves the run alone.
+    """
+    if superlink is not None:
+        from posy.commands.deploy.control import show_run  # noqa: PLC0415 - imports Flower
+
+        return show_run(connection(superlink, root_certificates, insecure), run, nodes=True)
+    from posy.commands.watch import watch_run  # noqa: PLC0415 - imports PyTorch
+
+    return watch_run(run)
 
 
 @app.command()

@@ -1,7 +1,9 @@
 """The log of a run on a SuperLink as people see it: what Posy prints, warnings and errors; not Flower's own news."""
 
 import re
+import shutil
 import sys
+from collections.abc import Callable
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _RESULTS = re.compile(r"Results of this run: (.+)")
@@ -28,10 +30,13 @@ class RunLog:
     Flower's INFO lines are hidden, and a few of its warnings that say nothing about the run. Warnings, errors, and
     everything that is no line of a log (what Posy prints, above all) are shown. Lines that belong to another, as those
     of a traceback, are shown or hidden with it; of equal tracebacks the first is shown. If it is ``verbose``,
-    everything is shown as it comes.
+    everything is shown as it comes. With ``beside`` the line of a finished round is followed by what that returns, and
+    in a terminal by the next one in its place.
     """
 
-    def __init__(self, verbose: bool) -> None:
+    def __init__(self, verbose: bool, beside: Callable[[], str] | None = None) -> None:
+        self._beside = beside
+        self._in_place = False
         self.results = ""
         """Directory of the results; empty as long as the log has not named it."""
         self.rounds = 0
@@ -86,6 +91,8 @@ class RunLog:
             for line in self._hidden:
                 self._print(line)
         self._hidden.clear()
+        if self._in_place and sys.stdout.isatty():
+            self._print("\n")
 
     def _show_error(self) -> None:
         """Show the error that has been written, if it says what has not been said."""
@@ -104,4 +111,14 @@ class RunLog:
             self._print(line)
 
     def _print(self, line: str) -> None:
-        print(line if sys.stdout.isatty() else _COLOUR.sub("", line), end="", flush=True)
+        terminal = sys.stdout.isatty()
+        line = line if terminal else _COLOUR.sub("", line)
+        if self._beside is not None:
+            of_round = _ROUND.match(line) is not None
+            line = f"{line.rstrip()}  {self._beside()}\n" if of_round else line
+            if terminal and self._in_place:
+                line = ("\r\x1b[K" if of_round else "\n") + line
+            if terminal and of_round:
+                line = line.rstrip("\n")[: shutil.get_terminal_size().columns + 3]
+            self._in_place = of_round
+        print(line, end="", flush=True)

@@ -16,11 +16,11 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from posy.commands import archive
-from posy.commands.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
 from posy.commands.launch import INTERRUPTED, run_in_process
 from posy.commands.warm import WarmProcess
 from posy.data.errors import DataError
 from posy.forked import cores
+from posy.report.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
 from posy.server_app.progress import duration, size
 from posy.server_app.resume import read_summary
 from posy.settings import Scalar, SettingsError

@@ -65,6 +65,15 @@ def lock(path: Path) -> int:
     return descriptor
 
 
+def is_locked(path: Path) -> bool:
+    """Tell whether somebody has locked a directory."""
+    try:
+        os.close(lock(path))
+    except BlockingIOError:
+        return True
+    return False
+
+
 def write_arrays(
     path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None, *, durable: bool = False
 ) -> None:

@@ -27,6 +27,7 @@ from posy.server_app.recorder import Recorder
 from posy.server_app.results import RunDirectory
 from posy.server_app.resume import StoredRun
 from posy.server_app.run_status import RunStatus, WatchedGrid
+from posy.server_app.trackers.tracking import find
 from posy.server_app.waiting import WaitLog
 from posy.settings import SettingsError
 from posy.strategies.methods import strategy_class
@@ -89,6 +90,7 @@ def run(
     settings = read_settings(given, where, stored.settings if stored else None)
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
+    find(settings.run.track)  # one that is not there is told before any work is done
     if grid is None:
         grid = InProcessGrid(settings.data.num_clients)
     in_this_process = isinstance(grid, InProcessGrid)

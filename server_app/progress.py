@@ -6,7 +6,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -34,10 +34,19 @@ class Progress:
 
     Flower copies what the server process writes to ``flwr log``; there, and wherever the stream is
     no terminal, every round prints a line, or every n-th round so that there are about 200 lines.
-    ``done`` of the ``rounds`` were finished before this process took up the run.
+    ``done`` of the ``rounds`` were finished before this process took up the run. ``clock`` returns seconds.
     """
 
-    def __init__(self, rounds: int, *, done: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        rounds: int,
+        *,
+        done: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._clock = clock or time.monotonic
+        self._dropped = 0
         self._rounds = rounds
         self._done = done
         self._stream = stream or sys.stdout
@@ -50,7 +59,7 @@ class Progress:
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROUNDS)  # rounds and when they ended
 
     def __enter__(self) -> Self:
-        self._ends.append((self._done, time.monotonic()))
+        self._ends.append((self._done, self._clock()))
         if self._bar is not None:
             self._stack.enter_context(self._bar)
             self._task = self._bar.add_task("", total=self._rounds, completed=self._done, figures="")
@@ -59,6 +68,17 @@ class Progress:
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
+
+    def add(self, row: Mapping[str, Any], clients: int) -> None:
+        """Show that a round is finished, as ``rounds.jsonl`` has it, in a run of so many ``clients``."""
+        missing = len(row["missing"])
+        self._dropped += len(row["dropped"])
+        notes = [f"{clients - missing} of {clients} clients"] if missing else []
+        notes += [f"{self._dropped} dropped"] if self._dropped else []
+        served, local, loss = (
+            (row[measure] or {}).get("mean") for measure in ("served_accuracy", "local_accuracy", "train_loss")
+        )
+        self.update(row["round"], served, local, loss, "  ".join(notes))
 
     def update(
         self,
@@ -71,9 +91,9 @@ class Progress:
         """Show that a round is finished.
 
         ``served`` and ``local`` are mean accuracies (0..1), ``loss`` the mean training loss; of what the round did not
-        bring the latest is shown with its round. ``present`` says how many took part, where some were missing.
+        bring the latest is shown with its round. ``present`` says what was missing or went wrong.
         """
-        self._ends.append((server_round, time.monotonic()))
+        self._ends.append((server_round, self._clock()))
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
         self._latest |= {name: (server_round, text) for name, text in texts.items() if text}
         shown = [

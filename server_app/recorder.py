@@ -29,6 +29,8 @@ from posy.server_app.record import Record
 from posy.server_app.results import CLIENT_COLUMNS, POINTS, VALIDATION, RunDirectory, Status, Totals, spread_of
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import system_accuracy
+from posy.server_app.trackers.tracker import TrackedRun
+from posy.server_app.trackers.tracking import Tracking
 from posy.settings import DivergedError, NothingTrainedError, RunError
 from posy.signals import undivided
 from posy.storage import plain, write_arrays
@@ -82,6 +84,7 @@ class Recorder:
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)
         if run.save_models:
             strategy.models_folder = self.directory.models
+        self._tracking = Tracking(run.track)
         self.totals = Totals()
         self.rounds = 0
         # After the last finished round; the server's state is None while one is being finished, or if it is large.
@@ -103,6 +106,8 @@ class Recorder:
         with self._writing():
             self._draw_partition()
             self._write_summary("running")
+        path = self.directory.path
+        self._tracking.start(TrackedRun(path.name, self.directory.id, path, self.settings.as_config(), self.rounds))
         self._progress.__enter__()
         return self
 
@@ -119,6 +124,7 @@ class Recorder:
             except OSError as error:  # the disk may be full, which may be what has ended the run
                 log(WARNING, "not all of the run could be written: %s", error)
         if self.summary:
+            self._tracking.run_finished(self.summary)
             print(results_table(self.summary, self.directory.path), flush=True)
 
     def _write_end(self, status: Status) -> None:
@@ -193,7 +199,7 @@ class Recorder:
         self.totals.delivery += counts
         rows = {client: self.totals.clients[client] for client in self.totals.last_round}
         self.directory.append_clients({"round": server_round, "partition": c, **row} for c, row in rows.items())
-        self.directory.append_round(
+        row: dict[str, Any] = plain(
             {
                 "round": server_round,
                 "cohort": len(record.cohort),
@@ -208,17 +214,11 @@ class Recorder:
                 **record.quantities,
             }
         )
+        self.directory.append_round(row)
         self._write_summary("running")
         self._note_round()
-        means = {measure: found["mean"] for measure, found in over_clients.items() if found}
-        clients = self.settings.data.num_clients
-        self._progress.update(
-            server_round,
-            means.get("served_accuracy"),
-            means.get("local_accuracy"),
-            means.get("train_loss"),
-            f"{clients - len(record.missing)} of {clients} clients" if record.missing else "",
-        )
+        self._tracking.round_finished(row)
+        self._progress.add(row, self.settings.data.num_clients)
         state = self.strategy.server_state()
         if self.strategy.saving:
             write_arrays(self.directory.models / ARRAYS, state)
@@ -331,6 +331,7 @@ class Recorder:
             counts = self.workspace.partition.counts(*known)
             self.strategy.class_counts = self.workspace.partition.train_counts(*known)
         if counts is not None:
+            self.directory.write_partition(counts, task.class_names)
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def _draw(self, *, final: bool = False) -> None:

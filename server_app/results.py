@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 from flwr.common.logger import log
 
 from posy.flower import versions
@@ -215,6 +216,14 @@ class RunDirectory:
             "machine": {"system": platform.platform(), "cpu": cpu_model(), "cpus": os.cpu_count(), "gpu": gpu},
         }
         self._write("config.yaml", dump(plain(content)))
+
+    def write_partition(self, counts: npt.ArrayLike, class_names: Sequence[str]) -> None:
+        """Write ``partition.csv``: the samples of each class on each client, ``counts`` ``(M, C)``."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["client", *class_names])
+        writer.writerows([client, *row] for client, row in enumerate(np.asarray(counts).tolist()))
+        self._write("partition.csv", text.getvalue())
 
     def write_summary(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``summary.json`` in place of the one before, and return what it holds."""

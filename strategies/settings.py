@@ -224,6 +224,15 @@ class RunSettings:
         resumable=True,
         affects_results=False,
     )
+    track: str = setting(
+        OFF,
+        "tool that the record of the run goes to as well",
+        choices=(OFF, "tensorboard", "mlflow", "wandb"),
+        or_own="a tracker",
+        resumable=True,
+        affects_results=False,
+        synonyms=("logger", "tracker", "report-to"),
+    )
     resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
     state_memory: int = setting(
         4096,

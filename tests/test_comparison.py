@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posy.commands.comparison import (
+from posy.report.comparison import (
     Run,
     client_accuracies,
     compared,

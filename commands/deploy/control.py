@@ -5,6 +5,7 @@ tells neither the names that nodes were registered under nor the settings of a r
 """
 
 import hashlib
+import math
 import os
 import ssl
 import sys
@@ -108,11 +109,13 @@ class Control:
         ]
 
     def find(self, word: str) -> Run:
-        """Return a run by its number, or the newest of a name; raise :class:`SettingsError` if there is none."""
+        """Return a run by its number, or the newest of a name, or of all; raise :class:`SettingsError` if none is."""
         runs = self.runs()
         for run in runs:
-            if word in (run.number, run.name):
+            if word in ("", run.number, run.name):
                 return run
+        if not word:
+            raise SettingsError(f"no run was submitted to {self.address}")
         known = ", ".join(run.name or run.number for run in runs[:5]) or "none"
         raise SettingsError(f"{word!r}: no such run at {self.address}; the newest are: {known}")
 
@@ -164,6 +167,22 @@ class Control:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(LOOK_SECONDS)
+
+
+class Online:
+    """Tells in words how many nodes are online; it asks once in a while."""
+
+    def __init__(self, api: Control) -> None:
+        self._api = api
+        self._text, self._asked = "", -math.inf
+
+    def __call__(self) -> str:
+        """Return such as ``3 of 4 nodes online``."""
+        if time.monotonic() - self._asked > LOOK_SECONDS:
+            nodes = self._api.nodes()
+            online = sum(node.status == "online" for node in nodes)
+            self._text, self._asked = f"{online} of {len(nodes)} nodes online", time.monotonic()
+        return self._text
 
 
 @contextmanager
@@ -218,11 +237,15 @@ def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verb
     return status
 
 
-def show_run(superlink: Connection, word: str, *, verbose: bool = False) -> int:
-    """Show the log of a run until the run ends, and return the exit status; Ctrl-C leaves the run alone."""
-    log = RunLog(verbose)
+def show_run(superlink: Connection, word: str, *, verbose: bool = False, nodes: bool = False) -> int:
+    """Show the log of a run until the run ends, and return the exit status; Ctrl-C leaves the run alone.
+
+    Without a ``word`` it is the newest. With ``nodes`` each round is shown in the place of the one before, and with the
+    nodes that are online.
+    """
     with control(superlink) as api:
         run = api.find(word)
+        log = RunLog(verbose, Online(api) if nodes else None)
         try:
             return _exit_status(api.follow(run.number, log.add), log)
         except KeyboardInterrupt:

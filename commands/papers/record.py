@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posy.commands.archive import KEPT
-from posy.commands.comparison import last_round
+from posy.report.comparison import last_round
 from posy.server_app.resume import read_summary
 from posy.settings import SettingsError
 from posy.storage import load_arrays

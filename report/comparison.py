@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from posy.commands.archive import client_rows
+from posy.report.recorded import client_rows
 from posy.server_app.progress import size
 from posy.strategies.methods import settings_class
 

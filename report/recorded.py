@@ -1,0 +1,128 @@
+"""What a run has left in its directory, read back."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from posy.server_app.resume import CONFIG, read_summary
+from posy.settings import SettingsError
+from posy.strategies.methods import check_method, settings_class
+from posy.yaml12 import read_yaml
+
+Points = list[tuple[int, float]]
+"""Rounds with a number of each; rounds without it are left out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A run that goes on or has ended, as its files have it."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """``config.yaml``."""
+    summary: Mapping[str, Any]
+    """``summary.json``."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Recorded":
+        """Read the directory of a run; one that is none raises :class:`SettingsError`."""
+        summary = read_summary(path)
+        if not summary:
+            raise SettingsError(f"{path} is not the directory of a run: it holds no summary.json that can be read")
+        check_method(str(summary.get("method")), str(path))
+        config = read_yaml(path / CONFIG)
+        if not isinstance(config.get("settings"), dict):
+            raise SettingsError(f"{path / CONFIG} holds no settings")
+        return cls(path, config, summary)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All of its settings."""
+        found: Mapping[str, Any] = self.config["settings"]
+        return found
+
+    @property
+    def method(self) -> str:
+        """Its method."""
+        return str(self.summary["method"])
+
+    @property
+    def point(self) -> str:
+        """The evaluation point at which its method is meant to be used."""
+        return str(settings_class(self.method).point)
+
+    @cached_property
+    def rounds(self) -> list[dict[str, Any]]:
+        """Its finished rounds, as ``rounds.jsonl`` has them; none if that is not there."""
+        file = self.path / "rounds.jsonl"
+        return parsed_rounds(file.read_text(encoding="utf-8")) if file.is_file() else []
+
+    @cached_property
+    def clients(self) -> list[dict[str, str]]:
+        """A row for each client and round, as ``clients.csv`` has them."""
+        file = self.path / "clients.csv"
+        return _csv(file) if file.is_file() else []
+
+    @cached_property
+    def partition(self) -> tuple[list[str], list[list[int]]] | None:
+        """Names of the classes ``(C,)`` and samples of each class on each client ``(M, C)``, if they are known."""
+        file = self.path / "partition.csv"
+        if not file.is_file():
+            return None
+        with file.open(encoding="utf-8", newline="") as opened:
+            header, *rows = csv.reader(opened)
+        return header[1:], [[int(cell) for cell in row[1:]] for row in rows]
+
+    def curve(self, key: str, of: str = "mean") -> Points:
+        """Return a number of each round; where that is a measure over the clients, its ``of``."""
+        points = []
+        for row in self.rounds:
+            value = row.get(key)
+            number = value.get(of) if isinstance(value, Mapping) else value
+            if isinstance(number, int | float):
+                points.append((int(row["round"]), float(number)))
+        return points
+
+    def client_curves(self, column: str) -> dict[int, Points]:
+        """Return a column of ``clients.csv`` over the rounds, by client."""
+        found: dict[int, Points] = {}
+        for row in self.clients:
+            if row.get(column):
+                found.setdefault(int(row["partition"]), []).append((int(row["round"]), float(row[column])))
+        return dict(sorted(found.items()))
+
+    def vectors(self) -> dict[str, list[tuple[int, Sequence[float]]]]:
+        """Return the quantities of the method that are lists of numbers, with the round of each."""
+        found: dict[str, list[tuple[int, Sequence[float]]]] = {}
+        for row in self.rounds:
+            for key, value in row.items():
+                if isinstance(value, list) and value and key not in LISTS and all(map(_is_number, value)):
+                    found.setdefault(key, []).append((int(row["round"]), value))
+        return found
+
+
+LISTS = ("missing", "dropped")
+"""Lists of a round that are no quantities of the method."""
+
+
+def parsed_rounds(text: str) -> list[dict[str, Any]]:
+    """Return the rounds in the text of ``rounds.jsonl``; a last line that is still being written is left out."""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def client_rows(path: Path, server_round: int) -> list[dict[str, str]]:
+    """Return the clients of a round of the run in a directory, as ``clients.csv`` has them."""
+    return [row for row in _csv(path / "clients.csv") if int(row["round"]) == server_round]
+
+
+def _csv(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,38 @@
+"""TensorBoard: curves, pictures, and settings with results, in ``tensorboard/`` of the run's directory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch.utils.tensorboard import SummaryWriter
+
+from posy.server_app.results import POINTS
+from posy.server_app.trackers.tracker import TrackedRun, numbers
+
+
+class TensorBoard:
+    """Writes event files; ``tensorboard --logdir runs`` shows all runs of a folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = run
+        # Of a run that is resumed, rounds after the checkpoint are done again.
+        again = run.finished + 1 if run.finished else None
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=again)
+
+    def round_finished(self, record: Mapping[str, Any]) -> None:
+        """Add a point to each curve."""
+        found = numbers(record)
+        step = int(found.pop("round"))
+        for name, value in found.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def run_finished(self, summary: Mapping[str, Any]) -> None:
+        """Add the pictures, and the settings with what they led to."""
+        for file in sorted((self._run.directory / "figures").glob("*.png")):
+            with Image.open(file) as image:
+                self._writer.add_image(file.stem, np.array(image.convert("RGB")), summary["rounds"], dataformats="HWC")
+        results = numbers({point: summary[point] for point in POINTS}, "result/")
+        self._writer.add_hparams(dict(self._run.settings), results, run_name=".")
+        self._writer.close()

@@ -1,0 +1,162 @@
+"""The page on runs: whole, needing nothing else, and with the numbers of the runs."""
+
+import itertools
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posy.commands.cli import main
+from posy.report.charts import Axis, Series, lines
+from posy.report.groups import grouped
+from posy.report.page import page
+from posy.report.recorded import Recorded
+from posy.server_app.app import run
+from posy.server_app.in_process import InProcessGrid
+
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that what is opened is closed, and collects what a page refers to, its words and its drawings."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.refers: list[str] = []
+        self.words: list[str] = []
+        self.drawings: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "data", "action"):
+                self.refers.append(value or "")
+            if name == "id":
+                self.anchors.add(f"#{value}")
+            if name == "aria-label":
+                self.drawings.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture
+def recorded(make_config: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
+    """Return what carries out a run of three rounds and returns its directory."""
+
+    common = make_config("fedavg", save_models=False)
+
+    def make(method: str, seed: int = 1, grid: InProcessGrid | None = None, **settings: Any) -> Path:
+        own = {name.replace("_", "-"): value for name, value in settings.items()}
+        name = "-".join(map(str, (method, seed, *settings.values())))
+        given = {**common, **own, "method": method, "seed": seed, "run-name": name}
+        return run(grid, given).directory.path
+
+    return make
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_page_needs_nothing_else_and_has_the_numbers_of_its_runs(recorded: Callable[..., Path]) -> None:
+    paths = [recorded("fedfew"), recorded("fedfew", 2), recorded("local"), recorded("local", 2)]
+    text = page(paths)
+    found = Page(text)
+    for target in found.refers:
+        assert target in found.anchors or target.startswith("data:image/png;base64,")
+    assert not re.search(r"https?:|@import|url\(|<script", text)
+    words = {word.strip() for word in found.words}
+    for path in paths:
+        assert path.name in words
+        for point in ("served", "local"):
+            last = Recorded.read(path).summary[point]["last"] or {}  # Local serves nothing
+            for of in {"mean", "std", "min", "tenth", "max", "weighted"} & last.keys():
+                assert f"{100 * last[of]:.2f} %" in words
+    assert {"Comparison", "Costs", "Clients"} <= words
+    assert any("Nothing: every reply was used" in word for word in words)
+    assert "Accuracy of client 3" not in found.drawings  # it has no test samples
+    assert {"Accuracy of client 0", "Samples of each class on client 0"} <= set(found.drawings)
+    assert any(drawing.startswith("Effective clients") for drawing in found.drawings)
+    assert any(target.startswith("data:") for target in found.refers)  # FedFew's own picture
+    assert len(text) < 500_000
+
+
+def test_what_was_dropped_is_told_with_the_reason(
+    recorded: Callable[..., Path], failing: Callable[..., Callable[[int], InProcessGrid]]
+) -> None:
+    path = recorded("fedavg", grid=failing(("train", 1, 2), ("train", 2, 2), ("train", 3, 0))(4))
+    dropped = Recorded.read(path).summary["dropped"]
+    words = [word.strip() for word in Page(page([path])).words]
+    assert set(dropped) <= set(words) and sum(dropped.values()) == 3
+    at = words.index("client 2")
+    assert words[at + 1] == "1 to 2"
+    assert not any("Nothing: every reply" in word for word in words)
+
+
+def test_runs_that_differ_in_their_seed_are_one_group(recorded: Callable[..., Path]) -> None:
+    paths = [recorded("fedprox", 1), recorded("fedprox", 2), recorded("fedprox", 1, fedprox_mu=0.5), recorded("fedavg")]
+    groups = grouped([Recorded.read(path) for path in paths])
+    assert [group.series.name for group in groups] == ["fedprox, fedprox-mu=0.001", "fedprox, fedprox-mu=0.5", "fedavg"]
+    assert [len(group.runs) for group in groups] == [2, 1, 1]
+    one, two = (run.curve("served_accuracy") for run in groups[0].runs)
+    assert [point[1] for point in groups[0].curve("served_accuracy")] == pytest.approx(
+        [(a[1] + b[1]) / 2 for a, b in zip(one, two, strict=True)]
+    )
+    twice = grouped([Recorded.read(paths[0]), Recorded.read(paths[0])])
+    assert len(twice) == 2  # of one seed there is no spread over seeds
+
+
+def test_text_of_a_run_is_no_html(recorded: Callable[..., Path], tmp_path: Path) -> None:
+    path = recorded("fedavg")
+    moved = path.rename(path.with_name("<b>&amp;"))
+    text = page([moved])
+    assert "<b>&amp;<" not in text and "&lt;b&gt;&amp;amp;" in text
+    Page(text)
+
+
+def test_a_directory_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 2
+    assert f"{tmp_path} is not the directory of a run" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_command_writes_the_page(
+    recorded: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recorded("fedavg")
+    assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
+    assert f"\n{tmp_path / 'page.html'}: 1 run, " in capsys.readouterr().out
+    Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [0.0, 1e-9], [-5.0, 3e7], [0.123, 0.124]])
+def test_an_axis_holds_its_values_and_has_some_ticks(values: list[float]) -> None:
+    axis = Axis.of(values)
+    assert axis.low <= min(values) <= max(values) <= axis.high
+    assert 2 <= len(axis.ticks) <= 8
+    assert all(axis.low - 1e-9 <= tick <= axis.high * (1 + 1e-9) + 1e-9 for tick in axis.ticks)
+
+
+def test_lines_are_told_apart_without_colours() -> None:
+    series = [Series(f"run {index}", index) for index in range(28)]
+    assert [one.letter for one in series[-3:]] == ["Z", "AA", "AB"]
+    looks = {re.sub(r"c\d", "", one.line) + re.sub(r"c\d", "", one.marker(0, 0)) for one in series[:4]}
+    assert len(looks) == 4
+    drawing = lines({one: [(1, 0.5, 0.0), (2, 0.5, 0.0)] for one in series[:4]}, "accuracy", percent=True)
+    heights = [float(y) for y in re.findall(r'<text class="end c\d" x="[\d.]+" y="([\d.]+)"', drawing)]
+    assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) >= 11

@@ -1,0 +1,109 @@
+"""`posy watch`: a run's rounds as its files get them, until it ends."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posy.commands.cli import main
+from posy.commands.runlog import RunLog
+from posy.server_app.app import run
+from posy.storage import lock
+
+
+@pytest.fixture
+def finished(make_config: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return the directory of a run of three rounds."""
+    path = run(None, make_config("fedavg", num_server_rounds=3, save_models=False)).directory.path
+    capsys.readouterr()
+    return path
+
+
+def cut_back(path: Path) -> tuple[list[str], str]:
+    """Let a run have finished one round only; return the lines of the others, and its summary."""
+    file, summary = path / "rounds.jsonl", (path / "summary.json").read_text()
+    first, *others = file.read_text().splitlines(keepends=True)
+    file.write_text(first)
+    (path / "summary.json").write_text(json.dumps({**json.loads(summary), "status": "running", "rounds": 1}))
+    return others, summary
+
+
+def test_a_run_that_has_ended_is_shown_to_its_end(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(finished)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    last = json.loads((finished / "rounds.jsonl").read_text().splitlines()[-1])
+    assert lines[2].startswith(f"round 3/3  served {100 * last['served_accuracy']['mean']:.2f} %")
+    assert "fedavg on" in lines[3] and "completed after 3 rounds" in lines[3]
+
+
+def test_rounds_are_shown_as_they_are_finished(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others, summary = cut_back(finished)
+    held = lock(finished)
+    seen: list[str] = []
+
+    def go_on() -> None:
+        with (finished / "rounds.jsonl").open("a") as file:
+            for line in others:
+                for part in (line[:20], line[20:]):  # a line that is being written is no round yet
+                    file.write(part)
+                    file.flush()
+                    time.sleep(0.7)
+                seen.append(capsys.readouterr().out)
+        (finished / "summary.json").write_text(summary)
+        os.close(held)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    assert main(["watch", str(finished)]) == 0
+    thread.join()
+    assert "round 2/3" in seen[0] and "round 3/3" not in seen[0]
+    assert "round 3/3" in seen[1]
+
+
+def test_a_run_that_was_killed_is_told(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut_back(finished)
+    assert main(["watch", str(finished)]) == 1
+    assert capsys.readouterr().err == "posy: the run was killed after round 1\n"
+
+
+def test_the_newest_run_is_found(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(finished.parent.parent)
+    assert finished.parent.name == "runs"
+    assert main(["watch"]) == 0
+    assert f"results          runs/{finished.name}" in capsys.readouterr().out
+    assert main(["watch", "lacking"]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["watch"]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+
+
+def test_a_round_on_a_superlink_comes_with_its_nodes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["round 1/2  served 50.00 %\n", "round 2/2  served 60.00 %\n", "WARNING : one has left\n"]
+
+    def shown() -> str:
+        log = RunLog(verbose=False, beside=lambda: "2 of 3 nodes online")
+        for line in lines:
+            log.add(line)
+        log.end()
+        return capsys.readouterr().out
+
+    assert shown() == (
+        "round 1/2  served 50.00 %  2 of 3 nodes online\nround 2/2  served 60.00 %  2 of 3 nodes online\n"
+        "WARNING : one has left\n"
+    )
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert shown() == (
+        "round 1/2  served 50.00 %  2 of 3 nodes online\r\x1b[Kround 2/2  served 60.00 %  2 of 3 nodes online\n"
+        "WARNING : one has left\n"
+    )
