@@ -102,6 +102,7 @@ def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: N
         "config.yaml",
         "rounds.jsonl",
         "clients.csv",
+        "partition.csv",
         "summary.json",
         "models",
         "figures",
