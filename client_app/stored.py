@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from posy.client_app.base import Predictor, combined
 from posy.client_app.training.trainer import EVALUATION_BATCH
+from posy.client_app.workspace import plain_architecture
 from posy.data.inputs import Preprocessing
-from posy.models.architecture import architecture_for
 from posy.storage import DamagedFileError, read_arrays
 from posy.strategies.registry import read_settings
 from posy.strategies.settings import Settings
@@ -77,7 +77,7 @@ class ClientModel(nn.Module):
         try:
             settings = read_settings({}, str(path), json.loads(about["settings"]))
             preprocessing = Preprocessing.from_json(about["preprocessing"])
-            plain = architecture_for(settings.train.model, preprocessing.task, settings.train.linear_init)
+            plain = plain_architecture(settings.train, preprocessing.task)
             network = settings.method.network(plain, settings.data.num_clients)
             return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, about)
         except KeyError as error:

@@ -33,7 +33,7 @@ from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SettingsError
 from posy.sharing import Once
-from posy.strategies.settings import Settings
+from posy.strategies.settings import Settings, TrainSettings
 
 CACHED_PART = 0.25
 """Part of the device's memory that the clients' tensors of all processes may take."""
@@ -51,6 +51,11 @@ def choose_device(name: str) -> torch.device:
     if name != "cpu" and int(known[1] or 0) >= torch.cuda.device_count():
         raise SettingsError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device(name)
+
+
+def plain_architecture(train: TrainSettings, task: Task) -> Architecture:
+    """Return the network that the settings ask for, before a method changes it."""
+    return architecture_for(train.model, task, train.linear_init, train.weights, train.frozen)
 
 
 class Workspace:
@@ -107,7 +112,7 @@ class Workspace:
     @cached_property
     def architecture(self) -> Architecture:
         """The plain network of the run."""
-        return architecture_for(self.settings.train.model, self.task, self.settings.train.linear_init)
+        return plain_architecture(self.settings.train, self.task)
 
     @cached_property
     def criterion(self) -> Criterion | None:

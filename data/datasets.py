@@ -7,11 +7,14 @@ import numpy as np
 
 from posy.data.dataset import Dataset
 from posy.data.errors import DataError
+from posy.data.functions import read_function
 from posy.data.own import as_dataset, read_own
 from posy.data.published import DATASETS
 from posy.data.read_published import load_published
 from posy.data.settings import DataSettings, path_of
 from posy.data.text import MAX_LENGTH
+from posy.extensions import is_own
+from posy.paths import absolute, exists
 from posy.randomness import numpy_generator
 from posy.settings import SettingsError
 
@@ -32,7 +35,8 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
             found = load_published(name, data_dir, settings)
         else:
             size = (settings.image_size,) * 2 if settings.image_size else None
-            content = read_own(path_of(name, data_dir), size)
+            function = is_own(name) and not exists(absolute(name))
+            content = read_function(name) if function else read_own(path_of(name, data_dir), size)
             found = as_dataset(content, name, settings.text_length or MAX_LENGTH, settings.vocabulary)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error

@@ -19,8 +19,9 @@ class DataSettings:
 
     dataset: str = setting(
         "digits",
-        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, an image folder, a PFLlib directory), or "
-        f"`{SITES}`: each node reads its own, named in its node config",
+        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, an image folder, a PFLlib directory), a function of "
+        f"one's own, or `{SITES}`: each node reads its own, named in its node config",
+        or_own="a function that returns the data",
         synonyms=("data",),
     )
     data_dir: str = setting(

@@ -13,7 +13,9 @@ from posy.models.conditional import Conditional
 from posy.models.layers import CosineLinear, kaiming_linear
 from posy.models.parameters import Entry, FloatArray, Layout, Part, layout_of
 from posy.models.two_branch import TwoBranch
+from posy.models.weights import Weights, load_weights, weights_for
 from posy.randomness import seed_of
+from posy.settings import SettingsError
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Architecture:
     sharing: str = "deep"  # how many blocks both branches share, of posy.models.two_branch.SHARING
     conditional: bool = False  # with FedCP's policy and global head
     linear_init: str = "default"  # or kaiming: weights of the linear layers
+    weights: Weights | None = None  # what it starts from in place of random weights
+    frozen: tuple[str, ...] = ()  # layers that are neither trained nor sent: no part of the flat vector
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the network; the same seed gives the same weights."""
@@ -35,6 +39,10 @@ class Architecture:
         if self.linear_init == "kaiming":
             with seeded(seed_of(seed, "linear-init")):
                 kaiming_linear(chain)
+        if self.weights is not None:
+            load_weights(chain, self.weights, tuple(layer for layer, _ in self.ranks))
+        for layer in self.frozen:
+            chain.layer(layer).requires_grad_(False)
         if self.cosine:
             with seeded(seed_of(seed, "head")):
                 chain.head = CosineLinear(chain.embedding_dim, self.task.num_classes, self.cosine)
@@ -69,12 +77,12 @@ class Architecture:
     @property
     def layer_names(self) -> tuple[str, ...]:
         """Blocks from input to output, then ``head``."""
-        return _chain(self).layer_names
+        return tuple(name for name in _chain(self).layer_names if name not in self.frozen)
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
         """Those of the layers that are fully connected."""
-        return _chain(self).fully_connected
+        return tuple(name for name in _chain(self).fully_connected if name not in self.frozen)
 
     @property
     def normalisation(self) -> tuple[str, ...]:
@@ -103,9 +111,26 @@ def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Archi
     return replace(plain, ranks=tuple((layer, len(factor)) for layer, factor in down.items() if factor is not None))
 
 
-def architecture_for(model: str, task: Task, linear_init: str = "default") -> Architecture:
-    """Return the plain architecture of a model, ``auto`` resolved."""
-    return Architecture(resolve(model, task), task, linear_init=linear_init)
+def architecture_for(
+    model: str, task: Task, linear_init: str = "default", weights: str = "", frozen: str = ""
+) -> Architecture:
+    """Return the plain architecture of a model, ``auto`` resolved; the arguments are as the settings have them.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such network, no such file of weights, or no such layer to be frozen.
+    """
+    name = resolve(model, task)
+    plain = Architecture(name, task, linear_init=linear_init, weights=weights_for(weights, name))
+    names = tuple(filter(None, (layer.strip() for layer in frozen.split(","))))
+    allowed = plain.layer_names[:-1]
+    if wrong := [layer for layer in names if layer not in allowed]:
+        raise SettingsError(
+            f"frozen = {frozen!r}: {wrong[0]!r} is not a layer of model = {name!r} that can be frozen; those are "
+            f"{', '.join(allowed) or 'none'}"
+        )
+    return replace(plain, frozen=tuple(layer for layer in allowed if layer in names))
 
 
 def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
@@ -127,7 +152,7 @@ def _divided(architecture: Architecture, own: tuple[str, ...]) -> tuple[Part, Pa
 @lru_cache(maxsize=64)
 def _layout(architecture: Architecture) -> Layout:
     module = architecture.build()
-    return layout_of(module, layers_of(module))
+    return layout_of(module, layers_of(module), architecture.frozen)
 
 
 @lru_cache(maxsize=64)

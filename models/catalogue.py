@@ -30,6 +30,8 @@ class Network:
         return pkgutil.resolve_name(f"{__package__}.{self.builder}")(task, ranks)
 
 
+PRETRAINED = "torchvision"
+"""What the setting ``weights`` says for torchvision's own."""
 MODELS = {
     "linear": Network("linear classifier of the flattened input", ("image", "features"), "small:linear_model"),
     "mlp": Network("perceptron with hidden layers of 128 and 64 units", ("image", "features"), "small:mlp"),

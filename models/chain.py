@@ -30,6 +30,10 @@ class ChainModel(nn.Module):
         logits = self.head(seen)
         return (seen, logits) if features else logits
 
+    def given_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Return what tensors are called in the module that somebody has given, by their names here."""
+        return {name: name for name in names}
+
     @property
     def embedding_dim(self) -> int:
         """Number of features that the head sees."""

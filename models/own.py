@@ -1,7 +1,7 @@
 """Networks of people's own: any module with a linear head, found out about and wrapped as methods need it."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +31,12 @@ class Described(NamedTuple):
 class OwnModel(ChainModel):
     """A module whose last linear layer is taken out as the head: one block to run, with layers to choose from."""
 
-    def __init__(self, body: nn.Module, head: nn.Linear | LowRankLinear, layers: Mapping[str, str]) -> None:
+    def __init__(
+        self, body: nn.Module, head: nn.Linear | LowRankLinear, layers: Mapping[str, str], head_path: str
+    ) -> None:
         super().__init__({"body": body}, head)
         self._paths = dict(layers)
+        self._head_path = head_path
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -55,6 +58,14 @@ class OwnModel(ChainModel):
         if path:
             return self.blocks["body"].get_submodule(path)
         return nn.ParameterList(self.blocks["body"]._parameters.values())
+
+    def given_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Return what tensors are called in the module that somebody has given, by their names here."""
+        body, head = "blocks.body.", "head."
+        return {
+            name: name.removeprefix(body) if name.startswith(body) else f"{self._head_path}.{name.removeprefix(head)}"
+            for name in names
+        }
 
     def stem(self, name: str) -> str:
         """Return what the names of a fully connected layer's tensors begin with."""
@@ -109,7 +120,7 @@ def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> OwnModel:
         part = module.get_submodule(path) if path else None
         if rank is not None and isinstance(part, nn.Linear):
             _put(module, path, linear(part.in_features, part.out_features, rank))
-    own = OwnModel(module, _head(last, ranks), named)
+    own = OwnModel(module, _head(last, ranks), named, head)
     if before is not None and not ranks:
         _check_repeats(own, probe, what)
         after = _logits(own, probe, task, what)

@@ -118,17 +118,18 @@ class Layout:
         return np.concatenate([np.asarray(named[e.name], np.float32).ravel() for e in self.entries])
 
 
-def layout_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> Layout:
+def layout_of(module: nn.Module, layers: Mapping[str, nn.Module], frozen: Iterable[str] = ()) -> Layout:
     """Describe a module's floating-point parameters and buffers as a flat vector.
 
-    Each tensor belongs to the layer whose module holds it. Integer buffers (BatchNorm's counter) are not part of it.
+    Each tensor belongs to the layer whose module holds it. Integer buffers (BatchNorm's counter) are not part of it,
+    nor are the tensors of layers that are frozen.
     """
     owner = {id(tensor): name for name, layer in layers.items() for tensor in (*layer.parameters(), *layer.buffers())}
     parameters = {name for name, _ in module.named_parameters()}
     entries: list[Entry] = []
     start = 0
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and owner[id(tensor)] not in frozen:
             entry = Entry(name, owner[id(tensor)], tuple(tensor.shape), start, name in parameters)
             entries.append(entry)
             start = entry.stop

@@ -12,7 +12,7 @@ from posy.data.published import DATASETS
 from posy.data.settings import SITES, DataSettings, located
 from posy.extensions import is_own, word_of
 from posy.extensions import located as located_own
-from posy.models.catalogue import MODELS
+from posy.models.catalogue import MODELS, PRETRAINED
 from posy.paths import absolute, is_file
 from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
 from posy.strategies.methods import METHODS, check_method, settings_class
@@ -52,6 +52,8 @@ def read_settings(
         values["experiment"] = given["experiment"]
     for key, setting in declared([]).items():
         if setting.place and ((path := values.get(key, setting.default)) or setting.default):
+            values[key] = str(absolute(str(path)))
+        if key == "weights" and (path := values.get(key)) and path != PRETRAINED:
             values[key] = str(absolute(str(path)))
         if setting.or_own and is_own(own := str(values.get(key, setting.default))):
             values[key] = located_own(own)

@@ -26,6 +26,15 @@ class TrainSettings:
         or_own="a network",
         synonyms=("arch", "architecture", "net", "network"),
     )
+    weights: str = setting(
+        "",
+        "safetensors file that the network starts from, by the names of its tensors; a head of other classes starts "
+        "afresh; `torchvision`: torchvision's own; empty: random weights",
+        synonyms=("pretrained", "checkpoint"),
+    )
+    frozen: str = setting(
+        "", "layers that are neither trained nor sent, with commas between them", synonyms=("freeze",)
+    )
     linear_init: str = setting(
         "default",
         "initial weights of linear layers: PyTorch's, or Kaiming's normal distribution with biases of 0 (FedDRM)",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posy.client_app.cwfedavg import regularised
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import classification
+from posy.client_app.training.work import classification, cross_entropy
 from posy.strategies.cwfedavg import class_models, class_weights, weight_distribution
 
 # A linear model of two features and three classes: weights (3, 2), then biases (3,).
@@ -27,6 +27,8 @@ DATA = (
 
 class LinearNet:
     """A linear network whose head is given: what the objective needs of one."""
+
+    loss = staticmethod(cross_entropy)
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

@@ -64,6 +64,12 @@ def test_an_objective_a_server_a_network_and_a_loss_of_ones_own_run(tmp_path: Pa
     assert run_from(tmp_path, *words)["served"]["last"]["mean"] > 0.2
 
 
+def test_data_of_ones_own_run(tmp_path: Path) -> None:
+    (code,) = (block for block in blocks(OWN) if "# mydata.py" in block)
+    (tmp_path / "mydata.py").write_text(code, encoding="utf-8")
+    assert run_from(tmp_path, "method=fedrep", "dataset=mydata:moons")["local"]["last"]["mean"] > 0.7
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_file_and_setting_that_a_page_names_exists(page: Path) -> None:
     from posy.strategies.registry import defaults

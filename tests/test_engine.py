@@ -18,7 +18,8 @@ from posy.client_app.app import Call
 from posy.client_app.base import PersonalClient
 from posy.client_app.engine import Engine, evenly
 from posy.client_app.state import MemoryStore
-from posy.client_app.training.trainer import SGD, Trainer
+from posy.client_app.training.optimiser import Optimiser
+from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Train
 from posy.client_app.workspace import Workspace
 from posy.forked import Workers
@@ -354,8 +355,8 @@ def test_an_interrupt_while_clients_are_submitted_ends_their_training(make_confi
             raise KeyboardInterrupt
         return submit(self, *args)
 
-    step = SGD.step
-    monkeypatch.setattr(SGD, "step", lambda self, gradients: (steps.append(1), step(self, gradients))[1])
+    step = Optimiser.step
+    monkeypatch.setattr(Optimiser, "step", lambda self, gradients: (steps.append(1), step(self, gradients))[1])
     monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         federate(make_config("fedavg", stack="loop", model="mlp", local_steps=10**7))

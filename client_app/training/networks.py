@@ -104,7 +104,8 @@ class LoopedModels:
             resident.train()
             for name, module in resident.named_modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):  # a frozen one keeps its statistics
-                    module.train(work.rates.get(layer_of[f"{name}.running_mean"], 1.0) != 0)
+                    layer = layer_of.get(f"{name}.running_mean")
+                    module.train(layer is not None and work.rates.get(layer, 1.0) != 0)
             for name, tensor in net.tensors.items():
                 if isinstance(tensor, nn.Parameter):
                     tensor.requires_grad_(name in moving)
@@ -170,6 +171,9 @@ class StackedModels:
         self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]
         self.parameters = [self._tensors[name] for name in self._names]
         self._module = network.template.train()
+        for module in self._module.modules():  # those of frozen layers: a network with others is not stacked
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
         self._criterion = network.criterion
         self._objective = first.objective
         self._context = {name: torch.stack([work.context[name] for work in works]) for name in first.context}

@@ -1,0 +1,172 @@
+"""Networks that start from weights in a file, and layers that are neither trained nor sent."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import posy
+from posy.data.task import Task
+from posy.models.architecture import architecture_for
+from posy.models.weights import Weights
+from posy.settings import SettingsError
+from posy.storage import read_arrays
+from posy.strategies.methods import METHODS
+
+DIGITS = Task("image", (1, 8, 8), tuple("0123456789"))
+THREE = Task("image", (1, 8, 8), ("a", "b", "c"))
+SMALL = {"max_samples": 240, "num_clients": 3, "num_server_rounds": 2, "local_epochs": 1, "model": "mlp", "lr": 0.1}
+NETS = """
+from torch import nn
+
+
+def net(task):
+    features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    return nn.Sequential(features, nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, task.num_classes))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be in a folder with a network of one's own."""
+    monkeypatch.chdir(tmp_path)
+    Path("nets.py").write_text(NETS, encoding="utf-8")
+    return tmp_path
+
+
+def module(seed: int = 3, classes: int = 10) -> nn.Sequential:
+    """Return the network of the file, as its author would have trained it elsewhere."""
+    torch.manual_seed(seed)
+    features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    made = nn.Sequential(features, nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, classes))
+    features[1].running_mean += 0.5
+    return made
+
+
+def saved(made: nn.Module, name: str = "start.safetensors") -> str:
+    safetensors.torch.save_file(made.state_dict(), name)
+    return str(Path(name).absolute())
+
+
+def own(method: str) -> dict[str, Any]:
+    return {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
+
+
+def test_a_network_of_ones_own_starts_from_a_file_by_its_own_names() -> None:
+    made = module()
+    started = architecture_for("nets:net", DIGITS, weights=saved(made)).build(seed=7)
+    x = torch.rand(5, 1, 8, 8)
+    assert torch.equal(started.eval()(x), made.eval()(x))
+    assert not torch.equal(architecture_for("nets:net", DIGITS).build(seed=7).eval()(x), made(x))
+
+
+def test_a_head_of_other_classes_starts_afresh_and_all_else_from_the_file() -> None:
+    made = module(classes=10)
+    architecture = architecture_for("nets:net", THREE, weights=saved(made))
+    first, second = (architecture.build(seed=seed) for seed in (1, 2))
+    assert torch.equal(first.state_dict()["blocks.body.1.weight"], made[1].weight)
+    assert torch.equal(first.state_dict()["blocks.body.0.1.running_mean"], made[0][1].running_mean)
+    assert first.head.weight.shape == (3, 8) and not torch.equal(first.head.weight, second.head.weight)
+    assert not torch.equal(first.head.bias, second.head.bias)
+
+
+def test_a_model_that_a_run_has_stored_is_a_start() -> None:
+    record = posy.run(method="fedavg", run_name="first", **SMALL)
+    file = record.models / "client-1.safetensors"
+    arrays, _ = read_arrays(file)
+    again = posy.run(method="fedavg", run_name="again", weights=str(file), **{**SMALL, "lr": 1e-9})
+    stored, _ = read_arrays(again.models / "client-0.safetensors")
+    for name, array in arrays.items():
+        np.testing.assert_allclose(stored[name], array, atol=1e-6)
+    assert again.settings["weights"] == str(file)
+
+
+def test_layers_that_a_rank_makes_smaller_start_afresh() -> None:
+    from dataclasses import replace
+
+    plain = architecture_for("mlp", DIGITS)
+    start = {name: torch.from_numpy(array.copy()) for name, array in plain.layout.views(plain.initial(5)).items()}
+    safetensors.torch.save_file(start, "mlp.safetensors")
+    loaded = architecture_for("mlp", DIGITS, weights=str(Path("mlp.safetensors").absolute()))
+    np.testing.assert_array_equal(loaded.initial(1), plain.initial(5))
+    reduced = replace(loaded, ranks=(("fc1", 4),)).build(seed=1).state_dict()
+    assert torch.equal(reduced["blocks.fc2.linear.weight"], start["blocks.fc2.linear.weight"])
+    assert reduced["blocks.fc1.linear.down.weight"].shape == (4, 64)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_frozen_layer_is_neither_trained_nor_sent(method: str) -> None:
+    plain = architecture_for("mlp", DIGITS)
+    start = {name: torch.from_numpy(array.copy()) for name, array in plain.layout.views(plain.initial(5)).items()}
+    safetensors.torch.save_file(start, "mlp.safetensors")
+    whole, record = (
+        posy.run(method=method, run_name=f"f{frozen}", weights="mlp.safetensors", frozen=frozen, **SMALL, **own(method))
+        for frozen in ("", "fc1")
+    )
+    assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})
+    first = sum(start[f"blocks.fc1.linear.{kind}"].numel() for kind in ("weight", "bias"))
+    if whole.summary["bytes-down"] and method not in ("fedproto", "lg-fedavg"):  # which do not send it anyway
+        assert whole.summary["bytes-down"] - record.summary["bytes-down"] >= 4 * first
+    predictor = record.predictor(0)
+    for member in predictor.members:
+        tensors = member.state_dict()
+        (name,) = (name for name in tensors if name.endswith("blocks.fc1.linear.weight") and "client" not in name)
+        assert torch.equal(tensors[name], start["blocks.fc1.linear.weight"])
+    last = record.clients[record.clients["partition"] == 0].iloc[-1]
+    assert 0 <= last["served_accuracy" if predictor.point == "served" else "local_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_a_frozen_batchnorm_keeps_its_statistics(stack: str) -> None:
+    made = module()
+    given = {**SMALL, "model": "nets:net", "weights": saved(made), "stack": stack}
+    record = posy.run(method="fedavg", run_name="a", frozen="0", **given)
+    x = torch.rand(5, 1, 8, 8)
+    predictor = record.predictor(0)
+    body = predictor.members[0].blocks["body"]
+    assert torch.equal(body.get_submodule("0")(x), made[0].eval()(x))
+    assert not torch.equal(body.get_submodule("1").weight, made[1].weight)  # the next layer has been trained
+
+
+def broken(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**module().state_dict(), **{name.replace("_", "."): tensor for name, tensor in tensors.items()}}
+
+
+def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
+    Path("text.safetensors").write_text("no tensors", encoding="utf-8")
+    safetensors.torch.save_file({k: v for k, v in broken().items() if k != "1.bias"}, "lacking.safetensors")
+    safetensors.torch.save_file({**broken(), "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
+    safetensors.torch.save_file({**broken(), "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
+    for name, told in (
+        ("nowhere.safetensors", "there is no such file"),
+        ("text.safetensors", "cannot be read"),
+        ("lacking.safetensors", "1.bias of shape (8,) is not in it"),
+        ("shape.safetensors", "1.weight of shape (8, 16) has the shape (8, 17) there"),
+        ("nan.safetensors", "numbers that are not finite"),
+        ("torchvision", "are those of torchvision's networks, not of model = "),
+    ):
+        with pytest.raises(SettingsError) as raised:
+            posy.run(method="fedavg", weights=name, **{**SMALL, "model": "nets:net"})
+        assert told in str(raised.value)
+    for frozen, told in (
+        ("nothing", "'nothing' is not a layer of model = 'mlp' that can be frozen; those are fc1, fc2"),
+        ("fc1, head", "'head' is not a layer"),
+    ):
+        with pytest.raises(SettingsError) as raised:
+            posy.run(method="fedavg", frozen=frozen, **SMALL)
+        assert told in str(raised.value)
+    assert not Path("runs").exists()
+
+
+def test_weights_follow_kaimings_start_and_are_told_apart_by_their_content() -> None:
+    file = saved(module(1))
+    first = architecture_for("nets:net", DIGITS, "kaiming", file)
+    np.testing.assert_array_equal(first.initial(1), architecture_for("nets:net", DIGITS, weights=file).initial(2))
+    saved(module(2))
+    second = architecture_for("nets:net", DIGITS, "kaiming", file)
+    assert isinstance(first.weights, Weights) and first.weights != second.weights
+    assert not np.array_equal(first.initial(1), second.initial(1))
