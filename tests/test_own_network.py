@@ -286,3 +286,29 @@ def test_a_low_rank_layer_of_ones_own_network(here: Path) -> None:
     assert network.layout.part(["1"]).size == 5 * 64 + 24 * 5 + 24
     assert network.layout.part(["head"]).size == 3 * 16 + 10 * 3 + 10
     assert network.build()(torch.rand(2, 1, 8, 8)).shape == (2, 10)
+
+
+IMAGES = """
+import numpy as np
+
+
+def load():
+    y = np.arange(40) % 2
+    noise = np.random.default_rng(0).integers(0, 120, (40, 32, 32, 3))
+    return (noise + 100 * y[:, None, None, None]).astype(np.uint8), y
+"""
+
+
+@pytest.mark.parametrize("method", list(METHODS)[:13])
+def test_a_resnet_of_torchvisions_on_images_as_large_as_cifars(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("images.py").write_text(IMAGES, encoding="utf-8")
+    more = {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
+    record = posy.run(
+        method=method, model="torchvision:resnet18", dataset="images:load", partition="iid", num_clients=2,
+        run_name="a", num_server_rounds=2, local_steps=1, batch_size=8, lr=0.01, save_models=False,
+        checkpoint_every=0, **more,
+    )  # fmt: skip
+    assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})
