@@ -12,9 +12,8 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from posy.report.recorded import client_rows
+from posy.report.recorded import client_rows, point_of
 from posy.server_app.progress import size
-from posy.strategies.methods import settings_class
 
 ALPHA = 0.05
 """Level of significance."""
@@ -166,6 +165,11 @@ class Run(NamedTuple):
     summary: Mapping[str, Any]
     path: Path
 
+    @property
+    def point(self) -> str:
+        """The evaluation point at which its method is meant to be used."""
+        return point_of({"method": self.method, **self.summary})
+
     def accuracies(self, point: str) -> dict[int, float]:
         """Return the clients' accuracies in the last round."""
         return client_accuracies(self.path, point, self.summary["rounds"])
@@ -197,7 +201,7 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
             for name, own in rows.items()
             for point in ("served", "local")
         }
-        points = {name: settings_class(own[0].method).point for name, own in rows.items()}
+        points = {name: own[0].point for name, own in rows.items()}
 
         def against(name: str, point: str, other: str | None, scores: Any = scores, points: Any = points) -> Any:
             if other is None:
@@ -238,7 +242,7 @@ def scores_by_block(runs: Sequence[Run]) -> pd.DataFrame:
     """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its own point."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for run in runs:
-        mean = run.last(settings_class(run.method).point, "mean")
+        mean = run.last(run.point, "mean")
         found.setdefault((run.variant, run.seed), {})[run.row] = float("nan") if mean is None else mean
     return pd.DataFrame.from_dict(found, orient="index")
 

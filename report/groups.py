@@ -38,7 +38,9 @@ class Group:
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
     """Return groups of runs in the order of the runs; runs of equal settings and seed are groups of their own."""
-    known = {key: item.default for key, item in declared().items() if item.decides and key != "seed"}
+    ours = declared()
+    known = {key: item.default for key, item in ours.items() if item.decides and key != "seed"}
+    known |= {key: None for run in runs for key in run.settings if key not in ours}  # those of people's own methods
     decisive = {
         run: {k: run.settings.get(k, known[k]) for k in known if owner(k) in (None, run.method)} for run in runs
     }

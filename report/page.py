@@ -94,7 +94,8 @@ def _runs(groups: Sequence[Group]) -> str:
 
 
 def _settings(groups: Sequence[Group]) -> str:
-    decisive = {key for key, item in declared().items() if item.decides and key != "seed"}
+    known = declared()
+    decisive = {k for g in groups for k in g.first.settings if k != "seed" and (k not in known or known[k].decides)}
     found = differences([{k: v for k, v in g.first.settings.items() if k in decisive} for g in groups])
     rows = [[key, *(str(value) for value in values)] for key, values in found.items()]
     return _table(["setting", *(_key(group.series) for group in groups)], rows) if rows else ""

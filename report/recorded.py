@@ -10,7 +10,7 @@ from typing import Any
 
 from posy.server_app.resume import CONFIG, read_summary
 from posy.settings import SettingsError
-from posy.strategies.methods import check_method, settings_class
+from posy.strategies.methods import settings_class
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
@@ -33,7 +33,6 @@ class Recorded:
         summary = read_summary(path)
         if not summary:
             raise SettingsError(f"{path} is not the directory of a run: it holds no summary.json that can be read")
-        check_method(str(summary.get("method")), str(path))
         config = read_yaml(path / CONFIG)
         if not isinstance(config.get("settings"), dict):
             raise SettingsError(f"{path / CONFIG} holds no settings")
@@ -53,7 +52,7 @@ class Recorded:
     @property
     def point(self) -> str:
         """The evaluation point at which its method is meant to be used."""
-        return str(settings_class(self.method).point)
+        return point_of(self.summary)
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
@@ -103,6 +102,11 @@ class Recorded:
                 if isinstance(value, list) and value and key not in LISTS and all(map(_is_number, value)):
                     found.setdefault(key, []).append((int(row["round"]), value))
         return found
+
+
+def point_of(summary: Mapping[str, Any]) -> str:
+    """Return the evaluation point at which the method of a run is meant to be used."""
+    return str(summary.get("point") or settings_class(str(summary["method"])).point)  # older runs do not tell it
 
 
 LISTS = ("missing", "dropped")

@@ -300,6 +300,7 @@ class Recorder:
             {
                 "status": status,
                 "method": word_of(settings.run.method),
+                "point": settings.method.point,
                 "dataset": settings.data.dataset,
                 "num-clients": settings.data.num_clients,
                 "rounds": self.rounds,

@@ -226,6 +226,10 @@ def test_a_run_with_a_method_of_ones_own_is_resumed_tabulated_and_tuned(
     summary = json.loads(Path("runs/a/summary.json").read_text())
     assert (summary["rounds"], summary["method"]) == (2, "myditto")
     assert main(["run", "runs/a/config.yaml", "method=ditto", "num-server-rounds=1", "run-name=b"]) == 0
+    Path("myditto.py").rename("elsewhere.py")  # a page on a run does not need its code
+    assert main(["report", "runs/a", "runs/b", "-o", "page.html"]) == 0
+    assert "myditto" in Path("page.html").read_text(encoding="utf-8")
+    Path("elsewhere.py").rename("myditto.py")
     rows = [{"name": "mine", "settings": {"method": own("MyDitto"), "myditto-strength": 0.2}}]
     rows += [{"name": "ours", "settings": {"method": "ditto", "ditto-strength": 0.2}}]
     shared = {"max-samples": 200, "num-clients": 3, "local-epochs": 1, "num-server-rounds": 1}

@@ -10,10 +10,10 @@ import numpy as np
 
 from posy.commands.archive import KEPT
 from posy.report.comparison import last_round
+from posy.report.recorded import point_of
 from posy.server_app.resume import read_summary
 from posy.settings import SettingsError
 from posy.storage import load_arrays
-from posy.strategies.methods import settings_class
 
 MOST_CLIENTS = 40
 """Clients up to which each one's curve is kept."""
@@ -86,7 +86,7 @@ def measured(path: Path, measure: str) -> float | None:
     elif measure in POOLED:
         found = summary.get(f"{measure}-accuracy")
     else:
-        point = settings_class(summary["method"]).point if words[0] == "own" else words[0]
+        point = point_of(summary) if words[0] == "own" else words[0]
         over = last_round(summary, point) if words[1] == "last" else summary[point].get(words[1]) or {}
         found = over.get((words[2:] or ["mean"])[0])
     return None if found is None else float(found) * (100 if in_percent(measure) else 1)
