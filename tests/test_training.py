@@ -237,6 +237,13 @@ def test_a_plain_training_heeds_no_momentum_decay_or_clipping() -> None:
         assert torch.equal(plain.parameters, train(Train(initial())).parameters)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_what_is_masked_neither_moves_nor_decays(optimizer: str) -> None:
+    start = initial()
+    moved = train(Train(start, mask=MASK), optimizer=optimizer, weight_decay=0.3).parameters != start
+    assert not moved[MASK == 0].any() and moved[MASK == 1].all()
+
+
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
     """Return (1 - p)^2 times the cross-entropy (Lin et al., 2017)."""
     loss = F.cross_entropy(logits, labels, reduction="none")

@@ -132,15 +132,12 @@ def test_a_frozen_batchnorm_keeps_its_statistics(stack: str) -> None:
     assert not torch.equal(body.get_submodule("1").weight, made[1].weight)  # the next layer has been trained
 
 
-def broken(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {**module().state_dict(), **{name.replace("_", "."): tensor for name, tensor in tensors.items()}}
-
-
 def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
     Path("text.safetensors").write_text("no tensors", encoding="utf-8")
-    safetensors.torch.save_file({k: v for k, v in broken().items() if k != "1.bias"}, "lacking.safetensors")
-    safetensors.torch.save_file({**broken(), "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
-    safetensors.torch.save_file({**broken(), "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
+    whole = module().state_dict()
+    safetensors.torch.save_file({k: v for k, v in whole.items() if k != "1.bias"}, "lacking.safetensors")
+    safetensors.torch.save_file({**whole, "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
+    safetensors.torch.save_file({**whole, "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
     for name, told in (
         ("nowhere.safetensors", "there is no such file"),
         ("text.safetensors", "cannot be read"),

@@ -94,6 +94,8 @@ class Optimiser:
         torch._foreach_add_(divisors, self._epsilon)
         directions = list(torch._foreach_div(means, divisors))
         torch._foreach_div_(directions, 1 - first**self._steps)
-        if self._decoupled and self._decay:
-            torch._foreach_add_(directions, parameters, alpha=self._decay)
+        if self._decoupled and self._decay:  # what is masked does not decay either
+            masks = leading(self._masks, gradients)
+            decaying = torch._foreach_mul(parameters, masks) if masks else parameters
+            torch._foreach_add_(directions, decaying, alpha=self._decay)
         return directions
