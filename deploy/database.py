@@ -14,12 +14,14 @@ import re
 import sqlite3
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from logging import ERROR, WARNING
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import click
 import flwr
 import grpc
 import sqlalchemy
@@ -37,9 +39,12 @@ from flwr.supercore.utils import uint64_to_int64
 from sqlalchemy import Connection, Engine, event, func, select, update
 from sqlalchemy.pool import Pool
 
+from posy.deploy.install import install_whole
+
 if TYPE_CHECKING:
     from flwr.proto.message_pb2 import ObjectTree
     from flwr.proto.task_pb2 import Task
+    from flwr.supercore.fab import Fab
     from flwr.supercore.run import Run, RunStatus
 
     Base = sql_linkstate.SqlLinkState
@@ -666,6 +671,18 @@ class _Objects(_EachSecond):
                 self._overdue -= overdue
 
 
+class _Apps(Base):
+    """The code of a run, installed before a ServerApp asks for it: two that start together do not do so at once."""
+
+    def get_fab(self, fab_hash: str) -> "Fab | None":
+        if fab := super().get_fab(fab_hash):
+            try:
+                install_whole(fab)
+            except (OSError, ValueError, click.ClickException, zipfile.BadZipFile) as error:
+                log(ERROR, "posy: the code %s is left for Flower to install: %s", fab_hash, error)
+        return fab
+
+
 _Memory: Any = in_memory_corestate.InMemoryCoreState
 
 
@@ -787,6 +804,14 @@ SAVINGS = (
         },
         _Objects,
         _objects_in_memory,
+    ),
+    Saving(
+        "code that is installed as a whole",
+        {
+            f"{_STATE}.get_fab": "self fab_hash",
+            "flwr.cli.install:install_from_fab": "fab_file install_dir skip_prompt",
+        },
+        _Apps,
     ),
     Saving(
         "run states kept for a second",

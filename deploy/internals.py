@@ -18,7 +18,6 @@ import flwr
 import flwr.supercore.inflatable.inflatable_utils as pulling
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
-from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.utils import get_load_client_app_fn
 from flwr.common.config import get_project_dir
@@ -34,6 +33,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from posy.deploy.foreign import check_code
+from posy.deploy.install import install_whole
 from posy.extensions import BUNDLED, OWN_MODULE
 from posy.flower import FLOWER, look_for_parts_sooner
 
@@ -161,7 +161,7 @@ class Apps:
         if self._app is None or self._hash != fab.hash_str:
             self._app = None
             check_code(fab.content)
-            install_from_fab(fab.content, skip_prompt=True)
+            install_whole(fab)
             folder = Path(get_project_dir(run.fab_id, run.fab_version, fab.hash_str))
             _forget(self._folder, folder)
             app: ClientApp = get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)(

@@ -1,5 +1,6 @@
 """How the SuperLink's process uses its database: writers in turns, errors that are retried, and fewer writes."""
 
+import hashlib
 import importlib
 import sqlite3
 import sys
@@ -16,6 +17,8 @@ import grpc
 import pytest
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
+from flwr.cli.build import build_fab_from_files
+from flwr.common.config import get_project_dir
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, Status, SubStatus
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
@@ -25,6 +28,7 @@ from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate import SqlLinkState, linkstate_factory
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.corestate import in_memory_corestate
+from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
@@ -34,6 +38,7 @@ from sqlalchemy.exc import OperationalError
 
 from posy.deploy import database
 from posy.deploy.database import SAVINGS, Saving, TryAgainError, Turns, can_be_retried, improved, lacking
+from posy.deploy.install import install_whole
 
 Made = Callable[[], Engine]
 
@@ -615,3 +620,51 @@ def test_a_server_app_is_told_to_call_again_only_when_that_helps(monkeypatch: py
     headers = {"content-type": PROTOBUF_MEDIA_TYPE}
     answers = [client.post("/v1/runtime/acquire-task", content=request, headers=headers) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [503, 503, 500], answers[0].text
+
+
+# -- the code of runs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fab:
+    """Return the code of an app, and let Flower install it below the test's own folder."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
+    config = '[project]\nname = "a"\nversion = "1.0"\ndescription = ""\nlicense = "MIT"\n[tool.flwr.app]\n'
+    config += 'publisher = "p"\n[tool.flwr.app.components]\nserverapp = "s:app"\nclientapp = "c:app"\n'
+    files = {"pyproject.toml": config, **{f"m{i}.py": "x = 1\n" for i in range(50)}, "LICENSE": "free\n"}
+    content = build_fab_from_files({name: text.encode() for name, text in files.items()})[0]
+    return Fab(hashlib.sha256(content).hexdigest(), content, {})
+
+
+def test_code_that_many_install_at_once_is_whole_as_soon_as_it_is_there(bundle: Fab, tmp_path: Path) -> None:
+    apps = tmp_path / "flower" / "apps"
+    seen: list[int] = []
+
+    def look() -> None:
+        while not any(seen):
+            seen.extend(len(list(folder.iterdir())) for folder in apps.glob("p.a.*"))
+
+    with futures.ThreadPoolExecutor(9) as threads:
+        watching = threads.submit(look)
+        for done in [threads.submit(install_whole, bundle) for _ in range(8)]:
+            done.result()
+        watching.result()
+    [code] = apps.iterdir()  # nothing else is left behind
+    assert code == get_project_dir("p/a", "1.0", bundle.hash_str)
+    assert set(seen) == {52}
+    before = code.stat().st_mtime_ns
+    install_whole(bundle)
+    assert code.stat().st_mtime_ns == before
+
+
+def test_the_superlink_has_installed_the_code_that_it_hands_out(
+    ours: Ours, bundle: Fab, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours.state.store_fab(bundle)
+    assert ours.state.get_fab("none") is None
+    assert ours.state.get_fab(bundle.hash_str) == bundle
+    assert (get_project_dir("p/a", "1.0", bundle.hash_str) / "pyproject.toml").is_file()
+    other = Fab(hashlib.sha256(b"no bundle").hexdigest(), b"no bundle", {})
+    ours.state.store_fab(other)
+    assert ours.state.get_fab(other.hash_str) == other
+    assert f"the code {other.hash_str} is left for Flower to install: File is not a zip file" in caplog.text
