@@ -61,7 +61,7 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     plan : Plan
         The table; its first seed is the one that is tuned on.
     trials : int
-        Trials of each row and variant; the first one has the settings of the table.
+        Trials of each row and variant; the first one has the settings of the table, where they are in the range.
     jobs : int
         Runs at a time.
 
@@ -130,7 +130,8 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
 
 
 def _within(space: BaseDistribution, value: Any) -> bool:
-    return space._contains(space.to_internal_repr(value))
+    assert isinstance(space, IntDistribution | FloatDistribution)
+    return bool(space.low <= value <= space.high)
 
 
 def rounded(values: Mapping[str, Any]) -> dict[str, Scalar]:

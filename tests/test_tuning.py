@@ -51,6 +51,21 @@ def test_each_method_is_tuned_within_its_ranges(method: str) -> None:
     assert settings_class(method).point in ("served", "local")
 
 
+def test_the_first_trial_has_the_settings_of_the_table_where_they_are_in_the_range(tmp_path: Path) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(TABLE.format(output=tmp_path / "results").partition("runs:")[0] + "runs: all\n")
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "studies.journal")))
+    cells = {cell.method: cell for cell in read_plan(path).cells if (cell.seed, cell.variant) == (3, "two")}
+    assert cells.keys() == METHODS.keys()
+    for method, cell in cells.items():
+        search = tuning.opened(cell, tmp_path, storage)
+        known = declared([method])
+        first = search.study.ask(dict(search.space)).params
+        kept = {key for key, value in first.items() if value == known[key].default}
+        others = {key: known[key].default for key in search.space.keys() - kept}
+        assert not any(others.values()), method  # 0 stands for the round's learning rate
+
+
 def test_what_was_found_becomes_a_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
     assert plan.cells[-1].config["lr"] == 0.1  # of the row in this variant
