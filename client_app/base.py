@@ -27,7 +27,7 @@ from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import State
 from posy.client_app.training.batches import DropoutNumbers, Samples, Share
 from posy.client_app.training.networks import Network
-from posy.client_app.training.work import Forward, Job, Split, Train, Trained
+from posy.client_app.training.work import Forward, Job, Moments, Split, Train, Trained
 from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray, Layout
@@ -112,6 +112,7 @@ class PersonalClient(NumPyClient):
         self.lr = 0.0
         self.processed = 0
         """Samples that models were trained on in this call, those of K models K times."""
+        self._moments: dict[str, Moments] | None = None  # of a round's trainings, where the optimiser's state is kept
         self.acknowledgement: dict[str, float] = {}
         """What the server is told with every reply, after training and evaluation alike."""
 
@@ -261,10 +262,12 @@ class PersonalClient(NumPyClient):
     def fit_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[NDArrays, int, dict[str, Any]]]:
         """Do what :meth:`fit` does, asking whoever drives the generator for training and outputs."""
         self._begin(config)
+        self._moments = {} if self.settings.train.optimizer_state == "kept" else None
         update, local = yield from self.local_round(self._received(parameters), config)
         loss = float(update.loss)
         if not np.isfinite(loss):
             raise ArithmeticError(f"client {self.client}: the training loss is {loss}")
+        self._keep_moments()
         metrics: dict[str, Any] = {**update.metrics, "train-loss": loss, "num-test": len(self.data.y_test)}
         if local is not None:
             if config.get("evaluate-local"):
@@ -350,6 +353,9 @@ class PersonalClient(NumPyClient):
     def job(self, work: Train) -> Job:
         """Return a training with the client's samples and its random streams of this round."""
         job = self._job(work)
+        for number, one in enumerate(job.models or (job,)):
+            if self._moments is not None and one.moments is not None:
+                self._moments[f"optimiser-{work.stream}-{number}"] = one.moments
         self.processed += self._share(job).total * (1 if work.start.dim() == 1 else len(work.start))
         return job
 
@@ -373,7 +379,27 @@ class PersonalClient(NumPyClient):
         width = self.network(work).dropout_width
         dropout = DropoutNumbers(width, stream("dropout")) if width else None
         rate = self.lr if work.lr is None else work.lr
-        return Job(work, self.samples("train"), stream("batches"), rate, augment, dropout, self.class_weight)
+        moments = self.moments(work, model)
+        samples, batches = self.samples("train"), stream("batches")
+        return Job(work, samples, batches, rate, augment, dropout, self.class_weight, moments=moments)
+
+    def moments(self, work: Train, model: int = 0) -> Moments | None:
+        """Return what a round's training goes on with."""
+        if self._moments is None or work.plain:
+            return None
+        name = f"optimiser-{work.stream}-{model}"
+        means, squares, steps = (self.recall(f"{name}-{part}") for part in ("means", "squares", "steps"))
+        if means is None or steps is None or means.shape != work.start.shape:  # a first round, or a grown network
+            return Moments()
+        return Moments(int(steps), means, squares)
+
+    def _keep_moments(self) -> None:
+        for name, moments in (self._moments or {}).items():
+            for part, tensor in (("means", moments.means), ("squares", moments.squares)):
+                if tensor is not None:
+                    self.keep(f"{name}-{part}", tensor)
+            if moments.means is not None:
+                self.state[f"{name}-steps"] = np.array(moments.steps, np.int64)
 
     def _save(self, predictor: Predictor, config: Config, point: str, file: str = "client") -> None:
         """Write a model, with all that its use needs, to the folder that the config names (simulation: the run's own).

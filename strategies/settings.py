@@ -71,9 +71,15 @@ class TrainSettings:
     )
     optimizer: str = setting(
         "sgd",
-        "what makes steps of gradients, its state fresh each round; where a method prescribes plain steps, they stay",
+        "what makes steps of gradients; where a method prescribes plain steps, they stay",
         choices=("sgd", "adam", "adamw"),
         synonyms=("optimiser", "opt"),
+    )
+    optimizer_state: str = setting(
+        "fresh",
+        "momentum, and Adam's moments: `fresh` in each training, or `kept` by the client from its last round",
+        choices=("fresh", "kept"),
+        synonyms=("optimiser-state",),
     )
     momentum: float = setting(0.0, "momentum of SGD", minimum=0, maximum=0.9999)
     weight_decay: float = setting(
@@ -115,6 +121,11 @@ class TrainSettings:
             raise SettingsError(
                 f"momentum = {self.momentum:g} does not go with optimizer = {self.optimizer!r}, which has adam-beta1; "
                 "set it to 0"
+            )
+        if self.optimizer_state == "kept" and self.optimizer == "sgd" and not self.momentum:
+            raise SettingsError(
+                "optimizer-state = 'kept' does not go with optimizer = 'sgd' and momentum = 0, which leaves nothing to "
+                "keep; set a momentum, or optimizer-state = 'fresh'"
             )
 
 

@@ -124,6 +124,15 @@ class LoopedModels:
         views = [self.layout.views(row) for row in rows]
         return [view[name] for view in views for name in self._names]
 
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``, 0 where nothing moves."""
+        rows = torch.zeros_like(self.flat)
+        for number, row in enumerate(rows[0]):
+            views = self.layout.views(row)
+            for name, tensor in zip(self._names, self.of_model(tensors, number), strict=True):
+                views[name].copy_(tensor)
+        return rows
+
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
         for layer, columns in self._dropouts:
@@ -194,6 +203,14 @@ class StackedModels:
         """Cut P vectors ``(d,)`` or ``(K, d)`` into the shapes of ``parameters``."""
         views = by_tensor(self.layout, rows_of(values, self.count))
         return [views[name] for name in self._names]
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``, 0 where nothing moves."""
+        rows = torch.zeros_like(self.flat)
+        views = self.layout.views(rows)
+        for name, tensor in zip(self._names, tensors, strict=True):
+            views[name].copy_(tensor)
+        return rows
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Differentiate the models of the first A clients, to which the batch ``(A, B, ...)`` belongs."""

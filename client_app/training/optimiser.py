@@ -17,7 +17,8 @@ class Optimiser:
     A training that is ``plain`` is SGD without momentum, decay and clipping: its method prescribes the steps.
 
     One fused call a step and group: the stock optimiser costs more than a small model's backward pass.
-    Of stacked models the first A take a step where the gradients are those of A clients.
+    Of stacked models the first A take a step where the gradients are those of A clients. Jobs with moments go on with
+    these.
     """
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
@@ -29,15 +30,12 @@ class Optimiser:
         self._decoupled = settings.optimizer == "adamw"
         self._betas = settings.adam_beta1, settings.adam_beta2
         self._epsilon = settings.adam_epsilon
-        self._steps = 0
-        self._squares: list[Tensor] = []
         self._bounds = work.bounds
         self._resized = models.resized
         self._groups: dict[float, list[int]] = {}
         for index, rate in enumerate(models.rates):
             self._groups.setdefault(jobs[0].lr * rate, []).append(index)
         self.parameters = models.parameters
-        self._buffers: list[Tensor] = []
         pulls = [job.work.pull for job in jobs if job.work.pull is not None]
         masks = [job.work.mask for job in jobs if job.work.mask is not None]
         offsets = [job.work.offset for job in jobs if job.work.offset is not None]
@@ -45,6 +43,12 @@ class Optimiser:
         self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
         self._masks = models.parts(masks) if masks else []
         self._offsets = models.parts(offsets) if offsets else []
+        kept = [job.moments for job in jobs if job.moments is not None]
+        earlier = [moments.steps for moments in kept]
+        self._earlier = torch.tensor(earlier, dtype=torch.float64) if len(set(earlier)) > 1 else max(earlier, default=0)
+        self._steps = 0
+        self._buffers = _copied(models, [moments.means for moments in kept])
+        self._squares = _copied(models, [moments.squares for moments in kept])
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor]) -> None:
@@ -79,23 +83,49 @@ class Optimiser:
             torch._foreach_clamp_min_(parameters, self._bounds[0])
             torch._foreach_clamp_max_(parameters, self._bounds[1])
 
+    def moments(self, models: Models, single: bool) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return the means and squares of each of the P clients' models, of a single one or of K."""
+        found = [models.joined(tensors) if tensors else None for tensors in (self._buffers, self._squares)]
+        own = [None if rows is None else rows[:, 0] if single else rows for rows in found]
+        means, squares = ([None] * len(models.flat) if rows is None else list(rows) for rows in own)
+        return list(zip(means, squares, strict=True))
+
     def _adapted(self, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
         """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), in AdamW with the decay beside it."""
         if not self._buffers:
             self._buffers, self._squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
         self._steps += 1
+        steps = self._earlier + self._steps
         first, second = self._betas
         means, squares = leading(self._buffers, gradients), leading(self._squares, gradients)
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
-        divisors = torch._foreach_sqrt(squares)
-        torch._foreach_div_(divisors, (1 - second**self._steps) ** 0.5)
+        divisors = list(torch._foreach_sqrt(squares))
+        _divide(divisors, (1 - second**steps) ** 0.5)
         torch._foreach_add_(divisors, self._epsilon)
         directions = list(torch._foreach_div(means, divisors))
-        torch._foreach_div_(directions, 1 - first**self._steps)
+        _divide(directions, 1 - first**steps)
         if self._decoupled and self._decay:  # what is masked does not decay either
             masks = leading(self._masks, gradients)
             decaying = torch._foreach_mul(parameters, masks) if masks else parameters
             torch._foreach_add_(directions, decaying, alpha=self._decay)
         return directions
+
+
+def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
+    """Divide in place by a number, or by one for each of the clients that come first in the tensors."""
+    if isinstance(divisor, float):
+        torch._foreach_div_(tensors, divisor)
+        return
+    own = divisor[: len(tensors[0])].to(tensors[0])
+    torch._foreach_div_(tensors, [own.view(-1, *[1] * (tensor.dim() - 1)) for tensor in tensors])
+
+
+def _copied(models: Models, rows: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the tensors of some rows, one a client, to be written to; none if no client has any yet."""
+    present = [row for row in rows if row is not None]
+    if not present:
+        return []
+    whole = [torch.zeros_like(present[0]) if row is None else row for row in rows]
+    return [tensor.clone() for tensor in models.parts(whole)]

@@ -113,7 +113,9 @@ class Trainer:
         else:
             schedule, places = shares[0], [0]
             models = LoopedModels(network, jobs[0].work)
-        loss = self._run(models, [jobs[place] for place in places], schedule) / schedule.seen
+        ordered = [jobs[place] for place in places]
+        optimiser = Optimiser(self.settings, models, ordered)
+        loss = self._run(models, ordered, schedule, optimiser) / schedule.seen
         flat = models.flat
         finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
@@ -125,6 +127,11 @@ class Trainer:
                     f"training diverged: the loss of the last epoch is {loss[row].tolist()}; "
                     f"a smaller lr than {jobs[place].lr:g} may help"
                 )
+        if jobs[0].moments is not None:
+            rows = zip(ordered, places, optimiser.moments(models, single), finite, strict=True)
+            for job, place, later, good in rows:
+                if good and job.moments is not None:
+                    job.moments.follow(shares[place].steps, *later)
         return results
 
     def _train_apart(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
@@ -149,9 +156,8 @@ class Trainer:
         # Without its cache, which a step has no use for: one that is not cleared holds weights of earlier steps.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
-    def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule) -> Tensor:
+    def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule, optimiser: Optimiser) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
-        optimiser = Optimiser(self.settings, models, jobs)
         total = torch.zeros(len(jobs), models.count, device=self.device)
         rule = jobs[0].work.rule
         for batch, counted in schedule:

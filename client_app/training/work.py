@@ -190,6 +190,23 @@ class Forward:
     features: bool = False
 
 
+@dataclass
+class Moments:
+    """What an optimiser goes on with in the next round: steps taken, and means of gradients and of their squares.
+
+    Both are like the parameters that were trained, ``(d,)`` or ``(K, d)``, or None before the first step; SGD has no
+    mean of squares. A training that ends well puts its own in their place.
+    """
+
+    steps: int = 0
+    means: Tensor | None = None
+    squares: Tensor | None = None
+
+    def follow(self, steps: int, means: Tensor | None, squares: Tensor | None) -> None:
+        """Take over what a training of some steps has left."""
+        self.steps, self.means, self.squares = self.steps + steps, means, squares
+
+
 class Job(NamedTuple):
     """One client's local training.
 
@@ -206,3 +223,4 @@ class Job(NamedTuple):
     dropout: DropoutNumbers | None = None
     class_weight: Tensor | None = None  # (n,), of each sample by its class
     models: tuple["Job", ...] = ()
+    moments: Moments | None = None  # None: the optimiser begins afresh

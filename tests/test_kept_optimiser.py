@@ -1,0 +1,66 @@
+"""optimizer-state = kept: momentum and Adam's moments go on from a client's last round."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import posy
+from posy.settings import SettingsError
+from posy.strategies.methods import METHODS
+
+OPTIMISERS = {
+    "sgd": {"momentum": 0.9, "lr": 0.01},
+    "adam": {"optimizer": "adam", "lr": 0.001},
+    "adamw": {"optimizer": "adamw", "lr": 0.001, "weight_decay": 0.01},
+}
+SMALL = {"max_samples": 240, "num_clients": 3, "model": "mlp", "batch_size": 1000, "device": "cpu"}
+
+
+def trained(folder: Path, name: str, rounds: int, epochs: int, **given: object) -> list[np.ndarray]:
+    """Return the served or own models of a run whose mini-batches hold all samples."""
+    posy.run(
+        **{"method": "local", **SMALL, **given},
+        num_server_rounds=rounds,
+        local_epochs=epochs,
+        output_dir=str(folder),
+        run_name=name,
+        save_models=True,
+    )
+    files = sorted((folder / name).rglob("client-*.safetensors"))
+    assert len(files) == given.get("num_clients", 3)
+    return [np.concatenate([t.ravel() for t in posy.storage.read_arrays(file)[0].values()]) for file in files]
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_two_rounds_of_local_training_are_one_of_twice_the_epochs(tmp_path: Path, name: str) -> None:
+    """Where a batch holds all samples, only the optimiser's state can tell them apart; fresh, it does."""
+    settings = OPTIMISERS[name]
+    long = trained(tmp_path, "long", 1, 4, **settings)
+    kept = trained(tmp_path, "kept", 2, 2, optimizer_state="kept", **settings)
+    fresh = trained(tmp_path, "fresh", 2, 2, **settings)
+    for one, two, other in zip(long, kept, fresh, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
+        assert np.abs(other - one).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedfew"])
+def test_stacked_clients_keep_what_single_ones_keep(tmp_path: Path, method: str, name: str) -> None:
+    """Also clients with fewer batches than others, and one that was not in the first rounds."""
+    settings = {**OPTIMISERS[name], "method": method, "optimizer_state": "kept", "batch_size": 16}
+    settings |= {"num_clients": 5, "fraction_train": 0.6, "full_last_round": True}
+    loop, vmap = (trained(tmp_path, stack, 3, 1, stack=stack, **settings) for stack in ("loop", "vmap"))
+    for one, two in zip(loop, vmap, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_runs_with_what_is_kept(tmp_path: Path, method: str) -> None:
+    """Also those that prescribe plain steps, and PPFE, whose network grows."""
+    trained(tmp_path, "run", 3, 1, method=method, optimizer_state="kept", momentum=0.5, batch_size=32)
+
+
+def test_nothing_to_keep_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="optimizer-state = 'kept' does not go with"):
+        trained(tmp_path, "run", 1, 1, optimizer_state="kept")
