@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from posy.data.augment import check_augment
+from posy.data.columns import names_in
 from posy.data.errors import DataError
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
 from posy.data.settings import DataSettings
@@ -107,7 +108,7 @@ def is_complete(settings: DataSettings) -> bool:
 
 def task_of(settings: DataSettings) -> Task:
     """Return the task that complete settings give, or raise :class:`SettingsError` for values that give none."""
-    kind, classes = TASK_KINDS[settings.sample_kind], _names_in("classes", settings.classes)
+    kind, classes = TASK_KINDS[settings.sample_kind], names_in("classes", settings.classes)
     if len(classes) < 2:
         raise SettingsError(f"classes = {settings.classes!r}: needed are two or more names, each once")
     shape = shape_in(settings, settings.sample_kind)
@@ -150,30 +151,14 @@ def statistics_in(settings: DataSettings, width: int) -> tuple[np.ndarray, np.nd
 
 def columns_in(settings: DataSettings, width: int) -> tuple[str, ...]:
     """Return the names in the setting ``feature-names``, none where it is empty, or raise :class:`SettingsError`."""
-    names = _names_in("feature-names", settings.feature_names) if settings.feature_names else ()
+    names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
     if len(names) not in (0, width):
         raise SettingsError(f"feature-names = {settings.feature_names!r:.200}: needed are {width} names, each once")
     return names
 
 
-def _names_in(key: str, text: str) -> tuple[str, ...]:
-    """Return the names of a setting that lists them with commas between, or as JSON."""
-    names: Any = text.split(",")
-    if text.lstrip().startswith("["):
-        try:
-            names = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SettingsError(f"{key} = {text!r:.200}: not a JSON list ({error})") from error
-    if not all(isinstance(name, str) for name in names):
-        raise SettingsError(f"{key} = {text!r:.200}: needed is a list of texts")
-    found = tuple(label_name(name) for name in names)
-    if len(set(found)) < len(found) or (key == "classes" and not all(found)):
-        raise SettingsError(f"{key} = {text!r:.200}: needed are names, each once")
-    return found
-
-
 def _listed(names: Sequence[str]) -> str:
-    """Return names as :func:`_names_in` reads them."""
+    """Return names as :func:`names_in` reads them."""
     plain = all(name and "," not in name and name == name.strip() and not name.startswith("[") for name in names)
     return ",".join(names) if plain else json.dumps(list(names), ensure_ascii=False)
 

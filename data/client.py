@@ -63,7 +63,7 @@ def client_data(
 
 
 def _inputs(dataset: Dataset, indices: np.ndarray, client: int, settings: DataSettings, device: torch.device) -> Tensor:
-    x = torch.from_numpy(dataset.x[indices])
+    x = torch.from_numpy(np.ascontiguousarray(dataset.x[indices]))
     if dataset.task.kind == "image" and settings.shift != "none":
         # On the CPU, so that every device trains on the same pixels.
         shifted = apply_shift(x.permute(0, 3, 1, 2), SHIFTS[settings.shift][client])

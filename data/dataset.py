@@ -1,6 +1,6 @@
 """A data set in memory: what a file or folder holds, and the task and samples that are made of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 class Dataset:
     """All samples of a data set, train and test pooled.
 
-    ``x`` are ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` features, float32 or, where that
+    ``x``, which may be mapped from a file, are ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` features, float32 or, where that
     would change one, float64; or ``(N, L)`` int64 tokens. ``mean`` is subtracted, and what is left divided by ``std``:
     float32 per channel of pixels/255 for uint8 images, float64 per feature for features; 0 and 1 for values that are
     taken as they are.
@@ -60,6 +60,7 @@ class Content:
     columns: tuple[str, ...] = ()  # names of the features, where the data gives them
     read_notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
     unreadable: tuple[str, ...] = ()  # what is wrong with each file that was left out
+    resized: bool = False  # images that were brought to one size, and can be brought to any
 
     @cached_property
     def distinct(self) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -70,6 +71,12 @@ class Content:
     def notes(self) -> tuple[str, ...]:
         """What a person should know of the data, its labels included."""
         return (*self.read_notes, *label_notes(*self.distinct, self.is_test))
+
+
+def bytes_of(array: np.ndarray) -> Iterator[memoryview]:
+    """Yield the bytes of an array in blocks, so that one that stays on the disk is not read as a whole."""
+    for row in range(0, len(array), 1024):
+        yield np.ascontiguousarray(array[row : row + 1024]).data
 
 
 def make_dataset(

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
+from posy.data.arrow import HUB, read_hub
+from posy.data.columns import Columns
 from posy.data.dataset import Dataset
 from posy.data.errors import DataError
 from posy.data.functions import read_function
-from posy.data.own import as_dataset, read_own
+from posy.data.own import as_dataset, has_columns, read_own
 from posy.data.published import DATASETS
 from posy.data.read_published import load_published
 from posy.data.settings import DataSettings, path_of
@@ -32,11 +34,21 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     name = settings.dataset
     try:
         if name in DATASETS:
+            _check_columns(Columns.of(settings), name, False)
             found = load_published(name, data_dir, settings)
         else:
             size = (settings.image_size,) * 2 if settings.image_size else None
             function = is_own(name) and not exists(absolute(name))
-            content = read_function(name) if function else read_own(path_of(name, data_dir), size)
+            columns = Columns.of(settings)
+            if name.startswith(HUB):
+                content = read_hub(name, columns, size, settings.download)
+            elif function:
+                _check_columns(columns, name, False)
+                content = read_function(name)
+            else:
+                path = path_of(name, data_dir)
+                _check_columns(columns, name, has_columns(path))
+                content = read_own(path, size, columns=columns)
             found = as_dataset(content, name, settings.text_length or MAX_LENGTH, settings.vocabulary)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
@@ -44,6 +56,15 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
         raise DataError(f"{name}: more than fits into memory ({error})") from error
     _check_resized(found, settings)
     return _subset(found, settings, seed)
+
+
+def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
+    """Raise :class:`SettingsError` where settings name columns of what has none."""
+    if (named := columns.named()) and not has_columns:
+        raise SettingsError(
+            f"{named[0][0]} = {named[0][1]!r} does not go with dataset = {name!r}, which has no columns: they are for "
+            ".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk; leave it empty"
+        )
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:

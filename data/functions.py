@@ -44,6 +44,17 @@ def read_function(name: str) -> Content:
         told = f"a mapping of {', '.join(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
         raise DataError(f"{what}: it returns {told}; it must return (x, y), or a mapping of {', '.join(PARTS)}")
     parts = {key: _array(value, f"{what}: {key}") for key, value in found.items() if value is not None}
+    return content_of(parts, what, Path(name))
+
+
+def content_of(parts: Mapping[str, np.ndarray], what: str, path: Path) -> Content:
+    """Return the content that arrays are, by their names in :data:`PARTS`; ``what`` is for messages.
+
+    Raises
+    ------
+    DataError
+        As :func:`read_function` does.
+    """
     check_lengths(what, **{key: len(value) for key, value in parts.items()})
     x, test = parts["x"], parts.get("test")
     if test is not None and (test.dtype != bool or test.ndim != 1):
@@ -65,7 +76,7 @@ def read_function(name: str) -> Content:
             samples = as_images(x, f"{what}: x")
             kind = "image" if samples.dtype == np.uint8 else "image-float"
             notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if kind == "image-float" else []
-    return Content(Path(name), kind, samples, labels, groups, test, read_notes=tuple(notes))
+    return Content(path, kind, samples, labels, groups, test, read_notes=tuple(notes))
 
 
 def _array(value: Any, what: str) -> np.ndarray:

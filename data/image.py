@@ -1,15 +1,19 @@
 """Images: arrays of pixels, and folders of image files."""
 
+import io
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from posy.data.dataset import Content
 from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
 from posy.data.labels import as_labels
@@ -19,6 +23,18 @@ DEFAULT_SIDE = 64
 """Height and width to which images of unequal sizes are brought."""
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 _SPLITS = frozenset({"train", "test", "val", "valid", "validation"})
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An image file within another file."""
+
+    where: str
+    content: Any  # a buffer, which may still be on the disk
+
+    def __str__(self) -> str:
+        """Return where it is, for messages."""
+        return self.where
 
 
 def as_images(x: np.ndarray, where: str) -> np.ndarray:
@@ -35,7 +51,9 @@ def as_images(x: np.ndarray, where: str) -> np.ndarray:
             f"{where}: images of shape {x.shape[1:]}; allowed are (height, width), and 1 to 4 channels before or after"
         )
     if axis == 1:
-        x = np.ascontiguousarray(x.transpose(0, 2, 3, 1))
+        x = x.transpose(0, 2, 3, 1)
+        if not isinstance(x, np.memmap):  # which stays on the disk
+            x = np.ascontiguousarray(x)
     if x.dtype == np.uint8:
         return x
     if x.dtype.kind in "iu":
@@ -85,13 +103,13 @@ def read_images(files: Sequence[Path], size: tuple[int, int] | None = None, mode
 
 
 def readable_images(
-    files: Sequence[Path], size: tuple[int, int] | None = None, mode: str | None = None
+    files: Sequence[Path | Encoded], size: tuple[int, int] | None = None, mode: str | None = None
 ) -> tuple[np.ndarray, dict[int, DataError]]:
     """Decode the image files that can be read to one uint8 array.
 
     Parameters
     ----------
-    files : sequence of Path
+    files : sequence of Path or Encoded
         N files.
     size : tuple of int, optional
         (width, height): images of another size are cropped to its aspect ratio around their centre, then resized.
@@ -137,6 +155,36 @@ def readable_images(
     return readable_images(left, size, mode)[0], dict(sorted((problems | damaged).items()))
 
 
+def image_content(
+    path: Path,
+    files: Sequence[Path | Encoded],
+    labels: np.ndarray,
+    size: tuple[int, int] | None,
+    mode: str | None,
+    skip_unreadable: bool | None,
+    **others: np.ndarray | None,
+) -> Content:
+    """Return the content that N image files and their ``(N,)`` labels are; ``others`` are its groups and its test set.
+
+    The rest is as in :func:`posy.data.own.read_own`.
+    """
+    x, problems = readable_images(files, size, mode)
+    if not problems:
+        return Content(path, "image", x, labels, resized=True, **others)  # type: ignore[arg-type]
+    if not skip_unreadable or len(problems) == len(files):
+        hint = "; with skip-unreadable=true in its node config a site goes on without such files"
+        raise unreadable(problems, len(files), hint if skip_unreadable is False else "")
+    good = np.setdiff1d(np.arange(len(files)), list(problems))
+    first = ", ".join(str(files[number]).removeprefix(f"{path}{os.sep}") for number in list(problems)[:3])
+    first += ", …" * (len(problems) > 3)
+    notes = [f"{len(problems)} of {len(files)} image files cannot be read and are left out: {first}"]
+    if gone := np.setdiff1d(labels, labels[good]).tolist():
+        notes.append(f"classes without an image that can be read: {', '.join(map(str, gone))}")
+    kept = {key: None if value is None else value[good] for key, value in others.items()}
+    told = tuple(map(str, problems.values()))
+    return Content(path, "image", x, labels[good], read_notes=tuple(notes), unreadable=told, resized=True, **kept)  # type: ignore[arg-type]
+
+
 def pixels_of(image: Image.Image, size: tuple[int, int], mode: str) -> np.ndarray:
     """Return the pixels ``(H, W, C)`` of an image, uint8; ``size`` (width, height) and ``mode`` as in a run's data."""
     check_mode(image, "the image")
@@ -160,7 +208,7 @@ def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") ->
     return DataError(f"{len(problems)} of {count} images cannot be read: {first}{'; …' * (len(problems) > 3)}{hint}")
 
 
-def _kind(path: Path) -> tuple[tuple[int, int], str] | DataError:
+def _kind(path: Path | Encoded) -> tuple[tuple[int, int], str] | DataError:
     try:
         with _opened(path) as image:
             return image.size, image.mode
@@ -169,11 +217,12 @@ def _kind(path: Path) -> tuple[tuple[int, int], str] | DataError:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
+def _opened(path: Path | Encoded) -> Iterator[Image.Image]:
     """Open an image file; whatever is wrong with it becomes a DataError."""
-    check_regular(path)
+    if isinstance(path, Path):
+        check_regular(path)
     try:
-        with Image.open(path) as image:
+        with Image.open(path if isinstance(path, Path) else io.BytesIO(path.content)) as image:
             check_mode(image, str(path))
             yield image
     except DataError:

@@ -1,4 +1,4 @@
-"""People's own data: .npz, .csv, a folder of class folders, a PFLlib directory."""
+"""People's own data: .npz, .csv, .parquet, folders of images, of .npy files, of `datasets`, and PFLlib's."""
 
 from collections.abc import Sequence
 from logging import getLogger
@@ -6,15 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
+from posy.data.arrow import is_saved, read_parquet, read_saved
+from posy.data.columns import Columns
 from posy.data.dataset import Content, Dataset, make_dataset
 from posy.data.errors import DataError
-from posy.data.image import as_images, labelled_images, readable_images, unreadable
+from posy.data.files import check_regular
+from posy.data.functions import PARTS, content_of
+from posy.data.image import as_images, image_content, labelled_images
 from posy.data.labels import as_labels, joined_labels, known_labels, numbered
 from posy.data.npz import NpzFile
 from posy.data.pfllib import is_pfllib, read_pfllib
 from posy.data.tables import read_csv
 from posy.data.text import MAX_LENGTH, MAX_WORDS, UNKNOWN, tokenise
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
+from posy.paths import exists
 
 _LOG = getLogger("flwr")  # the logger of a run
 
@@ -49,12 +54,17 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH, max_words:
 
 
 def read_own(
-    path: Path, size: tuple[int, int] | None = None, mode: str | None = None, skip_unreadable: bool | None = None
+    path: Path,
+    size: tuple[int, int] | None = None,
+    mode: str | None = None,
+    skip_unreadable: bool | None = None,
+    columns: Columns = Columns(),  # noqa: B008 - it cannot change
 ) -> Content:
-    """Read an .npz or .csv file, a folder of class folders, or a PFLlib directory.
+    """Read an .npz, .csv or .parquet file, or a directory of one of the layouts.
 
-    ``size`` and ``mode`` of the images of class folders are as for :func:`posy.data.image.readable_images`. Where
-    ``skip_unreadable`` is ``None``, images that cannot be read are an error that does not offer to skip them.
+    ``size`` and ``mode`` of image files are as for :func:`posy.data.image.readable_images`. Where ``skip_unreadable``
+    is ``None``, images that cannot be read are an error that does not offer to skip them. ``columns`` are those of
+    tables.
 
     Raises
     ------
@@ -62,12 +72,22 @@ def read_own(
         If it is none of them, or holds what cannot be used.
     """
     try:
+        if is_saved(path):
+            return read_saved(path, columns, size, mode, skip_unreadable)
         if path.is_dir():
-            return read_pfllib(path) if is_pfllib(path) else _read_folder(path, size, mode, skip_unreadable)
-        reader = {".npz": read_npz, ".csv": read_csv}.get(path.suffix.lower())
-        if reader is None:
-            raise DataError(f"{path}: allowed are .npz, .csv, a folder of class folders and a PFLlib directory")
-        return reader(path)
+            if is_pfllib(path):
+                return read_pfllib(path)
+            arrays = exists(path / "x.npy") and exists(path / "y.npy")
+            return read_arrays(path) if arrays else _read_folder(path, size, mode, skip_unreadable)
+        kind = path.suffix.lower()
+        if kind == ".parquet":
+            return read_parquet(path, columns, size, mode, skip_unreadable)
+        if kind not in (".npz", ".csv"):
+            raise DataError(
+                f"{path}: allowed are .npz, .csv, .parquet, a folder of class folders, of x.npy and y.npy, or of "
+                "datasets.save_to_disk, and a PFLlib directory"
+            )
+        return read_npz(path) if kind == ".npz" else read_csv(path, columns)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     except MemoryError as error:
@@ -117,27 +137,31 @@ def read_npz(path: Path) -> Content:
     return Content(path, kind, samples, labels("y"), groups, is_test, read_notes=tuple(notes))
 
 
+def has_columns(path: Path) -> bool:
+    """Tell whether a path is that of a table, whose columns the settings may name."""
+    return path.suffix.lower() in (".csv", ".parquet") or is_saved(path)
+
+
+def read_arrays(path: Path) -> Content:
+    """Read a directory of x.npy, y.npy, and perhaps groups.npy and test.npy, as a function returns them.
+
+    Samples stay on the disk, unless they are of a type that has to be changed.
+    """
+    parts = {}
+    for key in PARTS:
+        file = path / f"{key}.npy"
+        if key not in ("x", "y") and not exists(file):
+            continue
+        check_regular(file)
+        try:
+            mapped = np.lib.format.open_memmap(file, mode="r")
+        except (ValueError, EOFError, OSError, OverflowError) as error:
+            raise DataError(f"{file}: not a whole .npy file of numbers or texts ({error})") from error
+        parts[key] = mapped if key == "x" else np.array(mapped)
+    return content_of(parts, str(path), path)
+
+
 def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
     """Read a folder of class folders, as :func:`posy.data.image.labelled_images` finds them."""
     files, names, is_test = labelled_images(path)
-    x, problems = readable_images(files, size, mode)
-    if not problems:
-        return Content(path, "image", x, names, is_test=is_test)
-    if not skip_unreadable or len(problems) == len(files):
-        hint = "; with skip-unreadable=true in its node config a site goes on without such files"
-        raise unreadable(problems, len(files), hint if skip_unreadable is False else "")
-    good = np.setdiff1d(np.arange(len(files)), list(problems))
-    first = ", ".join(str(files[number].relative_to(path)) for number in list(problems)[:3])
-    first += ", …" * (len(problems) > 3)
-    notes = [f"{len(problems)} of {len(files)} image files cannot be read and are left out: {first}"]
-    if gone := np.setdiff1d(names, names[good]).tolist():
-        notes.append(f"classes without an image that can be read: {', '.join(gone)}")
-    return Content(
-        path,
-        "image",
-        x,
-        names[good],
-        is_test=None if is_test is None else is_test[good],
-        read_notes=tuple(notes),
-        unreadable=tuple(map(str, problems.values())),
-    )
+    return image_content(path, files, names, size, mode, skip_unreadable, is_test=is_test)

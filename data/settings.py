@@ -19,7 +19,8 @@ class DataSettings:
 
     dataset: str = setting(
         "digits",
-        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, an image folder, a PFLlib directory), a function of "
+        "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images, of .npy files, of "
+        "`datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` of the Hugging Face Hub, a function of "
         f"one's own, or `{SITES}`: each node reads its own, named in its node config",
         or_own="a function that returns the data",
         synonyms=("data",),
@@ -28,8 +29,18 @@ class DataSettings:
         "datasets", "directory that holds the data sets", place=True, resumable=True, affects_results=False
     )
     download: bool = setting(
-        True, "let torchvision download what is missing, where it can", resumable=True, affects_results=False
+        True, "let torchvision, and `hf:`, download what is missing, where they can", resumable=True, affects_results=False
     )
+    label_column: str = setting(
+        "", "tables: name of the column with the classes; empty: `label`, else the last", synonyms=("target-column",)
+    )
+    input_columns: str = setting(
+        "",
+        "tables: names of the columns with the samples, one of images or texts or those of the features, with commas "
+        "between, or a JSON list; empty: `text`, the only one of images, or all others",
+        synonyms=("feature-columns", "text-column", "image-column"),
+    )
+    group_column: str = setting("", "tables: name of the column with the natural groups; empty: `group`, if it is there")
     partition: str = setting(
         "dirichlet",
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",

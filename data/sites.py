@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from posy.data.agreement import MODES, Description, columns_in, difference, shape_in, shape_text, statistics_in, task_of
-from posy.data.dataset import Content, Dataset, make_dataset
+from posy.data.columns import Columns
+from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
 from posy.data.errors import DataError
 from posy.data.labels import renumbered
 from posy.data.own import read_own
@@ -38,7 +39,7 @@ def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False)
     if settings.input_shape and settings.sample_kind == "image":
         channels, height, width = shape_in(settings, "image")
         size, mode = (width, height), MODES[channels]
-    return read_own(path, size, mode, skip_unreadable)
+    return read_own(path, size, mode, skip_unreadable, Columns.of(settings))
 
 
 def describe_site(content: Content, settings: DataSettings, seed: int) -> Description:
@@ -50,7 +51,7 @@ def describe_site(content: Content, settings: DataSettings, seed: int) -> Descri
     return Description(
         kind=content.kind,
         shape=_shape(content, settings),
-        fixed=content.kind != "text" and not (content.path.is_dir() and content.kind == "image"),
+        fixed=content.kind != "text" and not content.resized,
         classes=() if settings.classes else content.distinct[1],
         count=count,
         mean=mean,
@@ -113,8 +114,8 @@ def fingerprint(dataset: Dataset, part: Partition) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for array in (dataset.x, dataset.y, part.train[0], part.test[0], part.validation[0]):
         digest.update(f"{array.dtype} {array.shape}".encode())
-        for row in range(0, len(array), 1024):
-            digest.update(np.ascontiguousarray(array[row : row + 1024]).data)
+        for block in bytes_of(array):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from posy.data.columns import Columns, name_notes, roles
 from posy.data.dataset import Content
 from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
-from posy.data.labels import as_labels, label_name, nearly_equal, numbered, written_label
+from posy.data.labels import as_labels, label_name, numbered, written_label
 from posy.data.values import FLOAT32_MAX, LOST, as_features
 
 _GROWTH = 4  # least factor by which a table grows when its cells become Python's texts
@@ -32,51 +33,42 @@ def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> It
         raise DataError(f"{path}: row {number + 1}: not a .csv file that can be read ({error})") from error
 
 
-def read_csv(path: Path) -> Content:
+def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - it cannot change
     """Read a table with a header, in which every name stands once.
 
-    The labels are the column ``label``, else the last, which is noted (see :func:`posy.data.labels.written_label`
-    for what a cell means); a column ``group`` gives natural groups. A column ``text``, or the only other column
-    if it does not hold numbers, is the text, and the columns that are not used then are noted; otherwise all
-    other columns are features. A :class:`DataError` names the row and the column of what is wrong.
+    Which columns are what is as :func:`posy.data.columns.roles` says (see :func:`posy.data.labels.written_label` for
+    what a cell of the labels means). A column ``text``, or the only one of the samples if it does not hold numbers, is
+    the text, and columns that are not used then are noted. A :class:`DataError` names the row and the column of what is
+    wrong.
     """
     header = _header(path)
-    lower = [title.lower() for title in header]
-    notes = []
-    label = lower.index("label") if "label" in lower else len(header) - 1
-    if "label" not in lower:
-        notes.append(f"no column is named label; the last one, {header[label]}, is taken for it")
-    inputs = [place for place in range(len(header)) if place != label and lower[place] != "group"]
-    if not inputs:
-        raise DataError(f"{path}: no column beside the label; at least one is needed")
-    features = [] if any(lower[place] == "text" for place in inputs) else inputs
+    found = roles(header, columns, str(path))
+    label, notes = found.label, list(found.notes)
+    features = [] if found.is_text else found.inputs
     cells = _cells(path, header, features)
-    if cells is None and len(inputs) == 1:
+    if cells is None and len(found.inputs) == 1:
         features, cells = [], _cells(path, header, [])
     if cells is None:
         raise _problem(path, header, features, {})
     labels, wrong = _names(cells, label, "label")
     groups = None
-    if "group" in lower and lower.index("group") != label:
-        groups, wrong_groups = _names(cells, lower.index("group"), "group")
+    if found.group is not None:
+        groups, wrong_groups = _names(cells, found.group, "group")
         wrong |= wrong_groups
     if wrong or not all((np.abs(cells[str(place)]) <= FLOAT32_MAX).all() for place in features):
         raise _problem(path, header, features, wrong)
     y = as_labels(np.array(labels), str(path))
     numbers = None if groups is None else numbered(np.array(groups))
     if not features:
-        text = lower.index("text") if "text" in lower else inputs[0]
-        if unused := [header[place] for place in inputs if place != text]:
-            notes.append(f"columns beside the text are not used: {', '.join(unused)}")
+        text = found.inputs[0]
         _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[label])
         return Content(path, "text", cells[str(text)].tolist(), y, numbers, read_notes=tuple(notes))
     _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[label])
-    columns = tuple(header[place] for place in features)
-    notes += [f"column {1 + header.index('')} has no name and is a feature"] if "" in columns else []
-    notes += [f"columns of nearly the same name: {', '.join(twins)}" for twins in nearly_equal(columns)]
+    names = tuple(header[place] for place in features)
+    notes += name_notes(names, header)
     notes += _lost_digits(path, header, cells, features)
     x, more = as_features(np.column_stack([cells[str(place)] for place in features]), str(path))
-    return Content(path, "features", x, y, numbers, columns=columns, read_notes=(*notes, *more))
+    return Content(path, "features", x, y, numbers, columns=names, read_notes=(*notes, *more))
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:
@@ -162,7 +154,7 @@ def _problem(
             if place in features and (value is None or not abs(value) <= FLOAT32_MAX):
                 return DataError(
                     f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "
-                    "be named text)"
+                    "be named text, or be the only one of input-columns)"
                 )
     return DataError(f"{path}: not a .csv file that can be read")
 

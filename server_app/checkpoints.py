@@ -14,6 +14,7 @@ import numpy.typing as npt
 from flwr.common.logger import log
 
 from posy.client_app.workspace import Workspace
+from posy.data.dataset import bytes_of
 from posy.server_app.results import RunDirectory
 from posy.server_app.resume import PROGRESS, StoredRun, checkpoint_rounds, read_summary
 from posy.settings import SettingsError
@@ -183,9 +184,9 @@ def data_digests(workspace: Workspace) -> dict[str, str]:
         return {}
     digests = {}
     for what, content in (("the samples", workspace.dataset.x), ("the labels", workspace.dataset.y)):
-        array = np.ascontiguousarray(content)
-        digest = hashlib.blake2b(f"{array.dtype.str} {array.shape}".encode(), digest_size=16)
-        digest.update(array.reshape(-1).view(np.uint8).data)
+        digest = hashlib.blake2b(f"{content.dtype.str} {content.shape}".encode(), digest_size=16)
+        for block in bytes_of(content):
+            digest.update(block)
         digests[what] = digest.hexdigest()
     digest = hashlib.blake2b(digest_size=16)
     for split in (workspace.partition.train, workspace.partition.test):

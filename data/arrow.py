@@ -1,0 +1,312 @@
+"""Tables of Arrow: .parquet files, and data sets of the `datasets` library, saved or from the Hugging Face Hub."""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posy.data.columns import Columns, name_notes, roles
+from posy.data.dataset import Content
+from posy.data.errors import DataError
+from posy.data.files import check_fits, check_regular
+from posy.data.functions import content_of
+from posy.data.image import Encoded, image_content
+from posy.data.labels import as_labels, label_name, numbered
+from posy.data.values import FLOAT32_MAX, precision_notes
+
+HUB = "hf:"
+"""What a data set of the Hugging Face Hub begins with."""
+_NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::(.+))?")
+_FORMATS = frozenset({"arrow", "cache", "csv", "imagefolder", "json", "parquet", "text"})
+"""Formats of files that the library reads without unpickling anything, as it does with pandas' own."""
+_INDEX = re.compile(r"__index_level_\d+__")  # what pandas adds to a .parquet file
+_TESTS = ({"test"}, {"validation", "valid", "val", "dev"})
+_LONGEST = 300  # characters of a message of the library
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a table, in which splits follow each other."""
+
+    table: Any  # pyarrow.Table
+    features: Mapping[str, Any]  # what the columns are to `datasets`, where that is known
+    splits: Sequence[tuple[str, int]]  # with numbers of rows
+    where: str
+
+    def at(self, row: int, column: str) -> str:
+        """Return where a cell is, for messages."""
+        split = ""
+        for name, length in self.splits:
+            split = f"split {name}, " if len(self.splits) > 1 else ""
+            if row < length:
+                break
+            row -= length
+        return f"{self.where}: {split}row {row + 1}, column {column}"
+
+
+def is_saved(path: Path) -> bool:
+    """Tell whether a directory is one that ``save_to_disk`` of `datasets` has written."""
+    # Unlike pathlib's these are False also for what can be no path, or may not be looked at.
+    one = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))  # noqa: PTH113
+    return one or os.path.isfile(path / "dataset_dict.json")  # noqa: PTH113
+
+
+def read_saved(
+    path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
+) -> Content:
+    """Read what ``save_to_disk`` of `datasets` has written; the arguments are as in :func:`posy.data.own.read_own`."""
+    import datasets  # noqa: PLC0415 - takes seconds to import
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # a damaged folder can make the library fail in any way
+        raise DataError(f"{path}: not a whole folder of datasets.save_to_disk ({_said(error)})") from error
+    rows, is_test, notes = _pooled(found, str(path))
+    return _content(rows, path, columns, is_test, notes, size, mode, skip_unreadable)
+
+
+def read_parquet(
+    path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
+) -> Content:
+    """Read a .parquet file; the arguments are as in :func:`posy.data.own.read_own`."""
+    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+    from pyarrow import parquet  # noqa: PLC0415
+
+    check_regular(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            meta = file.metadata
+            check_fits(sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups)), str(path))
+            table = file.read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: not a whole .parquet file ({_said(error)})") from error
+    features: Mapping[str, Any] = {}
+    if b"huggingface" in (table.schema.metadata or {}):
+        import datasets  # noqa: PLC0415 - takes seconds to import
+
+        features = datasets.Features.from_arrow_schema(table.schema)
+    rows = _Rows(table, features, [("", len(table))], str(path))
+    return _content(rows, path, columns, None, [], size, mode, skip_unreadable)
+
+
+def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download: bool) -> Content:
+    """Read ``hf:owner/name`` or ``hf:owner/name:config`` of the Hugging Face Hub, as the library `datasets` caches it.
+
+    Without ``download`` what is in its cache is taken. Code of the data set is never run, and nothing is unpickled.
+
+    Raises
+    ------
+    DataError
+        If it cannot be fetched, or is in a format that is not read.
+    """
+    import datasets  # noqa: PLC0415 - takes seconds to import
+    from datasets.packaged_modules.cache.cache import Cache  # noqa: PLC0415
+
+    where, known = f"dataset = {name!r}", _NAME.fullmatch(name)
+    if known is None:
+        raise DataError(f"{where}: it must be hf:owner/name or hf:owner/name:config")
+    repository, config = known[1], known[2]
+    if Path(repository).exists():
+        raise DataError(f"{where}: there is a folder {repository} here, which the library would read; start elsewhere")
+    try:
+        if download:
+            builder = datasets.load_dataset_builder(repository, config)
+        else:
+            short = repository.rpartition("/")[2]
+            builder = Cache(dataset_name=short, repo_id=repository, config_name=config, version="auto", hash="auto")
+        formats = {base.__module__.rpartition(".")[2] for base in type(builder).__mro__}
+        if not formats & _FORMATS:
+            raise DataError(f"{where}: its files are not in a format that is read; allowed: {', '.join(sorted(_FORMATS))}")
+        builder.download_and_prepare()
+        found = builder.as_dataset()
+    except DataError:
+        raise
+    except Exception as error:  # of the network, of the Hub, or of a damaged file
+        how = "fetched from the Hugging Face Hub" if download else "found in the library's cache (download = false)"
+        raise DataError(
+            f"{where}: it cannot be {how} ({_said(error)}); where there is a network, datasets.save_to_disk writes a "
+            "folder that dataset takes"
+        ) from error
+    rows, is_test, notes = _pooled(found, where)
+    return _content(rows, Path(name), columns, is_test, notes, size, None, None)
+
+
+def _pooled(found: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str]]:
+    """Return the rows of a data set or of its splits, which of them are its test set, and what to note.
+
+    The test set is the split test, else that for validation. Splits of other names than these and train, such as
+    unsupervised, are left out if there is a train.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+
+    splits = dict(found) if isinstance(found, Mapping) else {"": found}
+    notes = []
+    if "train" in splits and (odd := [name for name in splits if name not in {"train"}.union(*_TESTS)]):
+        notes.append(f"splits that are not used: {', '.join(odd)}")
+        splits = {name: split for name, split in splits.items() if name not in odd}
+    if not splits:
+        raise DataError(f"{where}: no split; at least one is needed")
+    features = next(iter(splits.values())).features
+    for name, split in splits.items():
+        if split.features != features:
+            first = next(iter(splits))
+            raise DataError(
+                f"{where}: split {name} has the columns {split.features}, split {first} {features}; they must be alike"
+            )
+    tables = [split.select_columns(list(features)).with_format("arrow")[:] for split in splits.values()]
+    table = pa.concat_tables([part.replace_schema_metadata() for part in tables])
+    tests = next((names for names in _TESTS if names & splits.keys()), set())
+    tested = np.repeat([name in tests for name in splits], [len(split) for split in splits.values()])
+    rows = _Rows(table, features, [(name, len(split)) for name, split in splits.items()], where)
+    return rows, tested if tested.any() and not tested.all() else None, notes
+
+
+def _content(
+    rows: _Rows,
+    path: Path,
+    columns: Columns,
+    is_test: np.ndarray | None,
+    notes: list[str],
+    size: tuple[int, int] | None,
+    mode: str | None,
+    skip_unreadable: bool | None,
+) -> Content:
+    import datasets  # noqa: PLC0415 - takes seconds to import
+
+    names = [name for name in rows.table.column_names if not _INDEX.fullmatch(name)]
+    header = [label_name(name) for name in names]
+    if len(set(header)) < len(header) or len(header) < 2:
+        raise DataError(f"{rows.where}: columns {', '.join(header)}; needed are two or more, each name once")
+    if not len(rows.table):
+        raise DataError(f"{rows.where}: no rows; at least one is needed")
+    kinds = [rows.features.get(name) for name in names]
+    coded = [place for place, kind in enumerate(kinds) if isinstance(kind, datasets.ClassLabel)]
+    images = [place for place, kind in enumerate(kinds) if isinstance(kind, datasets.Image)]
+    found = roles(header, columns, rows.where, coded, images)
+    notes += found.notes
+    y = _labels(rows, names[found.label])
+    groups = None if found.group is None else numbered(_labels(rows, names[found.group]))
+    inputs = [names[place] for place in found.inputs]
+    many = [name for name in inputs if len(inputs) > 1 and not _is_number(_column(rows, name).type)]
+    if many:
+        raise DataError(
+            f"{rows.where}: column {many[0]} of type {_column(rows, many[0]).type} beside others; name columns of numbers, "
+            "or one of images, texts or lists of numbers, in input-columns"
+        )
+    if found.inputs[0] in images:
+        others = {"groups": groups, "is_test": is_test}
+        content = image_content(path, _files(rows, inputs[0]), y, size, mode, skip_unreadable, **others)
+        return replace(content, read_notes=(*notes, *content.read_notes))
+    column = _column(rows, inputs[0])
+    if _is_text(column.type):
+        return Content(path, "text", column.to_pylist(), y, groups, is_test, read_notes=tuple(notes))
+    parts = {"y": y} | ({} if groups is None else {"groups": groups}) | ({} if is_test is None else {"test": is_test})
+    check_fits(sum(_column(rows, name).nbytes for name in inputs), rows.where)
+    if not _is_number(column.type):
+        parts["x"] = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))
+        content = content_of(parts, rows.where, path)
+        return replace(content, read_notes=(*notes, *content.read_notes))
+    titles = tuple(header[place] for place in found.inputs)
+    values = [_column(rows, name).to_numpy() for name in inputs]
+    for name, value in zip(inputs, values, strict=True):
+        if (bad := ~(np.abs(value.astype(np.float64)) <= FLOAT32_MAX)).any():
+            raise DataError(
+                f"{rows.at(int(bad.argmax()), name)}: {value[bad][0]}; finite numbers are allowed, in the range of float32"
+            )
+        notes += precision_notes(value[:, None], np.float64, (name,))
+    parts["x"] = np.column_stack([value.astype(np.float64) for value in values])
+    content = content_of(parts, rows.where, path)
+    return replace(content, columns=titles, read_notes=(*notes, *name_notes(titles, header), *content.read_notes))
+
+
+def _column(rows: _Rows, name: str) -> Any:
+    """Return a column without its dictionary; :class:`DataError` if a cell is empty."""
+    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+
+    column = rows.table.column(name)
+    if column.null_count:
+        first = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        raise DataError(f"{rows.at(first, name)}: it is empty; each row needs a value")
+    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+
+
+def _labels(rows: _Rows, name: str) -> np.ndarray:
+    """Return the labels or groups in a column; numbers of named classes become the names."""
+    import datasets  # noqa: PLC0415 - takes seconds to import
+
+    column, kind = _column(rows, name), rows.features.get(name)
+    where = f"{rows.where}: column {name}"
+    if isinstance(kind, datasets.ClassLabel):
+        numbers = column.to_numpy()
+        if (bad := (numbers < 0) | (numbers >= len(kind.names))).any():
+            allowed = f"allowed are 0 to {len(kind.names) - 1}, the numbers of its classes"
+            raise DataError(f"{rows.at(int(bad.argmax()), name)}: label {numbers[bad][0]}; {allowed}")
+        return as_labels(np.array(kind.names)[numbers], where)
+    if _is_text(column.type):
+        return as_labels(np.array(column.to_pylist()), where)
+    if not _is_number(column.type):
+        raise DataError(f"{where}: labels of type {column.type}; whole numbers and texts are allowed")
+    return as_labels(column.to_numpy(), where)
+
+
+def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
+    """Return the image files in a column; those of which it holds the path alone are files of this machine."""
+    files: list[Path | Encoded] = []
+    for row, cell in enumerate(value for chunk in _column(rows, name).chunks for value in chunk):
+        if cell["bytes"].is_valid:
+            files.append(Encoded(rows.at(row, name), cell["bytes"].as_buffer()))
+        elif cell["path"].is_valid:
+            files.append(Path(cell["path"].as_py()))
+        else:
+            raise DataError(f"{rows.at(row, name)}: it is empty; each row needs an image")
+    return files
+
+
+def _nested(values: Any, rows_each: int, at: Callable[[int], str]) -> np.ndarray:
+    """Return lists of numbers, all of one shape, as an array; ``rows_each`` lists of these belong to one row."""
+    import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
+    from pyarrow import compute  # noqa: PLC0415
+
+    if isinstance(values, pa.ExtensionArray):
+        values = values.storage
+    if values.null_count:
+        first = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise DataError(f"{at(first // rows_each)}: a value is missing; only numbers are allowed")
+    if _is_number(values.type):
+        return np.asarray(values.to_numpy(zero_copy_only=False))
+    kind = pa.types
+    if not (kind.is_list(values.type) or kind.is_large_list(values.type) or kind.is_fixed_size_list(values.type)):
+        raise DataError(
+            f"{at(0)}: values of type {values.type}; allowed are images, texts, numbers, and lists of numbers; "
+            "input-columns names those that are used"
+        )
+    lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
+    if (unlike := lengths != lengths[0]).any():
+        first = int(unlike.argmax())
+        raise DataError(
+            f"{at(first // rows_each)}: a list of {lengths[first]} entries, where the first one has {lengths[0]}; all must "
+            "be of one length"
+        )
+    inner = _nested(values.flatten(), rows_each * max(1, int(lengths[0])), at)
+    return inner.reshape(len(values), int(lengths[0]), *inner.shape[1:])
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types  # noqa: PLC0415 - needed by these data alone
+
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types  # noqa: PLC0415 - needed by these data alone
+
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _said(error: Exception) -> str:
+    """Return what an exception says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]

@@ -1,0 +1,391 @@
+"""Data of the `datasets` library, .parquet files, folders of .npy files, and columns that the settings name."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+import posy
+from posy.data.dataset import Dataset
+from posy.data.datasets import load_dataset
+from posy.data.errors import DataError
+from posy.data.settings import DataSettings
+from posy.data.sites import describe_site, load_site, read_site
+from posy.settings import SettingsError
+
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (40, 6, 5, 3), np.uint8)
+FEATURES = np.round(RNG.normal(size=(40, 3)), 3) * [1, 10, 1e6]
+WORDS = [f"word{i % 5} and {i}, or not" for i in range(40)]
+NAMES = np.array(["cat", "dog", "eel", "fox"])[np.arange(40) % 4]
+GROUPS = np.arange(40) // 10
+
+
+def loaded(path: Path | str, **settings: Any) -> Dataset:
+    return load_dataset(DataSettings(dataset=str(path), **settings), Path("datasets"), 0)
+
+
+def same(found: Dataset, expected: Dataset) -> None:
+    """Check that two data sets hold the same samples in the same order."""
+    assert found.task == expected.task and found.sample_kind == expected.sample_kind
+    assert found.x.dtype == expected.x.dtype and np.array_equal(found.x, expected.x)
+    assert np.array_equal(found.y, expected.y)
+    assert np.array_equal(found.mean, expected.mean) and np.array_equal(found.std, expected.std)
+    for mine, theirs in ((found.groups, expected.groups),):
+        assert (mine is None) == (theirs is None) and (mine is None or np.array_equal(mine, theirs))
+
+
+def npz(path: Path, x: Any, **more: Any) -> Dataset:
+    np.savez(path, x_train=x, y_train=NAMES, **more)
+    return loaded(path)
+
+
+def pictures(rows: slice = slice(None), label: str = "label") -> datasets.Dataset:
+    kinds = datasets.Features({"image": datasets.Image(), label: datasets.ClassLabel(names=["fox", "eel", "dog", "cat"])})
+    content = {"image": [Image.fromarray(x) for x in PIXELS[rows]], label: NAMES[rows].tolist()}
+    return datasets.Dataset.from_dict(content, features=kinds)
+
+
+def table() -> pd.DataFrame:
+    return pd.DataFrame({"a": FEATURES[:, 0], "b": FEATURES[:, 1], "c": FEATURES[:, 2], "group": GROUPS, "label": NAMES})
+
+
+def writers(tmp_path: Path, frame: pd.DataFrame) -> dict[str, Path]:
+    """Write one table in each of the forms that a table has."""
+    paths = {"csv": tmp_path / "t.csv", "parquet": tmp_path / "t.parquet", "saved": tmp_path / "saved"}
+    frame.to_csv(paths["csv"], index=False)
+    frame.to_parquet(paths["parquet"])
+    datasets.Dataset.from_pandas(frame, preserve_index=False).save_to_disk(paths["saved"])
+    return paths
+
+
+FORMS = ["csv", "parquet", "saved"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_table_of_features_holds_the_samples_of_the_npz(form: str, tmp_path: Path) -> None:
+    expected = npz(tmp_path / "a.npz", FEATURES, groups_train=GROUPS)
+    found = loaded(writers(tmp_path, table())[form])
+    same(found, expected)
+    assert found.columns == ("a", "b", "c") and found.notes == ()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_table_of_texts_holds_the_samples_of_the_csv(form: str, tmp_path: Path) -> None:
+    paths = writers(tmp_path, pd.DataFrame({"text": WORDS, "number": GROUPS, "label": NAMES}))
+    found = loaded(paths[form], text_length=6)
+    same(found, loaded(paths["csv"], text_length=6))
+    assert found.words == loaded(paths["csv"], text_length=6).words
+    assert found.notes == ("columns beside the text are not used: number",)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_that_the_settings_name(form: str, tmp_path: Path) -> None:
+    frame = table().rename(columns={"label": "kind", "group": "ward"})
+    frame.insert(0, "review", WORDS)
+    path = writers(tmp_path, frame)[form]
+    columns = {"label_column": "kind", "group_column": "ward"}
+    expected = npz(tmp_path / "a.npz", FEATURES[:, [2, 0]], groups_train=GROUPS)
+    same(loaded(path, input_columns="c,a", **columns), expected)
+    text = loaded(path, input_columns='["review"]', **columns)
+    assert text.task.kind == "text" and text.groups is not None and text.groups.tolist() == GROUPS.tolist()
+    with pytest.raises(DataError, match="review"):
+        loaded(path, **columns)
+    for settings, told in (
+        ({"label_column": "sort"}, "label-column = 'sort': there is no such column; there are review, a, b, c, ward, kind"),
+        ({"input_columns": "a,d"}, "input-columns = 'd': there is no such column"),
+        ({"group_column": "Ward"}, "group-column = 'Ward': there is no such column"),
+        ({"label_column": "a", "input_columns": "a,b"}, "'a' is named by label-column and by input-columns"),
+        ({"group_column": "a", "input_columns": "review,a,b,c,ward,kind"}, "named by group-column and by input-columns"),
+        ({"input_columns": "review,a,b,c,ward,kind"}, "no column is left for the label"),
+        ({"label_column": "kind", "input_columns": "a,review"}, "review"),
+    ):
+        with pytest.raises(DataError) as raised:
+            loaded(path, **settings)
+        assert told in str(raised.value) and str(path) in str(raised.value)
+    for given in ("a,a", "[a", "[1]"):
+        with pytest.raises(SettingsError, match="input-columns"):
+            loaded(path, input_columns=given)
+
+
+def test_columns_are_for_tables_alone(tmp_path: Path) -> None:
+    npz(tmp_path / "a.npz", FEATURES)
+    (tmp_path / "mine.py").write_text("def data():\n    return [[1.0], [2.0]] * 4, [0, 1] * 4\n")
+    for name in (str(tmp_path / "a.npz"), "digits", f"{tmp_path}/mine.py:data"):
+        with pytest.raises(SettingsError, match="group-column = 'a' does not go with dataset = .* no columns"):
+            loaded(name, group_column="a")
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet"])
+def test_images_hold_the_samples_of_the_npz(form: str, tmp_path: Path) -> None:
+    expected = npz(tmp_path / "a.npz", PIXELS)
+    path = tmp_path / "data.parquet" if form == "parquet" else tmp_path / "data"
+    given = pictures()
+    given.to_parquet(path) if form == "parquet" else given.save_to_disk(path)
+    same(loaded(path), expected)
+    small = loaded(path, image_size=4)
+    assert small.x.shape == (40, 4, 4, 3)
+
+
+def test_images_of_unlike_sizes_are_brought_to_one(tmp_path: Path) -> None:
+    kinds = datasets.Features({"img": datasets.Image(), "fine": datasets.ClassLabel(names=["a", "b"])})
+    images = [Image.fromarray(PIXELS[i][: 3 + i % 3, :, 0]) for i in range(8)]
+    datasets.Dataset.from_dict({"img": images, "fine": [0, 1] * 4}, features=kinds).save_to_disk(tmp_path / "s")
+    found = loaded(tmp_path / "s")
+    assert found.x.shape == (8, 64, 64, 1) and found.task.class_names == ("a", "b") and found.notes == ()
+    assert loaded(tmp_path / "s", image_size=5).x.shape == (8, 5, 5, 1)
+
+
+def test_the_splits_are_pooled_and_the_test_set_is_a_sites_own(tmp_path: Path) -> None:
+    parts = datasets.DatasetDict(train=pictures(slice(25)), test=pictures(slice(25, 40)))
+    parts["unsupervised"] = pictures(slice(3))
+    parts.save_to_disk(tmp_path / "s")
+    found = loaded(tmp_path / "s")
+    np.savez(
+        tmp_path / "a.npz", x_train=PIXELS[:25], y_train=NAMES[:25], x_test=PIXELS[25:], y_test=NAMES[25:]
+    )
+    same(found, loaded(tmp_path / "a.npz"))
+    assert found.notes == ("splits that are not used: unsupervised",)
+    sites = DataSettings(dataset="sites", sample_kind="image", input_shape="3x4x4", classes="cat,dog,eel,fox")
+    dataset, part = load_site(read_site(tmp_path / "s", sites), sites, 1)
+    assert part.test[0].tolist() == list(range(25, 40)) and dataset.x.shape == (40, 4, 4, 3)
+    described = describe_site(read_site(tmp_path / "s", DataSettings(dataset="sites")), DataSettings(dataset="sites"), 1)
+    assert not described.fixed and described.classes == ("cat", "dog", "eel", "fox")
+    datasets.DatasetDict(train=pictures(slice(25)), validation=pictures(slice(25, 40))).save_to_disk(tmp_path / "v")
+    assert load_site(read_site(tmp_path / "v", sites), sites, 1)[1].test[0].tolist() == list(range(25, 40))
+
+
+def test_a_site_reads_the_columns_that_the_run_names(tmp_path: Path) -> None:
+    path = writers(tmp_path, table().rename(columns={"label": "kind"})[["kind", "a", "b", "c"]])["parquet"]
+    sites = DataSettings(dataset="sites", label_column="kind", input_columns="a,c")
+    content = read_site(path, sites)
+    assert content.columns == ("a", "c") and content.labels.tolist() == NAMES.tolist()
+
+
+def test_an_image_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) -> None:
+    given = pictures().cast_column("image", datasets.Image(decode=False))
+    kinds = given.features
+    rows = given.to_dict()
+    rows["image"][3] = {"bytes": b"no image", "path": None}
+    datasets.Dataset.from_dict(rows, features=kinds).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "s")
+    with pytest.raises(DataError, match="row 4, column image: not an image that can be read"):
+        loaded(tmp_path / "s")
+    content = read_site(tmp_path / "s", DataSettings(dataset="sites"), skip_unreadable=True)
+    assert np.array_equal(content.x, np.delete(PIXELS, 3, 0)) and len(content.unreadable) == 1
+    assert content.read_notes[0].endswith("row 4, column image")
+
+
+def test_lists_of_numbers_are_features_or_images(tmp_path: Path) -> None:
+    rows = {"x": FEATURES.tolist(), "label": NAMES.tolist()}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "f")
+    same(loaded(tmp_path / "f"), npz(tmp_path / "a.npz", FEATURES))
+    kinds = datasets.Features({"x": datasets.Array3D((6, 5, 3), "uint8"), "label": datasets.Value("string")})
+    rows = {"x": PIXELS.tolist(), "label": NAMES.tolist()}
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / "i")
+    same(loaded(tmp_path / "i"), npz(tmp_path / "b.npz", PIXELS))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "empty": ({"x": [1.0, None], "label": [0, 1]}, "row 2, column x: it is empty; each row needs a value"),
+    "nan": ({"x": [1.0, 2.0], "z": [1.0, float("nan")], "label": [0, 1]}, "row 2, column z: nan; finite numbers"),
+    "label": ({"x": [1.0, 2.0], "label": [0.5, 1]}, "column label: label 0.5 at index 0"),
+    "ragged": ({"x": [[1], [1, 2]], "label": [0, 1]}, "row 2, column x: a list of 2 entries, where the first one has 1"),
+    "hole": ({"x": [[1, 2], [1, None]], "label": [0, 1]}, "row 2, column x: a value is missing"),
+    "beside": ({"x": [[1], [2]], "z": [1, 2], "label": [0, 1]}, "column x of type list"),
+    "words": ({"x": ["a", "b"], "z": [1, 2], "label": [0, 1]}, "in input-columns"),
+    "times": ({"x": pd.to_datetime(["2020", "2021"]), "label": [0, 1]}, "column x: values of type timestamp"),
+    "lists": ({"x": [1, 2], "label": [[0], [1]]}, "column label: labels of type list"),
+    "single": ({"label": [0, 1]}, "columns label; needed are two or more"),
+    "none": ({"x": np.empty(0), "label": np.empty(0, int)}, "no rows; at least one is needed"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_a_table_is_told(case: str, tmp_path: Path) -> None:
+    content, told = WRONG[case]
+    pd.DataFrame(content).to_parquet(path := tmp_path / "a.parquet")
+    with pytest.raises(DataError) as raised:
+        loaded(path)
+    assert told in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
+    kinds = datasets.Features({"x": datasets.Value("float32"), "label": datasets.ClassLabel(names=["a", "b"])})
+    datasets.Dataset.from_dict({"x": [1, 2], "label": [0, -1]}, features=kinds).save_to_disk(tmp_path / "unlabelled")
+    both = {"one": datasets.Image(), "two": datasets.Image(), "label": datasets.Value("int64")}
+    image = Image.fromarray(PIXELS[0])
+    rows = {"one": [image], "two": [image], "label": [1]}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(both)).save_to_disk(tmp_path / "both")
+    rows = {"one": [image, None], "label": [1, 2]}
+    kinds = datasets.Features({"one": datasets.Image(), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / "none")
+    other = pictures().rename_column("label", "kind")
+    datasets.DatasetDict(train=pictures(), test=other).save_to_disk(tmp_path / "unlike")
+    pictures().save_to_disk(tmp_path / "cut")
+    next((tmp_path / "cut").glob("*.arrow")).write_bytes(b"short")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    for name, told in (
+        ("unlabelled", "row 2, column label: label -1; allowed are 0 to 1, the numbers of its classes"),
+        ("both", "columns of images: one, two; name one in input-columns"),
+        ("none", "row 2, column one: it is empty"),
+        ("unlike", "split test has the columns"),
+        ("cut", "not a whole folder of datasets.save_to_disk"),
+        ("a.parquet", "not a whole .parquet file"),
+    ):
+        with pytest.raises(DataError) as raised:
+            loaded(tmp_path / name)
+        assert told in str(raised.value) and str(tmp_path / name) in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet", "arrays"])
+def test_a_run_on_each(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arrays(tmp_path / "arrays")
+    pictures(label="kind").save_to_disk("saved")
+    pictures(label="kind").to_parquet("data.parquet")
+    name = {"saved": "saved", "parquet": "data.parquet", "arrays": "arrays"}[form]
+    columns = {} if form == "arrays" else {"label_column": "kind"}
+    shared = {"method": "fedavg", "num_clients": 2, "num_server_rounds": 2, "partition": "iid"}
+    record = posy.run(dataset=name, run_name="a", **shared, **columns)
+    np.savez("a.npz", x_train=PIXELS, y_train=NAMES)
+    other = posy.run(dataset="a.npz", run_name="b", **shared)
+    assert record.rounds["loss"].tolist() == other.rounds["loss"].tolist()
+    assert record.predictor(0).predict(PIXELS[0]).label in NAMES
+
+
+# -- the Hub ---------------------------------------------------------------------------------------------
+
+
+def test_a_data_set_that_the_library_has_cached_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay out the library's cache as it does itself, by preparing a local folder of the same name."""
+    monkeypatch.chdir(tmp_path)
+    pictures().to_parquet(tmp_path / "src.parquet")
+    cache = tmp_path / "cache"
+    datasets.load_dataset("parquet", data_files={"train": "src.parquet"}, cache_dir=str(cache))
+    made = next(cache.glob("parquet/*/*/*/dataset_info.json")).parent
+    place = cache / "someone___things" / "small" / "0.0.0" / made.name
+    place.parent.mkdir(parents=True)
+    made.rename(place)
+    info = json.loads((place / "dataset_info.json").read_text())
+    info |= {"dataset_name": "things", "config_name": "small", "builder_name": "parquet"}
+    (place / "dataset_info.json").write_text(json.dumps(info))
+    for file in place.glob("parquet-*.arrow"):
+        file.rename(place / file.name.replace("parquet-", "things-"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(cache))
+    expected = npz(tmp_path / "a.npz", PIXELS)
+    for name in ("hf:someone/things", "hf:someone/things:small"):
+        same(loaded(name, download=False), expected)
+    with pytest.raises(DataError, match=r"hf:someone/things:large.*cannot be found in the library's cache"):
+        loaded("hf:someone/things:large", download=False)
+
+
+def test_what_is_wrong_with_a_name_of_the_hub_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("hf:things", "hf:a/b/c", "hf:../b", "hf:a/b:"):
+        with pytest.raises(DataError, match="must be hf:owner/name or hf:owner/name:config"):
+            loaded(name)
+    (tmp_path / "someone/things").mkdir(parents=True)
+    with pytest.raises(DataError, match="there is a folder someone/things here"):
+        loaded("hf:someone/things")
+    with pytest.raises(DataError, match="library's cache"):
+        loaded("hf:nobody/things", download=False)
+
+
+def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "posy.commands.cli", "run", "dataset=hf:someone/things"],
+        cwd=tmp_path, env={**os.environ, **offline, "PYTHONPATH": root}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    told = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "Traceback" not in told
+    assert "dataset = 'hf:someone/things': it cannot be fetched from the Hugging Face Hub" in told
+
+
+# -- data on the disk ------------------------------------------------------------------------------------
+
+
+def arrays(folder: Path, **parts: Any) -> Path:
+    folder.mkdir()
+    for name, array in {"x": PIXELS, "y": NAMES, **parts}.items():
+        np.save(folder / f"{name}.npy", np.asarray(array))
+    return folder
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_folder_of_arrays_holds_the_samples_of_the_npz(first: bool, tmp_path: Path) -> None:
+    x = PIXELS.transpose(0, 3, 1, 2) if first else PIXELS
+    path = arrays(tmp_path / "a", x=np.ascontiguousarray(x), groups=GROUPS, test=np.arange(40) >= 30)
+    found = loaded(path)
+    same(found, npz(tmp_path / "a.npz", x, groups_train=GROUPS))
+    assert isinstance(found.x, np.memmap)
+    same(loaded(arrays(tmp_path / "f", x=FEATURES)), npz(tmp_path / "f.npz", FEATURES))
+    sites = DataSettings(dataset="sites", sample_kind="image", input_shape="3x6x5", classes="cat,dog,eel,fox")
+    assert load_site(read_site(path, sites), sites, 1)[1].test[0].tolist() == list(range(30, 40))
+
+
+def test_what_is_wrong_with_a_folder_of_arrays_is_told(tmp_path: Path) -> None:
+    wrong = np.array([{}, 1], dtype=object)
+    np.save(arrays(tmp_path / "o") / "x.npy", wrong, allow_pickle=True)
+    (arrays(tmp_path / "s") / "x.npy").write_bytes((tmp_path / "s/x.npy").read_bytes()[:-1])
+    (arrays(tmp_path / "d") / "x.npy").unlink()
+    (tmp_path / "d/x.npy").mkdir()
+    for path, told in (
+        (tmp_path / "o", "x.npy: not a whole .npy file of numbers or texts"),
+        (tmp_path / "s", "x.npy: not a whole .npy file of numbers or texts"),
+        (tmp_path / "d", "x.npy: not a regular file"),
+        (arrays(tmp_path / "t", test=np.arange(40)), "test must be true or false for each sample"),
+        (arrays(tmp_path / "l", y=NAMES[:3]), "arrays of unequal length (x: 40, y: 3)"),
+    ):
+        with pytest.raises(DataError) as raised:
+            loaded(path)
+        assert told in str(raised.value) and str(path) in str(raised.value)
+
+
+MEASURED = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from posy.client_app.workspace import Workspace
+from posy.strategies.registry import read_settings
+
+
+def held(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) // 1024
+
+
+settings = read_settings({"method": "fedavg", "dataset": sys.argv[1], "num-clients": 50, "partition": "iid"})
+before = held("RssAnon:")
+workspace = Workspace(settings)
+data = workspace.client_data(3)
+print(held("RssAnon:") - before, held("VmHWM:"), data.nbytes >> 20)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_a_client_reads_its_own_samples_alone(tmp_path: Path) -> None:
+    folder = arrays(tmp_path / "a", y=np.arange(40_000) % 10)
+    (folder / "x.npy").unlink()
+    np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (40_000, 32, 32, 3)).flush()  # 123 MB, all of it holes
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", MEASURED, str(folder)], env=environment, capture_output=True, text=True, check=True
+    )
+    grown, _, own = map(int, done.stdout.split()[-3:])
+    assert own == 9  # 800 samples as float32
+    assert grown < 60  # MB; all of it would be 117 more
