@@ -120,7 +120,9 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
             builder = Cache(dataset_name=short, repo_id=repository, config_name=config, version="auto", hash="auto")
         formats = {base.__module__.rpartition(".")[2] for base in type(builder).__mro__}
         if not formats & _FORMATS:
-            raise DataError(f"{where}: its files are not in a format that is read; allowed: {', '.join(sorted(_FORMATS))}")
+            raise DataError(
+                f"{where}: its files are not in a format that is read; allowed: {', '.join(sorted(_FORMATS))}"
+            )
         builder.download_and_prepare()
         found = builder.as_dataset()
     except DataError:

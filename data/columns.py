@@ -69,18 +69,13 @@ def roles(
     lower = [title.lower() for title in header]
     inputs = [header.index(name) for name in columns.inputs]
     free = [place for place in range(len(header)) if place not in inputs and header[place] != columns.group]
-    notes = []
-    if columns.label:
-        label = header.index(columns.label)
-    elif known := [place for place in free if lower[place] == "label"]:
-        label = known[0]
-    elif len(known := [place for place in free if place in coded]) == 1:
-        label = known[0]
-    elif free:
-        label = free[-1]
-        notes.append(f"no column is named label; the last one, {header[label]}, is taken for it")
-    else:
+    if not (columns.label or free):
         raise DataError(f"{where}: no column is left for the label; name fewer in input-columns")
+    likely = [place for place in free if lower[place] == "label"] or [place for place in free if place in coded]
+    label = header.index(columns.label) if columns.label else (likely if len(likely) == 1 else free)[-1]
+    notes = []
+    if not columns.label and len(likely) != 1:
+        notes.append(f"no column is named label; the last one, {header[label]}, is taken for it")
     free = [place for place in free if place != label]
     group = header.index(columns.group) if columns.group else None
     if group is None and (known := [place for place in free if lower[place] == "group"]):

@@ -20,10 +20,10 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 class Dataset:
     """All samples of a data set, train and test pooled.
 
-    ``x``, which may be mapped from a file, are ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)`` features, float32 or, where that
-    would change one, float64; or ``(N, L)`` int64 tokens. ``mean`` is subtracted, and what is left divided by ``std``:
-    float32 per channel of pixels/255 for uint8 images, float64 per feature for features; 0 and 1 for values that are
-    taken as they are.
+    ``x``, which may be mapped from a file, are ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)``
+    features, float32 or, where that would change one, float64; or ``(N, L)`` int64 tokens. ``mean`` is subtracted, and
+    what is left divided by ``std``: float32 per channel of pixels/255 for uint8 images, float64 per feature for
+    features; 0 and 1 for values that are taken as they are.
     """
 
     name: str  # or path that it was loaded under

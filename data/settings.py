@@ -29,7 +29,10 @@ class DataSettings:
         "datasets", "directory that holds the data sets", place=True, resumable=True, affects_results=False
     )
     download: bool = setting(
-        True, "let torchvision, and `hf:`, download what is missing, where they can", resumable=True, affects_results=False
+        True,
+        "let torchvision, and `hf:`, download what is missing, where they can",
+        resumable=True,
+        affects_results=False,
     )
     label_column: str = setting(
         "", "tables: name of the column with the classes; empty: `label`, else the last", synonyms=("target-column",)
@@ -40,7 +43,9 @@ class DataSettings:
         "between, or a JSON list; empty: `text`, the only one of images, or all others",
         synonyms=("feature-columns", "text-column", "image-column"),
     )
-    group_column: str = setting("", "tables: name of the column with the natural groups; empty: `group`, if it is there")
+    group_column: str = setting(
+        "", "tables: name of the column with the natural groups; empty: `group`, if it is there"
+    )
     partition: str = setting(
         "dirichlet",
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",

@@ -39,8 +39,8 @@ def same(found: Dataset, expected: Dataset) -> None:
     assert found.x.dtype == expected.x.dtype and np.array_equal(found.x, expected.x)
     assert np.array_equal(found.y, expected.y)
     assert np.array_equal(found.mean, expected.mean) and np.array_equal(found.std, expected.std)
-    for mine, theirs in ((found.groups, expected.groups),):
-        assert (mine is None) == (theirs is None) and (mine is None or np.array_equal(mine, theirs))
+    assert (found.groups is None) == (expected.groups is None)
+    assert found.groups is None or np.array_equal(found.groups, expected.groups)
 
 
 def npz(path: Path, x: Any, **more: Any) -> Dataset:
@@ -49,13 +49,17 @@ def npz(path: Path, x: Any, **more: Any) -> Dataset:
 
 
 def pictures(rows: slice = slice(None), label: str = "label") -> datasets.Dataset:
-    kinds = datasets.Features({"image": datasets.Image(), label: datasets.ClassLabel(names=["fox", "eel", "dog", "cat"])})
+    kinds = datasets.Features(
+        {"image": datasets.Image(), label: datasets.ClassLabel(names=["fox", "eel", "dog", "cat"])}
+    )
     content = {"image": [Image.fromarray(x) for x in PIXELS[rows]], label: NAMES[rows].tolist()}
     return datasets.Dataset.from_dict(content, features=kinds)
 
 
 def table() -> pd.DataFrame:
-    return pd.DataFrame({"a": FEATURES[:, 0], "b": FEATURES[:, 1], "c": FEATURES[:, 2], "group": GROUPS, "label": NAMES})
+    return pd.DataFrame(
+        {"a": FEATURES[:, 0], "b": FEATURES[:, 1], "c": FEATURES[:, 2], "group": GROUPS, "label": NAMES}
+    )
 
 
 def writers(tmp_path: Path, frame: pd.DataFrame) -> dict[str, Path]:
@@ -100,11 +104,17 @@ def test_columns_that_the_settings_name(form: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="review"):
         loaded(path, **columns)
     for settings, told in (
-        ({"label_column": "sort"}, "label-column = 'sort': there is no such column; there are review, a, b, c, ward, kind"),
+        (
+            {"label_column": "sort"},
+            "label-column = 'sort': there is no such column; there are review, a, b, c, ward, kind",
+        ),
         ({"input_columns": "a,d"}, "input-columns = 'd': there is no such column"),
         ({"group_column": "Ward"}, "group-column = 'Ward': there is no such column"),
         ({"label_column": "a", "input_columns": "a,b"}, "'a' is named by label-column and by input-columns"),
-        ({"group_column": "a", "input_columns": "review,a,b,c,ward,kind"}, "named by group-column and by input-columns"),
+        (
+            {"group_column": "a", "input_columns": "review,a,b,c,ward,kind"},
+            "named by group-column and by input-columns",
+        ),
         ({"input_columns": "review,a,b,c,ward,kind"}, "no column is left for the label"),
         ({"label_column": "kind", "input_columns": "a,review"}, "review"),
     ):
@@ -120,7 +130,7 @@ def test_columns_are_for_tables_alone(tmp_path: Path) -> None:
     npz(tmp_path / "a.npz", FEATURES)
     (tmp_path / "mine.py").write_text("def data():\n    return [[1.0], [2.0]] * 4, [0, 1] * 4\n")
     for name in (str(tmp_path / "a.npz"), "digits", f"{tmp_path}/mine.py:data"):
-        with pytest.raises(SettingsError, match="group-column = 'a' does not go with dataset = .* no columns"):
+        with pytest.raises(SettingsError, match=r"group-column = 'a' does not go with dataset = .* no columns"):
             loaded(name, group_column="a")
 
 
@@ -149,15 +159,15 @@ def test_the_splits_are_pooled_and_the_test_set_is_a_sites_own(tmp_path: Path) -
     parts["unsupervised"] = pictures(slice(3))
     parts.save_to_disk(tmp_path / "s")
     found = loaded(tmp_path / "s")
-    np.savez(
-        tmp_path / "a.npz", x_train=PIXELS[:25], y_train=NAMES[:25], x_test=PIXELS[25:], y_test=NAMES[25:]
-    )
+    np.savez(tmp_path / "a.npz", x_train=PIXELS[:25], y_train=NAMES[:25], x_test=PIXELS[25:], y_test=NAMES[25:])
     same(found, loaded(tmp_path / "a.npz"))
     assert found.notes == ("splits that are not used: unsupervised",)
     sites = DataSettings(dataset="sites", sample_kind="image", input_shape="3x4x4", classes="cat,dog,eel,fox")
     dataset, part = load_site(read_site(tmp_path / "s", sites), sites, 1)
     assert part.test[0].tolist() == list(range(25, 40)) and dataset.x.shape == (40, 4, 4, 3)
-    described = describe_site(read_site(tmp_path / "s", DataSettings(dataset="sites")), DataSettings(dataset="sites"), 1)
+    described = describe_site(
+        read_site(tmp_path / "s", DataSettings(dataset="sites")), DataSettings(dataset="sites"), 1
+    )
     assert not described.fixed and described.classes == ("cat", "dog", "eel", "fox")
     datasets.DatasetDict(train=pictures(slice(25)), validation=pictures(slice(25, 40))).save_to_disk(tmp_path / "v")
     assert load_site(read_site(tmp_path / "v", sites), sites, 1)[1].test[0].tolist() == list(range(25, 40))
@@ -195,9 +205,16 @@ def test_lists_of_numbers_are_features_or_images(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"x": [1.0, None], "label": [0, 1]}, "row 2, column x: it is empty; each row needs a value"),
-    "nan": ({"x": [1.0, 2.0], "z": [1.0, float("nan")], "label": [0, 1]}, "row 2, column z: nan; finite numbers"),
+    "nan": (
+        {"x": [1.0, 2.0], "z": [1.0, float("nan")], "label": [0, 1]},
+        "row 2, column z: it is empty",
+    ),  # so pandas writes it
+    "infinite": ({"x": [1.0, float("inf")], "label": [0, 1]}, "row 2, column x: inf; finite numbers are allowed"),
     "label": ({"x": [1.0, 2.0], "label": [0.5, 1]}, "column label: label 0.5 at index 0"),
-    "ragged": ({"x": [[1], [1, 2]], "label": [0, 1]}, "row 2, column x: a list of 2 entries, where the first one has 1"),
+    "ragged": (
+        {"x": [[1], [1, 2]], "label": [0, 1]},
+        "row 2, column x: a list of 2 entries, where the first one has 1",
+    ),
     "hole": ({"x": [[1, 2], [1, None]], "label": [0, 1]}, "row 2, column x: a value is missing"),
     "beside": ({"x": [[1], [2]], "z": [1, 2], "label": [0, 1]}, "column x of type list"),
     "words": ({"x": ["a", "b"], "z": [1, 2], "label": [0, 1]}, "in input-columns"),
@@ -257,7 +274,7 @@ def test_a_run_on_each(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     record = posy.run(dataset=name, run_name="a", **shared, **columns)
     np.savez("a.npz", x_train=PIXELS, y_train=NAMES)
     other = posy.run(dataset="a.npz", run_name="b", **shared)
-    assert record.rounds["loss"].tolist() == other.rounds["loss"].tolist()
+    assert record.rounds["train_loss_mean"].tolist() == other.rounds["train_loss_mean"].tolist()
     assert record.predictor(0).predict(PIXELS[0]).label in NAMES
 
 
@@ -370,10 +387,12 @@ def held(key):
 
 
 settings = read_settings({"method": "fedavg", "dataset": sys.argv[1], "num-clients": 50, "partition": "iid"})
+other = Workspace(read_settings({"method": "fedavg", "num-clients": 50, "partition": "iid"}))
+other.client_data(3)  # what is imported and started by it belongs to no data
 before = held("RssAnon:")
 workspace = Workspace(settings)
 data = workspace.client_data(3)
-print(held("RssAnon:") - before, held("VmHWM:"), data.nbytes >> 20)
+print(held("RssAnon:") - before, data.nbytes >> 20)
 """
 
 
@@ -386,6 +405,6 @@ def test_a_client_reads_its_own_samples_alone(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", MEASURED, str(folder)], env=environment, capture_output=True, text=True, check=True
     )
-    grown, _, own = map(int, done.stdout.split()[-3:])
+    grown, own = map(int, done.stdout.split()[-2:])
     assert own == 9  # 800 samples as float32
     assert grown < 60  # MB; all of it would be 117 more
