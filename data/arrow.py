@@ -196,8 +196,8 @@ def _content(
     many = [name for name in inputs if len(inputs) > 1 and not _is_number(_column(rows, name).type)]
     if many:
         raise DataError(
-            f"{rows.where}: column {many[0]} of type {_column(rows, many[0]).type} beside others; name columns of numbers, "
-            "or one of images, texts or lists of numbers, in input-columns"
+            f"{rows.where}: column {many[0]} of type {_column(rows, many[0]).type} beside others; name columns of "
+            "numbers, or one of images, texts or lists of numbers, in input-columns"
         )
     if found.inputs[0] in images:
         others = {"groups": groups, "is_test": is_test}
@@ -217,7 +217,8 @@ def _content(
     for name, value in zip(inputs, values, strict=True):
         if (bad := ~(np.abs(value.astype(np.float64)) <= FLOAT32_MAX)).any():
             raise DataError(
-                f"{rows.at(int(bad.argmax()), name)}: {value[bad][0]}; finite numbers are allowed, in the range of float32"
+                f"{rows.at(int(bad.argmax()), name)}: {value[bad][0]}; "
+                "finite numbers are allowed, in the range of float32"
             )
         notes += precision_notes(value[:, None], np.float64, (name,))
     parts["x"] = np.column_stack([value.astype(np.float64) for value in values])
@@ -290,8 +291,8 @@ def _nested(values: Any, rows_each: int, at: Callable[[int], str]) -> np.ndarray
     if (unlike := lengths != lengths[0]).any():
         first = int(unlike.argmax())
         raise DataError(
-            f"{at(first // rows_each)}: a list of {lengths[first]} entries, where the first one has {lengths[0]}; all must "
-            "be of one length"
+            f"{at(first // rows_each)}: a list of {lengths[first]} entries, where the first one has {lengths[0]}; "
+            "all must be of one length"
         )
     inner = _nested(values.flatten(), rows_each * max(1, int(lengths[0])), at)
     return inner.reshape(len(values), int(lengths[0]), *inner.shape[1:])

@@ -68,7 +68,8 @@ def roles(
             raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; it can be one of them")
     lower = [title.lower() for title in header]
     inputs = [header.index(name) for name in columns.inputs]
-    free = [place for place in range(len(header)) if place not in inputs and header[place] != columns.group]
+    group = header.index(columns.group) if columns.group else None
+    free = [place for place in range(len(header)) if place not in inputs and place != group]
     if not (columns.label or free):
         raise DataError(f"{where}: no column is left for the label; name fewer in input-columns")
     likely = [place for place in free if lower[place] == "label"] or [place for place in free if place in coded]
@@ -77,7 +78,6 @@ def roles(
     if not columns.label and len(likely) != 1:
         notes.append(f"no column is named label; the last one, {header[label]}, is taken for it")
     free = [place for place in free if place != label]
-    group = header.index(columns.group) if columns.group else None
     if group is None and (known := [place for place in free if lower[place] == "group"]):
         group = known[0]
     others = [place for place in free if place != group]
