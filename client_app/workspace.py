@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import RLock, local
 from typing import Any
@@ -18,7 +18,7 @@ from posy.client_app.training.networks import Network
 from posy.client_app.training.trainer import Trainer
 from posy.client_app.training.work import Criterion
 from posy.data.agreement import task_of
-from posy.data.augment import DRAWS, crop, crop_and_flip
+from posy.data.augment import Change, Draw, augmentation
 from posy.data.client import ClientData, client_data
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
@@ -121,16 +121,13 @@ class Workspace:
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
         """Return the training augmentation, if the settings ask for one."""
-        draw = DRAWS.get(self.settings.data.augment)
-        return Augment(draw, self._change, generator()) if draw else None
+        return Augment(*self._augmentation, generator()) if self._augmentation else None
 
     @cached_property
-    def _change(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """What the augmentation does to images, by their random numbers."""
-        if self.settings.data.augment != "crop-flip":
-            return crop
-        black = torch.from_numpy(-self.dataset.mean / self.dataset.std).to(self.device)
-        return partial(crop_and_flip, black=black)
+    def _augmentation(self) -> tuple[Draw, Change] | None:
+        data = self.settings.data
+        mean, std = (torch.from_numpy(value).to(self.device) for value in (self.dataset.mean, self.dataset.std))
+        return augmentation(data.augment, data.transforms, mean, std)
 
     def part_of(self, client: int) -> int:
         """Return a client's place in the partition; that of a site with its own data is 0."""

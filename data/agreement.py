@@ -115,7 +115,7 @@ def task_of(settings: DataSettings) -> Task:
     if kind == "features":
         statistics_in(settings, shape[0])
         columns_in(settings, shape[0])
-    check_augment(settings.augment, kind)
+    check_augment(settings.augment, settings.transforms, kind, shape)
     return Task(kind, shape, classes, settings.vocabulary if kind == "text" else 0)
 
 

@@ -1,12 +1,19 @@
 """Augmentation of images, batched on their device."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from posy.data.transforms import SEED_NUMBERS, Transforms, check_transforms
 from posy.settings import SettingsError
+
+Draw = Callable[[int, torch.Generator], Tensor]
+"""Draws the random numbers of some images ``(B, k)``."""
+Change = Callable[[Tensor, Tensor], Tensor]
+"""Changes images by their random numbers."""
 
 _SMALLEST = 0.9  # least fraction of the image's area that a crop keeps (FedDRM)
 _PAD = 4  # pixels around an image from which a crop of the image's size is cut (FedRep)
@@ -14,10 +21,39 @@ _WIDEST = 4 / 3  # largest aspect ratio of a box in units of the image's, the in
 _TRIES = 10  # boxes that are drawn until one fits into the image
 
 
-def check_augment(augment: str, kind: str) -> None:
-    """Raise :class:`SettingsError` for an augmentation of samples that are not images."""
-    if augment != "none" and kind != "image":
-        raise SettingsError(f"augment = {augment!r} needs images; the samples of this data set are of kind {kind!r}")
+def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ...]) -> None:
+    """Raise :class:`SettingsError` for an augmentation of samples that are not images, or that does not suit them."""
+    given = {"augment": augment if augment != "none" else "", "transforms": transforms}
+    for key, value in given.items():
+        if value and kind != "image":
+            raise SettingsError(f"{key} = {value!r} needs images; the samples of this data set are of kind {kind!r}")
+    if transforms:
+        check_transforms(transforms, shape)
+
+
+def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tuple[Draw, Change] | None:
+    """Return how training images are changed, and the numbers drawn for it; None: they are taken as they are.
+
+    Images are normalised by ``mean`` and ``std`` ``(C,)``.
+    """
+    own = Transforms(transforms, mean, std) if transforms else None
+    if augment == "none" and own is None:
+        return None
+    draw, change = AUGMENTS.get(augment, (_draw_nothing, _as_they_are))
+    black = -mean / std
+
+    def drawn(count: int, generator: torch.Generator) -> Tensor:
+        numbers = draw(count, generator)
+        if own is None:
+            return numbers
+        return torch.cat([torch.rand(count, SEED_NUMBERS, generator=generator), numbers], dim=1)
+
+    def changed(x: Tensor, numbers: Tensor) -> Tensor:
+        if own is None:
+            return change(x, numbers, black)
+        return own(change(x, numbers[:, SEED_NUMBERS:], black), numbers[:, :SEED_NUMBERS])
+
+    return drawn, changed
 
 
 def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
@@ -47,8 +83,9 @@ def draw_places(count: int, generator: torch.Generator) -> Tensor:
     return torch.rand(3, count, generator=generator).T
 
 
-DRAWS = {"crop": draw_boxes, "resized-crop": draw_resized_boxes, "crop-flip": draw_places}
-"""What draws the random numbers of each augmentation."""
+def draw_sides(count: int, generator: torch.Generator) -> Tensor:
+    """Draw the numbers in [0, 1) that :func:`flip` takes: ``(count, 1)``."""
+    return torch.rand(count, 1, generator=generator)
 
 
 def crop(x: Tensor, boxes: Tensor) -> Tensor:
@@ -93,6 +130,28 @@ def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
     return padded[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
+def flip(x: Tensor, numbers: Tensor) -> Tensor:
+    """Mirror the images ``(B, C, H, W)`` whose number ``(B, 1)`` is below one half, left to right."""
+    return torch.where(numbers[:, :, None, None] < 0.5, x.flip(3), x)
+
+
+def _draw_nothing(count: int, generator: torch.Generator) -> Tensor:
+    return torch.empty(count, 0)
+
+
+def _as_they_are(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
+    return x
+
+
 def _side(size: Tensor) -> Tensor:
     """Return the square root of an area of 90 to 100 %, of numbers in [0, 1)."""
     return (_SMALLEST + (1 - _SMALLEST) * size).sqrt()
+
+
+AUGMENTS: dict[str, tuple[Draw, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "crop": (draw_boxes, lambda x, numbers, black: crop(x, numbers)),
+    "resized-crop": (draw_resized_boxes, lambda x, numbers, black: crop(x, numbers)),
+    "crop-flip": (draw_places, crop_and_flip),
+    "flip": (draw_sides, lambda x, numbers, black: flip(x, numbers)),
+}
+"""What draws the random numbers of each augmentation, and what it does with them and with black."""

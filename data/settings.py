@@ -91,8 +91,13 @@ class DataSettings:
         "none",
         "augmentation of images; `crop`: training images to 90-100 % of their area; `resized-crop`: to other aspect "
         "ratios too, and test images once (FedDRM's program); `crop-flip`: with 4 black pixels around, to the size "
-        "that they were, and half of them mirrored (FedRep's program)",
-        choices=("none", "crop", "resized-crop", "crop-flip"),
+        "that they were, and half of them mirrored (FedRep's program); `flip`: half of them mirrored",
+        choices=("none", "crop", "resized-crop", "crop-flip", "flip"),
+    )
+    transforms: str = setting(
+        "",
+        "transforms of torchvision.transforms.v2 on training images, after `augment`, as in `RandomRotation(15), "
+        "ColorJitter(brightness=0.2)`; they take one image after the other, which is slower",
     )
     image_size: int = setting(
         0,

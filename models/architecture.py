@@ -7,14 +7,14 @@ from functools import lru_cache
 from torch import nn
 
 from posy.data.task import Task
-from posy.models.build import build_model, resolve, seeded
+from posy.models.build import build_model, resolve
 from posy.models.chain import ChainModel
 from posy.models.conditional import Conditional
 from posy.models.layers import CosineLinear, kaiming_linear
 from posy.models.parameters import Entry, FloatArray, Layout, Part, layout_of
 from posy.models.two_branch import TwoBranch
 from posy.models.weights import Weights, load_weights, weights_for
-from posy.randomness import seed_of
+from posy.randomness import seed_of, seeded
 from posy.settings import SettingsError
 
 

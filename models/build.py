@@ -1,19 +1,14 @@
 """Networks built by name, with initial weights that depend on a seed alone."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from threading import RLock
-
-import torch
+from collections.abc import Mapping
 
 from posy.data.task import Task
 from posy.extensions import is_own
 from posy.models.catalogue import MODELS
 from posy.models.chain import ChainModel
 from posy.models.own import build_own
+from posy.randomness import seeded
 from posy.settings import SettingsError
-
-_LOCK = RLock()  # the generator is one for all threads
 
 
 def build_model(name: str, task: Task, *, seed: int, ranks: Mapping[str, int] | None = None) -> ChainModel:
@@ -49,12 +44,3 @@ def resolve(name: str, task: Task) -> str:
         shape = "×".join(map(str, task.input_shape))
         raise SettingsError(f"model = {name!r}: for {task.kind} data of shape {shape} it must be one of {suited}")
     return name
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw from the CPU generator as seeded here, and give it back as it was found."""
-    with _LOCK, torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would seed the accelerators' generators too.
-        torch.default_generator.manual_seed(seed)
-        yield

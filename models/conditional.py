@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posy.models.build import seeded
 from posy.models.chain import ChainModel
 from posy.models.layers import FullyConnected
-from posy.randomness import seed_of
+from posy.randomness import seed_of, seeded
 
 
 class Conditional(nn.Module):

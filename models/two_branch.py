@@ -4,11 +4,10 @@ import copy
 
 from torch import Tensor, nn
 
-from posy.models.build import seeded
 from posy.models.chain import ChainModel, run_blocks
 from posy.models.layers import reset_parameters
 from posy.models.own import OwnModel
-from posy.randomness import seed_of
+from posy.randomness import seed_of, seeded
 
 SHARING = ("none", "shallow", "mid", "deep")
 

@@ -1,9 +1,14 @@
 """Random streams that depend on nothing but (seed, purpose, round, client)."""
 
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
 
 import numpy as np
 import torch
+
+_LOCK = RLock()  # PyTorch's own generator is one for all threads
 
 
 def seed_of(seed: int, purpose: str, *key: int) -> int:
@@ -25,3 +30,27 @@ def numpy_generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
 def torch_generator(seed: int, purpose: str, *key: int) -> torch.Generator:
     """Return a PyTorch generator (on the CPU, so that every device draws the same numbers)."""
     return torch.Generator().manual_seed(seed_of(seed, purpose, *key))
+
+
+@contextmanager
+def own_generator(device: torch.device | None = None) -> Iterator[Callable[[int], None]]:
+    """Yield what seeds PyTorch's own generator, on a GPU its own too, and give it back as it was found."""
+    gpus = [device] if device is not None and device.type == "cuda" else []
+
+    def seed(number: int) -> None:
+        # Not torch.manual_seed, which would seed all accelerators' generators too.
+        torch.default_generator.manual_seed(number)
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(number)
+
+    with _LOCK, torch.random.fork_rng(devices=gpus):
+        yield seed
+
+
+@contextmanager
+def seeded(number: int) -> Iterator[None]:
+    """Draw from PyTorch's own generator as seeded here, and give it back as it was found."""
+    with own_generator() as seed:
+        seed(number)
+        yield

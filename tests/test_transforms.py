@@ -1,0 +1,128 @@
+"""Augmentation by flips, and by torchvision's transforms, each image by numbers of its own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import posy
+from posy.client_app.training.batches import Augment
+from posy.client_app.workspace import Workspace
+from posy.data.augment import flip
+from posy.data.transforms import KINDS, check_transforms
+from posy.settings import SettingsError
+from posy.storage import load_arrays
+from posy.strategies.registry import read_settings
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (60, 8, 10, 3), np.uint8)
+
+
+@pytest.fixture(params=[np.uint8, np.float32])
+def images(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the path of images, of bytes or scaled already."""
+    x = PIXELS if request.param is np.uint8 else (PIXELS / 255).astype(np.float32)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=np.arange(60) % 3)
+    return str(tmp_path / "a.npz")
+
+
+def augmented(data: str, seed: int = 0, **settings: str) -> tuple[Workspace, Augment, Tensor]:
+    config = {"method": "fedavg", "dataset": data, "num-clients": 2, "partition": "iid", "device": "cpu"}
+    workspace = Workspace(read_settings({**config, **settings}))
+    augment = workspace.augment(lambda: torch.Generator().manual_seed(seed))
+    assert augment is not None
+    return workspace, augment, workspace.client_data(0).x_train
+
+
+def pixels(workspace: Workspace, x: Tensor) -> Tensor:
+    """Return normalised images as they were before, from 0 to 1."""
+    mean, std = (torch.from_numpy(v).view(-1, 1, 1) for v in (workspace.dataset.mean, workspace.dataset.std))
+    return x * std + mean
+
+
+def test_a_flip_by_hand() -> None:
+    x = torch.arange(12.0).view(2, 1, 2, 3)
+    found = flip(x, torch.tensor([[0.49], [0.5]]))
+    assert found.tolist() == [[[[2, 1, 0], [5, 4, 3]]], [[[6, 7, 8], [9, 10, 11]]]]
+
+
+def test_half_of_the_images_are_mirrored(images: str) -> None:
+    _, augment, x = augmented(images, augment="flip")
+    many = x[:1].expand(2000, -1, -1, -1)
+    found = augment.change(many, augment.numbers([1000, 1000]))
+    mirrored = (found == many.flip(3)).all(dim=(1, 2, 3))
+    assert ((found == many).all(dim=(1, 2, 3)) ^ mirrored).all()
+    assert abs(float(mirrored.float().mean()) - 0.5) < 0.04
+
+
+def test_transforms_see_pixels_from_0_to_1(images: str) -> None:
+    workspace, augment, x = augmented(images, transforms="RandomInvert(1.0), RandomVerticalFlip(p=1)")
+    found = pixels(workspace, augment.change(x, augment.numbers([len(x)])))
+    torch.testing.assert_close(found, 1 - pixels(workspace, x).flip(2), rtol=0, atol=1e-6)
+
+
+def test_each_image_is_changed_by_its_own_numbers(images: str) -> None:
+    words = "RandomRotation(40), ColorJitter(0.5, 0.5, 0.5, 0.1), RandAugment, GaussianNoise(sigma=0.1)"
+    _, augment, x = augmented(images, augment="crop-flip", transforms=words)
+    before, kept = torch.random.get_rng_state(), x.clone()
+    numbers = augment.numbers([len(x)])
+    found = augment.change(x, numbers)
+    turned = torch.arange(len(x)).flip(0)
+    assert torch.equal(augment.change(x[turned], numbers[turned]), found[turned])
+    assert torch.equal(augment.change(x[3:4], numbers[3:4]), found[3:4])
+    same = augment.change(x[:1].expand(len(x), -1, -1, -1), numbers)
+    assert len({image.numpy().tobytes() for image in same}) == len(x)
+    assert torch.equal(torch.random.get_rng_state(), before) and torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("settings", [{"augment": "flip"}, {"transforms": "RandomRotation(15), RandomErasing(p=0.5)"}])
+def test_stacked_clients_see_what_single_ones_see(settings: dict[str, str], tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x_train=PIXELS, y_train=np.arange(60) % 3)
+    shared = {"method": "fedavg", "dataset": str(tmp_path / "a.npz"), "num_clients": 3, "num_server_rounds": 2}
+    shared |= {"model": "mlp", "device": "cpu", "lr": 0.05}
+    for stack in ("loop", "vmap"):
+        posy.run(**shared, **settings, stack=stack, run_name=stack, output_dir=str(tmp_path))
+    posy.run(**shared, run_name="plain", output_dir=str(tmp_path))
+    loop, vmap, plain = (load_arrays(tmp_path / n / "models/server.safetensors") for n in ("loop", "vmap", "plain"))
+    for name, array in loop.items():
+        np.testing.assert_allclose(vmap[name], array, rtol=0, atol=1e-5)
+    assert any(np.abs(plain[name] - array).max() > 1e-3 for name, array in loop.items())
+
+
+WRONG = {
+    "CutMix": "an image of shape (3, 8, 10) cannot be changed",
+    "RandomResizedCrop(7)": "of an image (3, 8, 10), torch.float32 it makes (3, 7, 7), torch.float32",
+    "ToPILImage": "it makes Image; it must keep both",
+    "RandomRotatio(3)": "has no transform RandomRotatio; did you mean RandomRotation?",
+    "RandomRotation": "RandomRotation does not take these arguments (TypeError",
+    "RandomRotation(-1)": "RandomRotation does not take these arguments (ValueError",
+    "RandomInvert(p=open('x'))": "the arguments of RandomInvert are not plain",
+    "RandomInvert(**3)": "RandomInvert does not take these arguments (TypeError",
+    "__import__('os')": "has no transform __import__",
+    "functional": "has no transform functional",
+    "v2.RandomInvert()": "needed are names of torchvision.transforms.v2 with plain arguments",
+    "RandomInvert(": "needed are names of torchvision.transforms.v2 with plain arguments",
+    " ": "needed are names of torchvision.transforms.v2 with plain arguments",
+    "RandomInvert], [": "needed are names of torchvision.transforms.v2 with plain arguments",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_transforms_are_told(text: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        check_transforms(text, (3, 8, 10))
+    assert WRONG[text] in str(raised.value) and f"transforms = {text!r}" in str(raised.value)
+
+
+def test_samples_that_are_no_images_are_told(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x_train=np.random.default_rng(0).normal(size=(60, 4)), y_train=np.arange(60) % 3)
+    for settings in ({"augment": "flip"}, {"transforms": "RandomInvert"}):
+        with pytest.raises(SettingsError, match=f"{next(iter(settings))} = .* needs images"):
+            posy.run(dataset=str(tmp_path / "a.npz"), **settings)  # type: ignore[arg-type]
+
+
+def test_what_is_a_transform() -> None:
+    assert {"RandAugment", "RandomHorizontalFlip", "ColorJitter"} <= set(KINDS)
+    for name in ("RandAugment", "TrivialAugmentWide", "AugMix", "AutoAugment", "RandomErasing", "RandomPerspective"):
+        check_transforms(name, (3, 32, 32))
