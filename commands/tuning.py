@@ -68,8 +68,9 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     Notes
     -----
     What is finished is not done again: the studies lie in ``tuning/`` of the table's output (Optuna's journal). A trial
-    is scored by the highest mean accuracy on the validation splits at the point at which its method is meant to be
-    used, and given up early where it is below the median of the trials before it in the same round.
+    is scored by the mean accuracy on the validation splits in its last round, which is what a table shows, at the point
+    at which its method is meant to be used. It is given up early where its best accuracy so far is below the median of
+    the trials before it in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = plan.output / "tuning"
@@ -148,7 +149,8 @@ class Attempt:
     cell: Cell
     process: Running
     told: int = 0
-    best: float = -1.0
+    score: float = -1.0
+    """Accuracy in the last round that was evaluated."""
 
     def look(self) -> bool:
         """Read the rounds that are new; tell whether the trial is to be given up."""
@@ -161,8 +163,8 @@ class Attempt:
             self.told += 1
             row = json.loads(line)
             if found := row.get(f"{point}_validation_accuracy"):
-                self.best = max(self.best, found["mean"])
-                self.trial.report(self.best, row["round"])
+                self.score = found["mean"]
+                self.trial.report(self.score, row["round"])
         return self.told > 0 and self.trial.should_prune()
 
 
@@ -214,8 +216,8 @@ def ended(attempt: Attempt) -> bool:
     if pruned:
         stop([attempt.process])
         study.tell(trial, state=TrialState.PRUNED)
-    elif status == 0 and attempt.best >= 0:
-        study.tell(trial, attempt.best)
+    elif status == 0 and attempt.score >= 0:
+        study.tell(trial, attempt.score)
     elif over:  # it has diverged, as with too large a learning rate
         study.tell(trial, state=TrialState.FAIL)
     if over or pruned:
@@ -228,7 +230,7 @@ def told(attempt: Attempt) -> str:
     trial: FrozenTrial = attempt.search.study.trials[attempt.trial.number]
     tried = ", ".join(f"{key}={value}" for key, value in rounded(trial.params).items())
     words = {
-        TrialState.COMPLETE: f"{100 * attempt.best:.2f} % on validation",
+        TrialState.COMPLETE: f"{100 * attempt.score:.2f} % on validation",
         TrialState.PRUNED: f"given up in round {attempt.told}",
         TrialState.FAIL: f"failed: {failure_of(attempt.process.wait(), attempt.cell.log)}",
     }

@@ -151,7 +151,7 @@ def test_a_bad_trial_is_given_up_and_one_that_was_stopped_counts_as_failed(file:
     rounds.write_text(row(1, 0.3))
     assert not attempt.look()  # too early
     rounds.write_text(row(1, 0.3) + row(2, 0.2) + row(3, 0.99)[:20])
-    assert attempt.look() and attempt.told == 2 and attempt.best == 0.3
+    assert attempt.look() and attempt.told == 2 and attempt.score == 0.2
     again = tuning.opened(cell, tmp_path / "tuning", storage)
     assert again is not None and [t.state for t in again.study.trials][-1] == TrialState.FAIL
     assert again.done() == tuning.FIRST_TRIALS + 1
