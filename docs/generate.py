@@ -30,7 +30,7 @@ FIVE = 5
 """The first methods, which are Posy's own."""
 ROUNDING = 2e-7
 """The largest relative difference between models that needs no words."""
-COMPARED = {"digits": "digits", "mnist": "MNIST", "agnews": "AG News"}
+COMPARED = {"digits": "digits", "mnist": "MNIST", "agnews": "AG News", "cifar10": "CIFAR-10, Dir(0.1)"}
 """What all methods have been compared on, as it is told."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
 
@@ -95,13 +95,12 @@ def datasets() -> str:
 
 def compared(name: str) -> str:
     """Return a table of all methods that benchmarks/results holds, each at the point where it is to be used."""
-    folder = RESULTS / f"compare-{name}"
-    clients, seeds = pd.read_csv(folder / "clients.csv"), pd.read_csv(folder / "table.csv")
+    clients, seeds = clients_of(name), _read(RESULTS / f"compare-{name}" / "table.csv")
     spread = {(row["variant"], row["method"]): row for row in seeds.to_dict("records")}
     variants = list(clients["variant"].unique())
     columns, rows = ["method", "at"], dict[str, list[str]]()
     for variant in variants:
-        columns += [variant, "over Local", "lose"]
+        columns += [variant or "accuracy", "over Local", "lose"]
         for row in clients[clients["variant"] == variant].to_dict("records"):
             std = spread[variant, row["method"]][f"{row['point']}-last-seeds-std"]
             told = f"{100 * row['mean']:.1f} ± {100 * std:.1f}{' ≈' * row['alike']}"
@@ -112,8 +111,18 @@ def compared(name: str) -> str:
     for variant in variants:
         own = clients[clients["variant"] == variant]
         beat = {point: ", ".join(own["method"][own[f"{point}-beats-local"]]) or "none" for point in ("served", "local")}
-        parts.append(f"{variant}: beat Local, served: {beat['served']}; local: {beat['local']}.")
+        told = f"{variant}: beat" if variant else "Beat"
+        parts.append(f"{told} Local, served: {beat['served']}; local: {beat['local']}.")
     return "\n\n".join(textwrap.fill(part, 120) if number else part for number, part in enumerate(parts))
+
+
+def clients_of(name: str) -> pd.DataFrame:
+    """Return what a comparison tells of the clients; a variant that is the only one has no name."""
+    return _read(RESULTS / f"compare-{name}" / "clients.csv")
+
+
+def _read(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"variant": str}).fillna({"variant": ""})
 
 
 def headline() -> str:
@@ -121,9 +130,9 @@ def headline() -> str:
     own = list(METHODS)[:FIVE]
     found: dict[str, pd.DataFrame] = {}
     for name, title in COMPARED.items():
-        clients = pd.read_csv(RESULTS / f"compare-{name}" / "clients.csv")
+        clients = clients_of(name)
         for variant, rows in clients.groupby("variant", sort=False):
-            found[f"{title}, {variant}"] = rows.set_index("method")
+            found[", ".join(filter(None, (title, variant)))] = rows.set_index("method")
     ranks = pd.DataFrame({title: rows["mean"].rank(ascending=False) for title, rows in found.items()}).mean(axis=1)
     best = [method for method in ranks.sort_values().index if method not in (*own, "local", "fedavg")][:3]
     lines = []
@@ -178,6 +187,11 @@ def compare_agnews() -> str:
     return compared("agnews")
 
 
+def compare_cifar10() -> str:
+    """Return the table of all methods on CIFAR-10."""
+    return compared("cifar10")
+
+
 def stacking() -> str:
     """Return how far models that train side by side part from those that train one after the other."""
     rows = [row.split() for row in (RESULTS / "stacking.txt").read_text(encoding="utf-8").splitlines()[1:]]
@@ -204,6 +218,7 @@ MAKERS = (
     compare_digits,
     compare_mnist,
     compare_agnews,
+    compare_cifar10,
     newcomers_digits,
     stacking,
     curves_mnist,
