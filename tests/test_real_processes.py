@@ -65,9 +65,19 @@ OWN_FILES = {
     "rates.py": "def faster(rate):\n    return 2 * rate\n",
     "nets.py": "from torch import nn\n\n\ndef small(task):\n    return nn.Sequential(nn.Linear(64, 24), nn.ReLU(), "
     "nn.Linear(24, task.num_classes))\n",
+    "losses.py": "import torch\nfrom torch.nn.functional import cross_entropy\n\n\ndef focal(logits, labels):\n"
+    "    loss = cross_entropy(logits, labels, reduction='none')\n    return (1 - torch.exp(-loss)) ** 2 * loss\n",
+    "samples.py": "from sklearn.datasets import load_digits\n\n\ndef some():\n    x, y = load_digits(return_X_y=True)\n"
+    "    return x[:300], y[:300]\n",
 }
-"""A method and a network of people's own, and a module that one of them imports."""
-OWN = {"method": "mine:FedMine", "model": "nets:small", "fedmine_smoothing": 0.2}
+"""A method, a network, a loss and data of people's own, and a module that one of them imports."""
+OWN = {
+    "method": "mine:FedMine",
+    "model": "nets:small",
+    "loss": "losses:focal",
+    "dataset": "samples:some",
+    "fedmine_smoothing": 0.2,
+}
 
 
 class Federation(Deployment):
