@@ -1,18 +1,19 @@
 """Transforms of torchvision by name, which change training images one by one."""
 
 import ast
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.transforms import v2
 
 from posy.randomness import own_generator, seeded
 from posy.settings import SettingsError, nearest
 
 SEED_NUMBERS = 2
 """Random numbers in [0, 1) that an image's transforms are seeded with."""
+Transform = Callable[[Any], Any]
 _STEPS = 2**24  # float32 numbers in [0, 1) that PyTorch draws
 
 
@@ -54,7 +55,7 @@ def check_transforms(text: str, shape: tuple[int, ...]) -> None:
 
 
 @lru_cache(maxsize=8)
-def transforms_in(text: str) -> tuple[v2.Transform, ...]:
+def transforms_in(text: str) -> tuple[Transform, ...]:
     """Return the transforms that a setting names, as ``RandomRotation(15), ColorJitter(brightness=0.2)``.
 
     Raises
@@ -75,13 +76,13 @@ def transforms_in(text: str) -> tuple[v2.Transform, ...]:
     return tuple(_transform(node, what, example) for node in listed.elts)
 
 
-def _transform(node: ast.expr, what: str, example: str) -> v2.Transform:
+def _transform(node: ast.expr, what: str, example: str) -> Transform:
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name):
         raise SettingsError(f"{what}: {example}")
-    kind = getattr(v2, name.id, None)
-    if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
-        near = nearest(name.id, KINDS)
+    kind = kinds().get(name.id)
+    if kind is None:
+        near = nearest(name.id, kinds())
         hint = f"; did you mean {near}?" if near else ""
         raise SettingsError(f"{what}: torchvision.transforms.v2 has no transform {name.id}{hint}")
     places, words = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
@@ -91,17 +92,20 @@ def _transform(node: ast.expr, what: str, example: str) -> v2.Transform:
     except (ValueError, TypeError) as error:
         raise SettingsError(f"{what}: {example}; the arguments of {name.id} are not plain") from error
     try:
-        made: v2.Transform = kind(*arguments, **named)
+        return kind(*arguments, **named)
     except Exception as error:  # torchvision checks its arguments in ways of its own
         raise SettingsError(f"{what}: {name.id} does not take these arguments ({_said(error)})") from error
-    return made
 
 
-KINDS = tuple(name for name, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform))
-"""Names of torchvision's transforms."""
+@cache
+def kinds() -> Mapping[str, Callable[..., Transform]]:
+    """Return torchvision's transforms by name."""
+    from torchvision.transforms import v2  # noqa: PLC0415 - takes seconds to import
+
+    return {k: kind for k, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform)}
 
 
-def _changed(chain: tuple[v2.Transform, ...], image: Any) -> Any:
+def _changed(chain: tuple[Transform, ...], image: Any) -> Any:
     for transform in chain:
         image = transform(image)
     return image

@@ -11,7 +11,7 @@ import posy
 from posy.client_app.training.batches import Augment
 from posy.client_app.workspace import Workspace
 from posy.data.augment import flip
-from posy.data.transforms import KINDS, check_transforms
+from posy.data.transforms import check_transforms, kinds
 from posy.settings import SettingsError
 from posy.storage import load_arrays
 from posy.strategies.registry import read_settings
@@ -123,6 +123,6 @@ def test_samples_that_are_no_images_are_told(tmp_path: Path) -> None:
 
 
 def test_what_is_a_transform() -> None:
-    assert {"RandAugment", "RandomHorizontalFlip", "ColorJitter"} <= set(KINDS)
+    assert {"RandAugment", "RandomHorizontalFlip", "ColorJitter"} <= kinds().keys()
     for name in ("RandAugment", "TrivialAugmentWide", "AugMix", "AutoAugment", "RandomErasing", "RandomPerspective"):
         check_transforms(name, (3, 32, 32))
