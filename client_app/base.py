@@ -345,6 +345,7 @@ class PersonalClient(NumPyClient):
     def _begin(self, config: Config) -> None:
         self.round = int(config["server-round"])
         self.lr = float(config.get("lr", self.settings.train.lr))
+        self._moments = None
 
     def network(self, work: Train | Forward) -> Network:
         """Return the resident network that a request is about."""

@@ -13,6 +13,7 @@ from posy.commands.cli import main
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
 from posy.commands.papers.compare import Comparison
+from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import item, items, papers
@@ -20,6 +21,7 @@ from posy.commands.papers.memory import held
 from posy.commands.papers.page import page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured
 from posy.commands.papers.verdict import Number, agrees, number, verdict
+from posy.commands.table import read_plan
 from posy.settings import SettingsError
 from posy.yaml12 import dump, read_yaml
 
@@ -457,6 +459,20 @@ def test_heads_correlation_and_a_runs_own_picture_are_drawn(mine: Path) -> None:
         assert Path(f"docs/papers/mine-{name}.png").is_file()
     own = Path("papers/mine/results/figure1-small/with/seed-0/figures/norms.png")
     assert Path("docs/papers/mine-figure3.png").read_bytes() == own.read_bytes()  # it shared the first figure's run
+
+
+def test_counts_made_before_there_was_a_setting_are_of_its_default(tmp_path: Path) -> None:
+    content = {key: TABLE[key] for key in ("title", "settings", "variants", "runs", "seeds")}
+    (tmp_path / "a.yaml").write_text(dump({**content, "output": str(tmp_path / "out")}), encoding="utf-8")
+    plan = read_plan(tmp_path / "a.yaml")
+    assert count(plan, {}) == {} and counted(plan).keys() == {"a", "b"}
+    file = tmp_path / "out" / FILE
+    known = json.loads(file.read_text(encoding="utf-8"))
+    del known["a"]["data"]["transforms"]
+    known["b"]["data"]["transforms"] = "RandomInvert"
+    file.write_text(json.dumps(known), encoding="utf-8")
+    found = counted(plan)
+    assert found.keys() == {"a"} and sorted(found["a"].sum(1).tolist()) == [337, 337, 337, 338]
 
 
 def test_parameters_are_counted_without_runs(mine: Path) -> None:

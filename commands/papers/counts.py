@@ -38,7 +38,7 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
     kept, failures = _read(plan.output), {}
     for variant, cell in first_cells(plan).items():
         told = _told(cell)
-        if kept.get(variant, {}).get("data") == told:
+        if _is_of(kept.get(variant, {}), told):
             continue
         settings = read_settings(cell.config, cell.name)
         try:
@@ -62,7 +62,7 @@ def counted(plan: Plan) -> dict[str, Counts]:
     return {
         variant: np.array(kept[variant]["counts"], np.int64)
         for variant, cell in cells.items()
-        if variant in kept and kept[variant]["data"] == _told(cell)
+        if _is_of(kept.get(variant, {}), _told(cell))
     }
 
 
@@ -71,6 +71,13 @@ def _told(cell: Cell) -> dict[str, Any]:
     known = declared()
     data = as_config(read_settings(cell.config, cell.name).data)
     return {"seed": cell.seed, **{key: value for key, value in data.items() if known[key].decides}}
+
+
+def _is_of(kept: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
+    """Tell whether counts are those of these settings; what was no setting yet then had its default."""
+    known = declared()
+    before = {key: known[key].default for key in told if key in known}
+    return "data" in kept and {**before, **kept["data"]} == told
 
 
 def _read(folder: Path) -> dict[str, Mapping[str, Any]]:
