@@ -23,6 +23,7 @@ from posy.data.published import describe
 from posy.models.catalogue import MODELS
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import defaults, groups
+from posy.yaml12 import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -95,7 +96,7 @@ def datasets() -> str:
 
 def compared(name: str) -> str:
     """Return a table of all methods that benchmarks/results holds, each at the point where it is to be used."""
-    clients, seeds = clients_of(name), _read(RESULTS / f"compare-{name}" / "table.csv")
+    clients, seeds = clients_of(f"compare-{name}"), _read(RESULTS / f"compare-{name}" / "table.csv")
     spread = {(row["variant"], row["method"]): row for row in seeds.to_dict("records")}
     variants = list(clients["variant"].unique())
     columns, rows = ["method", "at"], dict[str, list[str]]()
@@ -118,7 +119,7 @@ def compared(name: str) -> str:
 
 def clients_of(name: str) -> pd.DataFrame:
     """Return what a comparison tells of the clients; a variant that is the only one has no name."""
-    return _read(RESULTS / f"compare-{name}" / "clients.csv")
+    return _read(RESULTS / name / "clients.csv")
 
 
 def _read(path: Path) -> pd.DataFrame:
@@ -130,7 +131,7 @@ def headline() -> str:
     own = list(METHODS)[:FIVE]
     found: dict[str, pd.DataFrame] = {}
     for name, title in COMPARED.items():
-        clients = clients_of(name)
+        clients = clients_of(f"compare-{name}")
         for variant, rows in clients.groupby("variant", sort=False):
             found[", ".join(filter(None, (title, variant)))] = rows.set_index("method")
     ranks = pd.DataFrame({title: rows["mean"].rank(ascending=False) for title, rows in found.items()}).mean(axis=1)
@@ -146,9 +147,29 @@ def headline() -> str:
     return table(["`method`", "at", *found], lines)
 
 
+def tuned_digits() -> str:
+    """Return how all methods did on digits, Dir(0.1), as they are and tuned, and at which learning rate."""
+    plain, tuned = clients_of("compare-digits"), clients_of("tune-digits-tuned").set_index("method")
+    spread = _read(RESULTS / "tune-digits-tuned" / "table.csv").set_index("method")
+    rates = {
+        row["name"]: row["settings"]["lr"]
+        for row in read_yaml(ROOT / "benchmarks/tables/tune-digits-tuned.yaml")["runs"]
+    }
+    lines = []
+    for before in plain[plain["variant"] == "Dir(0.1)"].to_dict("records"):
+        method, point = before["method"], before["point"]
+        row = tuned.loc[method]
+        seeds = spread.loc[method]
+        gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
+        lose = "" if pd.isna(row["losing-local"]) else str(row["losing-local"])
+        told = f"{100 * row['mean']:.1f} ± {100 * seeds[f'{point}-last-seeds-std']:.1f}{' ≈' * bool(row['alike'])}"
+        lines.append([method, point, f"{100 * before['mean']:.1f}", told, f"{rates[method]:g}", gain, lose])
+    return table(["method", "at", "as it is", "tuned", "rate", "over Local", "lose"], lines)
+
+
 def newcomers_digits() -> str:
     """Return what clients get that come when training is over."""
-    clients = pd.read_csv(RESULTS / "newcomers-digits" / "clients.csv")
+    clients = clients_of("newcomers-digits")
     columns, rows = ["method"], dict[str, list[str]]()
     for variant, own in clients.groupby("variant", sort=False):
         columns += [f"{variant}: served", "after one training", "members"]
@@ -219,6 +240,7 @@ MAKERS = (
     compare_mnist,
     compare_agnews,
     compare_cifar10,
+    tuned_digits,
     newcomers_digits,
     stacking,
     curves_mnist,
