@@ -110,11 +110,14 @@ def compared(name: str) -> str:
             rows.setdefault(row["method"], [row["method"], row["point"]]).extend([told, gain, lose])
     parts = [table(columns, rows.values())]
     for variant in variants:
-        own = clients[clients["variant"] == variant]
-        beat = {point: ", ".join(own["method"][own[f"{point}-beats-local"]]) or "none" for point in ("served", "local")}
-        told = f"{variant}: beat" if variant else "Beat"
-        parts.append(f"{told} Local, served: {beat['served']}; local: {beat['local']}.")
+        parts.append(beating(clients[clients["variant"] == variant], f"{variant}: beat" if variant else "Beat"))
     return "\n\n".join(textwrap.fill(part, 120) if number else part for number, part in enumerate(parts))
+
+
+def beating(rows: pd.DataFrame, told: str) -> str:
+    """Return which methods gain over local training beyond chance, at each point."""
+    beat = {point: ", ".join(rows["method"][rows[f"{point}-beats-local"]]) or "none" for point in ("served", "local")}
+    return f"{told} Local, served: {beat['served']}; local: {beat['local']}."
 
 
 def clients_of(name: str) -> pd.DataFrame:
@@ -147,24 +150,25 @@ def headline() -> str:
     return table(["`method`", "at", *found], lines)
 
 
-def tuned_digits() -> str:
-    """Return how all methods did on digits, Dir(0.1), as they are and tuned, and at which learning rate."""
-    plain, tuned = clients_of("compare-digits"), clients_of("tune-digits-tuned").set_index("method")
-    spread = _read(RESULTS / "tune-digits-tuned" / "table.csv").set_index("method")
-    rates = {
-        row["name"]: row["settings"]["lr"]
-        for row in read_yaml(ROOT / "benchmarks/tables/tune-digits-tuned.yaml")["runs"]
-    }
+def tuned(name: str, variant: str) -> str:
+    """Return how methods did in one variant of a comparison as they are, and tuned, and at which learning rate."""
+    plain = clients_of(f"compare-{name}")
+    rows, seeds = (
+        _read(RESULTS / f"tune-{name}-tuned" / f"{file}.csv").set_index("method") for file in ("clients", "table")
+    )
+    found = read_yaml(ROOT / "benchmarks" / "tables" / f"tune-{name}-tuned.yaml")["runs"]
+    rates = {row["name"]: row["settings"]["lr"] for row in found}
     lines = []
-    for before in plain[plain["variant"] == "Dir(0.1)"].to_dict("records"):
-        method, point = before["method"], before["point"]
-        row = tuned.loc[method]
-        seeds = spread.loc[method]
+    for before in plain[plain["variant"] == variant].to_dict("records"):
+        if (method := before["method"]) not in rates:
+            continue
+        row, std = rows.loc[method], seeds.loc[method, f"{before['point']}-last-seeds-std"]
         gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
-        lose = "" if pd.isna(row["losing-local"]) else str(row["losing-local"])
-        told = f"{100 * row['mean']:.1f} ± {100 * seeds[f'{point}-last-seeds-std']:.1f}{' ≈' * bool(row['alike'])}"
-        lines.append([method, point, f"{100 * before['mean']:.1f}", told, f"{rates[method]:g}", gain, lose])
-    return table(["method", "at", "as it is", "tuned", "rate", "over Local", "lose"], lines)
+        lose = "" if pd.isna(row["losing-local"]) else row["losing-local"]
+        told = f"{100 * row['mean']:.1f} ± {100 * std:.1f}{' ≈' * bool(row['alike'])}"
+        lines.append([method, before["point"], f"{100 * before['mean']:.1f}", told, f"{rates[method]:g}", gain, lose])
+    columns = ["method", "at", "not tuned", "tuned", "rate", "over Local", "lose"]
+    return f"{table(columns, lines)}\n\n{textwrap.fill(beating(rows.reset_index(), 'Beat'), 120)}"
 
 
 def newcomers_digits() -> str:
@@ -211,6 +215,11 @@ def compare_agnews() -> str:
 def compare_cifar10() -> str:
     """Return the table of all methods on CIFAR-10."""
     return compared("cifar10")
+
+
+def tuned_digits() -> str:
+    """Return the table of all methods on digits, tuned."""
+    return tuned("digits", "Dir(0.1)")
 
 
 def stacking() -> str:
