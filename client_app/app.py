@@ -15,7 +15,16 @@ from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import Workspace
 from posy.data.errors import DataError
-from posy.flower import PING, isolate_simulation, of_simulation, record_in, record_of, versions
+from posy.flower import (
+    PING,
+    content_of,
+    isolate_simulation,
+    of_simulation,
+    record_in,
+    record_of,
+    versions,
+    with_entries,
+)
 from posy.folding import answer_in_kind
 from posy.forked import Parcel
 from posy.paths import absolute
@@ -111,7 +120,7 @@ class Call:
         self, message: Message, context: Context, store: StateStore | None = None, *, trusting: bool = False
     ) -> None:
         self.message = message
-        self._config: dict[str, Any] = dict(record_in(message.content, "config", ConfigRecord))
+        self._config: dict[str, Any] = dict(record_in(message.content, "config", ConfigRecord).items())
         self.workspace = workspace_of(self._config.pop("settings"), context)
         if self.workspace.of_sites:
             check_unchanged(self.workspace, context)
@@ -207,11 +216,10 @@ def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: di
     """Pack a reply: arrays, numbers, and the texts and ids, which Flower would average among the metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
-    content = RecordDict(
-        {
-            "arrays": record_of({str(i): np.asarray(a) for i, a in enumerate(arrays)}),
-            "metrics": MetricRecord({**numbers, "num-examples": num_examples}),
-            "config": ConfigRecord({**texts, "client": record_in(message.content, "config", ConfigRecord)["client"]}),
-        }
+    client = record_in(message.content, "config", ConfigRecord)["client"]
+    content = content_of(
+        arrays=record_of({str(i): np.asarray(a) for i, a in enumerate(arrays)}),
+        metrics=with_entries(MetricRecord(), {**numbers, "num-examples": num_examples}),
+        config=with_entries(ConfigRecord(), {**texts, "client": client}),
     )
     return Message(content, reply_to=message)

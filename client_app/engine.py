@@ -185,7 +185,7 @@ class Group:
     def _kind(self, one: Running) -> Hashable:
         """Return what is equal in requests that are carried out together."""
         network, request = one.client.network(one.request), one.request
-        stacks = self.workspace.trainer.stacks(network, 2)
+        stacks = self.workspace.trainer.stacks(network, 2, request if isinstance(request, Train) else None)
         if isinstance(request, Train):
             return network, request.kind if stacks else id(one), one.client.lr
         # One model for all is one pass over all samples, whatever the network.

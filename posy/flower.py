@@ -52,6 +52,14 @@ FAILURES = {
 """What Flower's errors mean for a client; Flower's own words follow where they say more."""
 
 
+PLAIN: dict[type, set[type]] = {
+    flwr.app.ArrayRecord: set(),
+    flwr.app.ConfigRecord: {bool, int, float, str, bytes},
+    flwr.app.MetricRecord: {int, float},
+}
+"""Types of the entries of Flower's records that need no further look."""
+
+
 @cache
 def versions() -> dict[str, str | None]:
     """Return what is installed on this machine and decides what a run computes, by name."""
@@ -191,6 +199,30 @@ def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
 def record_of(arrays: Mapping[str, npt.NDArray[Any] | Array]) -> flwr.app.ArrayRecord:
     """Return a Flower record that holds arrays by reference; its own constructor would copy their bytes."""
     record = flwr.app.ArrayRecord()
-    for name, array in arrays.items():
-        record[name] = array if isinstance(array, Array) else Array(array)
+    _entries(record).update({name: a if isinstance(a, Array) else Array(a) for name, a in arrays.items()})
     return record
+
+
+def with_entries(record: R, values: Mapping[str, Any]) -> R:
+    """Return a Flower record of its own with further entries.
+
+    Flower looks at each entry as it is set, which costs more than a small step of training. Here plain numbers and
+    texts are told by their types; all else goes Flower's way, and raises :class:`TypeError` if it cannot be an entry.
+    """
+    record = record.copy()
+    entries, known = _entries(record), PLAIN[type(record)]
+    for name, value in values.items():
+        (entries if type(value) in known else record)[name] = value
+    return record
+
+
+def content_of(**records: flwr.app.ArrayRecord | flwr.app.ConfigRecord | flwr.app.MetricRecord) -> flwr.app.RecordDict:
+    """Return the content of a message."""
+    content = flwr.app.RecordDict()
+    _entries(content).update(records)
+    return content
+
+
+def _entries(record: Any) -> dict[str, Any]:
+    entries: dict[str, Any] = record.__dict__["_data"]
+    return entries

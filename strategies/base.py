@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from posy.extensions import word_of
-from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, failure, record_in, record_of
+from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, record_in, record_of, with_entries
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.randomness import model_seed, numpy_generator
@@ -384,9 +384,8 @@ class PersonalisedStrategy(Strategy):
         for client, own in flags.items():
             served, info, row = self.serve(client), self.clients[client], self.record.row(client)
             arrays = record_of({str(i): pack(array) for i, array in enumerate(served)})
-            told = common.copy()  # Flower has checked what is in it
-            state = self.states.config(kind, server_round, client)
-            told.update({"client": client, **state, **own, **self.train_config(server_round, client)})
+            state, more = self.states.config(kind, server_round, client), self.train_config(server_round, client)
+            told = {"client": client, **state, **own, **more}
             size = sum(array.nbytes for array in served)
             self.record.bytes_down += size
             row["bytes_down"] += size
@@ -394,7 +393,7 @@ class PersonalisedStrategy(Strategy):
                 row["site"] = info.name
                 if self.saving:
                     told["site"] = info.name
-            content = RecordDict({"arrays": arrays, "config": told})
+            content = content_of(arrays=arrays, config=with_entries(common, told))
             self._sent.append(self._message(content, client, kind))
         return self._sent
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from posy.client_app.training.batches import Batch
-from posy.client_app.training.work import Context, Criterion, Net, Train
+from posy.client_app.training.perceptron import ClosedForm, linear_layers
+from posy.client_app.training.work import Context, Criterion, Net, Train, classification
 from posy.models.layers import Dropout
 from posy.models.parameters import Layout
 from posy.sharing import is_shared
@@ -46,6 +47,17 @@ class Network:
     def smallest_batch(self) -> int:
         """Samples that a training step needs: BatchNorm has no variance for one."""
         return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.template.modules()) else 1
+
+    @cached_property
+    def linear_layers(self) -> list[str]:
+        """The layers of a perceptron that minimises the cross-entropy, else none."""
+        return linear_layers(self.template) if self.criterion is None else []
+
+    def closed_form(self, work: Train) -> ClosedForm | None:
+        """Return what differentiates a training without autograd, if there is a formula for it."""
+        names = trainable_names(self.layout, work.rates)
+        possible = work.objective is classification and self.linear_layers and names
+        return ClosedForm(self.linear_layers, names) if possible else None
 
     @property
     def has_buffers(self) -> bool:
@@ -115,6 +127,7 @@ class LoopedModels:
             for name, columns in network.dropouts.items()
         ]
         self._leaves = [[net[name] for name in self._names] for net in self._nets]
+        self._closed = network.closed_form(work)
         self.parameters = [tensor for leaves in self._leaves for tensor in leaves]
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
 
@@ -135,6 +148,10 @@ class LoopedModels:
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
+        if self._closed is not None and not autocasts(batch):
+            one = Batch(batch.x[None], batch.y[None], None if batch.weight is None else batch.weight[None])
+            each = [self._closed.gradients(net.tensors, lambda tensor: tensor[None], one) for net in self._nets]
+            return torch.stack([loss for loss, _ in each], dim=1), [t[0] for _, found in each for t in found]
         for layer, columns in self._dropouts:
             layer.numbers = _numbers_of(batch)[:, columns]
         losses: list[Tensor] = []
@@ -193,6 +210,7 @@ class StackedModels:
         # A single model needs no axis of its own, which would cost every operation.
         models = vmap(self._loss, in_dims=(0, None, None), randomness="error") if self.count > 1 else self._loss
         self._losses = vmap(models, in_dims=(0, batches, 0), randomness="error")
+        self._closed = network.closed_form(first)
 
     @property
     def flat(self) -> Tensor:
@@ -215,6 +233,11 @@ class StackedModels:
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Differentiate the models of the first A clients, to which the batch ``(A, B, ...)`` belongs."""
         active = len(batch.y)
+        if self._closed is not None and not autocasts(batch):
+            samples = (batch.x, batch.y) if batch.weight is None else (batch.x, batch.y, batch.weight)
+            each = Batch(*(tensor.repeat_interleave(self.count, 0) for tensor in samples))
+            losses, own = self._closed.gradients(self._tensors, lambda tensor: tensor[:active].flatten(0, 1), each)
+            return losses.view(active, -1), [gradient.view(active, -1, *gradient.shape[1:]) for gradient in own]
         tensors = {name: tensor[:active].detach() for name, tensor in self._tensors.items()}
         moving = [tensors[name].requires_grad_() for name in self._names]
         seen = tensors if self.count > 1 else {name: tensor[:, 0] for name, tensor in tensors.items()}
@@ -254,6 +277,11 @@ def _factor(norm: float, found: Tensor, enlarge: bool) -> Tensor:
     """Return what scales vectors of some norms to another one; one of zeros stays as it is."""
     factor = norm / found.clamp_min(torch.finfo(found.dtype).tiny)
     return torch.where(found > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
+
+
+def autocasts(batch: Batch) -> bool:
+    """Tell whether operations on a batch are carried out in another precision than its own."""
+    return torch.is_autocast_enabled(batch.y.device.type)
 
 
 def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:

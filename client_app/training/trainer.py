@@ -16,7 +16,7 @@ from torch import Tensor
 from posy.client_app.training.batches import Samples, Schedule, Share, plan_passes
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, by_tensor, rows_of
 from posy.client_app.training.optimiser import Optimiser
-from posy.client_app.training.work import Forward, Job, Trained, TrainingDivergedError, TrainingInterruptedError
+from posy.client_app.training.work import Forward, Job, Train, Trained, TrainingDivergedError, TrainingInterruptedError
 from posy.sharing import is_shared
 from posy.strategies.settings import TrainSettings
 
@@ -25,8 +25,8 @@ STACK_BYTES = 2 << 30
 """Memory of a CPU that stacked models may take."""
 STACK = 16
 """Clients that are stacked on a CPU: from there on a step costs a client hardly less."""
-SMALL = 30_000
-"""Parameters up to which a network without convolutions is stacked on a CPU."""
+SMALL, SMALL_PERCEPTRON = 30_000, 200_000
+"""Parameters up to which a network without convolutions is stacked on a CPU, and a perceptron without autograd."""
 
 
 class Trainer:
@@ -40,8 +40,8 @@ class Trainer:
         self.interrupted = Event()
         """Set from another thread to end all training at the next step."""
 
-    def stacks(self, network: Network, models: int) -> bool:
-        """Tell whether so many models are trained as one stacked computation.
+    def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:
+        """Tell whether so many models are trained as one stacked computation, in a training that may be known.
 
         The setting ``stack`` decides. `auto` stacks on a GPU; on a CPU it stacks small networks without
         convolutions, whose time goes into calls rather than arithmetic.
@@ -50,7 +50,8 @@ class Trainer:
             return False
         if self.settings.stack == "vmap" or self.device.type == "cuda":
             return True
-        return not network.convolves and network.layout.size <= SMALL
+        closed = network.linear_layers and (work is None or network.closed_form(work))
+        return not network.convolves and network.layout.size <= (SMALL_PERCEPTRON if closed else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
         """Return how many of some clients advance together: on a CPU no more than it takes to make stacking pay.
@@ -106,7 +107,7 @@ class Trainer:
         shares = [self.share(job, network.smallest_batch) for job in jobs]
         models: Models
         schedule: Share | Schedule
-        if len(jobs) > 1 or self.stacks(network, 1 if single else len(jobs[0].work.start)):
+        if len(jobs) > 1 or self.stacks(network, 1 if single else len(jobs[0].work.start), jobs[0].work):
             schedule = Schedule(shares)
             places = schedule.order
             models = StackedModels(network, [jobs[place].work for place in places])
@@ -138,7 +139,7 @@ class Trainer:
         """Train K models of each client over batches of their own: as many trainings of one model."""
         count = len(jobs[0].models)
         singles = [single for job in jobs for single in job.models]
-        stacked = len(jobs) > 1 or self.stacks(network, count)
+        stacked = len(jobs) > 1 or self.stacks(network, count, jobs[0].work)
         groups = [singles] if stacked else [[single] for single in singles]
         results = [result for group in groups for result in self.train_together(group, network)]
         joined: list[Trained | TrainingDivergedError] = []

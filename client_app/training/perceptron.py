@@ -1,0 +1,105 @@
+"""Gradients of perceptrons under the cross-entropy, in closed form and of many models at a time.
+
+What a step of a small network takes is mostly autograd's bookkeeping: its few products of matrices by themselves take
+less than half as long, and those of several models are one batched product.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from posy.client_app.training.batches import Batch
+from posy.models.chain import ChainModel
+from posy.models.layers import FullyConnected
+
+
+def linear_layers(module: nn.Module) -> list[str]:
+    """Return the names of the linear layers of a perceptron from input to output, or none if it is another network.
+
+    Between them there are ReLUs and nothing else.
+    """
+    if not isinstance(module, ChainModel):
+        return []
+    found = {f"blocks.{name}.linear": getattr(block, "linear", None) for name, block in module.blocks.items()}
+    plain = all(
+        type(block) is FullyConnected and not block.norm and not block.dropout for block in module.blocks.values()
+    )
+    layers = {**found, "head": module.head}
+    whole = all(type(layer) is nn.Linear and layer.bias is not None for layer in layers.values())
+    return list(layers) if plain and whole else []
+
+
+@torch.no_grad()
+def gradients(
+    layers: Sequence[tuple[Tensor, Tensor]], x: Tensor, y: Tensor, weight: Tensor | None, first: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """Differentiate the mean cross-entropy of P perceptrons, each over a batch of its own.
+
+    Parameters
+    ----------
+    layers : sequence of (torch.Tensor, torch.Tensor)
+        Weight ``(P, out, in)`` and bias ``(P, out)`` of each layer.
+    x : torch.Tensor, (P, B, ...)
+        Inputs.
+    y : torch.Tensor, int64, (P, B)
+        Labels.
+    weight : torch.Tensor or None, (P, B)
+        Weights of the samples' losses, over which the mean is taken all the same.
+    first : int
+        The layer before which no gradient is wanted.
+
+    Returns
+    -------
+    torch.Tensor, (P,)
+        The losses.
+    list of torch.Tensor
+        Gradients of the weight and the bias of each layer from ``first`` on.
+    """
+    inputs, hidden = list[Tensor](), x.flatten(2)
+    for number, (matrix, bias) in enumerate(layers, start=1):
+        inputs.append(hidden)
+        hidden = torch.baddbmm(bias.unsqueeze(1), hidden, matrix.transpose(1, 2))
+        if number < len(layers):
+            hidden = hidden.relu_()
+    logs, labels = hidden.log_softmax(dim=2), y.unsqueeze(2)
+    losses = -logs.gather(2, labels).squeeze(2)
+    losses = (losses if weight is None else losses * weight).mean(dim=1)
+    # By the logits: softmax minus the label's one, each sample's as its loss counts.
+    slope = logs.exp_().scatter_add_(2, labels, logs.new_full((), -1.0).expand_as(labels))
+    slope = slope.div_(y.shape[1]) if weight is None else slope.mul_(weight.unsqueeze(2) / y.shape[1])
+    found: list[Tensor] = []
+    for number in reversed(range(first, len(layers))):
+        found = [torch.bmm(slope.transpose(1, 2), inputs[number]), slope.sum(dim=1), *found]
+        if number > first:
+            slope = torch.bmm(slope, layers[number][0])
+            slope = slope.mul_(inputs[number] > 0)
+    return losses, found
+
+
+class ClosedForm:
+    """Gradients of a perceptron's tensors by their names.
+
+    ``layers`` are its linear layers from input to output, ``names`` the tensors whose gradients are wanted.
+    """
+
+    def __init__(self, layers: Sequence[str], names: Sequence[str]) -> None:
+        self._layers = [(f"{layer}.weight", f"{layer}.bias") for layer in layers]
+        self._first = min(number for number, layer in enumerate(self._layers) if set(layer) & set(names))
+        found = [name for layer in self._layers[self._first :] for name in layer]
+        self._places = [found.index(name) for name in names]
+
+    def gradients(
+        self,
+        tensors: Mapping[str, Tensor],
+        shaped: Callable[[Tensor], Tensor],
+        batch: Batch,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the losses ``(P,)`` and the gradients in the order of the names.
+
+        ``shaped`` returns a tensor as those of P models ``(P, ...)``; the batch is ``(P, B, ...)``.
+        """
+        with torch.no_grad():
+            layers = [(shaped(tensors[matrix]), shaped(tensors[bias])) for matrix, bias in self._layers]
+        losses, found = gradients(layers, batch.x, batch.y, batch.weight, self._first)
+        return losses, [found[place] for place in self._places]
