@@ -6,7 +6,8 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -190,13 +191,24 @@ def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]
 
     If the table is being run already, or something else lies where a run is to go, it raises :class:`SettingsError`.
     """
-    plan.output.mkdir(parents=True, exist_ok=True)
+    with alone(plan.output):
+        archive.store(plan.output, ended(plan))  # whole, so that it can be added to
+        return run_cells(plan, jobs, begin)
+
+
+@contextmanager
+def alone(output: Path) -> Iterator[None]:
+    """Make a folder for what is run, and keep others out of it; if there is another, raise :class:`SettingsError`."""
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / ".lock")
     try:
-        with FileLock(plan.output / ".lock", timeout=0):
-            archive.store(plan.output, ended(plan))  # whole, so that it can be added to
-            return run_cells(plan, jobs, begin)
+        lock.acquire(timeout=0)
     except Timeout:
-        raise SettingsError(f"another `posy table` or `posy paper` is at work in {plan.output}") from None
+        raise SettingsError(f"another `posy table`, `posy tune` or `posy paper` is at work in {output}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def ended(plan: Plan) -> list[Cell]:

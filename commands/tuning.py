@@ -14,7 +14,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from posy.commands.table import Cell, Plan, Running, failure_of, plan_as_yaml, start, stop
+from posy.commands.table import Cell, Plan, Running, alone, failure_of, plan_as_yaml, start, stop
 from posy.server_app.progress import duration
 from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
@@ -67,20 +67,19 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
 
     Notes
     -----
-    What is finished is not done again: the studies lie in ``tuning/`` of the table's output (Optuna's journal). A trial
+    What is finished is not done again, and nobody else may search meanwhile: the studies lie in ``tuning/`` of the table's output (Optuna's journal). A trial
     is scored by the mean accuracy on the validation splits in its last round, which is what a table shows, at the point
     at which its method is meant to be used. It is given up early where its best accuracy so far is below the median of
     the trials before it in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    folder = plan.output / "tuning"
-    folder.mkdir(parents=True, exist_ok=True)
-    storage = JournalStorage(JournalFileBackend(str(folder / "studies.journal")))
     common = {"validation-fraction": fraction_of(plan)}
     seed = plan.cells[0].seed
     cells = [replace(cell, config={**cell.config, **common}) for cell in plan.cells if cell.seed == seed]
-    searches = [opened(cell, folder, storage) for cell in cells]
-    run_trials(searches, trials, jobs)
+    with alone(folder := plan.output / "tuning"):
+        storage = JournalStorage(JournalFileBackend(str(folder / "studies.journal")))
+        searches = [opened(cell, folder, storage) for cell in cells]
+        run_trials(searches, trials, jobs)
     found = {(search.cell.variant, search.cell.row): search.best() for search in searches}
     return plan_as_yaml(plan, found, common)
 

@@ -11,7 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from posy.commands import cli, tuning
-from posy.commands.table import plan_as_yaml, read_plan
+from posy.commands.table import alone, plan_as_yaml, read_plan
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import declared
@@ -162,3 +162,11 @@ def test_rows_with_different_validation_splits_are_not_comparable(file: Path) ->
     file.write_text(file.read_text().replace("fedprox-mu: 0.01", "validation-fraction: 0.1"))
     with pytest.raises(SettingsError, match="must all have the same"):
         tuning.tune(read_plan(file), trials=1, jobs=1)
+
+
+def test_two_searches_do_not_work_on_one_table(file: Path, tmp_path: Path) -> None:
+    plan = read_plan(file)
+    with alone(plan.output / "tuning"), pytest.raises(SettingsError, match="another .* is at work in"):
+        tuning.tune(plan, trials=1, jobs=1)
+    with alone(plan.output / "tuning"):  # it was given back
+        assert plan.output.is_dir()
