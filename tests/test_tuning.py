@@ -166,7 +166,7 @@ def test_rows_with_different_validation_splits_are_not_comparable(file: Path) ->
 
 def test_two_searches_do_not_work_on_one_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
-    with alone(plan.output / "tuning"), pytest.raises(SettingsError, match="another .* is at work in"):
+    with alone(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* is at work in"):
         tuning.tune(plan, trials=1, jobs=1)
     with alone(plan.output / "tuning"):  # it was given back
         assert plan.output.is_dir()
