@@ -68,9 +68,9 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
     Notes
     -----
     What is finished is not done again, and nobody else may search meanwhile: the studies lie in ``tuning/`` of the
-    table's output (Optuna's journal). A trial is scored by the mean accuracy on the validation splits in its last round,
-    which is what a table shows, at the point at which its method is meant to be used. It is given up early where its best
-    accuracy so far is below the median of the trials before it in the same round.
+    table's output (Optuna's journal). A trial is scored by the mean accuracy on the validation splits in its last
+    round, which is what a table shows, at the point at which its method is meant to be used. It is given up early
+    where its best accuracy so far is below the median of the trials before it in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
