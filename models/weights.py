@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from posy.extensions import said
 from posy.models.catalogue import PRETRAINED
 from posy.models.chain import ChainModel
 from posy.models.own import TORCHVISION
@@ -102,4 +103,4 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
             return dict(named.get_state_dict(progress=False, check_hash=True))
         return {name: torch.from_numpy(array) for name, array in load_arrays(weights.where).items()}
     except Exception as error:  # whatever a file holds, or the network does
-        raise SettingsError(f"weights = {weights.where!r}: cannot be read ({type(error).__name__}: {error})") from error
+        raise SettingsError(f"weights = {weights.where!r}: cannot be read ({said(error)})") from error
