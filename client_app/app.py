@@ -61,18 +61,23 @@ def query(message: Message, context: Context) -> Message:
     settings = str(config["settings"])
     if config.get("describe"):
         told = describe(settings, context)
-    elif (workspace := workspace_of(settings, context)).of_sites:
-        told = enrol(workspace, context)
     else:
-        clients, part = hosted_clients(context, workspace), workspace.partition
-        told = {
-            "name": str(context.node_config.get("name", "")),
-            "clients": clients,
-            "num-train": [len(part.train[c]) for c in clients],
-            "num-test": [len(part.test[c]) for c in clients],
-        }
+        workspace = workspace_of(settings, context)
+        told = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
+        _ = workspace.architecture, workspace.criterion  # what this node lacks is told before the first round
     told["versions"] = [f"{name} {version}" for name, version in versions().items()]
     return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
+
+
+def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
+    """Return the name of this node, and the clients that it hosts with their numbers of samples."""
+    clients, part = hosted_clients(context, workspace), workspace.partition
+    return {
+        "name": str(context.node_config.get("name", "")),
+        "clients": clients,
+        "num-train": [len(part.train[c]) for c in clients],
+        "num-test": [len(part.test[c]) for c in clients],
+    }
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:

@@ -7,7 +7,7 @@ function.
 """
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from logging import WARNING
 from pathlib import Path
@@ -42,11 +42,15 @@ Steps = Generator[Train | Forward, Any, R]
 
 @dataclass
 class Member:
-    """One model of an ensemble: parameters ``(d,)``, its network and its coefficient."""
+    """One model of an ensemble: parameters ``(d,)``, its network and its coefficient.
+
+    ``held`` are the tensors of frozen layers by name, where they have been read from a file.
+    """
 
     parameters: Tensor
     architecture: Architecture
     coefficient: float = 1.0
+    held: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,7 +71,7 @@ class Predictor:
         arrays: dict[str, FloatArray] = {}
         for number, member in enumerate(self.members, start=1):
             prefix = f"stage{number}." if several else ""
-            named = member.architecture.layout.views(array_of(member.parameters))
+            named = {**member.architecture.layout.views(array_of(member.parameters)), **member.architecture.held}
             arrays |= {prefix + name: array for name, array in named.items()}
             if several:
                 arrays[f"{prefix}coefficient"] = np.array([member.coefficient], np.float32)
@@ -82,7 +86,8 @@ class Predictor:
             own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
             coefficient = float(own.pop("coefficient", np.ones(1))[0])
             reduced = reduced_like(architecture, own)
-            members.append(Member(torch.from_numpy(reduced.layout.flatten(own)), reduced, coefficient))
+            held = {name: own[name] for name in reduced.held}
+            members.append(Member(torch.from_numpy(reduced.layout.flatten(own)), reduced, coefficient, held))
         return cls(members, logarithms=method.sums_logarithms)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -58,7 +59,9 @@ class ClientModel(nn.Module):
         for member in predictor.members:
             network = member.architecture.build()
             # Not strict: BatchNorm counts its batches in an integer, which is no part of a model here.
-            network.load_state_dict(member.architecture.layout.views(member.parameters), strict=False)
+            tensors = member.architecture.layout.views(member.parameters)
+            tensors |= {name: torch.from_numpy(array) for name, array in member.held.items()}
+            network.load_state_dict(tensors, strict=False)
             self.members.append(network)
         self.register_buffer("coefficients", torch.tensor([member.coefficient for member in predictor.members]))
         self._logarithms = predictor.logarithms
@@ -77,7 +80,8 @@ class ClientModel(nn.Module):
         try:
             settings = read_settings({}, str(path), json.loads(about["settings"]))
             preprocessing = Preprocessing.from_json(about["preprocessing"])
-            plain = plain_architecture(settings.train, preprocessing.task)
+            started = replace(settings.train, weights="")  # the file need not be there: all tensors are in this one
+            plain = plain_architecture(started, preprocessing.task)
             network = settings.method.network(plain, settings.data.num_clients)
             return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, about)
         except KeyError as error:

@@ -55,7 +55,7 @@ def choose_device(name: str) -> torch.device:
 
 def plain_architecture(train: TrainSettings, task: Task) -> Architecture:
     """Return the network that the settings ask for, before a method changes it."""
-    return architecture_for(train.model, task, train.linear_init, train.weights, train.frozen)
+    return architecture_for(train.model, task, train.linear_init, train.weights, train.frozen, train.weights_sha256)
 
 
 class Workspace:

@@ -17,6 +17,7 @@ from posy.data.functions import content_of
 from posy.data.image import Encoded, image_content
 from posy.data.labels import as_labels, label_name, numbered
 from posy.data.values import FLOAT32_MAX, precision_notes
+from posy.extensions import said
 
 HUB = "hf:"
 """What a data set of the Hugging Face Hub begins with."""
@@ -25,7 +26,6 @@ _FORMATS = frozenset({"arrow", "cache", "csv", "imagefolder", "json", "parquet",
 """Formats of files that the library reads without unpickling anything, as it does with pandas' own."""
 _INDEX = re.compile(r"__index_level_\d+__")  # what pandas adds to a .parquet file
 _TESTS = ({"test"}, {"validation", "valid", "val", "dev"})
-_LONGEST = 300  # characters of a message of the library
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_saved(
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged folder can make the library fail in any way
-        raise DataError(f"{path}: not a whole folder of datasets.save_to_disk ({_said(error)})") from error
+        raise DataError(f"{path}: not a whole folder of datasets.save_to_disk ({said(error)})") from error
     rows, is_test, notes = _pooled(found, str(path))
     return _content(rows, path, columns, is_test, notes, size, mode, skip_unreadable)
 
@@ -83,7 +83,7 @@ def read_parquet(
             check_fits(sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups)), str(path))
             table = file.read()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: not a whole .parquet file ({_said(error)})") from error
+        raise DataError(f"{path}: not a whole .parquet file ({said(error)})") from error
     features: Mapping[str, Any] = {}
     if b"huggingface" in (table.schema.metadata or {}):
         import datasets  # noqa: PLC0415 - takes seconds to import
@@ -130,7 +130,7 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
     except Exception as error:  # of the network, of the Hub, or of a damaged file
         how = "fetched from the Hugging Face Hub" if download else "found in the library's cache (download = false)"
         raise DataError(
-            f"{where}: it cannot be {how} ({_said(error)}); where there is a network, datasets.save_to_disk writes a "
+            f"{where}: it cannot be {how} ({said(error)}); where there is a network, datasets.save_to_disk writes a "
             "folder that dataset takes"
         ) from error
     rows, is_test, notes = _pooled(found, where)
@@ -308,8 +308,3 @@ def _is_text(kind: Any) -> bool:
     from pyarrow import types  # noqa: PLC0415 - needed by these data alone
 
     return bool(types.is_string(kind) or types.is_large_string(kind))
-
-
-def _said(error: Exception) -> str:
-    """Return what an exception says, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]

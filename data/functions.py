@@ -11,7 +11,7 @@ from posy.data.errors import DataError
 from posy.data.image import as_images
 from posy.data.labels import as_labels, numbered
 from posy.data.values import as_features, check_lengths, check_shape, precision_notes
-from posy.extensions import load
+from posy.extensions import load, said
 
 PARTS = ("x", "y", "groups", "test")
 """What the mapping may hold that a function returns."""
@@ -37,7 +37,7 @@ def read_function(name: str) -> Content:
     try:
         found = function()
     except Exception as error:  # whatever the code of somebody else may raise
-        raise DataError(f"{what}: it has raised {type(error).__name__}: {error}") from error
+        raise DataError(f"{what}: it has raised {said(error)}") from error
     if isinstance(found, tuple) and len(found) == 2:
         found = dict(zip(PARTS, found, strict=False))
     if not isinstance(found, Mapping) or not {"x", "y"} <= found.keys() <= set(PARTS):
@@ -83,4 +83,7 @@ def _array(value: Any, what: str) -> np.ndarray:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} is not like an array ({error})") from error
+        shapes = list(dict.fromkeys(tuple(part.shape) for part in value if hasattr(part, "shape")))
+        if len(shapes) > 1:
+            raise DataError(f"{what}: arrays of shape {shapes[0]} and {shapes[1]}; all must be alike") from error
+        raise DataError(f"{what} is not like an array ({said(error)})") from error

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posy.extensions import said
 from posy.randomness import own_generator, seeded
 from posy.settings import SettingsError, nearest
 
@@ -48,7 +49,7 @@ def check_transforms(text: str, shape: tuple[int, ...]) -> None:
         try:
             found = _changed(chain, image.clone())
         except Exception as error:  # whatever torchvision says of an image or an argument
-            raise SettingsError(f"{what}: an image of shape {shape} cannot be changed ({_said(error)})") from error
+            raise SettingsError(f"{what}: an image of shape {shape} cannot be changed ({said(error)})") from error
     if not isinstance(found, Tensor) or found.shape != image.shape or not found.is_floating_point():
         told = f"{tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
         raise SettingsError(f"{what}: of an image {shape}, torch.float32 it makes {told}; it must keep both")
@@ -94,7 +95,7 @@ def _transform(node: ast.expr, what: str, example: str) -> Transform:
     try:
         return kind(*arguments, **named)
     except Exception as error:  # torchvision checks its arguments in ways of its own
-        raise SettingsError(f"{what}: {name.id} does not take these arguments ({_said(error)})") from error
+        raise SettingsError(f"{what}: {name.id} does not take these arguments ({said(error)})") from error
 
 
 @cache
@@ -109,7 +110,3 @@ def _changed(chain: tuple[Transform, ...], image: Any) -> Any:
     for transform in chain:
         image = transform(image)
     return image
-
-
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

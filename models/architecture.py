@@ -70,6 +70,11 @@ class Architecture:
         """
         return _layout(self)
 
+    @property
+    def held(self) -> Mapping[str, FloatArray]:
+        """The tensors of frozen layers by name, which are no part of the flat vector."""
+        return _held(self)
+
     def divided(self, own: tuple[str, ...]) -> tuple[Part, Part]:
         """Return the parts of the flat vector without, and with nothing but, some layers or single tensors."""
         return _divided(self, own)
@@ -112,9 +117,11 @@ def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Archi
 
 
 def architecture_for(
-    model: str, task: Task, linear_init: str = "default", weights: str = "", frozen: str = ""
+    model: str, task: Task, linear_init: str = "default", weights: str = "", frozen: str = "", digest: str = ""
 ) -> Architecture:
     """Return the plain architecture of a model, ``auto`` resolved; the arguments are as the settings have them.
+
+    ``digest`` is the SHA-256 of the file of weights.
 
     Raises
     ------
@@ -122,7 +129,7 @@ def architecture_for(
         If there is no such network, no such file of weights, or no such layer to be frozen.
     """
     name = resolve(model, task)
-    plain = Architecture(name, task, linear_init=linear_init, weights=weights_for(weights, name))
+    plain = Architecture(name, task, linear_init=linear_init, weights=weights_for(weights, name, digest))
     names = tuple(filter(None, (layer.strip() for layer in frozen.split(","))))
     allowed = plain.layer_names[:-1]
     if wrong := [layer for layer in names if layer not in allowed]:
@@ -147,6 +154,15 @@ def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
 @lru_cache(maxsize=64)
 def _divided(architecture: Architecture, own: tuple[str, ...]) -> tuple[Part, Part]:
     return architecture.layout.without(own), architecture.layout.part(own)
+
+
+@lru_cache(maxsize=2)
+def _held(architecture: Architecture) -> Mapping[str, FloatArray]:
+    if not architecture.frozen:
+        return {}
+    kept = {entry.name for entry in architecture.layout.entries}
+    tensors = architecture.build().state_dict().items()
+    return {name: t.numpy() for name, t in tensors if t.is_floating_point() and name not in kept}
 
 
 @lru_cache(maxsize=64)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from posy.data.task import Task
-from posy.extensions import load
+from posy.extensions import load, said
 from posy.models.chain import ChainModel
 from posy.models.layers import Dropout, LowRankLinear, linear
-from posy.settings import SettingsError
+from posy.settings import SettingsError, nearest
 
 TORCHVISION = "torchvision:"
 """What the names of torchvision's networks begin with."""
@@ -141,8 +141,10 @@ def _given(name: str, task: Task, what: str) -> Described:
         from torchvision import models  # noqa: PLC0415 - takes a second
 
         title = name.removeprefix(TORCHVISION)
-        if title not in models.list_models():
-            raise SettingsError(f"{what}: torchvision has no such network; it has {', '.join(models.list_models())}")
+        if title not in (known := models.list_models(module=models)):  # those for images of one class each
+            near = nearest(title, known)
+            hint = f"did you mean {TORCHVISION}{near}?" if near else f"it has {', '.join(known)}"
+            raise SettingsError(f"{what}: torchvision has no such network for classification; {hint}")
         return Described(_called(lambda: models.get_model(title, weights=None, num_classes=task.num_classes), what))
     build = load(name, "model")
     if not callable(build):
@@ -160,7 +162,7 @@ def _called(build: Callable[[], Any], what: str) -> Any:
     except SettingsError:
         raise
     except Exception as error:  # whatever the code of somebody else may raise
-        raise SettingsError(f"{what}: it has raised {type(error).__name__}: {error}") from error
+        raise SettingsError(f"{what}: it has raised {said(error)}") from error
 
 
 def _check_parameters(module: nn.Module, what: str) -> None:
@@ -196,7 +198,7 @@ def _logits(module: nn.Module, probe: Tensor, task: Task, what: str) -> Tensor:
             found = module(probe)
     except Exception as error:  # whatever the code of somebody else may raise
         shape = "x".join(map(str, probe.shape))
-        raise SettingsError(f"{what}: samples of shape {shape} raise {type(error).__name__}: {error}") from error
+        raise SettingsError(f"{what}: samples of shape {shape} raise {said(error)}") from error
     finally:
         module.train()
     wanted = (len(probe), task.num_classes)

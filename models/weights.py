@@ -1,6 +1,5 @@
 """Weights that a network starts from, in place of random ones."""
 
-import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -9,12 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from posy.extensions import said
 from posy.models.catalogue import PRETRAINED
 from posy.models.chain import ChainModel
 from posy.models.own import TORCHVISION
-from posy.paths import is_file
+from posy.paths import is_file, sha256_of
 from posy.settings import SettingsError
 from posy.storage import load_arrays
+
+_SHOWN = 16
+"""Characters of a SHA-256 that a message names."""
 
 
 class Weights(NamedTuple):
@@ -25,13 +28,13 @@ class Weights(NamedTuple):
     model: str
 
 
-def weights_for(where: str, model: str) -> Weights | None:
+def weights_for(where: str, model: str, digest: str = "") -> Weights | None:
     """Return which weights a network starts from, as settings name them; None for random ones.
 
     Raises
     ------
     SettingsError
-        If there is no such file, or torchvision has no such network.
+        If there is no such file, it has not the SHA-256 ``digest``, or torchvision has no such network.
     """
     if not where:
         return None
@@ -41,7 +44,13 @@ def weights_for(where: str, model: str) -> Weights | None:
         return Weights(where, "", model)
     if not is_file(Path(where)):
         raise SettingsError(f"weights = {where!r}: there is no such file; on real nodes it must lie on each of them")
-    return Weights(where, hashlib.sha256(Path(where).read_bytes()).hexdigest(), "")
+    found = sha256_of(Path(where))
+    if digest not in ("", found):
+        raise SettingsError(
+            f"weights = {where!r}: its SHA-256 is {found[:_SHOWN]}…, weights-sha256 = {digest[:_SHOWN]}…: it is "
+            "another file than the run has begun with"
+        )
+    return Weights(where, found, "")
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
@@ -94,4 +103,4 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
             return dict(named.get_state_dict(progress=False, check_hash=True))
         return {name: torch.from_numpy(array) for name, array in load_arrays(weights.where).items()}
     except Exception as error:  # whatever a file holds, or the network does
-        raise SettingsError(f"weights = {weights.where!r}: cannot be read ({type(error).__name__}: {error})") from error
+        raise SettingsError(f"weights = {weights.where!r}: cannot be read ({said(error)})") from error

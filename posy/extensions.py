@@ -6,7 +6,8 @@ import importlib.util
 import sys
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from traceback import walk_tb
+from types import FrameType, ModuleType
 from typing import Any
 
 from posy.paths import absolute, is_file
@@ -33,11 +34,14 @@ def located(text: str) -> str:
     """Return ``file.py:name`` with the absolute path of the file that ``module:name`` is of.
 
     The file is looked for where the run was started. Where there is none, an installed module is meant. What has
-    travelled with the run, ``own/file.py:name``, is said in the same way everywhere.
+    travelled with the run, ``own/file.py:name``, is said in the same way everywhere, and is ``file.py`` to whoever
+    uses the models of that run.
     """
     module, _, name = text.rpartition(":")
-    if module.startswith(f"{BUNDLED}/") and is_file(_BUNDLE / module):
-        return text
+    if module.startswith(f"{BUNDLED}/"):
+        if is_file(_BUNDLE / module):
+            return text
+        module = module.removeprefix(f"{BUNDLED}/")
     path = absolute(module if module.endswith(".py") else f"{module.replace('.', '/')}.py")
     return f"{path}:{name}" if is_file(path) else text
 
@@ -100,7 +104,19 @@ def load(text: str, key: str) -> Any:
     return getattr(module, name)
 
 
-_AGAIN = "; a run that is resumed on a SuperLink is given its own code again, as when it was first submitted"
+def said(error: Exception) -> str:
+    """Return what an exception says, on one line, and the line of people's own file that has raised it, if one has."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if _is_theirs(frame)]
+    return f"{text} ({Path(frames[-1].f_code.co_filename).name}, line {frames[-1].f_lineno})" if frames else text
+
+
+_LONGEST = 300
+"""Characters of what an exception says that are repeated."""
+_TRAVELLED = (
+    "; it has travelled with the run: whoever uses its models is in the folder that holds it, and a run that is "
+    "resumed on a SuperLink is given its own code again, as when it was first submitted"
+)
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +127,8 @@ def _module(name: str, what: str) -> ModuleType:
             return importlib.import_module(name)
         path = _BUNDLE / name
         if not is_file(path):
-            raise SettingsError(f"{what}: there is no file {path}{_AGAIN if name.startswith(f'{BUNDLED}/') else ''}")
+            travelled = name.startswith(f"{BUNDLED}/")
+            raise SettingsError(f"{what}: there is no file {path.name if travelled else path}{_TRAVELLED * travelled}")
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # last, so that its neighbours stand in for nothing
         spec = importlib.util.spec_from_file_location(f"{OWN_MODULE}{path.stem}", path)
@@ -127,5 +144,9 @@ def _module(name: str, what: str) -> ModuleType:
     except SettingsError:
         raise
     except Exception as error:  # whatever the code of somebody else may raise
-        raise SettingsError(f"{what}: {name} cannot be imported ({type(error).__name__}: {error})") from error
+        raise SettingsError(f"{what}: {name} cannot be imported ({said(error)})") from error
     return module
+
+
+def _is_theirs(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(OWN_MODULE)

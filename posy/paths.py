@@ -1,5 +1,6 @@
 """Paths as people write them: an impossible path counts as one that does not exist, and is never a traceback."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -37,3 +38,12 @@ def exists(path: Path) -> bool:
 def is_file(path: Path) -> bool:
     """Tell whether a path is a file; one with a name that is too long is not, where pathlib raises."""
     return exists(path) and path.is_file()
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal; raise :class:`SettingsError` if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SettingsError(f"the file {shown(str(path))} cannot be read: {error.strerror}") from error

@@ -73,6 +73,8 @@ class Setting:
     """Its range: ``minimum`` and ``maximum`` are in it, ``above`` is not."""
     place: bool = False
     """It is a path; a relative one starts where the run was started."""
+    path_or: str = ""
+    """A word that may stand in place of a path."""
     resumable: bool = False
     """A run may have another value of it when it is resumed."""
     once: bool = False

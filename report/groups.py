@@ -1,4 +1,4 @@
-"""Runs that differ in their seed only, put together, and named by the settings in which they differ from others."""
+"""Runs that differ in their seed only, put together, and named by what sets them apart from others."""
 
 import statistics
 from collections import Counter
@@ -13,6 +13,8 @@ from posy.report.recorded import Recorded
 from posy.settings import settings_of
 from posy.strategies.registry import declared, owner
 
+MOST_DIFFERENCES = 4
+"""Settings that name a run beside others; one that differs in more of them has the name of its folder."""
 NOT_A_SETTING = "not one of its settings"
 """What stands for a setting of another method."""
 
@@ -54,7 +56,9 @@ def grouped(runs: Sequence[Recorded]) -> list[Group]:
     differing = differences([decisive[part[0]] for part in parts])
     names = [part[0].method for part in parts]
     if len(set(names)) < len(names):
-        names = [_name(part[0], decisive[part[0]], differing) for part in parts]
+        folders = [f"{part[0].method}, {part[0].path.name}" for part in parts]
+        many = len(differing) > MOST_DIFFERENCES and len(set(folders)) == len(folders)
+        names = folders if many else [_name(part[0], decisive[part[0]], differing) for part in parts]
     names = [f"{n}, {part[0].path.name}" if names.count(n) > 1 else n for n, part in zip(names, parts, strict=True)]
     return [
         Group(Series(name, index), tuple(part)) for index, (name, part) in enumerate(zip(names, parts, strict=True))
@@ -105,9 +109,11 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _name(run: Recorded, own: Mapping[str, Any], differing: Mapping[str, Any]) -> str:
-    others = [f"{k}={own[k]}" for k in differing if k in own and k not in ("method", "dataset")]
-    data = [str(own["dataset"])] if "dataset" in differing else []
-    return ", ".join([run.method, *data, *others])
+    """Return the method and the settings that differ; of paths the last part."""
+    differ = {key: str(own[key]) for key in differing if key in own and key != "method"}
+    short = {key: value.rpartition("/")[2] if value.startswith("/") else value for key, value in differ.items()}
+    data = [short.pop("dataset")] if "dataset" in short else []
+    return ", ".join([run.method, *data, *(f"{key}={value}" for key, value in short.items())])
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 78rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, "DejaVu Sans", sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: .5rem 0; }
+h1 { overflow-wrap: anywhere; font-size: 1.6rem; line-height: 1.25; margin: .5rem 0; }
 h2 { font-size: 1.25rem; margin: 2.25rem 0 .5rem; border-bottom: 1px solid var(--rule); }
 h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
 p { max-width: 46rem; margin: .4rem 0; }

@@ -12,11 +12,11 @@ from posy.data.published import DATASETS
 from posy.data.settings import SITES, DataSettings, located
 from posy.extensions import is_own, word_of
 from posy.extensions import located as located_own
-from posy.models.catalogue import MODELS, PRETRAINED
+from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
 from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
 from posy.strategies.methods import METHODS, check_method, settings_class
-from posy.strategies.settings import RunSettings, Settings, TrainSettings
+from posy.strategies.settings import RunSettings, Settings, TrainSettings, identified
 from posy.yaml12 import parse, read_yaml
 
 PAPERS = Path(__file__).resolve().parent.parent / "papers"
@@ -51,15 +51,14 @@ def read_settings(
     if "experiment" in given:
         values["experiment"] = given["experiment"]
     for key, setting in declared([]).items():
-        if setting.place and ((path := values.get(key, setting.default)) or setting.default):
-            values[key] = str(absolute(str(path)))
-        if key == "weights" and (path := values.get(key)) and path != PRETRAINED:
-            values[key] = str(absolute(str(path)))
+        path = str(values.get(key, setting.default))
+        if setting.place and (path or setting.default) and path != setting.path_or:
+            values[key] = str(absolute(path))
         if setting.or_own and is_own(own := str(values.get(key, setting.default))):
             values[key] = located_own(own)
     settings = _built(values)
     check_own(given, settings.run.method, where)
-    return replace(settings, data=located(settings.data))
+    return replace(settings, data=located(settings.data), train=identified(settings.train))
 
 
 def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:

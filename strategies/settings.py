@@ -2,12 +2,14 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from posy.data.settings import DataSettings
 from posy.extensions import word_of
-from posy.models.catalogue import MODELS
+from posy.models.catalogue import MODELS, PRETRAINED
+from posy.paths import is_file, sha256_of
 from posy.settings import Scalar, Search, SettingsError, as_config, setting
 
 AUTO, OFF = "auto", "off"
@@ -30,7 +32,12 @@ class TrainSettings:
         "",
         "safetensors file that the network starts from, by the names of its tensors; a head of other classes starts "
         "afresh; `torchvision`: torchvision's own; empty: random weights",
+        place=True,
+        path_or=PRETRAINED,
         synonyms=("pretrained", "checkpoint"),
+    )
+    weights_sha256: str = setting(
+        "", "SHA-256 of that file, which a run finds out when it begins; nodes with another file are refused"
     )
     frozen: str = setting(
         "", "layers that are neither trained nor sent, with commas between them", synonyms=("freeze",)
@@ -127,6 +134,15 @@ class TrainSettings:
                 "optimizer-state = 'kept' does not go with optimizer = 'sgd' and momentum = 0, which leaves nothing to "
                 "keep; set a momentum, or optimizer-state = 'fresh'"
             )
+
+
+def identified(train: TrainSettings) -> TrainSettings:
+    """Return the settings with the SHA-256 of the file of weights, where one is named that is there."""
+    named = train.weights not in ("", PRETRAINED)
+    digest = train.weights_sha256 if named else ""
+    if named and not digest and is_file(path := Path(train.weights)):
+        digest = sha256_of(path)
+    return replace(train, weights_sha256=digest)
 
 
 @dataclass(frozen=True)

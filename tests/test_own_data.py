@@ -69,6 +69,10 @@ def other():
     return {"x": np.zeros((60, 2)), "y": y, "names": "abc"}
 
 
+def sizes():
+    return [np.zeros((20 + number, 20, 3), np.uint8) for number in range(4)], [0, 1, 0, 1]
+
+
 def ragged():
     return [[1], [1, 2]] * 30, y
 
@@ -126,6 +130,7 @@ WRONG = {
     "fractions": (DataError, "y: label 0.5 at index 0; whole numbers are allowed"),
     "other": (DataError, "it returns a mapping of x, y, names"),
     "ragged": (DataError, "x is not like an array"),
+    "sizes": (DataError, "x: arrays of shape (20, 20, 3) and (21, 20, 3); all must be alike"),
     "numbered_test": (DataError, "test must be true or false for each sample, not int64"),
 }
 

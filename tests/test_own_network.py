@@ -124,7 +124,7 @@ def random(task):
 
 
 def raises(task):
-    raise RuntimeError("no such luck")
+    raise RuntimeError("no such luck,\\nand more")
 
 
 number = 3
@@ -203,7 +203,7 @@ def test_dropout_takes_the_numbers_of_the_batch(here: Path) -> None:
         ("tied", "1.weight and 2.weight are one tensor"),
         ("double", "1.weight is of torch.float64"),
         ("random", "must come from nn.Dropout layers"),
-        ("raises", "it has raised RuntimeError: no such luck"),
+        ("raises", r"it has raised RuntimeError: no such luck, and more \(nets.py, line \d+\)$"),
         ("wrong_layer", "no module 'five' to be a layer; it has 0, 1"),
         ("half_described", "4.weight belongs to none of the layers 1"),
         ("wrong_head", "its head must be an nn.Linear; '0' is Flatten"),
@@ -221,7 +221,8 @@ def test_what_is_wrong_is_told(here: Path, name: str, message: str) -> None:
     [
         ("elsewhere:mlp", "neither a file elsewhere.py where the run was started nor such a module"),
         ("broken:mlp", "cannot be imported \\(SyntaxError"),
-        ("torchvision:resnet19", "torchvision has no such network; it has .*resnet18"),
+        ("torchvision:resnet19", "for classification; did you mean torchvision:resnet1"),
+        ("torchvision:fcn_resnet50", "torchvision has no such network for classification"),
     ],
 )
 def test_a_file_that_is_none_is_told(here: Path, text: str, message: str) -> None:
@@ -233,6 +234,8 @@ def test_a_file_that_is_none_is_told(here: Path, text: str, message: str) -> Non
 def test_the_file_is_found_where_the_run_was_started(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_settings({"model": "nets:mlp"})
     assert settings.train.model == f"{here / 'nets.py'}:mlp"
+    travelled = read_settings({}, "a stored model", {"model": "own/nets.py:mlp"})
+    assert travelled.train.model == settings.train.model
     monkeypatch.chdir("/")
     assert architecture_for(settings.train.model, DIGITS).layer_names == ("1", "4", "head")
 

@@ -65,7 +65,7 @@ def recorded(make_config: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
 
     def make(method: str, seed: int = 1, grid: InProcessGrid | None = None, **settings: Any) -> Path:
         own = {name.replace("_", "-"): value for name, value in settings.items()}
-        name = "-".join(map(str, (method, seed, *settings.values())))
+        name = "-".join(map(str, (method, seed, *settings.values()))).replace("/", "_")
         given = {**common, **own, "method": method, "seed": seed, "run-name": name}
         return run(grid, given).directory.path
 
@@ -106,6 +106,21 @@ def test_what_was_dropped_is_told_with_the_reason(
     at = words.index("client 2")
     assert words[at + 1] == "1 to 2"
     assert not any("Nothing: every reply" in word for word in words)
+
+
+def test_names_of_runs_stay_short(recorded: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n\n\ndef net(task):\n    size = 1\n    for n in task.input_shape:\n        size *= n\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(size, task.num_classes))\n",
+        encoding="utf-8",
+    )
+    plain = recorded("fedavg")
+    own = recorded("fedavg", model=f"{tmp_path / 'nets.py'}:net")
+    names = [group.series.name for group in grouped([Recorded.read(path) for path in (plain, own)])]
+    assert names == ["fedavg, model=auto", "fedavg, model=nets.py:net"]
+    other = recorded("fedavg", lr=0.2, batch_size=7, momentum=0.5, weight_decay=0.01, local_epochs=3)
+    names = [group.series.name for group in grouped([Recorded.read(path) for path in (plain, other)])]
+    assert names == [f"fedavg, {plain.name}", f"fedavg, {other.name}"]
 
 
 def test_runs_that_differ_in_their_seed_are_one_group(recorded: Callable[..., Path]) -> None:

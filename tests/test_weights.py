@@ -1,5 +1,7 @@
 """Networks that start from weights in a file, and layers that are neither trained nor sent."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +9,18 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
 import posy
+from posy.client_app.app import app as client_app
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
 from posy.models.weights import Weights
 from posy.settings import SettingsError
 from posy.storage import read_arrays
 from posy.strategies.methods import METHODS
+from posy.strategies.registry import read_settings
 
 DIGITS = Task("image", (1, 8, 8), tuple("0123456789"))
 THREE = Task("image", (1, 8, 8), ("a", "b", "c"))
@@ -157,6 +162,43 @@ def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
             posy.run(method="fedavg", frozen=frozen, **SMALL)
         assert told in str(raised.value)
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrep", "feddrm", "ppfe"])
+def test_a_stored_model_needs_no_file_of_weights(method: str) -> None:
+    file = Path(saved(module()))
+    given = {**SMALL, "model": "nets:net", "weights": str(file), "frozen": "0"}
+    record = posy.run(method=method, run_name="a", **given, **own(method))
+    image = torch.rand(8, 8).numpy().astype(np.float32) * 255
+    before = record.predictor(0).predict(image.astype(np.uint8))
+    file.unlink()
+    again = posy.load(record.path).predictor(0)
+    assert again.predict(image.astype(np.uint8)) == before
+    (statistics,) = {
+        member.state_dict()[name].sum().item()
+        for member in again.members
+        for name in member.state_dict()
+        if name.endswith("0.1.running_mean") and "client" not in name
+    }
+    assert statistics == module()[0][1].running_mean.sum().item()
+
+
+def test_a_run_names_its_weights_and_whoever_has_another_file_is_refused() -> None:
+    file = saved(module(1))
+    given = {**SMALL, "method": "fedavg", "model": "nets:net", "weights": file}
+    record = posy.run(run_name="a", checkpoint_every=1, **given)
+    assert record.settings["weights-sha256"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    saved(module(2))
+    for again in ({"experiment": str(record.path / "config.yaml")}, {"resume": "a", "num_server_rounds": 3}):
+        with pytest.raises(SettingsError, match="it is another file than the run has begun with"):
+            posy.run(**again)
+    other = read_settings({"experiment": str(record.path / "config.yaml"), "weights": "torchvision"})
+    assert other.train.weights_sha256 == ""
+    context = Context(1, 1, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {})
+    config = ConfigRecord({"settings": json.dumps(record.settings)})
+    question = Message(RecordDict({"config": config}), dst_node_id=1, message_type="query")
+    with pytest.raises(SettingsError, match="it is another file"):  # on a node, before the first round
+        client_app(question, context)
 
 
 def test_weights_follow_kaimings_start_and_are_told_apart_by_their_content() -> None:

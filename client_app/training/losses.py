@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from posy.client_app.training.work import Criterion
-from posy.extensions import is_own, load
+from posy.extensions import is_own, load, said
 from posy.settings import SettingsError
 
 _SAMPLES, _CLASSES = 4, 3
@@ -43,7 +43,7 @@ def criterion_of(loss: str) -> Criterion | None:
     except SettingsError:
         raise
     except Exception as error:  # whatever the code of somebody else may raise
-        raise SettingsError(f"{what}: it has raised {type(error).__name__}: {error}") from error
+        raise SettingsError(f"{what}: it has raised {said(error)}") from error
     if not (bool(gradient.isfinite().all()) and bool(gradient.any())):
         raise SettingsError(f"{what}: it does not depend on the logits, or its gradient is not finite")
     if not torch.allclose(stacked, found.detach()):

@@ -1,6 +1,5 @@
 """The app's bundle: this very code, and what people have brought along, as one file for the SuperLink and the nodes."""
 
-import hashlib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from flwr.cli.utils import collect_files
 
 from posy.commands.launch import APP
 from posy.extensions import is_own, module_of, to_travel
+from posy.paths import sha256_of
 from posy.settings import LaunchError, Scalar
 from posy.strategies.registry import declared
 
@@ -52,8 +52,7 @@ def bundle(given: Mapping[str, Scalar]) -> tuple[bytes, dict[str, Scalar]]:
     app["fab-include"] += files  # Flower refuses a pattern that nothing matches
     content: dict[str, Any] = {**collect_files(APP), **files, "pyproject.toml": tomli_w.dumps(project).encode()}
     for place, file in sorted(files.items()):
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        print(f"posy: {file} travels with the run as {place} (SHA-256 {digest[:16]}…)")
+        print(f"posy: {file} travels with the run as {place} (SHA-256 {sha256_of(file)[:16]}…)")
     return build_fab_from_files(content)[0], sent
 
 

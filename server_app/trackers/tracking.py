@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.common.logger import log
 
-from posy.extensions import is_own, load
+from posy.extensions import is_own, load, said
 from posy.server_app.trackers.tracker import TrackedRun, Tracker
 from posy.settings import SettingsError, shown
 from posy.strategies.settings import OFF
@@ -50,7 +50,7 @@ class Tracking:
             return call()
         except Exception as error:  # whatever the code of somebody else may raise
             self._tracker = None
-            why = f"{type(error).__name__}: {error}"
+            why = said(error)
             log(WARNING, "track = %s fails, and is told nothing more; the run goes on: %s", shown(self._track), why)
             return None
 
