@@ -77,7 +77,7 @@ class ClientModel(nn.Module):
         try:
             settings = read_settings({}, str(path), json.loads(about["settings"]))
             preprocessing = Preprocessing.from_json(about["preprocessing"])
-            plain = plain_architecture(settings.train, preprocessing.task)
+            plain = plain_architecture(settings, preprocessing.task, preprocessing.words)
             network = settings.method.network(plain, settings.data.num_clients)
             return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, about)
         except KeyError as error:

@@ -13,7 +13,7 @@ from posy.data.settings import SITES, DataSettings, located
 from posy.extensions import is_own, word_of
 from posy.extensions import located as located_own
 from posy.models.catalogue import MODELS, PRETRAINED
-from posy.paths import absolute, is_file
+from posy.paths import absolute, exists, is_file
 from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
 from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.strategies.settings import RunSettings, Settings, TrainSettings
@@ -46,15 +46,18 @@ def read_settings(
     values = with_experiment(given, where)
     if stored is not None:
         known = declared_for(stored)
-        kept = {key: value for key, value in stored.items() if key in known and not known[key].once}
+        older = {key: known[key].earlier for key in known.keys() - stored.keys() if known[key].earlier is not None}
+        kept = pertinent(older, _method(stored)) | {k: v for k, v in stored.items() if k in known and not known[k].once}
         values = checked(kept, known, "the stored run") | values
     if "experiment" in given:
         values["experiment"] = given["experiment"]
     for key, setting in declared([]).items():
         if setting.place and ((path := values.get(key, setting.default)) or setting.default):
             values[key] = str(absolute(str(path)))
+        # One that is not here may lie in data-dir, which is another place on every machine.
         if key == "weights" and (path := values.get(key)) and path != PRETRAINED:
-            values[key] = str(absolute(str(path)))
+            found = absolute(str(path))
+            values[key] = str(found if exists(found) else path)
         if setting.or_own and is_own(own := str(values.get(key, setting.default))):
             values[key] = located_own(own)
     settings = _built(values)

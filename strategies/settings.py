@@ -29,7 +29,8 @@ class TrainSettings:
     weights: str = setting(
         "",
         "safetensors file that the network starts from, by the names of its tensors; a head of other classes starts "
-        "afresh; `torchvision`: torchvision's own; empty: random weights",
+        "afresh; a .txt of word vectors (GloVe) is for the embedding alone; `torchvision`: torchvision's own; empty: "
+        "random weights. A file that is not where the path says is looked for in data-dir",
         synonyms=("pretrained", "checkpoint"),
     )
     frozen: str = setting(
