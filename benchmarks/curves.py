@@ -36,7 +36,7 @@ from posy.strategies.registry import read_settings
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "cwfedavg": {"cwfedavg_wdr_lambda": plain.WDR_LAMBDA},
-    "fedfew": {"fedfew_models": plain.MODELS, "fedfew_mu": plain.MU},
+    "fedfew": {"fedfew_models": plain.MODELS, "fedfew_mu": plain.MU, "fedfew_full_steps": False},
     "fedper": {"fedper_layers": 1},
     "fedrep": {"fedrep_head_epochs": 1},
     "fedbabu": {"fedbabu_epochs": 1},

@@ -80,7 +80,8 @@ class ClientModel(nn.Module):
         try:
             settings = read_settings({}, str(path), json.loads(about["settings"]))
             preprocessing = Preprocessing.from_json(about["preprocessing"])
-            started = replace(settings.train, weights="")  # the file need not be there: all tensors are in this one
+            # The file of weights need not be there: all tensors are in this one.
+            started = replace(settings, train=replace(settings.train, weights=""))
             plain = plain_architecture(started, preprocessing.task)
             network = settings.method.network(plain, settings.data.num_clients)
             return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, about)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import RLock, local
@@ -33,7 +33,7 @@ from posy.models.architecture import Architecture, architecture_for
 from posy.paths import expanded
 from posy.settings import SettingsError
 from posy.sharing import Once
-from posy.strategies.settings import Settings, TrainSettings
+from posy.strategies.settings import Settings
 
 CACHED_PART = 0.25
 """Part of the device's memory that the clients' tensors of all processes may take."""
@@ -53,9 +53,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def plain_architecture(train: TrainSettings, task: Task) -> Architecture:
-    """Return the network that the settings ask for, before a method changes it."""
-    return architecture_for(train.model, task, train.linear_init, train.weights, train.frozen, train.weights_sha256)
+def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()) -> Architecture:
+    """Return the network that the settings ask for, before a method changes it; ``words`` are those of texts."""
+    train, folder = settings.train, settings.data.data_dir
+    start, digest = (train.linear_init, train.weights, train.frozen), train.weights_sha256
+    return architecture_for(train.model, task, *start, digest=digest, words=words, folder=folder)
 
 
 class Workspace:
@@ -112,7 +114,8 @@ class Workspace:
     @cached_property
     def architecture(self) -> Architecture:
         """The plain network of the run."""
-        return plain_architecture(self.settings.train, self.task)
+        words = self.dataset.words if self.settings.train.weights and not self.of_sites else ()
+        return plain_architecture(self.settings, self.task, words)
 
     @cached_property
     def criterion(self) -> Criterion | None:

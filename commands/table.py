@@ -116,15 +116,14 @@ class Cell:
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
         """Tell whether a run had these very settings, as far as they decide its results."""
-        # A run that is older than a setting had its default.
-        return all(ran.get(key, default) == wanted for key, (wanted, default) in self.decisive.items())
+        return all(ran.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
-        """The settings that decide its results, with their defaults."""
+        """The settings that decide its results, with what they were in runs that are older than the setting."""
         wanted = read_settings(self.config, self.name).as_config()
         known = declared_for(wanted)
-        return {key: (wanted[key], known[key].default) for key in wanted if known[key].decides}
+        return {key: (wanted[key], known[key].before) for key in wanted if known[key].decides}
 
 
 @dataclass(frozen=True)

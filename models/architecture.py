@@ -1,6 +1,6 @@
 """A network described in one hashable value that server and clients build alike."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -117,11 +117,20 @@ def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Archi
 
 
 def architecture_for(
-    model: str, task: Task, linear_init: str = "default", weights: str = "", frozen: str = "", digest: str = ""
+    model: str,
+    task: Task,
+    linear_init: str = "default",
+    weights: str = "",
+    frozen: str = "",
+    *,
+    digest: str = "",
+    words: Sequence[str] = (),
+    folder: str = "",
 ) -> Architecture:
     """Return the plain architecture of a model, ``auto`` resolved; the arguments are as the settings have them.
 
-    ``digest`` is the SHA-256 of the file of weights.
+    ``digest`` is the SHA-256 of the file of weights, ``words`` are those of the data in the order of their numbers,
+    ``folder`` is where the data lies.
 
     Raises
     ------
@@ -129,7 +138,8 @@ def architecture_for(
         If there is no such network, no such file of weights, or no such layer to be frozen.
     """
     name = resolve(model, task)
-    plain = Architecture(name, task, linear_init=linear_init, weights=weights_for(weights, name, digest))
+    start = weights_for(weights, name, digest, words, folder)
+    plain = Architecture(name, task, linear_init=linear_init, weights=start)
     names = tuple(filter(None, (layer.strip() for layer in frozen.split(","))))
     allowed = plain.layer_names[:-1]
     if wrong := [layer for layer in names if layer not in allowed]:

@@ -60,4 +60,7 @@ MODELS = {
     ),
     "fasttext": Network("fastText with one hidden layer (Joulin et al., 2017; cwFedAvg)", ("text",), "text:fasttext"),
     "textcnn": Network("TextCNN (Kim, 2014; FedFew)", ("text",), "text:textcnn", 5),
+    "lstm": Network(
+        "word vectors of 300 numbers, an LSTM of 128 units, 64 and 32 units (PPFE for Sent140)", ("text",), "text:lstm"
+    ),
 }

@@ -1,5 +1,6 @@
-"""Networks for token sequences: ``fasttext`` and ``textcnn``. Token 0 is padding and counts for nothing."""
+"""Networks for token sequences: ``fasttext``, ``textcnn`` and ``lstm``. Token 0 is padding and counts for nothing."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,8 @@ from posy.models.layers import FullyConnected, linear
 DIMENSION = 64  # of the token embeddings
 CHANNELS = 100  # of each of TextCNN's convolutions
 WIDTHS = (3, 4, 5)  # of TextCNN's convolutions, in tokens
+VECTOR = 300  # dimension of the LSTM's word vectors
+UNITS = (128, 64, 32)  # of the LSTM, and of the fully connected layers after it
 
 
 def fasttext(task: Task, ranks: Mapping[str, int]) -> ChainModel:
@@ -33,6 +36,20 @@ def textcnn(task: Task, ranks: Mapping[str, int]) -> ChainModel:
     return ChainModel(blocks, linear(CHANNELS * len(WIDTHS), task.num_classes, ranks.get("head")))
 
 
+def lstm(task: Task, ranks: Mapping[str, int]) -> ChainModel:
+    """Return word vectors of 300 numbers, an LSTM, and three fully connected layers (PPFE, Appendix A.1).
+
+    The paper prints no widths: the LSTM has the 128 units that FedRep's program has for Sent140.
+    """
+    blocks = {
+        "embedding": WordVectors(task.vocabulary, VECTOR),
+        "lstm": LSTM(VECTOR, UNITS[0]),
+        "fc1": FullyConnected(UNITS[0], UNITS[1], ranks.get("fc1")),
+        "fc2": FullyConnected(UNITS[1], UNITS[2], ranks.get("fc2")),
+    }
+    return ChainModel(blocks, linear(UNITS[2], task.num_classes, ranks.get("head")))
+
+
 class MeanEmbedding(nn.Module):
     """Mean of the embeddings of a text's tokens; zero for a text that is all padding."""
 
@@ -42,10 +59,56 @@ class MeanEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map int64 tokens ``(B, L)`` to ``(B, dimension)``."""
-        # Masked explicitly: averaging or noise may move the padding row off zero.
-        mask = (x != 0).unsqueeze(-1).to(self.tokens.weight.dtype)
-        total: Tensor = (self.tokens(x) * mask).sum(1)
+        mask = (x != 0).unsqueeze(-1)
+        total: Tensor = masked(self.tokens(x), mask).sum(1)
         return total / mask.sum(1).clamp(min=1)
+
+
+class WordVectors(nn.Module):
+    """A vector for each token of a text, zeros for padding."""
+
+    def __init__(self, vocabulary: int, dimension: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, dimension, padding_idx=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map int64 tokens ``(B, L)`` to ``(B, L, dimension)``."""
+        return masked(self.tokens(x), (x != 0).unsqueeze(-1))
+
+
+class LSTM(nn.Module):
+    """Long short-term memory (Hochreiter and Schmidhuber, 1997; Gers et al., 2000): its output after the last token.
+
+    Tokens whose vector is zero are passed over. Weights are laid out as PyTorch's, whose own module cannot be stacked
+    (vmap): rows of the gates i, f, g, o, one after the other.
+
+        i, f, o = sigmoid(W x + U h + b),  g = tanh(W x + U h + b);  c = f c + i g;  h = o tanh(c)
+    """
+
+    def __init__(self, inputs: int, units: int) -> None:
+        super().__init__()
+        self.units = units
+        self.input = nn.Parameter(torch.empty(4 * units, inputs))
+        self.recurrent = nn.Parameter(torch.empty(4 * units, units))
+        self.bias = nn.Parameter(torch.empty(4 * units))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights uniformly within 1 / sqrt(units), as PyTorch does."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(self.units), 1 / math.sqrt(self.units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map vectors ``(B, L, inputs)`` to ``(B, units)``."""
+        there = (x != 0).any(-1, keepdim=True)
+        seen = F.linear(x, self.input, self.bias)  # of all tokens at once
+        h = c = seen[:, 0, : self.units] * 0
+        for token in range(x.shape[1]):
+            i, f, g, o = (seen[:, token] + F.linear(h, self.recurrent)).chunk(4, dim=-1)
+            memory = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            c = torch.where(there[:, token], memory, c)
+            h = torch.where(there[:, token], o.sigmoid() * memory.tanh(), h)
+        return h
 
 
 class ParallelConvolutions(nn.Module):
@@ -59,3 +122,11 @@ class ParallelConvolutions(nn.Module):
         """Map embeddings ``(B, L, in_channels)`` to ``(B, out_channels * len(widths))``."""
         x = x.transpose(1, 2)
         return F.relu(torch.cat([conv(x).amax(2) for conv in self.convs], 1))
+
+
+def masked(vectors: Tensor, mask: Tensor) -> Tensor:
+    """Return vectors ``(B, L, D)`` with zeros where the mask ``(B, L, 1)`` is false.
+
+    Averaging or noise may move the row of padding off zero.
+    """
+    return vectors * mask.to(vectors.dtype)

@@ -1,12 +1,13 @@
 """Weights that a network starts from, in place of random ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posy.extensions import said
 from posy.models.catalogue import PRETRAINED
@@ -18,23 +19,38 @@ from posy.storage import load_arrays
 
 _SHOWN = 16
 """Characters of a SHA-256 that a message names."""
+VECTORS = ".txt"
+"""What the names of files of word vectors end in."""
+FIRST_WORD = 2
+"""Token of the first word; 0 is padding, 1 a word that has no number."""
 
 
 class Weights(NamedTuple):
-    """Which weights: the value of the setting, the SHA-256 of the file, and the network that torchvision's are for."""
+    """Which weights.
+
+    The file, its SHA-256, the network that torchvision's are for, and, for word vectors, the words that have a number,
+    in the order of these, a line each.
+    """
 
     where: str
     digest: str
     model: str
+    words: str = ""
 
 
-def weights_for(where: str, model: str, digest: str = "") -> Weights | None:
+def weights_for(
+    where: str, model: str, digest: str = "", words: Sequence[str] = (), folder: str = ""
+) -> Weights | None:
     """Return which weights a network starts from, as settings name them; None for random ones.
+
+    A file that is not where the path says is looked for in the ``folder`` of the data. ``words`` are those of the data
+    set, in the order of their numbers.
 
     Raises
     ------
     SettingsError
-        If there is no such file, it has not the SHA-256 ``digest``, or torchvision has no such network.
+        If there is no such file, it has not the SHA-256 ``digest``, torchvision has no such network, or word vectors
+        have no words to belong to.
     """
     if not where:
         return None
@@ -42,28 +58,54 @@ def weights_for(where: str, model: str, digest: str = "") -> Weights | None:
         if not model.startswith(TORCHVISION):
             raise SettingsError(f"weights = {where!r} are those of torchvision's networks, not of model = {model!r}")
         return Weights(where, "", model)
-    if not is_file(Path(where)):
-        raise SettingsError(f"weights = {where!r}: there is no such file; on real nodes it must lie on each of them")
-    found = sha256_of(Path(where))
+    path = found_at(where, folder)
+    if path is None:
+        raise SettingsError(
+            f"weights = {where!r}: there is no such file, nor one of this name in data-dir; on real nodes it must lie "
+            "on each of them"
+        )
+    if path.suffix == VECTORS and not words:
+        raise SettingsError(
+            f"weights = {where!r} holds word vectors: they need a data set of texts, and not one of sites, which do "
+            "not tell their words"
+        )
+    found = sha256_of(path)
     if digest not in ("", found):
         raise SettingsError(
-            f"weights = {where!r}: its SHA-256 is {found[:_SHOWN]}…, weights-sha256 = {digest[:_SHOWN]}…: it is "
+            f"weights = {str(path)!r}: its SHA-256 is {found[:_SHOWN]}…, weights-sha256 = {digest[:_SHOWN]}…: it is "
             "another file than the run has begun with"
         )
-    return Weights(where, found, "")
+    return Weights(str(path), found, "", "\n".join(words) if path.suffix == VECTORS else "")
+
+
+def found_at(where: str, folder: str) -> Path | None:
+    """Return the file that ``weights`` names, or one of its name in the folder of the data, or None."""
+    named = Path(where)
+    return next((place for place in (named, Path(folder, named.name)) if is_file(place)), None)
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
     """Let a network's tensors be those of a file; its names are those of the network's own module, or of Posy's files.
 
-    The layers ``fresh`` keep their random weights, and the head does if it has other outputs.
+    The layers ``fresh`` keep their random weights, and the head does if it has other outputs. Word vectors are the rows
+    of the network's one embedding; words that they lack, and padding, have zeros.
 
     Raises
     ------
     SettingsError
         If the file cannot be read, lacks a tensor, or has one of another shape.
     """
-    what, found = f"weights = {weights.where!r}", _read(weights)
+    what = f"weights = {weights.where!r}"
+    if weights.words:
+        embeddings = [part for part in network.modules() if isinstance(part, nn.Embedding)]
+        if len(embeddings) != 1:
+            raise SettingsError(
+                f"{what} holds word vectors; the network must have one embedding, not {len(embeddings)}"
+            )
+        with torch.no_grad():
+            embeddings[0].weight.copy_(_vectors(weights, *embeddings[0].weight.shape))
+        return
+    found = _read(weights)
     tensors = network.state_dict()
     aliases = network.given_names(tensors)
     kept = {id(t) for layer in fresh for t in _tensors(network, layer)}
@@ -104,3 +146,33 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
         return {name: torch.from_numpy(array) for name, array in load_arrays(weights.where).items()}
     except Exception as error:  # whatever a file holds, or the network does
         raise SettingsError(f"weights = {weights.where!r}: cannot be read ({said(error)})") from error
+
+
+@lru_cache(maxsize=2)
+def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
+    """Return the vectors ``(V, D)`` of tokens by a file in GloVe's text format, a line for a word and its D numbers.
+
+    Of two lines for a word the first counts; a first line of two numbers, word2vec's, is passed over.
+    """
+    what = f"weights = {weights.where!r}"
+    tokens_of = {word: token for token, word in enumerate(weights.words.split("\n"), FIRST_WORD)}
+    words = len(tokens_of)
+    vectors = np.zeros((tokens, dimension), np.float32)
+    number = 0
+    try:
+        with Path(weights.where).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                word, _, rest = line.partition(" ")
+                if word not in tokens_of or (number == 1 and rest.strip().isdigit()):
+                    continue
+                row = [float(value) for value in rest.split()]
+                if len(row) != dimension:
+                    raise ValueError(f"{len(row)} numbers for {word!r}; the network's embedding has {dimension}")
+                vectors[tokens_of.pop(word)] = row
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{what}, line {number or 1}: cannot be read ({error})") from error
+    if not np.isfinite(vectors).all():
+        raise SettingsError(f"{what}: it holds numbers that are not finite")
+    if len(tokens_of) == words:
+        raise SettingsError(f"{what}: none of the {words} words of the data is in it")
+    return torch.from_numpy(vectors)

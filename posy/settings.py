@@ -85,6 +85,8 @@ class Setting:
     """What other tools call it, and people type for it."""
     search: Search | None = None
     """What `posy tune` tries of it; None: it is left as it is."""
+    earlier: Any = None
+    """What a run had that is older than the setting, where the default has changed since; None: the default."""
     affects_results: bool = True
     """What a run computes depends on it. False: it says where and how the run is carried out, and no more."""
 
@@ -92,6 +94,11 @@ class Setting:
     def decides(self) -> bool:
         """Whether what a run computes depends on it, now and when the run is repeated."""
         return self.affects_results and not self.once
+
+    @property
+    def before(self) -> Any:
+        """Its value in a run that is older than the setting."""
+        return self.default if self.earlier is None else self.earlier
 
     @property
     def kind(self) -> type:

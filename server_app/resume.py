@@ -70,7 +70,7 @@ class StoredRun:
         """Return those of a resumed run's settings that differ; raise :class:`SettingsError` if one must not change."""
         wanted = settings.as_config()
         known = declared_for(wanted)
-        ran = {key: setting.default for key, setting in known.items()} | dict(self.settings)
+        ran = {key: setting.before for key, setting in known.items()} | dict(self.settings)
         changed = {k: value for k, value in wanted.items() if not known[k].once and value != ran[k]}
         fixed = settings.train.lr_schedule == "cosine" or settings.run.full_last_round
         fixed |= settings.method.follows_number_of_rounds

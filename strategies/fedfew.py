@@ -39,7 +39,9 @@ class FedFewSettings(
     mu: float = setting(0.01, "smoothing parameter of STCH-Set", above=0, search=Search(0.001, 1.0, log=True))
     server_lr: float = setting(1.0, "server step size eta_s", above=0, search=Search(0.5, 5.0, log=True))
     full_steps: bool = setting(
-        False, "divide each model's step by the sum of its weights, so that all K move as far (not in the paper)"
+        True,
+        "divide each model's step by the sum of its weights, so that all K move as far; false: as in the paper",
+        earlier=False,
     )
     weigh_losses: bool = setting(True, "multiply each client's losses by n_i / N before weighting (footnote 2)")
     initialisation: str = setting(
@@ -75,7 +77,7 @@ class STCHWeights(NamedTuple):
 
 
 class FedFew(PersonalisedStrategy):
-    """Send K models, move each by Σ_i α_i w_ik Δ_ik (Eq. 13 and Algorithm 1, lines 12-16).
+    """Send K models, move each by Σ_i α_i w_ik Δ_ik (Eq. 13 and Algorithm 1, lines 12-16), or by full steps.
 
     The state holds the K models, the clients' last losses and inner weights ``(M, K)``, and each round's number and
     objective ``(R, 2)``.
@@ -140,7 +142,7 @@ class FedFew(PersonalisedStrategy):
             log(
                 WARNING,
                 "round %s: %s of %s models have had no client with its lowest loss for %s rounds; fewer fedfew-models "
-                "would serve the same, and fedfew-full-steps may keep them in use (docs/results.md)",
+                "would serve the same (docs/results.md)",
                 self.record.number,
                 int((self.idle >= IDLE_ROUNDS).sum()),
                 len(in_use),

@@ -46,7 +46,8 @@ def read_settings(
     values = with_experiment(given, where)
     if stored is not None:
         known = declared_for(stored)
-        kept = {key: value for key, value in stored.items() if key in known and not known[key].once}
+        older = {key: known[key].earlier for key in known.keys() - stored.keys() if known[key].earlier is not None}
+        kept = pertinent(older, _method(stored)) | {k: v for k, v in stored.items() if k in known and not known[k].once}
         values = checked(kept, known, "the stored run") | values
     if "experiment" in given:
         values["experiment"] = given["experiment"]
@@ -58,7 +59,7 @@ def read_settings(
             values[key] = located_own(own)
     settings = _built(values)
     check_own(given, settings.run.method, where)
-    return replace(settings, data=located(settings.data), train=identified(settings.train))
+    return replace(settings, data=located(settings.data), train=identified(settings.train, settings.data.data_dir))
 
 
 def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:

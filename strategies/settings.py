@@ -3,13 +3,13 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from posy.data.settings import DataSettings
 from posy.extensions import word_of
 from posy.models.catalogue import MODELS, PRETRAINED
-from posy.paths import is_file, sha256_of
+from posy.models.weights import found_at
+from posy.paths import sha256_of
 from posy.settings import Scalar, Search, SettingsError, as_config, setting
 
 AUTO, OFF = "auto", "off"
@@ -31,7 +31,8 @@ class TrainSettings:
     weights: str = setting(
         "",
         "safetensors file that the network starts from, by the names of its tensors; a head of other classes starts "
-        "afresh; `torchvision`: torchvision's own; empty: random weights",
+        "afresh; a .txt of word vectors (GloVe) is for the embedding alone; `torchvision`: torchvision's own; empty: "
+        "random weights. Where the path leads to no file, one of its name in data-dir is taken",
         place=True,
         path_or=PRETRAINED,
         synonyms=("pretrained", "checkpoint"),
@@ -136,11 +137,11 @@ class TrainSettings:
             )
 
 
-def identified(train: TrainSettings) -> TrainSettings:
-    """Return the settings with the SHA-256 of the file of weights, where one is named that is there."""
+def identified(train: TrainSettings, folder: str) -> TrainSettings:
+    """Return the settings with the SHA-256 of the file of weights, where one is named that is there, or in a folder."""
     named = train.weights not in ("", PRETRAINED)
     digest = train.weights_sha256 if named else ""
-    if named and not digest and is_file(path := Path(train.weights)):
+    if named and not digest and (path := found_at(train.weights, folder)):
         digest = sha256_of(path)
     return replace(train, weights_sha256=digest)
 

@@ -142,11 +142,13 @@ NUMBERS = {
     "ppfe-sent140": {
         **PPFE,
         "partition": "natural",
-        "model": "fasttext",
+        "model": "lstm",
+        "weights": "glove.6B.300d.txt",
+        "frozen": "embedding",
         "batch-size": 2,
         "num-server-rounds": 50,
-        "ppfe-stages": 3,
-        "ppfe-stage-rounds": "10,20,20",
+        "ppfe-stages": 4,
+        "ppfe-stage-rounds": "10,20,10,10",
     },
 }
 

@@ -156,7 +156,8 @@ def test_one_model_is_averaging_with_the_outer_weights(make_strategy, update):
 
 @pytest.mark.parametrize(("weigh", "factors"), [(True, (0.25, 0.75)), (False, (1.0, 1.0))])
 def test_aggregate_weighs_the_losses_or_not(make_strategy, update, weigh, factors):
-    strategy = make_strategy("fedfew", model="linear", fedfew_models=2, fedfew_mu=0.4, fedfew_weigh_losses=weigh)
+    settings = {"fedfew_models": 2, "fedfew_mu": 0.4, "fedfew_weigh_losses": weigh, "fedfew_full_steps": False}
+    strategy = make_strategy("fedfew", model="linear", **settings)
     before = strategy.models.copy()
     deltas = np.random.default_rng(0).normal(size=(2, *before.shape)).astype(np.float32)
     losses = np.array([[0.5, 0.3], [0.2, 0.8]])

@@ -23,6 +23,7 @@ from posy.models.layers import (
     reset_parameters,
 )
 from posy.models.resnet import ResidualBlock
+from posy.models.text import LSTM
 from posy.models.two_branch import SHARING, TwoBranch, shared_blocks
 from posy.randomness import seeded
 from posy.settings import SettingsError
@@ -45,6 +46,7 @@ SUITED = {
     "lenet-gn": CIFAR,
     "fasttext": NEWS,
     "textcnn": NEWS,
+    "lstm": NEWS,
 }
 
 
@@ -127,6 +129,12 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
         ("fasttext", NEWS, {"embedding": 50 * 64, "fc1": 64 * 64 + 64, "head": 64 * 4 + 4}),
         # three convolutions of 100 channels: 64·100·(3+4+5) + 300
         ("textcnn", NEWS, {"embedding": 50 * 64, "convs": 77_100, "head": 300 * 4 + 4}),
+        # four gates of 128 units: 512·(300 + 128 + 1)
+        (
+            "lstm",
+            NEWS,
+            {"embedding": 50 * 300, "lstm": 219_648, "fc1": 128 * 64 + 64, "fc2": 64 * 32 + 32, "head": 32 * 4 + 4},
+        ),
     ],
 )
 def test_parameter_counts_by_hand(name: str, task: Task, counts: dict[str, int]) -> None:
@@ -286,6 +294,35 @@ def test_fasttext_ignores_padding_whatever_its_row_holds() -> None:
     with torch.no_grad():
         model.layer("embedding").tokens.weight[0] = 3.0
     assert torch.equal(model(tokens), before)
+
+
+def test_an_lstm_of_one_unit_by_hand() -> None:
+    cell = LSTM(1, 1)
+    with torch.no_grad():
+        cell.input.copy_(torch.tensor([[1.0], [0.0], [2.0], [0.0]]))  # gates i, f, g, o
+        cell.recurrent.copy_(torch.tensor([[0.0], [1.0], [0.0], [-1.0]]))
+        cell.bias.copy_(torch.tensor([0.0, 1.0, 0.0, 0.5]))
+    # x = 1: i = s(1) = .731059, g = tanh(2) = .964028, c = .704761; o = s(.5) = .622459, h = o tanh(c) = .378070
+    # x = -1: i = s(-1) = .268941, f = s(1 + h) = .798681, g = -.964028, c = .562879 - .259267 = .303612
+    #         o = s(.5 - h) = .530445, h = o tanh(c) = .156277
+    one, two = cell(torch.tensor([[[1.0], [0.0], [0.0]], [[1.0], [0.0], [-1.0]]]))
+    assert one.item() == pytest.approx(0.378070, abs=1e-6)
+    assert two.item() == pytest.approx(0.156277, abs=1e-6)  # the token without a vector is passed over
+
+
+def test_the_lstm_is_pytorchs() -> None:
+    model = build_model("lstm", NEWS, seed=0)
+    cell, vectors = model.layer("lstm"), model.layer("embedding")
+    torchs = nn.LSTM(300, 128, batch_first=True)
+    own = (cell.input, cell.recurrent, cell.bias, torch.zeros(512))
+    torchs.load_state_dict(dict(zip(torchs.state_dict(), own, strict=True)))
+    tokens = torch.tensor([[5, 6, 7, 0, 0], [3, 3, 9, 2, 8]])
+    with torch.no_grad():
+        vectors.tokens.weight[0] = 3.0  # as averaging or noise may leave it
+        for row, length in zip(tokens, (3, 5), strict=True):
+            _, (expected, _) = torchs(vectors(row[None, :length]))
+            torch.testing.assert_close(cell(vectors(row[None])), expected[0])
+        assert not cell(vectors(torch.zeros(1, 5, dtype=torch.int64))).any()
 
 
 # Low rank
@@ -473,12 +510,12 @@ def test_auto() -> None:
 @pytest.mark.parametrize(
     ("name", "task", "allowed"),
     [
-        ("cnn", NEWS, "one of auto, fasttext, textcnn"),
+        ("cnn", NEWS, "one of auto, fasttext, textcnn, lstm"),
         ("cnn", DIGITS, "one of auto, linear, mlp, resnet18-gn, resnet18-bn"),
         ("resnet18-gn", FEATURES, "one of auto, linear, mlp"),
-        ("mlp", NEWS, "one of auto, fasttext, textcnn"),
+        ("mlp", NEWS, "one of auto, fasttext, textcnn, lstm"),
         ("fasttext", CIFAR, "auto, linear, mlp, cnn, cnn-3fc, cnn-3fc-wide"),
-        ("textcnn", Task("text", (4,), TEN, vocabulary=9), "one of auto, fasttext"),
+        ("textcnn", Task("text", (4,), TEN, vocabulary=9), "one of auto, fasttext, lstm"),
         ("vgg", FEATURES, "one of auto, linear, mlp"),
     ],
 )

@@ -20,9 +20,10 @@ from posy.commands.papers.item import item, items, papers
 from posy.commands.papers.memory import held
 from posy.commands.papers.page import page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured
-from posy.commands.papers.verdict import Number, agrees, number, verdict
+from posy.commands.papers.verdict import Number, agrees, distances, number, verdict
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
+from posy.strategies.registry import parse_words
 from posy.yaml12 import dump, read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,7 @@ TABLE: dict[str, Any] = {
     "claims": [
         {"say": "two epochs are better than one", "higher": "b / FedAvg", "lower": "a / FedAvg"},
         {"say": "FedAvg is better", "higher": "FedAvg", "lower": "Local", "in": ["a"]},
+        {"say": "it spreads less", "higher": ["b / FedAvg", "a / Local"], "lower": "a / FedAvg", "spread": True},
     ],
     "reasons": [{"rows": ["Local"], "say": "another network"}],
     "small": {"settings": {"num-server-rounds": 2, "max-samples": 300}, "without": ["Local"]},
@@ -86,7 +88,17 @@ def test_a_number_over_seeds() -> None:
 def test_a_number_is_the_papers_within_two_standard_deviations(
     ours: Number, printed: float, spread: float | None, same: bool
 ) -> None:
-    assert agrees(ours, printed, spread) is same
+    assert agrees(ours, printed, spread, 1.0) is same
+
+
+def test_an_entropy_may_differ_by_a_hundredth() -> None:
+    assert agrees(Number(1.09, None, 1), 1.099, None, 0.01)
+    assert not agrees(Number(0.3, None, 1), 1.099, None, 0.01)
+
+
+def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
+    assert distances({0: 1.0, 1: 2.0, 2: 6.0}) == {0: 2.0, 1: 1.0, 2: 3.0}
+    assert distances({0: 5.0}) == distances({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -237,11 +249,13 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert f"50.0 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
     assert "a / Other; b / Other: not run: Posy has no Other." in text
     assert "num-server-rounds 2 (4)" in text
-    (epochs, found), (_, none) = comparison.verdicts
+    (epochs, found), (_, none), (_, spread) = comparison.verdicts
     other = comparison.values("b", "FedAvg", "local last")
     assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
-    assert epochs.higher == "b / FedAvg"
+    assert epochs.higher == ("b / FedAvg",)
     assert none.word == "not run"
+    apart = [abs(own[0] - own[1]) / 2 for own in (other, values)]  # of two seeds each is half of it from the mean
+    assert (spread.difference, spread.pairs) == (pytest.approx(apart[0] - apart[1]), 2)
 
 
 def test_other_settings_go_to_a_place_of_their_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -527,3 +541,39 @@ def test_a_figure_on_a_data_set_in_its_published_layout(mine: Path) -> None:
     text = (folder / "mine.md").read_text(encoding="utf-8")
     assert "![Figure 6]" in text
     assert "4 drawn" in text
+
+
+def test_sent140_is_run_with_word_vectors_of_a_file(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Table 3 of PPFE is run on made-up tweets in the published layout, with vectors in GloVe's."""
+    shutil.copy(ROOT / "papers/ppfe/table3.yaml", mine)
+    words = {"0": "bad", "4": "good"}
+    rows = [f'"{p}","1","d","q","user{n % 3}","{words[p]} day"' for n in range(108) for p in ("04"[n // 3 % 2],)]
+    Path("sent140.csv").write_text("\n".join(rows), encoding="latin-1")
+    given = [
+        "data-dir=.",
+        "download=false",
+        "num-clients=3",
+        "num-server-rounds=4",
+        "local-epochs=1",
+        "text-length=3",
+        "batch-size=9",
+    ]
+    command = ["paper", "mine", "table3", "--scale", "full", "-j", "1", *given, "ppfe-stage-rounds=1,1,1,1"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "0 of 36 runs can be had here" in said
+    assert "not run: glove.6B.300d.txt: there is no glove.6B.300d.txt in " in said
+    page_of = Path("results/papers/mine/mine.md")
+    assert (
+        "(sent140/training.1600000.processed.noemoticon.csv, or sent140.csv) and glove.6B.300d.txt there"
+        in " ".join(page_of.read_text(encoding="utf-8").split())
+    )
+    lines = [f"{word} " + " ".join([value] * 300) for word, value in (("good", "0.1"), ("bad", "-0.1"))]
+    Path("glove.6B.300d.txt").write_text("\n".join(lines), encoding="utf-8")
+    assert main(command) == 0
+    assert "6 of 36 runs can be had here" in capsys.readouterr().out
+    chosen = parse_words([*given, "ppfe-stage-rounds=1,1,1,1"], "a test")
+    comparison = Comparison(item("mine", "table3"), chosen, Path("results/papers/mine"))
+    entries = [entry for entry in comparison.entries if entry.variant == "Sent140"]
+    assert [entry.row for entry in entries] == ["With MR", "Without MR"]
+    assert all(entry.ours is not None and entry.ours.seeds == 3 for entry in entries)

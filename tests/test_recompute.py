@@ -284,6 +284,7 @@ FURTHER = [
     case("cnn", "fedavg", images),
     case("text", "fedrep", texts),
     case("fedfew K=1", "fedfew", fedfew_models=1),
+    case("fedfew, the paper's step", "fedfew", fedfew_full_steps=False),
     case("fedfew, losses as they are", "fedfew", fedfew_weigh_losses=False, fedfew_mu=0.3, fedfew_server_lr=2.0),
     case("ifca K=4, cnn", "ifca", images, ifca_clusters=4),
     case("cfl, split", "cfl", cfl_eps1=1.5, cfl_eps2=0.5),

@@ -565,6 +565,7 @@ SUITED = {
     "resnet18-bn": Task("image", (1, 8, 8), tuple("abc")),
     "fasttext": Task("text", (9,), tuple("abc"), 20),
     "textcnn": Task("text", (9,), tuple("abc"), 20),
+    "lstm": Task("text", (9,), tuple("abc"), 20),
 }
 
 

@@ -137,6 +137,78 @@ def test_a_frozen_batchnorm_keeps_its_statistics(stack: str) -> None:
     assert not torch.equal(body.get_submodule("1").weight, made[1].weight)  # the next layer has been trained
 
 
+def texts() -> None:
+    """Write a data set of texts: good and bad words, those of two users."""
+    words = {0: ["bad", "awful", "sad"], 1: ["good", "happy", "nice"]}
+    rows = [f"{words[n % 2][n % 3]} day,{n % 2}" for n in range(80)]
+    Path("texts.csv").write_text("text,label\n" + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+def glove(words: dict[str, float], dimension: int = 300) -> str:
+    """Write word vectors, each number of a word's the same."""
+    lines = [f"{word} " + " ".join([str(value)] * dimension) for word, value in words.items()]
+    Path("glove.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "glove.txt"
+
+
+def test_word_vectors_are_the_rows_of_the_embedding() -> None:
+    path = Path(glove({"the": 9.0, "good": 0.5, "bad": -0.25}))
+    path.write_text("3 300\n" + path.read_text(encoding="utf-8"), encoding="utf-8")  # as word2vec has it
+    task = Task("text", (4,), ("-", "+"), vocabulary=5)
+    network = architecture_for("lstm", task, weights=str(path), words=("bad", "3", "good")).build(seed=0)
+    table = network.layer("embedding").tokens.weight
+    expected = torch.tensor([0.0, 0.0, -0.25, 0.0, 0.5])  # padding, unknown, and the three words
+    assert torch.equal(table, expected[:, None].expand(5, 300))
+    others = architecture_for("lstm", task).build(seed=0).state_dict()
+    assert all(torch.equal(t, others[name]) for name, t in network.state_dict().items() if "embedding" not in name)
+
+
+@pytest.mark.parametrize("stack", ["loop", "vmap"])
+def test_word_vectors_of_a_file_in_data_dir_stay_as_they_are(stack: str) -> None:
+    texts()
+    Path("data").mkdir()
+    Path(glove({"good": 0.5, "happy": 0.4, "bad": -0.5, "sad": -0.4})).rename("data/glove.txt")
+    given = {"dataset": "texts.csv", "data_dir": "data", "num_clients": 2, "partition": "iid", "num_server_rounds": 4}
+    given |= {
+        "model": "lstm",
+        "weights": "glove.txt",
+        "frozen": "embedding",
+        "lr": 0.5,
+        "stack": stack,
+        "text_length": 4,
+    }
+    record = posy.run(method="fedavg", run_name="frozen", **given)
+    assert record.settings["weights"] == "glove.txt"  # no place of this machine
+    predictor = record.predictor(0)
+    words = predictor.preprocessing.words
+    table = predictor.members[0].layer("embedding").tokens.weight
+    assert torch.equal(table[2 + words.index("happy")], torch.full((300,), 0.4))
+    assert not table[2 + words.index("awful")].any()
+    assert predictor.predict("good day").label != predictor.predict("bad day").label
+    trained = posy.run(method="fedavg", run_name="trained", **{**given, "frozen": ""}).predictor(0)
+    assert not torch.equal(trained.members[0].layer("embedding").tokens.weight, table)
+
+
+def test_what_is_wrong_about_word_vectors_is_told() -> None:
+    task = Task("text", (6,), ("-", "+"), vocabulary=4)
+    words = ("good", "bad")
+    for text, model, told in (
+        ("good 1 2 3\n", "lstm", "line 1: cannot be read (3 numbers for 'good'; the network's embedding has 300)"),
+        ("the 1\nbad " + "x " * 300, "lstm", "line 2: cannot be read (could not convert string to float: 'x')"),
+        ("bad " + "nan " * 300, "lstm", "numbers that are not finite"),
+        ("the " + "1 " * 300, "lstm", "none of the 2 words of the data is in it"),
+        ("good " + "1 " * 300, "fasttext", "300 numbers for 'good'; the network's embedding has 64"),
+    ):
+        Path("glove.txt").write_text(text, encoding="utf-8")
+        with pytest.raises(SettingsError) as raised:
+            architecture_for(model, task, weights="glove.txt", words=words).build(seed=0)
+        assert told in str(raised.value)
+    with pytest.raises(SettingsError, match="word vectors: they need a data set of texts"):
+        posy.run(method="fedavg", weights="glove.txt", **SMALL)
+    with pytest.raises(SettingsError, match="there is no such file, nor in data-dir"):
+        posy.run(method="fedavg", weights="nowhere.txt", **SMALL)
+
+
 def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
     Path("text.safetensors").write_text("no tensors", encoding="utf-8")
     whole = module().state_dict()

@@ -1,5 +1,6 @@
 """A paper's table or figure beside what was run: each number's state, and what came of each claim."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,8 +9,8 @@ from pathlib import Path
 from posy.commands.papers.counts import Counts, counted, first_cells
 from posy.commands.papers.item import SCALES, Claim, Item, Printed, take_up
 from posy.commands.papers.memory import millions
-from posy.commands.papers.record import PARAMETERS, measured
-from posy.commands.papers.verdict import Number, Verdict, agrees, number, verdict
+from posy.commands.papers.record import PARAMETERS, in_percent, measured
+from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import Cell, Plan
 from posy.data.published import describe
 from posy.data.settings import DataSettings
@@ -20,6 +21,8 @@ WANTED = {name: what for name, _, what, _ in describe()}
 """What to put where, by data set."""
 REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn"
 """States of a row in a column; the last is that of one for which the paper prints no number."""
+HUNDREDTH = 0.01
+"""By how much a number may differ that is no percentage, as an entropy or Jain's index: as much as a point of one."""
 COUNTED = 5e-4
 """By which part of it a number of parameters may differ from the paper's: its rounding."""
 
@@ -146,7 +149,8 @@ class Comparison:
             why = "" if same else self.item.reason(variant, row)
             return Entry(*place, printed, ours, "full", REPRODUCED if same else DIFFERS, why)
         over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
-        if scale == "full" and agrees(ours, printed.value, over_seeds):
+        unit = 1.0 if in_percent(measure) else HUNDREDTH
+        if scale == "full" and agrees(ours, printed.value, over_seeds, unit):
             return Entry(*place, printed, ours, scale, REPRODUCED, "")
         why = self.item.reason(variant, row) or ("" if scale == "full" else "run at scale small")
         return Entry(*place, printed, ours, scale, DIFFERS, why)
@@ -166,7 +170,8 @@ class Comparison:
         if not planned:
             return str(self.item.content.get("needs", f"Posy has no {row}"))
         scale = "small" if any(cell.place == planned[0].place for cell in self.plans["small"].cells) else "full"
-        return self._command(f" --scale {scale}", _dataset(planned[0]))
+        weights = Path(str(planned[0].config.get("weights", ""))).name
+        return self._command(f" --scale {scale}", _dataset(planned[0])) + (f" and {weights} there" if weights else "")
 
     def _command(self, options: str, dataset: str) -> str:
         """Return the command that makes what is missing, and the data that it needs."""
@@ -174,14 +179,16 @@ class Comparison:
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _differences(self, claim: Claim) -> list[float]:
-        """Return by how much the claimed row is higher, for each seed, variant and row that it is above."""
+        """Return by how much the claimed rows are higher, for each seed, variant and row that they are above."""
         found = []
         for variant in claim.variants or self.item.variants:
-            for lower in claim.lower:
-                above = self.values(*_place(claim.higher, variant), claim.measure)
+            for higher, lower in itertools.product(claim.higher, claim.lower):
+                above = self.values(*_place(higher, variant), claim.measure)
                 below = self.values(*_place(lower, variant), claim.measure)
+                if claim.spread:
+                    above, below = distances(above), distances(below)
                 found += [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
-            if " / " in claim.higher:  # which names its variant
+            if " / " in claim.higher[0]:  # which names its variant
                 break
         return found
 

@@ -74,9 +74,9 @@ def _told(cell: Cell) -> dict[str, Any]:
 
 
 def _is_of(kept: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
-    """Tell whether counts are those of these settings; what was no setting yet then had its default."""
+    """Tell whether counts are those of these settings; of what was no setting yet, what it was then."""
     known = declared()
-    before = {key: known[key].default for key in told if key in known}
+    before = {key: known[key].before for key in told if key in known}
     return "data" in kept and {**before, **kept["data"]} == told
 
 

@@ -35,7 +35,7 @@ SMALL = ("settings", "seeds", "without", "runs")
 """What differs at scale ``small``: settings, seeds, rows and variants that are left out, and settings by rows."""
 ALONE = ("samples", "sharing", "drift")
 """Forms of pictures that need no runs, and are drawn from their settings."""
-CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within")
+CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within", "spread")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 """A number as a paper prints it."""
@@ -51,19 +51,21 @@ class Printed(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says about its numbers: one row is higher than others, or close to them.
+    """What a paper says about its numbers: some rows are higher than others, or close to them.
 
     ``variants`` are those that it holds in, all if there are none. The difference is claimed to be larger than ``by``,
-    or, where ``within`` is given, smaller than that on either side.
+    or, where ``within`` is given, smaller than that on either side. With ``spread`` it is not the numbers that are
+    higher but their distances from their mean over the seeds.
     """
 
     say: str
-    higher: str
+    higher: tuple[str, ...]
     lower: tuple[str, ...]
     variants: tuple[str, ...] = ()
     measure: str = ""
     by: float = 0.0
     within: float | None = None
+    spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,17 +215,17 @@ class Item:
         keys = entry.keys() if isinstance(entry, dict) else set()
         if not {"say", "higher", "lower"} <= keys <= set(CLAIM):
             raise SettingsError(f"{entry!r} in claims of {self.file}: a claim holds {', '.join(CLAIM)}")
-        lower = entry["lower"] if isinstance(entry["lower"], list) else [entry["lower"]]
+        higher, lower = (entry[key] if isinstance(entry[key], list) else [entry[key]] for key in ("higher", "lower"))
         variants = tuple(entry.get("in", []))
-        for name in [entry["higher"], *lower]:
+        for name in [*higher, *lower]:
             variant, slash, row = name.partition(" / ")
             if (row if slash else name) not in self.rows or (slash and variant not in self.variants):
                 raise SettingsError(f"{name!r} in claims of {self.file}: there is no such row")
         if unknown := set(variants) - set(self.variants):
             raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
         measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
-        within = entry.get("within")
-        return Claim(entry["say"], entry["higher"], tuple(lower), variants, measure, float(entry.get("by", 0)), within)
+        by, within, spread = float(entry.get("by", 0)), entry.get("within"), bool(entry.get("spread"))
+        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, by, within, spread)
 
 
 def papers() -> list[str]:
@@ -264,16 +266,16 @@ def take_up(plan: Plan) -> None:
     """Write the files of the runs that are in a plan's archive, or, of what it lacks, in that of another table."""
     archive.restore(plan.output, plan.cells)
     lacking: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
-    defaults: dict[str, dict[str, Scalar]] = {}
+    earlier: dict[str, dict[str, Scalar]] = {}
     for cell in plan.cells:
         if not cell.path.exists():
             lacking.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
-            defaults[cell.method] = {key: default for key, (_, default) in cell.decisive.items()}
+            earlier[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
     for other in sorted(plan.output.parent.glob(f"*/{archive.FILE}")) if lacking else ():
         stamp = other.stat()
         for line in _lines(other.parent, stamp.st_mtime_ns, stamp.st_size):
             ran = line["config"]["settings"]
-            known = defaults.get(ran["method"], {})
+            known = earlier.get(ran["method"], {})
             for cell in lacking.pop(frozenset((key, ran.get(key, known[key])) for key in known), []):
                 archive.write(cell.path, line)
 

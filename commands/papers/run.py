@@ -12,6 +12,7 @@ from posy.commands.table import Cell, Plan, fill
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.listing import print_table
+from posy.models.weights import found_at
 from posy.settings import Scalar, SettingsError
 from posy.strategies.registry import declared, read_settings
 
@@ -84,10 +85,14 @@ def _run(plan: Plan, title: str, jobs: int, absent: dict[str, str]) -> dict[str,
 
 
 def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
-    """Tell whether a run has finished, or its data can be read."""
+    """Tell whether a run has finished, or its data can be read, and its word vectors are there."""
     if cell.summary() is not None:
         return True
-    data = read_settings(cell.config, cell.name).data
+    settings = read_settings(cell.config, cell.name)
+    data, weights = settings.data, settings.train.weights
+    if weights and found_at(weights, data.data_dir) is None:
+        absent[weights] = f"there is no {Path(weights).name} in {data.data_dir}"
+        return False
     if data.dataset not in absent and data.dataset not in _READ:
         try:
             load_dataset(replace(data, max_samples=0), Path(data.data_dir), 0)

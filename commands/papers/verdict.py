@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scipy import stats
@@ -29,8 +29,17 @@ def number(values: Sequence[float]) -> Number | None:
     return Number(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def agrees(ours: Number, printed: float, spread: float | None, unit: float = 1.0) -> bool:
-    """Tell whether a number is the paper's: two standard deviations apart at most, or one unit of what is printed.
+def distances(values: Mapping[int, float]) -> dict[int, float]:
+    """Return how far a number lies from its mean over the seeds, by seed: none of a single seed.
+
+    The mean of these over the seeds is what Levene's test compares spreads by.
+    """
+    mean = statistics.fmean(values.values()) if values else 0.0
+    return {seed: abs(value - mean) for seed, value in values.items()} if len(values) > 1 else {}
+
+
+def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
+    """Tell whether a number is the paper's: two standard deviations apart at most, or one unit.
 
     ``spread`` is the paper's standard deviation over its runs, None where it prints none. The two add in squares.
     """
