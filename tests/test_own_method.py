@@ -257,7 +257,7 @@ WRONG = {
     "no class": ("x = 1\n", "wrong:FedMine", "must declare FedMineSettings, a subclass of MethodSettings"),
     "no subclass": ("class FedMineSettings: ...\n", "wrong:FedMine", "FedMineSettings must be a subclass of Meth"),
     "no verdict": (NOTHING + "class FedMineSettings(MethodSettings): ...\n", "wrong:FedMine", "'noise'"),
-    "an error": ("1 / 0\n", "wrong:FedMine", "cannot be imported (ZeroDivisionError: division by zero)"),
+    "an error": ("1 / 0\n", "wrong:FedMine", "ZeroDivisionError: division by zero (wrong.py, line 1)"),
     "a taken name": (
         NOTHING + "class FedPerSettings(MethodSettings, noise=ALLOWED): ...\n",
         "wrong:FedPer",
