@@ -86,7 +86,8 @@ def test_only_a_perceptron_under_the_cross_entropy_has_one():
     assert network().linear_layers == names
     assert network("linear").linear_layers == ["head"]
     for other in (
-        network(ranks=(("fc1", 2),)), network(cosine=30.0), network(clients=2), network(conditional=True),
+        network(ranks=(("fc1", 2),)), network(cosine=30.0), network(frozen=("fc1",)),
+        network(clients=2), network(conditional=True),
         network(criterion=lambda logits, y: F.cross_entropy(logits, y, reduction="none")),
     ):  # fmt: skip
         assert other.linear_layers == []

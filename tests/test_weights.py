@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_word_vectors_of_a_file_in_data_dir_stay_as_they_are(stack: str) -> None
         "text_length": 4,
     }
     record = posy.run(method="fedavg", run_name="frozen", **given)
-    assert record.settings["weights"] == "glove.txt"  # no place of this machine
+    assert record.settings["weights-sha256"] == sha256(Path("data/glove.txt").read_bytes()).hexdigest()
     predictor = record.predictor(0)
     words = predictor.preprocessing.words
     table = predictor.members[0].layer("embedding").tokens.weight
@@ -205,7 +206,7 @@ def test_what_is_wrong_about_word_vectors_is_told() -> None:
         assert told in str(raised.value)
     with pytest.raises(SettingsError, match="word vectors: they need a data set of texts"):
         posy.run(method="fedavg", weights="glove.txt", **SMALL)
-    with pytest.raises(SettingsError, match="there is no such file, nor in data-dir"):
+    with pytest.raises(SettingsError, match="there is no such file, nor one of this name in data-dir"):
         posy.run(method="fedavg", weights="nowhere.txt", **SMALL)
 
 

@@ -50,8 +50,9 @@ class Network:
 
     @cached_property
     def linear_layers(self) -> list[str]:
-        """The layers of a perceptron that minimises the cross-entropy, else none."""
-        return linear_layers(self.template) if self.criterion is None else []
+        """The layers of a perceptron that minimises the cross-entropy and holds no tensor of its own, else none."""
+        found = linear_layers(self.template) if self.criterion is None else []
+        return found if {f"{layer}.weight" for layer in found} <= {entry.name for entry in self.layout.entries} else []
 
     def closed_form(self, work: Train) -> ClosedForm | None:
         """Return what differentiates a training without autograd, if there is a formula for it."""
