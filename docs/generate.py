@@ -222,6 +222,11 @@ def tuned_digits() -> str:
     return tuned("digits", "Dir(0.1)")
 
 
+def tuned_mnist() -> str:
+    """Return the table of all methods on MNIST, tuned."""
+    return tuned("mnist", "Dir(0.1)")
+
+
 def stacking() -> str:
     """Return how far models that train side by side part from those that train one after the other."""
     rows = [row.split() for row in (RESULTS / "stacking.txt").read_text(encoding="utf-8").splitlines()[1:]]
@@ -250,6 +255,7 @@ MAKERS = (
     compare_agnews,
     compare_cifar10,
     tuned_digits,
+    tuned_mnist,
     newcomers_digits,
     stacking,
     curves_mnist,
