@@ -60,8 +60,8 @@ def weights_for(where: str, model: str, words: Sequence[str] = (), folder: str =
         )
     if path.suffix == VECTORS and not words:
         raise SettingsError(
-            f"weights = {where!r} holds word vectors: they need a data set of texts, and not one of sites, which do not "
-            "tell their words"
+            f"weights = {where!r} holds word vectors: they need a data set of texts, and not one of sites, which do "
+            "not tell their words"
         )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
