@@ -294,6 +294,7 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
     """Run the cells that are not finished, some at a time; return what failed, by name, with the reason."""
     waiting = deque(cell for cell in plan.cells if cell.summary(*ENDED) is None)
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
+    before, began = done, time.monotonic()
     if done:
         print(f"{done} of {total} runs are finished already", flush=True)
     running: dict[Cell, Running] = {}
@@ -325,7 +326,9 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                         if (last := last_round(summary, point))
                     )
                     outcome = ", ".join([*means, duration(summary["seconds"])])
-                print(f"[{done}/{total}] {cell.name}: {outcome}", flush=True)
+                left = (time.monotonic() - began) / (done - before) * (total - done)
+                told = f"; about {duration(left)} left" if done < total else ""
+                print(f"[{done}/{total}] {cell.name}: {outcome}{told}", flush=True)
             time.sleep(0.05)
     finally:
         stop(running.values())

@@ -43,7 +43,11 @@ TABLE: dict[str, Any] = {
         {"say": "it spreads less", "higher": ["b / FedAvg", "a / Local"], "lower": "a / FedAvg", "spread": True},
     ],
     "reasons": [{"rows": ["Local"], "say": "another network"}],
-    "small": {"settings": {"num-server-rounds": 2, "max-samples": 300}, "without": ["Local"]},
+    "small": {
+        "settings": {"num-server-rounds": 2, "max-samples": 300},
+        "without": ["Local"],
+        "variants": {"b": {"local-epochs": 3}},
+    },
 }
 
 
@@ -249,6 +253,8 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert f"50.0 ± 1.5 → {ours.mean:.2f} ± {ours.std:.2f} ≠" in text
     assert "a / Other; b / Other: not run: Posy has no Other." in text
     assert "num-server-rounds 2 (4)" in text
+    assert "b: local-epochs 3" in text
+    assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
     (epochs, found), (_, none), (_, spread) = comparison.verdicts
     other = comparison.values("b", "FedAvg", "local last")
     assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)

@@ -131,8 +131,9 @@ class Comparison:
         full = {key: value for cell in self.plans["full"].cells for key, value in cell.config.items()}
         known = declared()
         told = [f"{key} {shown(value)} ({shown(full.get(key, known[key].default))})" for key, value in small.items()]
-        for row, own in self.item.content.get("small", {}).get("runs", {}).items():
-            told.append(f"{row}: " + ", ".join(f"{key} {shown(value)}" for key, value in own.items()))
+        small = self.item.content.get("small", {})
+        for name, own in {**small.get("runs", {}), **small.get("variants", {})}.items():
+            told.append(f"{name}: " + ", ".join(f"{key} {shown(value)}" for key, value in own.items()))
         return ", ".join(told)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:

@@ -31,8 +31,8 @@ PARTS: dict[str, type | tuple[type, ...]] = {
     "needs": str,
 }
 """What the file of a table or figure may hold beside the parts of a table of runs."""
-SMALL = ("settings", "seeds", "without", "runs")
-"""What differs at scale ``small``: settings, seeds, rows and variants that are left out, and settings by rows."""
+SMALL = ("settings", "seeds", "without", "runs", "variants")
+"""What differs at scale ``small``: settings, seeds, rows and variants left out, settings by rows or by variants."""
 ALONE = ("samples", "sharing", "drift")
 """Forms of pictures that need no runs, and are drawn from their settings."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within", "spread")
@@ -204,8 +204,10 @@ class Item:
         for part in ("runs", "variants"):
             if part in table:
                 table[part] = [entry for entry in table[part] if entry["name"] not in left_out]
-        for name, own in small.get("runs", {}).items():
-            table["runs"] = [_with(entry, own) if entry["name"] == name else entry for entry in table["runs"]]
+        for part in ("runs", "variants"):
+            changed = small.get(part, {})
+            if changed and part in table:
+                table[part] = [_with(entry, changed.get(entry["name"], {})) for entry in table[part]]
         output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
         # A setting of a method that only some rows run is theirs alone: those of a table are cut down to each row's.
         over = {**small.get("settings", {}), **(given or {})}

@@ -93,15 +93,15 @@ def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
     if weights and found_at(weights, data.data_dir) is None:
         absent[weights] = f"there is no {Path(weights).name} in {data.data_dir}"
         return False
-    if data.dataset not in absent and data.dataset not in _READ:
+    if data.dataset not in absent and (data.dataset, data.data_dir) not in _READ:
         try:
             load_dataset(replace(data, max_samples=0), Path(data.data_dir), 0)
         except DataError as error:
             absent[data.dataset] = str(error)
         else:
-            _READ.add(data.dataset)
+            _READ.add((data.dataset, data.data_dir))
     return data.dataset not in absent
 
 
-_READ: set[str] = set()
-"""Data sets that can be read."""
+_READ: set[tuple[str, str]] = set()
+"""Data sets that can be read, with the directory that holds them."""
