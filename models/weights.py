@@ -13,7 +13,7 @@ from posy.extensions import said
 from posy.models.catalogue import PRETRAINED
 from posy.models.chain import ChainModel
 from posy.models.own import TORCHVISION
-from posy.paths import is_file, sha256_of
+from posy.paths import found_at, sha256_of
 from posy.settings import SettingsError
 from posy.storage import load_arrays
 
@@ -76,12 +76,6 @@ def weights_for(
             "another file than the run has begun with"
         )
     return Weights(str(path), found, "", "\n".join(words) if path.suffix == VECTORS else "")
-
-
-def found_at(where: str, folder: str) -> Path | None:
-    """Return the file that ``weights`` names, or one of its name in the folder of the data, or None."""
-    named = Path(where)
-    return next((place for place in (named, Path(folder, named.name)) if is_file(place)), None)
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:

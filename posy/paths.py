@@ -40,6 +40,12 @@ def is_file(path: Path) -> bool:
     return exists(path) and path.is_file()
 
 
+def found_at(named: str, folder: str) -> Path | None:
+    """Return the file that a path names, or one of its name in a folder; None if there is neither."""
+    path = Path(named)
+    return next((place for place in (path, Path(folder, path.name)) if is_file(place)), None)
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal; raise :class:`SettingsError` if it cannot be read."""
     try:

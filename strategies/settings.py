@@ -8,8 +8,7 @@ from typing import Any
 from posy.data.settings import DataSettings
 from posy.extensions import word_of
 from posy.models.catalogue import MODELS, PRETRAINED
-from posy.models.weights import found_at
-from posy.paths import sha256_of
+from posy.paths import found_at, sha256_of
 from posy.settings import Scalar, Search, SettingsError, as_config, setting
 
 AUTO, OFF = "auto", "off"

@@ -290,8 +290,8 @@ def test_fedproto_predicts_by_the_nearest_known_prototype(make_client):
 
 def test_fedproto_without_distance_trains_as_local_does(make_config, federate):
     proto, local = federate(make_config("fedproto", fedproto_strength=0.0)), federate(make_config("local"))
-    for client in range(4):
-        np.testing.assert_array_equal(proto.kept(client)["model"], local.kept(client)["model"])
+    for client in range(4):  # of its gradients there is no closed form, which rounds otherwise
+        np.testing.assert_allclose(proto.kept(client)["model"], local.kept(client)["model"], atol=1e-6)
 
 
 def test_fedproto_sends_no_model(make_config, federate):

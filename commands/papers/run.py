@@ -12,7 +12,7 @@ from posy.commands.table import Cell, Plan, fill
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.listing import print_table
-from posy.models.weights import found_at
+from posy.paths import found_at
 from posy.settings import Scalar, SettingsError
 from posy.strategies.registry import declared, read_settings
 
@@ -90,8 +90,9 @@ def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
         return True
     settings = read_settings(cell.config, cell.name)
     data, weights = settings.data, settings.train.weights
+    name = Path(weights).name
     if weights and found_at(weights, data.data_dir) is None:
-        absent[weights] = f"there is no {Path(weights).name} in {data.data_dir}"
+        absent[name] = f"there is no {name} in {data.data_dir}"
         return False
     if data.dataset not in absent and (data.dataset, data.data_dir) not in _READ:
         try:
