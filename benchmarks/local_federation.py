@@ -36,8 +36,14 @@ class Deployment:
         self.posy("certificates", "certificates", *names, "stranger")
         words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet, *options]
         self.start("superlink", "superlink", *words)
-        self.until(lambda: "Starting Fleet API" in self.log("superlink"), "the SuperLink")
+        self.until(self._listens, "superlink")
         self.posy("register", *(f"certificates/{name}.pub" for name in names), *self.where)
+
+    def _listens(self) -> bool:
+        """Tell whether the SuperLink answers nodes; if it has ended, raise :class:`LaunchError`."""
+        if (status := self.processes["superlink"].poll()) is not None:
+            raise LaunchError(f"the SuperLink ended with status {status}; its log:\n{self.log('superlink')[-3000:]}")
+        return "Starting Fleet API" in self.log("superlink")
 
     def environment(self) -> dict[str, str]:
         """Return what processes need to run this code, apart from other tests."""
