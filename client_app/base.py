@@ -219,8 +219,9 @@ class PersonalClient(NumPyClient):
         return None if array is None else torch.from_numpy(array).to(self.device)
 
     def keep(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor in the client's state."""
-        self.state[name] = array_of(tensor)
+        """Keep a tensor in the client's state, without the larger one that it may be a part of."""
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes
+        self.state[name] = array_of(tensor.clone() if part else tensor)
 
     @cached_property
     def class_weight(self) -> Tensor | None:
@@ -354,7 +355,11 @@ class PersonalClient(NumPyClient):
 
     def network(self, work: Train | Forward) -> Network:
         """Return the resident network that a request is about."""
-        return self.workspace.network(work.network or self.architecture)
+        return self._own_network if work.network is None else self.workspace.network(work.network)
+
+    @cached_property
+    def _own_network(self) -> Network:
+        return self.workspace.network(self.architecture)
 
     def job(self, work: Train) -> Job:
         """Return a training with the client's samples and its random streams of this round."""

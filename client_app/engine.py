@@ -229,7 +229,11 @@ class Group:
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Cut numbers into as few groups of at most ``most`` as there can be, and of about one size."""
+    """Cut numbers into as few groups of at most ``most`` as there can be, and of about one size.
+
+    Several groups are an even number, as cores are.
+    """
     count = -(-len(numbers) // most)
+    count += count > 1 and count % 2
     cuts = [len(numbers) * part // count for part in range(count + 1)]
     return [numbers[begin:end] for begin, end in itertools.pairwise(cuts)]

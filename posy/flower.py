@@ -166,7 +166,7 @@ class Array(flwr.app.Array):
 
     def __init__(self, ndarray: npt.NDArray[Any]) -> None:
         self.__dict__.update(
-            dtype=str(ndarray.dtype), shape=tuple(ndarray.shape), stype=str(SType.NUMPY), _ndarray=ndarray
+            dtype=_name_of(ndarray.dtype), shape=tuple(ndarray.shape), stype=str(SType.NUMPY), _ndarray=ndarray
         )
 
     @property
@@ -183,6 +183,9 @@ class Array(flwr.app.Array):
         """Return the array itself."""
         ndarray: npt.NDArray[Any] = self.__dict__["_ndarray"]
         return ndarray
+
+
+_name_of = cache(str)  # of a type of numbers: NumPy makes it up anew each time
 
 
 def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:

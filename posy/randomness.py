@@ -14,7 +14,9 @@ _LOCK = RLock()  # PyTorch's own generator is one for all threads
 def seed_of(seed: int, purpose: str, *key: int) -> int:
     """Return a 63-bit seed for one purpose, for example ``("batches", round, client)``."""
     words = [seed, zlib.crc32(purpose.encode()), *key]
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+    # As an array, where they fit in, they are the same to NumPy, and need no look at each.
+    entropy = np.array(words, np.uint32) if min(words) >= 0 and max(words) < 1 << 32 else words
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
 
 
 def model_seed(seed: int, number: int) -> int:

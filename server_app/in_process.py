@@ -1,10 +1,10 @@
 """A Flower grid inside the ServerApp's own process: the same messages, clients and state, no transport."""
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from logging import ERROR
 from typing import Any
-from uuid import uuid4
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
@@ -37,6 +37,7 @@ class InProcessGrid(OwnGrid):
             for node in range(1, num_clients + 1)
         }
         self._replies: dict[str, Message] = {}
+        self._ids = map(str, itertools.count(1))
         self._engine: Engine | None = None
         self.states: StateStore | None = None
         """Where the clients' states are kept; None: each call says it."""
@@ -71,7 +72,7 @@ class InProcessGrid(OwnGrid):
         replies: dict[int, Message] = {}
         calls: dict[int, Call] = {}
         for number, message in enumerate(messages):
-            message.metadata.__dict__["_message_id"] = str(uuid4())
+            message.metadata.__dict__["_message_id"] = next(self._ids)
             if time.monotonic() >= end:
                 continue
             try:
@@ -96,7 +97,7 @@ class InProcessGrid(OwnGrid):
                 self._engine = Engine(asked[0].workspace)
             self._engine.run(asked, finish, end)
         for reply in replies.values():
-            reply.metadata.__dict__["_message_id"] = str(uuid4())
+            reply.metadata.__dict__["_message_id"] = next(self._ids)
         return [replies[number] for number in sorted(replies)]
 
     def _receive(self, message: Message) -> Message | Call:

@@ -74,7 +74,7 @@ def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 
     return [None] * full + ([rest] if rest else [])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Share:
     """One client's samples, and the passes that it makes over them in random order."""
 
@@ -89,9 +89,14 @@ class Share:
     notes: Tensor | None = None  # (n, ...), constants that go with the samples
     dropout: DropoutNumbers | None = None
 
+    @property
+    def count(self) -> int:
+        """Number n of samples."""
+        return self.samples.y.shape[0]
+
     def length(self, steps: int | None) -> int:
         """Return the number of samples in a pass of some steps."""
-        count = len(self.samples.y)
+        count = self.count
         count = count if steps is None else min(count, steps * self.size)
         rest = count % self.size
         return count - rest if rest < self.smallest else count
@@ -113,7 +118,7 @@ class Share:
 
     def order(self, steps: int | None) -> Tensor:
         """Draw the indices of the samples of a pass."""
-        count = len(self.samples.y)
+        count = self.count
         if self.odds is None:
             order = torch.randperm(count, generator=self.generator)
         else:
@@ -169,7 +174,7 @@ class Schedule:
 
     def __init__(self, shares: Sequence[Share]) -> None:
         device = shares[0].samples.y.device
-        width = min(shares[0].size, max(len(share.samples.y) for share in shares))
+        width = min(shares[0].size, max(share.count for share in shares))
         self.order = sorted(range(len(shares)), key=lambda i: -shares[i].steps)
         shares = [shares[i] for i in self.order]
         most = shares[0].steps
@@ -185,7 +190,7 @@ class Schedule:
         holdings = [(id(share.samples.x), id(share.weight), id(share.notes)) for share in shares]
         holders = dict(zip(holdings, shares, strict=True))
         owners = list(holders.values())
-        begin = dict(zip(holders, np.cumsum([0, *(len(s.samples.y) for s in owners)]).tolist(), strict=False))
+        begin = dict(zip(holders, np.cumsum([0, *(share.count for share in owners)]).tolist(), strict=False))
         starts = torch.tensor([begin[holding] for holding in holdings])
         mask = torch.arange(width) < held[..., None]
         self._index = (index + starts[:, None]).to(device)
@@ -196,7 +201,7 @@ class Schedule:
         self._y = torch.cat([share.samples.y for share in owners])
         self._sample_weight = None
         if any(share.weight is not None for share in owners):
-            ones = [torch.ones(len(s.samples.y), device=device) if s.weight is None else s.weight for s in owners]
+            ones = [torch.ones(s.count, device=device) if s.weight is None else s.weight for s in owners]
             self._sample_weight = torch.cat(ones)
         self._notes = None if shares[0].notes is None else torch.cat([_present(share.notes) for share in owners])
         self._augment = shares[0].augment

@@ -57,10 +57,13 @@ class Network:
     def closed_form(self, work: Train) -> ClosedForm | None:
         """Return what differentiates a training without autograd, if there is a formula for it."""
         names = trainable_names(self.layout, work.rates)
-        possible = work.objective is classification and self.linear_layers and names
-        return ClosedForm(self.linear_layers, names) if possible else None
+        return ClosedForm(self.linear_layers, names) if self.is_closed(work) and names else None
 
-    @property
+    def is_closed(self, work: Train) -> bool:
+        """Tell whether there is a formula for the gradients of a training."""
+        return work.objective is classification and bool(self.linear_layers)
+
+    @cached_property
     def has_buffers(self) -> bool:
         """Whether training writes more than parameters: vmap would lose BatchNorm's running statistics."""
         return not all(entry.trainable for entry in self.layout.entries)
@@ -72,7 +75,7 @@ class Network:
         ends = list(accumulate((layer.features for layer in layers.values()), initial=0))
         return {f"{name}.numbers": slice(*columns) for name, columns in zip(layers, pairwise(ends), strict=True)}
 
-    @property
+    @cached_property
     def dropout_width(self) -> int:
         """How many numbers a sample needs for dropout."""
         return max((columns.stop for columns in self.dropouts.values()), default=0)
@@ -215,7 +218,7 @@ class StackedModels:
 
     @property
     def flat(self) -> Tensor:
-        """All parameters ``(P, K, d)``."""
+        """All parameters ``(P, K, d)``, in memory of their own."""
         return torch.cat([self._tensors[entry.name].flatten(2) for entry in self.layout.entries], dim=-1)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:

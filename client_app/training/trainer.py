@@ -50,7 +50,7 @@ class Trainer:
             return False
         if self.settings.stack == "vmap" or self.device.type == "cuda":
             return True
-        closed = network.linear_layers and (work is None or network.closed_form(work))
+        closed = network.linear_layers if work is None else network.is_closed(work)
         return not network.convolves and network.layout.size <= (SMALL_PERCEPTRON if closed else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
@@ -93,9 +93,9 @@ class Trainer:
             If :attr:`interrupted` is set meanwhile.
         """
         for job in jobs:
-            if len(job.samples.y) < network.smallest_batch:
+            if job.samples.y.shape[0] < network.smallest_batch:
                 raise ValueError(
-                    f"no mini-batch to train on: {len(job.samples.y)} samples, and BatchNorm needs two in a batch"
+                    f"no mini-batch to train on: {job.samples.y.shape[0]} samples, and BatchNorm needs two in a batch"
                 )
             if network.dropout_width and job.dropout is None:
                 raise ValueError(
@@ -117,12 +117,12 @@ class Trainer:
         ordered = [jobs[place] for place in places]
         optimiser = Optimiser(self.settings, models, ordered)
         loss = self._run(models, ordered, schedule, optimiser) / schedule.seen
-        flat = models.flat
+        flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # which joins them anew
         finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
-        for row, place in enumerate(places):
-            own = (flat[row, 0], loss[row, 0]) if single else (flat[row], loss[row])
-            results[place] = Trained(*(tensor.clone() for tensor in own))
+        own = [(t[:, 0] if single else t).unbind() for t in (flat, loss)]
+        for row, (place, *trained) in enumerate(zip(places, *own, strict=True)):
+            results[place] = Trained(*trained)
             if not finite[row]:
                 results[place] = TrainingDivergedError(
                     f"training diverged: the loss of the last epoch is {loss[row].tolist()}; "
@@ -177,7 +177,7 @@ class Trainer:
         work, size = job.work, self.settings.batch_size
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
-        passes = plan_passes(epochs, steps, len(job.samples.y), size, smallest)
+        passes = plan_passes(epochs, steps, job.samples.y.shape[0], size, smallest)
         weight = work.sample_weight
         if job.class_weight is not None:
             weight = job.class_weight if weight is None else weight * job.class_weight
