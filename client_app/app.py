@@ -18,6 +18,7 @@ from posy.data.errors import DataError
 from posy.flower import (
     PING,
     content_of,
+    entries_of,
     isolate_simulation,
     of_simulation,
     record_in,
@@ -125,7 +126,7 @@ class Call:
         self, message: Message, context: Context, store: StateStore | None = None, *, trusting: bool = False
     ) -> None:
         self.message = message
-        self._config: dict[str, Any] = dict(record_in(message.content, "config", ConfigRecord).items())
+        self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
         self.workspace = workspace_of(self._config.pop("settings"), context)
         if self.workspace.of_sites:
             check_unchanged(self.workspace, context)
@@ -140,7 +141,8 @@ class Call:
             self._masking = secure_aggregation.Masking(self._config, message, context)
         self._state = State()
         self.number = int(self._config["client"])
-        self.received = [array.numpy() for array in record_in(message.content, "arrays", ArrayRecord).values()]
+        arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
+        self.received = [array.numpy() for array in arrays.values()]
         """What the server has sent, by reference."""
         # Imported here, not where the client is made: that may be on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)

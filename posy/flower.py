@@ -202,7 +202,7 @@ def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
 def record_of(arrays: Mapping[str, npt.NDArray[Any] | Array]) -> flwr.app.ArrayRecord:
     """Return a Flower record that holds arrays by reference; its own constructor would copy their bytes."""
     record = flwr.app.ArrayRecord()
-    _entries(record).update({name: a if isinstance(a, Array) else Array(a) for name, a in arrays.items()})
+    entries_of(record).update({name: a if isinstance(a, Array) else Array(a) for name, a in arrays.items()})
     return record
 
 
@@ -213,7 +213,7 @@ def with_entries(record: R, values: Mapping[str, Any]) -> R:
     texts are told by their types; all else goes Flower's way, and raises :class:`TypeError` if it cannot be an entry.
     """
     record = record.copy()
-    entries, known = _entries(record), PLAIN[type(record)]
+    entries, known = entries_of(record), PLAIN[type(record)]
     for name, value in values.items():
         (entries if type(value) in known else record)[name] = value
     return record
@@ -222,10 +222,11 @@ def with_entries(record: R, values: Mapping[str, Any]) -> R:
 def content_of(**records: flwr.app.ArrayRecord | flwr.app.ConfigRecord | flwr.app.MetricRecord) -> flwr.app.RecordDict:
     """Return the content of a message."""
     content = flwr.app.RecordDict()
-    _entries(content).update(records)
+    entries_of(content).update(records)
     return content
 
 
-def _entries(record: Any) -> dict[str, Any]:
+def entries_of(record: Any) -> dict[str, Any]:
+    """Return what a Flower record holds, itself; :func:`with_entries` is for changes that Flower is to look at."""
     entries: dict[str, Any] = record.__dict__["_data"]
     return entries
