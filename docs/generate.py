@@ -11,9 +11,10 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -104,14 +105,23 @@ def compared(name: str) -> str:
         columns += [variant or "accuracy", "over Local", "lose"]
         for row in clients[clients["variant"] == variant].to_dict("records"):
             std = spread[variant, row["method"]][f"{row['point']}-last-seeds-std"]
-            told = f"{100 * row['mean']:.1f} ± {100 * std:.1f}{' ≈' * row['alike']}"
-            gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
-            lose = "" if pd.isna(row["losing-local"]) else row["losing-local"]
-            rows.setdefault(row["method"], [row["method"], row["point"]]).extend([told, gain, lose])
+            cells = rows.setdefault(row["method"], [row["method"], row["point"]])
+            cells.extend([told_with(row, std), *beside_local(row)])
     parts = [table(columns, rows.values())]
     for variant in variants:
         parts.append(beating(clients[clients["variant"] == variant], f"{variant}: beat" if variant else "Beat"))
     return "\n\n".join(textwrap.fill(part, 120) if number else part for number, part in enumerate(parts))
+
+
+def told_with(row: Mapping[Hashable, Any], std: float) -> str:
+    """Return a mean over the clients with its spread over the seeds, marked where it is like the best."""
+    return f"{100 * row['mean']:.1f} ± {100 * std:.1f}{' ≈' * bool(row['alike'])}"
+
+
+def beside_local(row: Mapping[Hashable, Any]) -> list[str]:
+    """Return what clients gain over local training, and how many lose; nothing in the row of local training."""
+    gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
+    return [gain, "" if pd.isna(row["losing-local"]) else row["losing-local"]]
 
 
 def beating(rows: pd.DataFrame, told: str) -> str:
@@ -162,11 +172,9 @@ def tuned(name: str, variant: str) -> str:
     for before in plain[plain["variant"] == variant].to_dict("records"):
         if (method := before["method"]) not in rates:
             continue
-        row, std = rows.loc[method], seeds.loc[method, f"{before['point']}-last-seeds-std"]
-        gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
-        lose = "" if pd.isna(row["losing-local"]) else row["losing-local"]
-        told = f"{100 * row['mean']:.1f} ± {100 * std:.1f}{' ≈' * bool(row['alike'])}"
-        lines.append([method, before["point"], f"{100 * before['mean']:.1f}", told, f"{rates[method]:g}", gain, lose])
+        row, std = rows.loc[method].to_dict(), seeds.loc[method, f"{before['point']}-last-seeds-std"]
+        told = [f"{100 * before['mean']:.1f}", told_with(row, std), f"{rates[method]:g}"]
+        lines.append([method, before["point"], *told, *beside_local(row)])
     columns = ["method", "at", "not tuned", "tuned", "rate", "over Local", "lose"]
     return f"{table(columns, lines)}\n\n{textwrap.fill(beating(rows.reset_index(), 'Beat'), 120)}"
 
