@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from logging import ERROR
 from typing import Any
+from uuid import uuid4
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
@@ -37,7 +38,7 @@ class InProcessGrid(OwnGrid):
             for node in range(1, num_clients + 1)
         }
         self._replies: dict[str, Message] = {}
-        self._ids = map(str, itertools.count(1))
+        self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # as no other grid's
         self._engine: Engine | None = None
         self.states: StateStore | None = None
         """Where the clients' states are kept; None: each call says it."""
