@@ -16,7 +16,10 @@ from posy.deploy.addresses import free_port
 from posy.settings import LaunchError
 
 POSY = (sys.executable, "-P", "-m", "posy.commands.cli")
-START_SECONDS = 300.0
+START_SECONDS = 600.0
+"""Seconds that a process never takes to start, however busy the machine is."""
+MOST_SECONDS = 1200.0
+"""Seconds that a command never takes, be there a dozen at a time."""
 
 
 class Deployment:
@@ -73,8 +76,8 @@ class Deployment:
     def posy(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Carry out a `posy` command that ends; if it fails, raise :class:`LaunchError`."""
         done = subprocess.run(
-            [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=400.0,
-            check=False,
+            [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=False,
+            timeout=MOST_SECONDS,
         )  # fmt: skip
         if done.returncode:
             raise LaunchError(f"`posy {words[0]}` ended with status {done.returncode}: {done.stdout}{done.stderr}")
@@ -105,7 +108,7 @@ class Deployment:
         words = ["--verbose", "output-dir=runs", *([] if resumed else [f"run-name={name}"]), *settings]
         return self.start(f"run-{name}", "run", *self.where, *words)
 
-    def run(self, name: str, *settings: str, timeout: float = 400.0) -> dict[str, Any]:
+    def run(self, name: str, *settings: str, timeout: float = MOST_SECONDS) -> dict[str, Any]:
         """Carry out a run and return its summary; if it fails, raise :class:`LaunchError`."""
         if status := self.submit(name, *settings).wait(timeout):
             raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")

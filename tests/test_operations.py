@@ -22,7 +22,7 @@ from posy.settings import LaunchError
 pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("operations")]
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/federation.md").read_text(encoding="utf-8")
-MOST = 300.0
+MOST = 600.0
 NAMES = ("site-a", "site-b")
 
 
