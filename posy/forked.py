@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -254,6 +255,7 @@ class Workers:
             except EOFError:
                 return
             shelf, answers, done[0] = shelves[number], list[Any](), 0
+            common = cache(self._common.view)  # one object, by which those who work know that they have it in common
             whole = [parcel for group in bundle for parcel in group]
             end = max((place.end for _, places in whole for shared, place in places if not shared), default=0)
             for group in bundle:
@@ -264,7 +266,7 @@ class Workers:
                 try:
                     found = self._work(
                         [
-                            Parcel(head, [(self._common if shared else shelf).view(place) for shared, place in places])
+                            Parcel(head, [(common if shared else shelf.view)(place) for shared, place in places])
                             for head, places in group
                         ]
                     )

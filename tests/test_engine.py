@@ -311,8 +311,9 @@ def test_groups_are_few_and_of_about_one_size():
     assert evenly(range(4), 4) == [range(4)]
     assert evenly(range(4), 1) == [range(i, i + 1) for i in range(4)]
     trainer = Trainer(TrainSettings(), torch.device("cpu"))
-    network = SimpleNamespace(layout=SimpleNamespace(size=1000))
-    assert [trainer.together(network, clients) for clients in (2, 3, 5, 30, 1000)] == [2, 2, 3, 15, 16]
+    large, small = (SimpleNamespace(layout=SimpleNamespace(size=size)) for size in (1 << 17, 1 << 15))
+    assert [trainer.together(large, clients) for clients in (2, 3, 5, 30, 1000)] == [2, 2, 3, 15, 16]
+    assert [trainer.together(small, clients) for clients in (2, 3, 5, 30, 1000)] == [2, 2, 3, 15, 32]
 
 
 @pytest.mark.parametrize("place", PLACES)

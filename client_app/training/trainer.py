@@ -23,8 +23,11 @@ from posy.strategies.settings import TrainSettings
 EVALUATION_BATCH = 512
 STACK_BYTES = 2 << 30
 """Memory of a CPU that stacked models may take."""
-STACK = 16
-"""Clients that are stacked on a CPU: from there on a step costs a client hardly less."""
+STACK, STACK_PARAMETERS = 16, 1 << 20
+"""Clients that are stacked on a CPU, and parameters up to which there are more, which lie in the cache together.
+
+From so many clients on a step costs a client hardly less, but a process that takes up work finds its caches cold.
+"""
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
 """Parameters up to which a network without convolutions is stacked on a CPU, and a perceptron without autograd."""
 
@@ -60,7 +63,9 @@ class Trainer:
         it, as stacks of other sizes round otherwise.
         """
         most = self.capacity(network)
-        return most if self.device.type == "cuda" else min(most, STACK, max(2, -(-clients // 2)))
+        if self.device.type == "cuda":
+            return most
+        return min(most, max(STACK, STACK_PARAMETERS // network.layout.size), max(2, -(-clients // 2)))
 
     def capacity(self, network: Network) -> int:
         """Return how many models of a network may be trained at once, by the memory that there is for them.
