@@ -181,7 +181,6 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, engines: S
         "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,
         **WORKLOADS[workload],
     }  # fmt: skip
-    many = rounds * SHORT if config["model"] == "mlp" else rounds
     limits = [bare_speed(config)]
     table: dict[str, Any] = {
         "copies_ms_a_message": round(copying(config), 2),
@@ -190,7 +189,7 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, engines: S
     for name in engines:
         stack, ray = ENGINES[name]
         stacked = config | {"stack": stack}
-        run = federated(stacked, many, ray=ray)
+        run = federated(stacked, rounds * SHORT if config["model"] == "mlp" and not ray else rounds, ray=ray)
         speed = run["samples"] / run["seconds"]
         limits.append(bare_speed(config))
         limit = statistics.mean(limits[-2:])

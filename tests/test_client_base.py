@@ -385,6 +385,13 @@ def test_keep_and_recall(make_client: MakeClient) -> None:
     assert not recalled.requires_grad
 
 
+def test_what_is_kept_holds_no_more_than_itself(make_client: MakeClient) -> None:
+    client, all_clients = make_client("fedavg"), torch.arange(12.0).view(4, 3)
+    client.keep("model", all_clients[1])
+    assert client.recall("model").tolist() == [3, 4, 5]
+    assert client.recall("model").untyped_storage().nbytes() == 12
+
+
 def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[..., Any]) -> None:
     grid, settings = InProcessGrid(1), read_settings(make_config("local", num_clients=4))
 

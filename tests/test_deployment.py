@@ -1,14 +1,30 @@
 """Certificates, keys and the node config of a federation, without processes."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from posy.commands.deploy.certificates import Files, make_certificates
 from posy.commands.deploy.commands import node_config, node_configs
-from posy.deploy import node
+from posy.deploy import addresses, node
+from posy.deploy.addresses import free_port
 from posy.deploy.node import MAX_POLL_SECONDS, Waits, pause
 from posy.settings import SettingsError
+
+
+def test_a_free_port_is_none_of_those_of_outgoing_connections() -> None:
+    assert addresses.LISTENING.stop <= 32_768  # where those of Linux begin
+    assert all(free_port() in addresses.LISTENING for _ in range(20))
+
+
+def test_a_port_that_is_listened_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(addresses, "LISTENING", range(port, port + 1))
+        with pytest.raises(OSError, match=f"no port from {port} to {port} is free"):
+            free_port()
 
 
 def test_certificates_are_made_once(tmp_path: Path) -> None:

@@ -62,6 +62,21 @@ def answers(
     return found
 
 
+def test_what_parcels_have_in_common_is_one_object_for_those_who_work_together() -> None:
+    def alike(parcels: Sequence[Parcel]) -> list[Parcel]:
+        return [Parcel([array is parcels[0].arrays[i] for i, array in enumerate(p.arrays)], []) for p in parcels]
+
+    shared, workers = np.ones(3), Workers(2, alike)
+    found = answers(
+        [Parcel(None, [shared, np.ones(3)]) for _ in range(4)],
+        workers=workers,
+        groups=[[0, 1], [2, 3]],
+        common=[shared],
+    )
+    workers.end()
+    assert [found[number].head for number in range(4)] == [[True, True], [True, False]] * 2
+
+
 def test_arrays_of_all_kinds_come_back_from_two_processes() -> None:
     shared = np.arange(6, dtype=np.float64).reshape(2, 3)
     parcels = [

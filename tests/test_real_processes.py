@@ -19,7 +19,7 @@ from nodes import pfllib, table
 from sklearn.datasets import load_digits
 
 import posy
-from benchmarks.local_federation import Deployment
+from benchmarks.local_federation import MOST_SECONDS, Deployment
 from posy.commands import cli
 from posy.commands.deploy.certificates import make_certificates
 from posy.storage import load_arrays
@@ -27,8 +27,6 @@ from posy.storage import load_arrays
 pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("processes")]
 
 PUPPET = Path(__file__).resolve().parent / "puppet"
-MOST = 1200.0
-"""Seconds that nothing here takes, however busy the machine is."""
 CLIENTS = 3
 """Clients of the runs in which all goes well: so many nodes are there from the beginning."""
 NODES = 4
@@ -105,7 +103,7 @@ class Federation(Deployment):
             assert found or not over, self.log(what)[-5000:]
             return found
 
-        self.until(seen, what, MOST)
+        self.until(seen, what, MOST_SECONDS)
 
     def wait_for_rounds(self, run: str, count: int) -> None:
         """Wait until so many rounds of a run are finished."""
@@ -117,7 +115,7 @@ class Federation(Deployment):
 
     def ended(self, run: str) -> int:
         """Wait for the end of a `posy run` and return its exit status."""
-        return self.processes[f"run-{run}"].wait(MOST)
+        return self.processes[f"run-{run}"].wait(MOST_SECONDS)
 
     def server(self) -> int:
         """Return the process of the one run that there is, once it has one and those before it have ended."""
@@ -148,7 +146,7 @@ class Federation(Deployment):
                 start()
             return self.ready(name)
 
-        self.until(there, name, MOST)
+        self.until(there, name, MOST_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +253,7 @@ def test_nodes_keep_one_worker_for_all_runs(federation: Federation) -> None:
 
 def test_who_is_not_known_or_does_not_trust_takes_no_part(federation: Federation) -> None:
     for name in ("stranger", "distrust"):  # a key that is not registered; another authority
-        assert federation.processes[name].wait(MOST) != 0
+        assert federation.processes[name].wait(MOST_SECONDS) != 0
         assert "SuperNode ID" not in federation.log(name)
 
 
@@ -302,7 +300,7 @@ def test_sites_and_one_whose_data_is_bad(federation: Federation) -> None:
         counts = {int(row["partition"]): (int(row["n_train"]), int(row["n_test"])) for row in csv.DictReader(file)}
     tested = round(len(few) / 4)
     assert {c: n for c, n in counts.items() if c != 3} == {0: (80, 20), 1: (150, 50), 2: (len(few) - tested, tested)}
-    node.wait(MOST)
+    node.wait(MOST_SECONDS)
 
 
 # -- one long run in which much goes wrong ----------------------------------------------------------------
@@ -461,7 +459,7 @@ def test_a_superlink_that_is_ended_leaves_no_run_behind(federation: Federation) 
     federation.wait_for_rounds("ended", 2)
     server, superlink = federation.server(), federation.processes["superlink"]
     superlink.terminate()
-    assert superlink.wait(MOST) == 130
+    assert superlink.wait(MOST_SECONDS) == 130
     assert not Path(f"/proc/{server}").exists()
     assert federation.summary("ended")["status"] == "stopped"
     assert federation.summary("ended")["rounds"] == len(federation.rounds("ended"))
@@ -471,7 +469,7 @@ def test_a_superlink_that_is_ended_leaves_no_run_behind(federation: Federation) 
 
 def test_a_node_ends_when_its_superlink_is_gone_for_too_long(federation: Federation) -> None:
     worker = federation.worker("other")
-    assert federation.processes["other"].wait(MOST) == 1
+    assert federation.processes["other"].wait(MOST_SECONDS) == 1
     assert "the SuperLink has been out of reach for 4 s" in federation.log("other")
     federation.wait(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")
     assert federation.processes["node-1"].poll() is None  # it was not told so
@@ -499,7 +497,7 @@ def test_printed_commands_can_be_typed(federation: Federation) -> None:
     typed("typed-superlink", superlink)
     federation.wait(lambda: "Starting Fleet API" in federation.log("typed-superlink"), "typed-superlink")
     typed("typed-superexec", superexec)
-    assert typed("typed-list", list_runs).wait(MOST) == 0
+    assert typed("typed-list", list_runs).wait(MOST_SECONDS) == 0
     assert "Listing all runs" in federation.log("typed-list")
     typed("typed-node", node)
     federation.start_again("typed-node", lambda: typed("typed-node", node) and None)

@@ -24,9 +24,10 @@ EVALUATION_BATCH = 512
 STACK_BYTES = 2 << 30
 """Memory of a CPU that stacked models may take."""
 STACK, STACK_PARAMETERS = 16, 1 << 20
-"""Clients that are stacked on a CPU, and parameters up to which there are more, which lie in the cache together.
+"""Clients that are stacked on a CPU: so many, or as many as have so many parameters in all, if that is more.
 
-From so many clients on a step costs a client hardly less, but a process that takes up work finds its caches cold.
+Beyond 16 a step costs a client hardly less. But a process finds its caches cold each time it takes up a group, which
+is most of what small models cost: they come in larger groups, whose parameters still fit into the cache.
 """
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
 """Parameters up to which a network without convolutions is stacked on a CPU, and a perceptron without autograd."""
