@@ -119,14 +119,38 @@ def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
     ],
 )
 def test_a_claim_is_judged_by_its_differences(differences: list[float], by: float, word: str) -> None:
-    found = verdict(differences, by)
+    found = verdict({"": differences}, by)
     assert found.word == word
     assert found.pairs == len(differences)
 
 
 def test_two_rows_may_be_claimed_to_be_alike() -> None:
-    assert verdict([0.4, -0.6], within=0.2).word == "confirmed"
-    assert verdict([0.4, 0.6], within=0.2).word == "refuted"
+    assert verdict({"": [0.4, -0.6]}, within=0.2).word == "confirmed"
+    assert verdict({"": [0.4, 0.6]}, within=0.2).word == "refuted"
+    far = verdict({"a": [0.1, 0.1], "b": [-0.3, -0.3]}, within=0.2)
+    assert (far.word, far.of, far.difference, far.confirmed, far.compared) == ("refuted", "b", -0.3, 1, 2)
+
+
+def test_a_row_that_is_above_all_others_but_one_is_not_above_all() -> None:
+    above = {"a": [10.0, 11.0, 12.0], "b": [2.0, 2.5, 3.0]}
+    found = verdict(above)
+    assert (found.word, found.of, found.difference, found.confirmed) == ("confirmed", "b", 2.5, 2)
+    found = verdict(above | {"c": [-2.0, -2.1, -2.2]})  # t = -36
+    assert (found.word, found.of, found.confirmed, found.compared) == ("refuted", "c", 2, 3)
+    found = verdict(above | {"c": [1.0, 2.0, 3.0]})
+    assert (found.word, found.of) == ("within the noise", "c")
+    assert verdict(above | {"c": []}) == verdict(above)
+    found = verdict(above | {"c": [-1.0], "d": [1.0, 2.0, 3.0]})
+    assert (found.word, found.of) == ("one pair", "c")
+
+
+def test_who_looks_at_many_rows_finds_one_that_is_above_by_chance() -> None:
+    once = {"a": [-2.0, -2.5, -3.0]}  # t = -8.66 with two degrees of freedom: p = 0.013
+    assert verdict(once).word == "refuted"
+    several = {name: [10.0, 11.0, 12.0] for name in "bcd"}
+    assert verdict(once | several).word == "within the noise"  # four times that is above 0.05
+    worse = {"e": [-2.0, -2.01, -2.02]}
+    assert verdict(once | worse).word == "refuted"
 
 
 # -- FedDRM's gradient drift -----------------------------------------------------------------------------

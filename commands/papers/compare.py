@@ -179,18 +179,19 @@ class Comparison:
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
-    def _differences(self, claim: Claim) -> list[float]:
-        """Return by how much the claimed rows are higher, for each seed, variant and row that they are above."""
-        found = []
-        for variant in claim.variants or self.item.variants:
-            for higher, lower in itertools.product(claim.higher, claim.lower):
+    def _differences(self, claim: Claim) -> dict[str, list[float]]:
+        """Return by how much each claimed row is higher than each it is above, for each seed and variant."""
+        found: dict[str, list[float]] = {}
+        for higher, lower in itertools.product(claim.higher, claim.lower):
+            of = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
+            own = found.setdefault(of, [])
+            # Rows that name their variants are the same in all.
+            for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above = self.values(*_place(higher, variant), claim.measure)
                 below = self.values(*_place(lower, variant), claim.measure)
                 if claim.spread:
                     above, below = distances(above), distances(below)
-                found += [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
-            if " / " in claim.higher[0]:  # which names its variant
-                break
+                own += [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
         return found
 
 

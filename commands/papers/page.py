@@ -21,7 +21,8 @@ LEGEND = (
     "In tables: the paper's number → ours, mean ± standard deviation over the seeds; ✓ the same (within two standard "
     "deviations of the two, or a point; 0.01 of what is no percentage), ≠ not. A claim is judged by the differences "
     "between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, else within the noise; one "
-    "on spreads by the distances from the mean over the seeds."
+    "on spreads by the distances from the mean over the seeds. That a row is above several is confirmed if it is above "
+    "each, and refuted if any is above it (Holm's correction); the figures are those of the row that decides."
 )
 
 
@@ -160,8 +161,10 @@ def _told(claim: Claim, verdict: Verdict) -> str:
         return f"{claim.say}: **{verdict.word}**"
     digits = 2 if in_percent(claim.measure) else 3
     std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
-    pairs = f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"
-    return f"{claim.say}: **{verdict.word}** ({verdict.difference:+.{digits}f}{std}, {pairs})"
+    told = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
+    if verdict.of:
+        told = [f"{verdict.of}: {told[0]}", told[1], f"as claimed in {verdict.confirmed} of {verdict.compared}"]
+    return f"{claim.say}: **{verdict.word}** ({', '.join(told)})"
 
 
 def _picture(paper: str, one: Comparison) -> str:

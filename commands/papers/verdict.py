@@ -1,5 +1,6 @@
 """What is said of a paper's number, and of a paper's claim, after the runs."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -49,37 +50,57 @@ def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> b
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say of a claim: ``confirmed``, ``refuted``, ``within the noise``, ``one pair``, ``not run``."""
+    """What the runs say of a claim: ``confirmed``, ``refuted``, ``within the noise``, ``one pair``, ``not run``.
+
+    ``difference``, ``std`` and ``pairs`` are those of the two rows that decide, and ``of`` says which these are.
+    ``confirmed`` of ``compared`` pairs of rows are as claimed.
+    """
 
     word: str
     difference: float | None = None
     std: float | None = None
     pairs: int = 0
+    of: str = ""
+    confirmed: int = 0
+    compared: int = 0
 
 
-def verdict(differences: Sequence[float], by: float = 0.0, within: float | None = None) -> Verdict:
-    """Judge a claim by the differences between two rows, one for each seed and variant, in the claimed direction.
+def verdict(differences: Mapping[str, Sequence[float]], by: float = 0.0, within: float | None = None) -> Verdict:
+    """Judge a claim by the differences between its rows, in the claimed direction.
 
-    It is confirmed if their mean is above ``by`` and that is no chance (t-test, 5 %, both sides), refuted if it is
-    below and that is none. With ``within``, it is confirmed if the mean is no larger than that on either side.
+    It is confirmed if that is so of every two rows whose differences there are, so that a method which is above all
+    others but one is not above all: the mean of the two rows' differences is above ``by``, and that is no chance
+    (t-test, 5 %, both sides). It is refuted if it is so of any two rows; as many are looked at, with Holm's correction.
+    With ``within``, two rows are as claimed if the mean is no larger than that on either side, and else not.
 
     Parameters
     ----------
-    differences : sequence of float
-        Paired: of the same seed and variant.
+    differences : mapping of str to sequence of float
+        By the names of two rows; paired: of the same seed and variant.
     """
-    if not differences:
+    found = {of: _compared(own, by, within) for of, own in differences.items() if own}
+    if not found:
         return Verdict("not run")
-    mean = statistics.fmean(differences)
-    std = statistics.stdev(differences) if len(differences) > 1 else None
+    words = {of: word for of, (word, _, _) in found.items()}
+    below = sorted((found[of][1], of) for of, word in words.items() if word == "refuted")
+    held = itertools.takewhile(lambda each: each[1][0] * (len(found) - each[0]) < LEVEL, enumerate(below))  # Holm
+    words |= dict.fromkeys([of for _, of in below[len(list(held)) :]], "within the noise")
+    overall = next((w for w in ("refuted", "one pair", "within the noise") if w in words.values()), "confirmed")
+    deciding = {of: found[of][2] for of, word in words.items() if word == overall}
+    of, own = min(deciding.items(), key=lambda each: each[1].mean if within is None else -abs(each[1].mean))
+    confirmed = list(words.values()).count("confirmed")
+    return Verdict(overall, own.mean, own.std, own.seeds, of, confirmed, len(words))
+
+
+def _compared(differences: Sequence[float], by: float, within: float | None) -> tuple[str, float, Number]:
+    """Return what the differences between two rows say, its p-value, and their mean."""
+    own = number(differences)
+    assert own is not None
     if within is not None:
-        return Verdict("confirmed" if abs(mean) <= within else "refuted", mean, std, len(differences))
-    if len(differences) == 1:
-        return Verdict("one pair", mean, None, 1)
-    if std == 0:  # no t-test of numbers that are all alike
-        word = "confirmed" if mean > by else "refuted" if mean < by else "within the noise"
-    elif float(stats.ttest_1samp(differences, by).pvalue) >= LEVEL:
-        word = "within the noise"
-    else:
-        word = "confirmed" if mean > by else "refuted"
-    return Verdict(word, mean, std, len(differences))
+        return "confirmed" if abs(own.mean) <= within else "refuted", 0.0, own
+    if own.std is None:
+        return "one pair", 1.0, own
+    # No t-test of numbers that are all alike.
+    pvalue = float(stats.ttest_1samp(differences, by).pvalue) if own.std else float(own.mean == by)
+    word = "within the noise" if pvalue >= LEVEL else "confirmed" if own.mean > by else "refuted"
+    return word, pvalue, own
