@@ -29,7 +29,8 @@ DITTO_LAMBDA = 1.0
 APFL_ALPHA, APFL_ADAPTIVE = 0.5, True
 # FedAMP: squared distances of models are 0.1 to 0.4 after a round, and a client should not be all others' mean.
 AMP_ALPHA, AMP_LAMBDA, AMP_SIGMA = 0.02, 0.1, 0.3
-PFEDME_LAMBDA, PFEDME_STEPS, PFEDME_LR, PFEDME_BETA = 15.0, 5, 0.09, 1.0
+# pFedMe: PFLlib's rate of the personal steps; with the paper's 0.09 this network diverges in the second round.
+PFEDME_LAMBDA, PFEDME_STEPS, PFEDME_LR, PFEDME_BETA = 15.0, 5, 0.01, 1.0
 PER_ALPHA = 0.01
 FOMO_MODELS, FOMO_EPSILON = 5, 0.3
 ALA_ETA, ALA_SAMPLE = 1.0, 0.8

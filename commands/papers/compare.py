@@ -127,13 +127,15 @@ class Comparison:
 
     def smaller(self) -> str:
         """Return in which settings scale ``small`` differs from the paper's, as ``key value (paper's)``."""
-        small = self.item.content.get("small", {}).get("settings", {})
-        full = {key: value for cell in self.plans["full"].cells for key, value in cell.config.items()}
-        known = declared()
-        told = [f"{key} {shown(value)} ({shown(full.get(key, known[key].default))})" for key, value in small.items()]
         small = self.item.content.get("small", {})
-        for name, own in {**small.get("runs", {}), **small.get("variants", {})}.items():
-            told.append(f"{name}: " + ", ".join(f"{key} {shown(value)}" for key, value in own.items()))
+        full = [cell.config for cell in self.plans["full"].cells]
+        told = []
+        for key, value in small.get("settings", {}).items():
+            own = list(dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full))
+            if own != [shown(key, value)]:
+                told.append(f"{key} {shown(key, value)} ({' or '.join(own)})")
+        for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
+            told.append(f"{name}: " + ", ".join(f"{key} {shown(key, value)}" for key, value in settings.items()))
         return ", ".join(told)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
@@ -195,8 +197,10 @@ class Comparison:
         return found
 
 
-def shown(value: Scalar) -> str:
+def shown(key: str, value: Scalar) -> str:
     """Return a setting's value as one reads it."""
+    if key == "max-samples" and value == 0:
+        return "all"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
