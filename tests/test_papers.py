@@ -190,6 +190,7 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "Local", "in": ["c"]}]}, "there is no such variant"),
         ({"small": {"rounds": 2}}, "rounds in small"),
         ({"form": "table"}, "form = 'table'"),
+        ({"title": "accuracy"}, "title = 'accuracy' in .*: it must be a name and what that is"),
         ({"measure": "served lowest"}, "'served lowest' in .*: there is no such number"),
     ],
 )

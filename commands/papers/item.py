@@ -35,6 +35,8 @@ SMALL = ("settings", "seeds", "without", "runs", "variants")
 """What differs at scale ``small``: settings, seeds, rows and variants left out, settings by rows or by variants."""
 ALONE = ("samples", "sharing", "drift")
 """Forms of pictures that need no runs, and are drawn from their settings."""
+TITLE = "Table 1: accuracy"
+"""What a title looks like."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within", "spread")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
@@ -259,6 +261,10 @@ def read_item(file: Path) -> Item:
         if key in content and not isinstance(content[key], kind):
             names = " or a ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise SettingsError(f"{key} = {content[key]!r} in {file}: it must be a {names}")
+    if not re.fullmatch(r"[^:]+: .+", str(content.get("title"))):
+        raise SettingsError(
+            f"title = {content.get('title')!r} in {file}: it must be a name and what that is, as in {TITLE}"
+        )
     if unknown := content.get("small", {}).keys() - set(SMALL):
         raise SettingsError(f"{', '.join(sorted(unknown))} in small of {file}: it may hold {', '.join(SMALL)}")
     return Item(file.parent.name, file.stem, file, content)
