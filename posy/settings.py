@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 Scalar = bool | int | float | str
@@ -159,8 +160,13 @@ def key_of(name: str, prefix: str = "") -> str:
     return "-".join(filter(None, (prefix, name.replace("_", "-"))))
 
 
-def settings_of(cls: type, prefix: str = "") -> dict[str, Setting]:
+def settings_of(cls: type, prefix: str = "") -> Mapping[str, Setting]:
     """Return the declarations of a settings dataclass by key; ``prefix`` is the name of a method, or empty."""
+    return _settings_of(cls, prefix)
+
+
+@lru_cache(maxsize=256)
+def _settings_of(cls: type, prefix: str) -> Mapping[str, Setting]:
     return {key_of(f.name, prefix): f.metadata["setting"] for f in dataclasses.fields(cls)}
 
 

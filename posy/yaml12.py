@@ -5,6 +5,8 @@ PyYAML by itself reads YAML 1.1, where ``010`` is 8, ``1:30`` is 90, ``on`` is t
 
 import re
 import stat
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
             raise SettingsError(f"{path} must be a file of at most {MAX_BYTES >> 20} MiB")
-        content = parse(path.read_text(encoding="utf-8-sig"))
+        content = deepcopy(_parsed(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     except SettingsError:
@@ -122,3 +124,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise SettingsError(f"{path} must hold `key: value` lines, one for each setting")
     return content
+
+
+_parsed = lru_cache(maxsize=1024)(parse)
+"""What a text holds, which is not to be changed: a table reads the file of a run several times."""

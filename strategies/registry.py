@@ -121,7 +121,7 @@ def from_json(text: str) -> Settings:
     return _built(checked(config, declared([_method(config)]), "the server's message"))
 
 
-def groups(methods: Iterable[str]) -> dict[str, dict[str, Setting]]:
+def groups(methods: Iterable[str]) -> dict[str, Mapping[str, Setting]]:
     """Return the declared settings by group: ``run``, ``data`` and ``train``, then those of some methods."""
     common = {"run": settings_of(RunSettings), "data": settings_of(DataSettings), "train": settings_of(TrainSettings)}
     return common | {method: settings_of(settings_class(method), word_of(method)) for method in methods}
