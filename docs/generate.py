@@ -192,9 +192,9 @@ def newcomers_digits() -> str:
     return table(columns, rows.values())
 
 
-def curves_mnist() -> str:
-    """Return how far Posy's curves on MNIST lie from those of the plain programs."""
-    found = json.loads((RESULTS / "curves-mnist.json").read_text(encoding="utf-8"))["methods"]
+def curves(dataset: str) -> str:
+    """Return how far Posy's curves lie from those of the plain programs."""
+    found = json.loads((RESULTS / f"curves-{dataset}.json").read_text(encoding="utf-8"))["methods"]
     rows = []
     for method, row in found.items():
         error = f" ± {100 * row['mean_gap_error']:.1f}" if "mean_gap_error" in row else ""
@@ -203,6 +203,16 @@ def curves_mnist() -> str:
             [method, row["point"], *ends, f"{100 * row['mean_gap']:+.1f}{error}", f"{100 * row['mean_spread']:.1f}"]
         )
     return table(["method", "at", "plain program", "Posy", "mean gap", "mean spread"], rows)
+
+
+def curves_mnist() -> str:
+    """Return the curves on MNIST."""
+    return curves("mnist")
+
+
+def curves_cifar10() -> str:
+    """Return the curves on CIFAR-10."""
+    return curves("cifar10")
 
 
 def compare_digits() -> str:
@@ -267,6 +277,7 @@ MAKERS = (
     newcomers_digits,
     stacking,
     curves_mnist,
+    curves_cifar10,
 )
 GENERATED = {make.__name__: make for make in MAKERS}
 
