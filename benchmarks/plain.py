@@ -281,8 +281,7 @@ def pfedme(model: nn.Sequential, starts: list[Tensor], clients: list[Client], sh
                 theta = nearby(w, theta, x, y)
                 w = w - LR * PFEDME_LAMBDA * (w - theta)
             trained.append(w)
-            # theta belongs to a w (Eq. 3), so it is found again for the last one; PFLlib keeps that of the one before
-            personal.append(nearby(w, w, *random.choice(seen)))
+            personal.append(theta)
         average = (1 - PFEDME_BETA) * average + PFEDME_BETA * (shares @ torch.stack(trained))
         yield list(personal)
 

@@ -287,8 +287,8 @@ RULES: dict[str, Rule] = {
     "SAM": SharpnessAware(0.3),
     "Per-FedAvg (FO)": MetaGradient(0.2),
     "Per-FedAvg (HF)": MetaGradient(0.2, hessian=0.05),
-    "pFedMe": MoreauEnvelope(2.0, 3, 0.1),
 }
+ENVELOPE = MoreauEnvelope(2.0, 3, 0.1)
 
 
 def gradient(w: Tensor, data: Samples) -> tuple[Tensor, Tensor]:
@@ -308,11 +308,6 @@ def one_step_by_hand(name: str, w: Tensor, batch: Samples) -> Tensor:
     _, g = gradient(w, batch)
     if name == "SAM":
         return gradient(w + 0.3 * g / g.norm(), batch)[1]
-    if name == "pFedMe":
-        theta = w
-        for _ in range(3):
-            theta = theta - 0.1 * (gradient(theta, batch)[1] + 2.0 * (theta - w))
-        return 2.0 * (w - theta)
     parts = [part_of(batch, i, 3 if "HF" in name else 2) for i in range(3)]
     outer = gradient(w - 0.2 * gradient(w, parts[0])[1], parts[1])[1]
     if "FO" in name:
@@ -330,6 +325,21 @@ def test_a_rule_takes_the_steps_of_its_paper(name: str) -> None:
         w = w - LR * one_step_by_hand(name, w, Samples(data.x[chosen], data.y[chosen]))
     result = train(Train(initial(), rule=RULES[name], epochs=1))
     assert torch.allclose(result.parameters.double(), w, rtol=0, atol=1e-6)
+    assert result.beside is None
+
+
+def test_the_search_for_pfedmes_personal_model_goes_on_from_batch_to_batch() -> None:
+    w, data, own = initial().double(), samples(), generator()
+    theta, order = w, torch.randperm(N, generator=own)
+    for begin in (0, 4, 8):
+        batch = part_of(Samples(data.x[order[begin : begin + 4]], data.y[order[begin : begin + 4]]), 0, 1)
+        for _ in range(3):
+            theta = theta - 0.1 * (gradient(theta, batch)[1] + 2.0 * (theta - w))
+        w = w - LR * 2.0 * (w - theta)
+    result = train(Train(initial(), rule=ENVELOPE, epochs=1))
+    assert result.beside is not None
+    assert torch.allclose(result.parameters.double(), w, rtol=0, atol=1e-6)
+    assert torch.allclose(result.beside.double(), theta, rtol=0, atol=1e-6)
 
 
 def test_a_mixture_is_trained_beside_the_shared_model() -> None:
@@ -347,7 +357,7 @@ def test_a_mixture_is_trained_beside_the_shared_model() -> None:
     "rule",
     [
         SharpnessAware(0.0),
-        MoreauEnvelope(10.0, 1, 0.1),  # strength times rate is 1
+        MoreauEnvelope(1 / LR, 1, LR),
         MetaGradient(0.0),
         MetaGradient(0.0, hessian=0.1),
     ],
@@ -389,6 +399,7 @@ def mixed_with(net: Net, batch: Batch, context: Any) -> Tensor:
 
 EXTRA: dict[str, dict[str, Any]] = {
     **{name: {"rule": rule} for name, rule in RULES.items()},
+    "pFedMe": {"rule": ENVELOPE},
     "APFL": {"rule": Mixed(0.3)},
     "offset": {"offset": torch.linspace(-0.1, 0.1, PLAIN.layout.size)},
     "bounds": {"bounds": (-0.05, 0.05)},
@@ -425,6 +436,10 @@ def test_clients_trained_together_take_the_steps_that_each_takes_alone(name: str
         assert torch.allclose(found.parameters, alone.parameters, rtol=0, atol=1e-4 if "Adam" in name else 1e-6)
         assert torch.allclose(found.loss, alone.loss, rtol=1e-5)
         assert (alone.parameters - job(client).work.start).abs().max() > 1e-3
+        if name == "pFedMe":
+            assert found.beside is not None and alone.beside is not None
+            assert torch.allclose(found.beside, alone.beside, rtol=0, atol=1e-6)
+            assert (found.beside - found.parameters).abs().max() > 1e-3
 
 
 def test_features_come_before_the_outputs() -> None:
@@ -655,7 +670,7 @@ def test_clients_with_dropout_trained_together_drop_what_each_drops_alone() -> N
         assert not close(trainer.train(other, network_).parameters - start, alone.parameters - start)
 
 
-@pytest.mark.parametrize("rule", [None, *RULES.values()])
+@pytest.mark.parametrize("rule", [None, ENVELOPE, *RULES.values()])
 def test_rules_go_with_dropout(rule: Any) -> None:
     def job(client: int) -> Job:
         plain = dropping_job(client, 6)
