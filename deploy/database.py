@@ -40,6 +40,7 @@ from sqlalchemy import Connection, Engine, event, func, select, update
 from sqlalchemy.pool import Pool
 
 from posy.deploy.install import install_whole
+from posy.forked import cores
 
 if TYPE_CHECKING:
     from flwr.proto.message_pb2 import ObjectTree
@@ -61,6 +62,8 @@ KEPT_SECONDS = 1.0
 """Seconds for which an answer of the database may be used again, and between two looks after what may wait."""
 KEY_SECONDS = 60.0
 """Seconds for which it is known whose a key is."""
+START_SECONDS = 300.0
+"""Seconds that the process of a ServerApp may take until it reports."""
 MOST_TIMES = 3
 """Number of times that a message is handed out again to a node that does not confirm it."""
 AGAIN = "The database is busy, locked or full, try again."
@@ -683,6 +686,25 @@ class _Apps(Base):
         return fab
 
 
+class _Starts(Base):
+    """Starts no more ServerApps at once than there are cores; a further one waits until one of them runs.
+
+    Flower starts all that wait at once, and again each that has not reported after 30 seconds: with a dozen runs on a
+    busy machine that is soon so many processes that none reports in time.
+    """
+
+    def claim_task(self, task_id: int) -> str | None:
+        task = corestate_models.Task
+        starting = (task.starting_at.is_not(None), task.running_at.is_(None), task.finished_at.is_(None))
+        with self.session() as session:
+            if (session.scalar(select(func.count()).where(*starting)) or 0) >= cores():
+                return None
+            token = super().claim_task(task_id)
+            until = now() + timedelta(seconds=START_SECONDS)
+            session.execute(update(task).where(task.token == token).values(active_until=until))
+        return token
+
+
 _Memory: Any = in_memory_corestate.InMemoryCoreState
 
 
@@ -812,6 +834,17 @@ SAVINGS = (
             "flwr.cli.install:install_from_fab": "fab_file install_dir skip_prompt",
         },
         _Apps,
+    ),
+    Saving(
+        "time for ServerApps to start",
+        {
+            f"{_STATE}.claim_task": "self task_id",
+            f"{_STATE}.session": "self",
+            **dict.fromkeys(
+                f"{_TASK}.{name}" for name in ("token", "active_until", "starting_at", "running_at", "finished_at")
+            ),
+        },
+        _Starts,
     ),
     Saving(
         "run states kept for a second",

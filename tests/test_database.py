@@ -199,15 +199,18 @@ class Ours:
         self.state = kind(str(path), NoOpFederationManager(), self.store)
         self.state.initialize()
         self.engine = self.state._engine
-        self.run = self.state.create_run(
-            "posy", "1", "hash", {}, NOOP_FEDERATION_ID, None, "account", TaskType.SERVER_APP
-        )
-        [info] = self.state.get_run_info(run_ids=[self.run])
-        self.task = info.primary_task_id
+        self.run, self.task = self.create_run()
         self.token = self.state.claim_task(self.task)
         self.state.activate_task(self.task)
         self.node = self.state.create_node("account", "name", b"key", 30.0)
         self.state.activate_node(self.node, 30.0)
+
+    def create_run(self) -> tuple[int, int]:
+        """Create a run and return its number and that of its task."""
+        kind = TaskType.SERVER_APP
+        number = self.state.create_run("posy", "1", "hash", {}, NOOP_FEDERATION_ID, None, "account", kind)
+        [info] = self.state.get_run_info(run_ids=[number])
+        return number, info.primary_task_id
 
     def push(self, ttl: float = 100.0) -> str:
         """Push a message to the node and return its id."""
@@ -453,6 +456,25 @@ def test_a_node_that_is_unregistered_is_not_known_from_then_on(ours: Ours) -> No
     assert reads == []
     ours.state.delete_node("account", ours.node)
     assert ours.state.get_node_id_by_public_key(b"key") is None
+
+
+def test_a_run_waits_while_as_many_start_as_there_are_cores(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSY_CORES", "2")
+    tasks = [ours.create_run()[1] for _ in range(4)]
+    tokens = [ours.state.claim_task(task) for task in tasks]
+    assert [token is not None for token in tokens] == [True, True, False, False]
+    assert ours.state.activate_task(tasks[0])
+    assert ours.state.claim_task(tasks[0]) is None  # it runs
+    assert ours.state.claim_task(tasks[2]) and not ours.state.claim_task(tasks[3])
+    assert ours.state.finish_task(tasks[1], SubStatus.STOPPED, "")
+    assert ours.state.claim_task(tasks[3])
+
+
+def test_a_server_app_has_minutes_to_start(ours: Ours) -> None:
+    assert ours.state.claim_task(ours.create_run()[1])
+    allowed = "strftime('%s', active_until) - strftime('%s', starting_at)"
+    seconds = written(ours, f"SELECT {allowed} FROM task WHERE running_at IS NULL")
+    assert seconds == pytest.approx(database.START_SECONDS, abs=1)
 
 
 def test_the_end_of_a_run_is_seen_at_once(ours: Ours) -> None:

@@ -133,6 +133,7 @@ class LoopedModels:
         self._leaves = [[net[name] for name in self._names] for net in self._nets]
         self._closed = network.closed_form(work)
         self.parameters = [tensor for leaves in self._leaves for tensor in leaves]
+        self.beside: list[Tensor] = []
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -200,6 +201,7 @@ class StackedModels:
         layer_of = {entry.name: entry.layer for entry in self.layout.entries}
         self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]
         self.parameters = [self._tensors[name] for name in self._names]
+        self.beside: list[Tensor] = []
         self._module = network.template.train()
         for module in self._module.modules():  # those of frozen layers: a network with others is not stacked
             if isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -58,7 +58,8 @@ class MetaGradient:
 class MoreauEnvelope:
     """The gradient λ (w − θ) of the Moreau envelope (pFedMe, T. Dinh et al., 2020, Eqs. 3, 5 and 8).
 
-    θ is what some steps on the mini-batch, from w, come to in minimising f(θ) + λ/2 ||θ − w||².
+    θ is what some steps on the mini-batch come to in minimising f(θ) + λ/2 ||θ − w||². Where they begin is open in the
+    paper; in the authors' program it is the θ of the mini-batch before, and w at first.
     """
 
     strength: float
@@ -66,15 +67,19 @@ class MoreauEnvelope:
     rate: float
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the gradient, and the losses before the last of the steps."""
-        losses, gradients = models.gradients(batch)
-        away = list(torch._foreach_mul(list(gradients), -self.rate))  # θ − w
-        for _ in range(self.steps - 1):
+        """Return the gradient, and the losses before the last of the steps; θ is kept beside the models."""
+        with torch.no_grad():
+            models.beside = models.beside or [parameter.clone() for parameter in models.parameters]
+            away = list(torch._foreach_sub(models.beside, models.parameters))  # θ − w
+        for _ in range(self.steps):
             with displaced(models, away):
                 losses, gradients = models.gradients(batch)
-            pulled = torch._foreach_add(list(gradients), away, alpha=self.strength)
-            torch._foreach_sub_(away, pulled, alpha=self.rate)
-        return losses, list(torch._foreach_mul(away, -self.strength))
+            moved = leading(away, gradients)
+            torch._foreach_sub_(moved, torch._foreach_add(list(gradients), moved, alpha=self.strength), alpha=self.rate)
+        with torch.no_grad():
+            found = torch._foreach_add(leading(models.parameters, moved), moved)
+            torch._foreach_copy_(leading(models.beside, moved), found)
+        return losses, list(torch._foreach_mul(moved, -self.strength))
 
 
 @dataclass(frozen=True)

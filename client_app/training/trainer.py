@@ -126,7 +126,11 @@ class Trainer:
         flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # which joins them anew
         finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
-        own = [(t[:, 0] if single else t).unbind() for t in (flat, loss)]
+        kept = [flat, loss]
+        if models.beside:
+            with torch.no_grad():
+                kept.append(flat + models.joined(torch._foreach_sub(models.beside, models.parameters)))
+        own = [(t[:, 0] if single else t).unbind() for t in kept]
         for row, (place, *trained) in enumerate(zip(places, *own, strict=True)):
             results[place] = Trained(*trained)
             if not finite[row]:
@@ -153,8 +157,11 @@ class Trainer:
             of_client = results[begin : begin + count]
             errors = [result for result in of_client if isinstance(result, TrainingDivergedError)]
             trained = [result for result in of_client if isinstance(result, Trained)]
-            parameters, loss = ([t[i] for t in trained] for i in range(2))
-            joined.append(errors[0] if errors else Trained(torch.stack(parameters), torch.stack(loss)))
+            if errors:
+                joined.append(errors[0])
+                continue
+            parameters = torch.stack([result.parameters for result in trained])
+            joined.append(Trained(parameters, torch.stack([result.loss for result in trained])))
         return joined
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -88,6 +88,8 @@ class Models(Protocol):
     """The models that are trained, as a rule sees them: K of each of P clients."""
 
     parameters: list[Tensor]
+    beside: list[Tensor]
+    """What a rule keeps from batch to batch, in the shapes of ``parameters``; empty at first."""
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
@@ -171,10 +173,14 @@ class Train:
 
 
 class Trained(NamedTuple):
-    """Result of :class:`Train`: parameters like ``start``, mean loss of the last epoch ``()`` or ``(K,)``."""
+    """Result of :class:`Train`: parameters like ``start``, mean loss of the last epoch ``()`` or ``(K,)``.
+
+    ``beside`` are the parameters that a rule has kept beside them, else None.
+    """
 
     parameters: Tensor
     loss: Tensor
+    beside: Tensor | None = None
 
 
 @dataclass
