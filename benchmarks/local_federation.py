@@ -110,9 +110,18 @@ class Deployment:
 
     def run(self, name: str, *settings: str, timeout: float = MOST_SECONDS) -> dict[str, Any]:
         """Carry out a run and return its summary; if it fails, raise :class:`LaunchError`."""
-        if status := self.submit(name, *settings).wait(timeout):
+        self.submit(name, *settings)
+        if status := self.ended(f"run-{name}", timeout):
             raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")
         return self.summary(name)
+
+    def ended(self, name: str, seconds: float = MOST_SECONDS) -> int:
+        """Wait for the end of a process and return its status; if it goes on, raise :class:`LaunchError` with logs."""
+        try:
+            return self.processes[name].wait(seconds)
+        except subprocess.TimeoutExpired:
+            said = "\n".join(f"{log}:\n{self.log(log)[-3000:]}" for log in (name, "superlink"))
+            raise LaunchError(f"{name} has not ended after {seconds:g} s; {said}") from None
 
     def results(self, name: str) -> Path:
         """Return the directory of a run."""

@@ -17,7 +17,7 @@ from posy.settings import SettingsError
 Parts = list[np.ndarray]
 
 _FEW = 10  # least number of samples that each client of a Dirichlet partition should have
-_DRAWS_FEW, _DRAWS = 4, 1000  # partitioners that are tried for so many samples, and in all; each draws 11 times
+_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that are tried for so many samples, and in all; each draws 11 times
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:

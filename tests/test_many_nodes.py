@@ -91,11 +91,11 @@ def wait_for_whole_round(federation: Deployment, nodes: int) -> None:
 
 def test_a_node_with_a_key_that_is_in_use_is_refused_and_the_first_is_not_disturbed(long: Deployment) -> None:
     before = len(long.rounds("long"))
-    second = long.start(
+    long.start(
         "second", "supernode", "--superlink", long.fleet, "--root-certificates", str(long.ca),
         "--key", "certificates/node-0.key", "partition-id=0", f"num-partitions={NODES}",
     )  # fmt: skip
-    assert second.wait(MOST) != 0
+    assert long.ended("second") != 0
     assert "the SuperLink does not accept this node's key" in long.log("second")
     assert "SuperNode ID" not in long.log("second")
     wait_for_whole_round(long, NODES)
@@ -122,7 +122,7 @@ def test_a_killed_node_is_said_and_the_others_go_on(long: Deployment) -> None:
     wait(long, lambda: "node-3" not in long.forked("worker"), "nodes")
     wait_for_whole_round(long, NODES - 1)
     long.posy("stop", "long", *long.where)
-    assert long.processes["run-long"].wait(MOST) == 1
+    assert long.ended("run-long") == 1
 
 
 # -- a line that is cut again and again -------------------------------------------------------------------

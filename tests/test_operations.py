@@ -67,8 +67,8 @@ class Sites(Deployment):
 
     def run_again(self, run: str, *settings: str) -> None:
         """Resume a run and wait for its end."""
-        status = self.submit("again", f"resume={run}", *settings).wait(MOST)
-        assert status == 0, self.log("run-again")[-5000:]
+        self.submit("again", f"resume={run}", *settings)
+        assert self.ended("run-again") == 0, self.log("run-again")[-5000:]
 
     def doctor(self, *words: str) -> str:
         done = self.posy("doctor", "--superlink", self.control, "--fleet", self.fleet, *words)

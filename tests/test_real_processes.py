@@ -113,10 +113,6 @@ class Federation(Deployment):
         """Wait until `posy run` has shown some words so often: its log comes moments after a round is recorded."""
         self.wait(lambda: self.log(f"run-{run}").count(told) >= times, f"run-{run}")
 
-    def ended(self, run: str) -> int:
-        """Wait for the end of a `posy run` and return its exit status."""
-        return self.processes[f"run-{run}"].wait(MOST_SECONDS)
-
     def server(self) -> int:
         """Return the process of the one run that there is, once it has one and those before it have ended."""
         found: list[int] = []
@@ -222,14 +218,14 @@ def together(federation: Federation) -> Federation:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_grpc_gives_the_models_of_one_process(method: str, together: Federation, tmp_path: Path) -> None:
-    assert together.ended(method) == 0, together.log(f"run-{method}")
+    assert together.ended(f"run-{method}") == 0, together.log(f"run-{method}")
     assert_same_models(together, method, settings_of(together, method), tmp_path)
 
 
 def test_peoples_own_code_travels_with_the_run(
     together: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert together.ended("own") == 0, together.log("run-own")
+    assert together.ended("run-own") == 0, together.log("run-own")
     told = [line.split(" (SHA")[0] for line in together.log("run-own").splitlines() if "travels" in line]
     assert told == [f"posy: {together.folder / name} travels with the run as own/{name}" for name in sorted(OWN_FILES)]
     foreign = ", ".join(f"own/{name}" for name in sorted(OWN_FILES))
@@ -240,7 +236,7 @@ def test_peoples_own_code_travels_with_the_run(
 
 
 def test_a_run_that_fails_says_so(together: Federation) -> None:
-    assert together.ended("wrong") == 1
+    assert together.ended("run-wrong") == 1
     log = together.log("run-wrong")
     assert "has ended as failed" in log
     assert "classes-per-client = 11" in log
@@ -253,7 +249,7 @@ def test_nodes_keep_one_worker_for_all_runs(federation: Federation) -> None:
 
 def test_who_is_not_known_or_does_not_trust_takes_no_part(federation: Federation) -> None:
     for name in ("stranger", "distrust"):  # a key that is not registered; another authority
-        assert federation.processes[name].wait(MOST_SECONDS) != 0
+        assert federation.ended(name) != 0
         assert "SuperNode ID" not in federation.log(name)
 
 
@@ -406,7 +402,7 @@ def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str
     shown = posy("stop", "long")
     assert "is stopped" in shown
     assert "resume=long output-dir=runs" in shown
-    assert long.ended("long") == 1
+    assert long.ended("run-long") == 1
     assert "has ended as stopped" in long.log("run-long")
     assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
     assert "has ended already" in posy("stop", number, status=2)
@@ -429,12 +425,12 @@ def test_a_killed_server_process_is_resumed(federation: Federation, tmp_path: Pa
     os.kill(federation.server(), signal.SIGKILL)
     (federation.folder / "slow").unlink()
     process.send_signal(signal.SIGINT)
-    assert federation.ended("cut") == 130
+    assert federation.ended("run-cut") == 130
     assert federation.summary("cut")["status"] == "running"
     assert len(federation.rounds("cut")) < 8
     # What the run that was stopped has left on the nodes does not hold up the next one.
     federation.submit("again", "resume=cut")
-    assert federation.ended("again") == 0, federation.log("run-again")
+    assert federation.ended("run-again") == 0, federation.log("run-again")
     assert_same_models(federation, "cut", settings, tmp_path)
 
 
