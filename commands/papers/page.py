@@ -118,7 +118,8 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     elif item.draws_alone:
         parts.append(_filled(f"{NOT_RUN}: {one.needed()}."))
     if one.verdicts:
-        parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
+        scale = " at scale small" if one.scales == ["small"] else ""
+        parts.append("\n".join(f"- {_told(claim, verdict, scale)}" for claim, verdict in one.verdicts))
     reasons: dict[str, list[Entry]] = {}
     for entry in one.entries:
         if entry.state in (DIFFERS, NOT_RUN):
@@ -155,8 +156,8 @@ def _points(one: Comparison) -> str:
     return "".join(f"; {point} of {', '.join(rows)}" for point, rows in points.items())
 
 
-def _told(claim: Claim, verdict: Verdict) -> str:
-    """Return a claim and what came of it."""
+def _told(claim: Claim, verdict: Verdict, scale: str = "") -> str:
+    """Return a claim and what came of it, at some scale."""
     if verdict.difference is None:
         return f"{claim.say}: **{verdict.word}**"
     digits = 2 if in_percent(claim.measure) else 3
@@ -164,7 +165,7 @@ def _told(claim: Claim, verdict: Verdict) -> str:
     told = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
     if verdict.of:
         told = [f"{verdict.of}: {told[0]}", told[1], f"as claimed in {verdict.confirmed} of {verdict.compared}"]
-    return f"{claim.say}: **{verdict.word}** ({', '.join(told)})"
+    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(told)})"
 
 
 def _picture(paper: str, one: Comparison) -> str:
