@@ -68,18 +68,25 @@ class MoreauEnvelope:
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
         """Return the gradient, and the losses before the last of the steps; θ is kept beside the models."""
+        parameters = models.parameters
         with torch.no_grad():
-            models.beside = models.beside or [parameter.clone() for parameter in models.parameters]
-            away = list(torch._foreach_sub(models.beside, models.parameters))  # θ − w
+            w = [parameter.clone() for parameter in parameters]
+            if models.beside:
+                torch._foreach_copy_(parameters, models.beside)
         for _ in range(self.steps):
-            with displaced(models, away):
-                losses, gradients = models.gradients(batch)
-            moved = leading(away, gradients)
-            torch._foreach_sub_(moved, torch._foreach_add(list(gradients), moved, alpha=self.strength), alpha=self.rate)
+            losses, gradients = models.gradients(batch)
+            with torch.no_grad():
+                theta, near = leading(parameters, gradients), leading(w, gradients)
+                pulled = torch._foreach_sub(theta, near)
+                torch._foreach_mul_(pulled, self.strength)
+                torch._foreach_add_(pulled, list(gradients))
+                torch._foreach_sub_(theta, pulled, alpha=self.rate)
         with torch.no_grad():
-            found = torch._foreach_add(leading(models.parameters, moved), moved)
-            torch._foreach_copy_(leading(models.beside, moved), found)
-        return losses, list(torch._foreach_mul(moved, -self.strength))
+            found = torch._foreach_sub(near, theta)
+            torch._foreach_mul_(found, self.strength)
+            models.beside = [parameter.clone() for parameter in parameters]
+            torch._foreach_copy_(parameters, w)
+        return losses, list(found)
 
 
 @dataclass(frozen=True)
