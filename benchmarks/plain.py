@@ -276,8 +276,9 @@ def pfedme(model: nn.Sequential, starts: list[Tensor], clients: list[Client], sh
         trained, personal = [], []
         for client in clients:
             w = theta = average
-            seen = batches(client)
-            for x, y in seen:  # where the search begins is open: as in PFLlib, where that of the last batch ended
+            for x, y in batches(
+                client
+            ):  # where the search begins is open: as in PFLlib, where that of the last batch ended
                 theta = nearby(w, theta, x, y)
                 w = w - LR * PFEDME_LAMBDA * (w - theta)
             trained.append(w)

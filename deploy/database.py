@@ -699,9 +699,9 @@ class _Starts(Base):
         with self.session() as session:
             if (session.scalar(select(func.count()).where(*starting)) or 0) >= cores():
                 return None
-            token = super().claim_task(task_id)
-            until = now() + timedelta(seconds=START_SECONDS)
-            session.execute(update(task).where(task.token == token).values(active_until=until))
+            if token := super().claim_task(task_id):
+                until = now() + timedelta(seconds=START_SECONDS)
+                session.execute(update(task).where(task.token == token).values(active_until=until))
         return token
 
 

@@ -223,6 +223,17 @@ def test_orders_are_taken_from_the_network_only_on_demand(
         assert danger not in capsys.readouterr().err
 
 
+def test_a_superlink_is_not_started_with_a_number_of_cores_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POSY_CORES", "two")
+    assert cli.main(["superlink", "--insecure"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("posy: ") and "POSY_CORES = 'two'" in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_version_and_examples_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     own = tomllib.loads((APP / "pyproject.toml").read_text())["project"]["version"]
     for words, status, shown in (

@@ -465,6 +465,7 @@ def test_a_run_waits_while_as_many_start_as_there_are_cores(ours: Ours, monkeypa
     assert [token is not None for token in tokens] == [True, True, False, False]
     assert ours.state.activate_task(tasks[0])
     assert ours.state.claim_task(tasks[0]) is None  # it runs
+    assert written(ours, "SELECT COUNT(*) FROM task WHERE token IS NULL AND active_until IS NOT NULL") == 0
     assert ours.state.claim_task(tasks[2]) and not ours.state.claim_task(tasks[3])
     assert ours.state.finish_task(tasks[1], SubStatus.STOPPED, "")
     assert ours.state.claim_task(tasks[3])

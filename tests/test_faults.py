@@ -80,7 +80,7 @@ class Federation(Deployment):
         yield
         self.wait_for_rounds(name, len(self.rounds(name)) + ROUNDS, within)
         self.posy("stop", name, *self.where)
-        assert self.ended(f"run-{name}") == 1
+        assert self.ended(f"run-{name}", MOST) == 1
         rounds = self.rounds(name)
         assert [row["round"] for row in rounds] == list(range(1, len(rounds) + 1))
         assert [(row["cohort"], row["dropped"]) for row in rounds] == [(NODES, [])] * len(rounds)

@@ -95,7 +95,7 @@ def test_a_node_with_a_key_that_is_in_use_is_refused_and_the_first_is_not_distur
         "second", "supernode", "--superlink", long.fleet, "--root-certificates", str(long.ca),
         "--key", "certificates/node-0.key", "partition-id=0", f"num-partitions={NODES}",
     )  # fmt: skip
-    assert long.ended("second") != 0
+    assert long.ended("second", MOST) != 0
     assert "the SuperLink does not accept this node's key" in long.log("second")
     assert "SuperNode ID" not in long.log("second")
     wait_for_whole_round(long, NODES)
@@ -122,7 +122,7 @@ def test_a_killed_node_is_said_and_the_others_go_on(long: Deployment) -> None:
     wait(long, lambda: "node-3" not in long.forked("worker"), "nodes")
     wait_for_whole_round(long, NODES - 1)
     long.posy("stop", "long", *long.where)
-    assert long.ended("run-long") == 1
+    assert long.ended("run-long", MOST) == 1
 
 
 # -- a line that is cut again and again -------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_run_ends_with_all_clients_behind_a_line_that_is_cut_every_2_megabytes
         federation.nodes("far", ["far-0", "far-1"], fleet=line.address)
         wait(federation, lambda: federation.ready("far", 2), "far")
         federation.processes["nodes"].terminate()  # the clients are those of the other nodes
-        federation.processes["nodes"].wait(MOST)
+        federation.ended("nodes", MOST)
         settings = {
             **SETTINGS, "dataset": federation.folder / "images.npz", "model": "cnn", "num-clients": 2,
             "num-server-rounds": 3,

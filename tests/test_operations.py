@@ -68,7 +68,7 @@ class Sites(Deployment):
     def run_again(self, run: str, *settings: str) -> None:
         """Resume a run and wait for its end."""
         self.submit("again", f"resume={run}", *settings)
-        assert self.ended("run-again") == 0, self.log("run-again")[-5000:]
+        assert self.ended("run-again", MOST) == 0, self.log("run-again")[-5000:]
 
     def doctor(self, *words: str) -> str:
         done = self.posy("doctor", "--superlink", self.control, "--fleet", self.fleet, *words)

@@ -280,7 +280,9 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert "num-server-rounds 2 (4)" in text
     assert "b: local-epochs 3" in text
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
-    (epochs, found), (_, none), (_, spread) = comparison.verdicts
+    (epochs, found), (unknown, none), (_, spread) = comparison.verdicts
+    assert f"- {epochs.say}: **{found.word}** at scale small (" in text
+    assert f"- {unknown.say}: **not run**\n" in text
     other = comparison.values("b", "FedAvg", "local last")
     assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
     assert epochs.higher == ("b / FedAvg",)

@@ -332,7 +332,8 @@ def test_the_search_for_pfedmes_personal_model_goes_on_from_batch_to_batch() -> 
     w, data, own = initial().double(), samples(), generator()
     theta, order = w, torch.randperm(N, generator=own)
     for begin in (0, 4, 8):
-        batch = part_of(Samples(data.x[order[begin : begin + 4]], data.y[order[begin : begin + 4]]), 0, 1)
+        chosen = order[begin : begin + 4]
+        batch = Samples(data.x[chosen], data.y[chosen])
         for _ in range(3):
             theta = theta - 0.1 * (gradient(theta, batch)[1] + 2.0 * (theta - w))
         w = w - LR * 2.0 * (w - theta)

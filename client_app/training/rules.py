@@ -77,9 +77,8 @@ class MoreauEnvelope:
             losses, gradients = models.gradients(batch)
             with torch.no_grad():
                 theta, near = leading(parameters, gradients), leading(w, gradients)
-                pulled = torch._foreach_sub(theta, near)
-                torch._foreach_mul_(pulled, self.strength)
-                torch._foreach_add_(pulled, list(gradients))
+                away = torch._foreach_sub(theta, near)
+                pulled = torch._foreach_add(list(gradients), away, alpha=self.strength)
                 torch._foreach_sub_(theta, pulled, alpha=self.rate)
         with torch.no_grad():
             found = torch._foreach_sub(near, theta)

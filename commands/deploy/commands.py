@@ -108,7 +108,9 @@ def superlink(
     """
     from posy.commands.deploy.backup import DATABASE, held  # noqa: PLC0415
     from posy.deploy.superlink import keep  # noqa: PLC0415
+    from posy.forked import cores  # noqa: PLC0415
 
+    cores()  # as many runs start at a time: a number that is none is told here, not when a run is to start
     certificate = None
     fleet = fleet or (LOCAL_FLEET if insecure else FLEET)
     places = (("--control", control), ("--fleet", fleet))

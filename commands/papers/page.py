@@ -156,8 +156,8 @@ def _points(one: Comparison) -> str:
     return "".join(f"; {point} of {', '.join(rows)}" for point, rows in points.items())
 
 
-def _told(claim: Claim, verdict: Verdict, scale: str = "") -> str:
-    """Return a claim and what came of it, at some scale."""
+def _told(claim: Claim, verdict: Verdict, scale: str) -> str:
+    """Return a claim and what came of it, with the scale in words."""
     if verdict.difference is None:
         return f"{claim.say}: **{verdict.word}**"
     digits = 2 if in_percent(claim.measure) else 3
