@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from posy.allocator import keep_freed_memory
 from posy.client_app.training.batches import Augment
 from posy.client_app.training.losses import criterion_of
 from posy.client_app.training.networks import Network
@@ -73,8 +74,10 @@ class Workspace:
         self.skip_unreadable = skip_unreadable
         self.of_sites = settings.data.dataset == SITES
         self.device = choose_device(settings.train.device)
-        if self.device.type == "cpu" and settings.train.threads:
-            torch.set_num_threads(settings.train.threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+            if settings.train.threads:
+                torch.set_num_threads(settings.train.threads)
         self.trainer = Trainer(settings.train, self.device)
         self._local = local()
         self._clients: dict[int, ClientData] = {}

@@ -1,0 +1,54 @@
+"""Tests of what the C library does with freed memory."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from posy.allocator import TOLD
+
+PROGRAM = """
+import resource, sys
+import torch
+from torch import nn
+from posy.allocator import keep_freed_memory
+
+told = keep_freed_memory() if sys.argv[1] == "keep" else None
+network = nn.Sequential(
+    nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(5), nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10)
+)
+x, y = torch.randn(10, 3, 32, 32), torch.arange(10)
+
+def faults(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        network.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults(5)
+print(told, faults(20))
+"""
+
+
+def faults(choice: str, **environment: str) -> tuple[str, int]:
+    """Return whether a fresh process keeps memory, and how many pages 20 steps have touched for the first time."""
+    known = {name: value for name, value in os.environ.items() if name not in TOLD}
+    command = [sys.executable, "-c", PROGRAM, choice]
+    told, count = subprocess.run(
+        command, env=known | environment, capture_output=True, text=True, check=True
+    ).stdout.split()
+    return told, int(count)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc only")
+def test_what_a_step_frees_is_there_for_the_next():
+    told, count = faults("keep")
+    assert told == "True"
+    assert 10 * count < faults("leave")[1]
+
+
+def test_what_a_person_has_told_the_c_library_stands():
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
