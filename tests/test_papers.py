@@ -41,6 +41,8 @@ TABLE: dict[str, Any] = {
         {"say": "two epochs are better than one", "higher": "b / FedAvg", "lower": "a / FedAvg"},
         {"say": "FedAvg is better", "higher": "FedAvg", "lower": "Local", "in": ["a"]},
         {"say": "it spreads less", "higher": ["b / FedAvg", "a / Local"], "lower": "a / FedAvg", "spread": True},
+        {"say": "no difference", "higher": "b / FedAvg", "lower": "a / FedAvg", "within": 0, "why": "two passes"},
+        {"say": "no large one", "higher": "b / FedAvg", "lower": "a / FedAvg", "within": 100, "why": "never told"},
     ],
     "reasons": [{"rows": ["Local"], "say": "another network"}],
     "small": {
@@ -280,9 +282,12 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert "num-server-rounds 2 (4)" in text
     assert "b: local-epochs 3" in text
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
-    (epochs, found), (unknown, none), (_, spread) = comparison.verdicts
+    (epochs, found), (unknown, none), (_, spread), *_ = comparison.verdicts
     assert f"- {epochs.say}: **{found.word}** at scale small (" in text
     assert f"- {unknown.say}: **not run**\n" in text
+    figures = f"({found.difference:+.2f} ± {found.std:.2f}, 2 pairs)"
+    assert f"- no difference: **refuted** at scale small {figures}: two passes\n" in text
+    assert "never told" not in text  # it is confirmed
     other = comparison.values("b", "FedAvg", "local last")
     assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
     assert epochs.higher == ("b / FedAvg",)

@@ -37,7 +37,7 @@ ALONE = ("samples", "sharing", "drift")
 """Forms of pictures that need no runs, and are drawn from their settings."""
 TITLE = "Table 1: accuracy"
 """What a title looks like."""
-CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within", "spread")
+CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within", "spread", "why")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 """A number as a paper prints it."""
@@ -57,7 +57,7 @@ class Claim:
 
     ``variants`` are those that it holds in, all if there are none. The difference is claimed to be larger than ``by``,
     or, where ``within`` is given, smaller than that on either side. With ``spread`` it is not the numbers that are
-    higher but their distances from their mean over the seeds.
+    higher but their distances from their mean over the seeds. ``why`` is told where the claim is not confirmed.
     """
 
     say: str
@@ -68,6 +68,7 @@ class Claim:
     by: float = 0.0
     within: float | None = None
     spread: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ class Item:
             raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
         measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
         by, within, spread = float(entry.get("by", 0)), entry.get("within"), bool(entry.get("spread"))
-        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, by, within, spread)
+        why = str(entry.get("why", ""))
+        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, by, within, spread, why)
 
 
 def papers() -> list[str]:

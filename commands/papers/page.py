@@ -165,7 +165,8 @@ def _told(claim: Claim, verdict: Verdict, scale: str) -> str:
     told = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
     if verdict.of:
         told = [f"{verdict.of}: {told[0]}", told[1], f"as claimed in {verdict.confirmed} of {verdict.compared}"]
-    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(told)})"
+    why = f": {claim.why}" if claim.why and verdict.word in ("refuted", "within the noise") else ""
+    return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(told)}){why}"
 
 
 def _picture(paper: str, one: Comparison) -> str:
