@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def bare_loop(config: dict[str, Any], clients: list[int], barrier: Any, queue: Any) -> None:
-    """Train the method's network on some clients' batches with nothing but PyTorch."""
+    """Train the method's network on some clients' batches with nothing but PyTorch; as Posy, it keeps freed memory."""
     torch.set_num_threads(1)
     workspace = Workspace(read_settings(config))
     size = workspace.settings.train.batch_size

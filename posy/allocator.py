@@ -17,8 +17,7 @@ def keep_freed_memory() -> bool:
     """Let this process, and those forked from it, keep what they free; return whether the C library does so now.
 
     By default glibc gives large blocks back to the system, which clears each of their pages when the next step touches
-    it: in a virtual machine that was a third of a small network's step. Only glibc can be told, and only where no
-    environment variable tells it already.
+    it. Only glibc can be told, and only where no environment variable tells it already.
     """
     if any(name in os.environ for name in TOLD):
         return False

@@ -14,8 +14,11 @@ import resource, sys
 import torch
 from torch import nn
 from posy.allocator import keep_freed_memory
+from posy.client_app.workspace import Workspace
+from posy.strategies.registry import read_settings
 
-told = keep_freed_memory() if sys.argv[1] == "keep" else None
+if sys.argv[1] == "keep":
+    Workspace(read_settings({"device": "cpu"}))
 network = nn.Sequential(
     nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(5), nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10)
 )
@@ -29,12 +32,16 @@ def faults(steps):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 faults(5)
-print(told, faults(20))
+count = faults(20)
+print(keep_freed_memory(), count)
 """
 
 
 def faults(choice: str, **environment: str) -> tuple[str, int]:
-    """Return whether a fresh process keeps memory, and how many pages 20 steps have touched for the first time."""
+    """Return whether a fresh process can keep memory, and how many pages 20 steps touch for the first time there.
+
+    With ``keep`` it is a client's process.
+    """
     known = {name: value for name, value in os.environ.items() if name not in TOLD}
     command = [sys.executable, "-c", PROGRAM, choice]
     told, count = subprocess.run(
