@@ -315,9 +315,11 @@ class PersonalClient(NumPyClient):
         return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics
 
     def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
-        """Return a predictor's scores by key, on the test and validation splits that hold samples."""
+        """Return a predictor's scores by key, on the splits that hold samples; on training's if asked for."""
         found: dict[str, float] = {}
         splits: dict[str, Split] = {point: "test", f"{point}-validation": "validation"}
+        if self.settings.run.evaluate_training:
+            splits[f"{point}-training"] = "train"
         for key, split in splits.items():
             if len(labels := self.samples(split).y):
                 loss, accuracy = scores((yield from self.predict(predictor, split)), labels)

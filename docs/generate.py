@@ -245,6 +245,11 @@ def tuned_mnist() -> str:
     return tuned("mnist", "Dir(0.1)")
 
 
+def tuned_cifar10() -> str:
+    """Return the table of the methods that matter most on CIFAR-10, tuned."""
+    return tuned("cifar10", "")
+
+
 def stacking() -> str:
     """Return how far models that train side by side part from those that train one after the other."""
     rows = [row.split() for row in (RESULTS / "stacking.txt").read_text(encoding="utf-8").splitlines()[1:]]
@@ -274,6 +279,7 @@ MAKERS = (
     compare_cifar10,
     tuned_digits,
     tuned_mnist,
+    tuned_cifar10,
     newcomers_digits,
     stacking,
     curves_mnist,

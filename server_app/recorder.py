@@ -26,7 +26,16 @@ from posy.server_app.checkpoints import ARRAYS, Checkpoint, Checkpoints, Resumpt
 from posy.server_app.members import Federation
 from posy.server_app.progress import Progress, results_table
 from posy.server_app.record import Record
-from posy.server_app.results import CLIENT_COLUMNS, POINTS, VALIDATION, RunDirectory, Status, Totals, spread_of
+from posy.server_app.results import (
+    CLIENT_COLUMNS,
+    POINTS,
+    TRAINING,
+    VALIDATION,
+    RunDirectory,
+    Status,
+    Totals,
+    spread_of,
+)
 from posy.server_app.run_status import RunStatus
 from posy.server_app.system import system_accuracy
 from posy.server_app.trackers.tracker import TrackedRun
@@ -77,8 +86,11 @@ class Recorder:
         else:  # which has compared the data
             self.directory, self.checkpoints, checkpoint, self._resumed = resumption
             self._data = checkpoint.progress["data"]
-        if not settings.data.validation_fraction:
-            self.directory.columns = tuple(column for column in CLIENT_COLUMNS if column not in VALIDATION)
+        absent = {
+            *(() if settings.data.validation_fraction else VALIDATION),
+            *(() if run.evaluate_training else TRAINING),
+        }
+        self.directory.columns = tuple(column for column in CLIENT_COLUMNS if column not in absent)
         gpu = torch.cuda.get_device_name(workspace.device) if workspace.device.type == "cuda" else None
         resolved = {"model": strategy.architecture.model, "device": str(workspace.device)}
         self.directory.write_config(settings.as_config(), gpu, resolved=resolved, resumed=self._resumed)

@@ -35,10 +35,13 @@ POINTS = ("served", "local")
 """Evaluation points: the model that a client is served, and the one that it has after its training."""
 MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
 """Columns of the clients that a round sums up over them."""
-VALIDATION = tuple(f"{point}_validation_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
-"""Further ones, where there are validation splits."""
+VALIDATION, TRAINING = (
+    tuple(f"{point}_{split}_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
+    for split in ("validation", "training")
+)
+"""Further ones, where there are validation splits, and where ``evaluate-training`` asks for them."""
 CLIENT_COLUMNS = (
-    *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, "train_loss"),
+    *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, *TRAINING, "train_loss"),
     *("chosen", "bytes_up", "bytes_down", "site"),
 )
 GROWING = ("rounds.jsonl", "clients.csv")
@@ -99,11 +102,12 @@ class Totals:
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
         """Add a round that was to be evaluated or not; return the spread of each of :data:`MEASURES` over the clients.
 
-        Where no client has a measure, None stands in its place; those of :data:`VALIDATION` are left out then.
+        Where no client has a measure, None stands in its place; those of :data:`VALIDATION` and :data:`TRAINING`
+        are left out then.
         """
         rows = dict(sorted(record.clients.items()))  # sums must not depend on who answered first
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
-        over_clients |= {m: found for m in VALIDATION if (found := spread_of(rows.values(), m))}
+        over_clients |= {m: found for m in (*VALIDATION, *TRAINING) if (found := spread_of(rows.values(), m))}
         for name, points in (
             ("accuracy", self.accuracy),
             ("loss", self.loss),

@@ -34,11 +34,11 @@ ITEM_BYTES, HEADER_BYTES = 8, 4096
 """The most bytes that an element and the header of an array in a reply may take."""
 SCORES = tuple(
     f"{point}{split}-{measure}"
-    for split in ("", "-validation")
+    for split in ("", "-validation", "-training")
     for point in ("served", "local")
     for measure in ("accuracy", "loss")
 )
-"""Keys of what a client may measure: at each evaluation point, on its test and on its validation split."""
+"""Keys of what a client may measure: at each evaluation point, on its test, validation and training split."""
 BLOCK = 16_384
 """Parameters that are taken at a time in double precision."""
 

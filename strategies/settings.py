@@ -223,6 +223,9 @@ class RunSettings:
         affects_results=False,
     )
     evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
+    evaluate_training: bool = setting(
+        False, "measure models on the training samples too: a third of an epoch of training"
+    )
     average_rounds: int = setting(
         0,
         "last rounds over whose evaluations the summary also has the mean; system accuracy, where it is asked for, is "

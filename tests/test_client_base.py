@@ -199,6 +199,21 @@ def test_evaluate_scores_the_model_received(make_client: MakeClient) -> None:
     assert "local-accuracy" not in metrics
 
 
+def test_training_samples_are_scored_where_asked_for(make_client: MakeClient) -> None:
+    client = make_client("fedavg", evaluate_training=True)
+    flat = initial(client)
+    (trained,), _, fitted = client.fit([flat], TRAIN)
+    _, _, served = client.evaluate([flat], {"server-round": 1})
+    y = client.data.y_train
+    for point, metrics, model in (("served", served, flat), ("local", fitted, trained)):
+        outputs = logits(client, torch.from_numpy(model), "train")
+        accuracy = float((outputs.argmax(1) == y).float().mean())
+        assert metrics[f"{point}-training-accuracy"] == pytest.approx(accuracy)
+        assert metrics[f"{point}-training-loss"] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-5)
+    _, _, metrics = make_client("fedavg").evaluate([flat], {"server-round": 1})
+    assert not [key for key in metrics if "training" in key]
+
+
 def test_scores_are_left_out_where_not_asked_for(make_client: MakeClient) -> None:
     client = make_client("fedavg")
     _, _, metrics = client.fit([initial(client)], {**TRAIN, "evaluate-local": False})

@@ -34,7 +34,8 @@ def collect(path: Path) -> None:
     """Keep of a finished run, beside its summary: its rounds, its clients' curves, and the lengths of their heads.
 
     ``rounds`` holds a list over the rounds by name of a number; of a measure over the clients its mean. ``clients``
-    holds each client's training losses by round. ``heads`` ``(M, C)`` holds the L2 norm of each row of the output layer
+    holds each client's losses on its training samples by round: of the model that it is served where that was measured
+    (``evaluate-training``), else in training. ``heads`` ``(M, C)`` holds the L2 norm of each row of the output layer
     of the clients' own models, where they have been stored.
     """
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -47,9 +48,11 @@ def collect(path: Path) -> None:
     kept: dict[str, Any] = {"rounds": rounds}
     with (path / "clients.csv").open(encoding="utf-8", newline="") as file:
         losses: dict[str, list[list[float]]] = {}
-        for row in csv.DictReader(file):
-            if row["train_loss"]:
-                losses.setdefault(row["partition"], []).append([int(row["round"]), float(row["train_loss"])])
+        reader = csv.DictReader(file)
+        measure = next(name for name in ("served_training_loss", "train_loss") if name in (reader.fieldnames or ()))
+        for row in reader:
+            if row[measure]:
+                losses.setdefault(row["partition"], []).append([int(row["round"]), float(row[measure])])
     if len(losses) <= MOST_CLIENTS:
         kept["clients"] = losses
     files = sorted((path / "models").glob("client-*.safetensors"), key=lambda file: int(file.stem.partition("-")[2]))
