@@ -171,7 +171,8 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
             failures.setdefault(cell.name, DIVERGED if cell.summary("diverged") else "not finished")
     table = aggregate(results)
     runs = [Run(c.variant, c.row, c.method, c.seed, summary, c.path) for c, summary in results.items()]
-    clients, ranked = over_clients(runs), ranks(scores_by_block(runs))
+    diverged = [(c.variant, c.seed, c.row) for c in plan.cells if c not in results and c.summary("diverged")]
+    clients, ranked = over_clients(runs), ranks(scores_by_block(runs, diverged))
     text = markdown(plan, results, table, failures) + compared(clients, ranked)
     print(text)
     if results:

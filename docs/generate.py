@@ -115,7 +115,8 @@ def compared(name: str) -> str:
 
 def told_with(row: Mapping[Hashable, Any], std: float) -> str:
     """Return a mean over the clients with its spread over the seeds, marked where it is like the best."""
-    return f"{100 * row['mean']:.1f} ± {100 * std:.1f}{' ≈' * bool(row['alike'])}"
+    spread = "" if pd.isna(std) else f" ± {100 * std:.1f}"  # of a single seed there is none
+    return f"{100 * row['mean']:.1f}{spread}{' ≈' * bool(row['alike'])}"
 
 
 def beside_local(row: Mapping[Hashable, Any]) -> list[str]:

@@ -238,9 +238,14 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def scores_by_block(runs: Sequence[Run]) -> pd.DataFrame:
-    """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its own point."""
+def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
+    """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its own point.
+
+    What has diverged, by variant, seed and row, has -1: it ranks behind all others.
+    """
     found: dict[tuple[str, int], dict[str, float]] = {}
+    for variant, seed, row in diverged:
+        found.setdefault((variant, seed), {})[row] = -1.0
     for run in runs:
         mean = run.last(run.point, "mean")
         found.setdefault((run.variant, run.seed), {})[run.row] = float("nan") if mean is None else mean
@@ -276,8 +281,9 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
         order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
         ties = ranked.ties_with_best()
         parts.append(
-            f"## Ranks\n\nMean rank over {ranked.blocks} blocks (data sets x seeds): {order}. Friedman's test of all "
-            f"being equal: p = {ranked.friedman:.2g}. Not to be told from the best (Nemenyi, 5 %): {', '.join(ties)}."
+            f"## Ranks\n\nMean rank over {ranked.blocks} blocks (data sets x seeds; diverged is last): {order}. "
+            f"Friedman's test of all being equal: p = {ranked.friedman:.2g}. "
+            f"Not to be told from the best (Nemenyi, 5 %): {', '.join(ties)}."
         )
     return "\n" + "\n\n".join(parts) + "\n" if parts else ""
 

@@ -126,6 +126,16 @@ def test_each_row_is_compared_at_its_own_point(runs: list[Run]) -> None:
     assert compared(over_clients([]), None) == ""
 
 
+def test_what_has_diverged_ranks_last(runs: list[Run]) -> None:
+    whole = ranks(scores_by_block(runs))
+    assert whole is not None and whole.mean["Ditto"] == 1
+    left = [run for run in runs if (run.row, run.seed) != ("Ditto", 0)]
+    assert ranks(scores_by_block(left)) is None  # two blocks
+    found = ranks(scores_by_block(left, [("v", 0, "Ditto")]))
+    assert found is not None and found.blocks == 3
+    assert found.mean["Ditto"] == pytest.approx((3 + 1 + 1) / 3)
+
+
 def test_the_diagram_is_drawn(runs: list[Run], tmp_path: Path) -> None:
     found = ranks(scores_by_block(runs))
     assert found is not None
