@@ -30,14 +30,16 @@ class PPFEClient(PersonalClient):
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train the shared and the personal layers of the stage; send the shared ones."""
+        """Train the layers of the stage, or at its end perhaps the personal ones alone; send the shared ones."""
         stage = yield from self.catch_up(received, config)
         slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
+        personal_alone = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
         trained: Trained = yield Train(
             self.stage_model(stage, received[0]),
+            epochs=self.method.final_epochs if personal_alone else None,
             sample_weight=self.recall("weights"),
             resample=self.method.weighting == "resample",
-            rates=dict.fromkeys(slower, self.method.body_lr_factor),
+            rates=dict.fromkeys(slower, 0.0 if personal_alone else self.method.body_lr_factor),
             mask=self.mask(stage),
             network=stage.architecture,
         )

@@ -82,6 +82,12 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "what the ensemble adds up (Eq. 8); log-probabilities: as of networks that end in a log-softmax, like FedRep's",
         choices=("probabilities", "log-probabilities"),
     )
+    final_epochs: int = setting(
+        0,
+        "epochs of the personal layers alone in the last round of a stage, as FedRep's program ends; 0: a round like "
+        "the others",
+        minimum=0,
+    )
     fixed_head: int = setting(
         0, "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)", minimum=0
     )
@@ -152,9 +158,10 @@ class PPFE(PersonalisedStrategy):
         return [self.model, *self.finished[self.informed[client] :]]
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Tell the stage, which finished stages come along, and whether the stage has been trained yet."""
+        """Tell the stage, which finished stages come along, and whether the stage has been trained yet, or ends."""
         return {
             "stage": self.stage.number,
+            "stage-ends": self._is_end(server_round),
             "first-finished": int(self.informed[client]) + 1,
             "rounds-done": int(self.rounds_done),
         }

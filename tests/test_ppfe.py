@@ -575,6 +575,33 @@ def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resam
     assert torch.equal(work.sample_weight, weights)
 
 
+def test_a_stage_may_end_with_the_personal_layers_alone(make_client, make_strategy):
+    """Three whole-batch steps of the head on features that stay; in other rounds the shared layers move too."""
+    client = make_client("ppfe", batch_size=100, ppfe_final_epochs=3, ppfe_reduction="none", local_epochs=1)
+    first, second = client.stages[:2]
+    client.drive(client.close_stage(first, client.initial()))
+    client.state.pop("weights")  # those of stage 1
+    shared = second.shared_part.take(open_stage(first, second, client.initial()))
+    start = client.stage_model(second, shared)
+    config = {"server-round": 2, "lr": 0.2, "stage": 2, "first-finished": 2, "rounds-done": 0, "stage-ends": True}
+    (sent,), _, _ = client.fit([shared.numpy()], config)
+    np.testing.assert_array_equal(sent, shared)
+    model = second.architecture.build()
+    model.load_state_dict(second.architecture.layout.views(start))
+    steps = torch.optim.SGD(model.head.parameters(), lr=0.2)
+    for _ in range(3):
+        steps.zero_grad()
+        torch.nn.functional.cross_entropy(model(client.data.x_train), client.data.y_train).backward()
+        steps.step()
+    head = torch.cat([p.detach().flatten() for p in model.head.parameters()])
+    np.testing.assert_allclose(client.state["personal-2"], head, atol=1e-6)
+    (sent,), _, _ = client.fit([shared.numpy()], config | {"stage-ends": False})
+    assert np.abs(sent - shared.numpy()).max() > 1e-6
+    strategy = make_strategy("ppfe", ppfe_stage_rounds="1,2,1", num_server_rounds=4)
+    strategy.finished = [strategy.model]  # in stage 2, which ends with round 3
+    assert [strategy.train_config(number, 0)["stage-ends"] for number in (2, 3)] == [False, True]
+
+
 def test_first_stage_is_fedavg(make_config, federate):
     """Same batches, same weighted mean."""
     progressive = federate(make_config("ppfe", ppfe_stages=1))
