@@ -88,7 +88,8 @@ def by_data(groups: Sequence[Group]) -> dict[str, list[Group]]:
 def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     """Compare groups client by client, as a table does: its rows, and a sentence on ranks, if there are enough.
 
-    Runs that have not completed are left out. It is an :class:`ImportError` without the packages for the tests.
+    Runs that have not completed are left out; one that has diverged ranks last. It is an :class:`ImportError` without
+    the packages for the tests.
     """
     runs = [
         Run(data, group.series.name, run.method, int(run.summary["seed"]), run.summary, run.path)
@@ -98,7 +99,14 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
         if run.summary["status"] == "completed" and run.clients
     ]
     rows: list[dict[str, Any]] = over_clients(runs).to_dict("records") if runs else []
-    ranked = ranks(scores_by_block(runs)) if runs else None
+    diverged = [
+        (data, int(run.summary["seed"]), group.series.name)
+        for data, own in by_data(groups).items()
+        for group in own
+        for run in group.runs
+        if run.summary["status"] == "diverged"
+    ]
+    ranked = ranks(scores_by_block(runs, diverged)) if runs else None
     if ranked is None:
         return rows, ""
     order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
