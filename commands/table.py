@@ -292,8 +292,13 @@ def plan_as_yaml(
 
 
 def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
-    """Run the cells that are not finished, some at a time; return what failed, by name, with the reason."""
-    waiting = deque(cell for cell in plan.cells if cell.summary(*ENDED) is None)
+    """Run the cells that are not finished, some at a time; return what failed, by name, with the reason.
+
+    One seed comes after the other, so that what is interrupted holds all rows of the seeds that are done.
+    """
+    turn = {seed: place for place, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
+    unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)
+    waiting = deque(sorted(unfinished, key=lambda cell: turn[cell.seed]))
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
     before, began = done, time.monotonic()
     if done:

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,23 @@ def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads((second / "summary.json").read_text())["status"] == "completed"
     assert not (second / "stale.txt").exists()
     assert {path.name for path in second.parent.iterdir() if path.is_dir()} == {"seed-0", "seed-1"}
+
+
+def test_one_seed_comes_after_the_other(tmp_path: Path) -> None:
+    """What has been interrupted then holds all rows."""
+    begun: list[str] = []
+
+    def begin(cell: Cell) -> subprocess.Popen[bytes]:
+        begun.append(cell.name)
+        cell.path.mkdir(parents=True)
+        cell.log.touch()
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+
+    rows = [{"name": name, "settings": {"method": name}} for name in ("local", "fedavg")]
+    plan = read_plan(_table(tmp_path, runs=rows, seeds=[5, 0]))
+    failures = run_cells(replace(plan, output=tmp_path / "out"), 1, begin)
+    assert begun == ["local / seed 5", "fedavg / seed 5", "local / seed 0", "fedavg / seed 0"]
+    assert list(failures) == begun and "exit status 3" in failures[begun[0]]
 
 
 def test_finished_results_with_other_settings_are_set_aside(tmp_path: Path) -> None:
