@@ -355,6 +355,7 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("ppfe", {"ppfe-fixed-head": MOST}, "ppfe-fixed-head"),
     ("ppfe", {"ppfe-body-lr-factor": 0}, ""),
     ("ppfe", {"ppfe-body-lr-factor": BIG}, "diverged"),
+    ("ppfe", {"ppfe-final-epochs": 1}, ""),
     ("ppfe", {"ppfe-ranks": "1"}, ""),
     ("ppfe", {"ppfe-ranks": str(2**63)}, ""),
     ("ppfe", {"ppfe-ranks": "9" * 5000}, "ppfe-ranks"),
