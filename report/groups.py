@@ -91,21 +91,15 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     Runs that have not completed are left out; one that has diverged ranks last. It is an :class:`ImportError` without
     the packages for the tests.
     """
-    runs = [
-        Run(data, group.series.name, run.method, int(run.summary["seed"]), run.summary, run.path)
+    ended = [
+        (run, Run(data, group.series.name, run.method, int(run.summary["seed"]), run.summary, run.path))
         for data, own in by_data(groups).items()
         for group in own
         for run in group.runs
-        if run.summary["status"] == "completed" and run.clients
     ]
+    runs = [told for run, told in ended if run.summary["status"] == "completed" and run.clients]
+    diverged = [(told.variant, told.seed, told.row) for run, told in ended if run.summary["status"] == "diverged"]
     rows: list[dict[str, Any]] = over_clients(runs).to_dict("records") if runs else []
-    diverged = [
-        (data, int(run.summary["seed"]), group.series.name)
-        for data, own in by_data(groups).items()
-        for group in own
-        for run in group.runs
-        if run.summary["status"] == "diverged"
-    ]
     ranked = ranks(scores_by_block(runs, diverged)) if runs else None
     if ranked is None:
         return rows, ""

@@ -1,5 +1,6 @@
 """Validation splits, and clients that are set aside until the end."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from posy.client_app.workspace import Workspace
+from posy.commands.papers.record import collect, kept
 from posy.server_app.app import run
 from posy.settings import SettingsError
 from posy.strategies.methods import METHODS
@@ -62,6 +64,24 @@ def test_the_best_round_of_a_run_is_that_of_the_validation_splits(make_config: A
     assert best["round"] == int(np.argmax(validated)) + 1
     assert best["mean"] == rounds[best["round"] - 1]["served_accuracy"]["mean"]
     assert "served_validation_accuracy" in (recorder.directory.path / "clients.csv").read_text().splitlines()[0]
+
+
+def test_losses_on_the_training_samples_are_recorded_and_kept_where_asked_for(make_config: Any) -> None:
+    config = make_config("fedavg", evaluate_training=True, num_server_rounds=2, save_models=False)
+    path = run(None, config).directory.path
+    with (path / "clients.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    served = [(row["partition"], int(row["round"]), float(row["served_training_loss"])) for row in rows]
+    assert len(served) == 8  # four clients, two rounds
+    assert all(0 <= float(row[f"{point}_training_accuracy"]) <= 1 for row in rows for point in ("served", "local"))
+    collect(path)
+    curves = kept(path)["clients"]
+    assert sorted((c, n, loss) for c, points in curves.items() for n, loss in points) == [
+        (c, n, pytest.approx(loss, rel=1e-5)) for c, n, loss in sorted(served)
+    ]
+    means = kept(path)["rounds"]["served_training_loss"]
+    expected = [np.mean([loss for _, n, loss in served if n == number]) for number in (1, 2)]
+    assert means == pytest.approx(expected, rel=1e-5)
 
 
 # -- newcomers --------------------------------------------------------------------------------------------

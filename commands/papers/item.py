@@ -57,8 +57,8 @@ class Claim:
 
     ``variants`` are those that it holds in, all if there are none. The difference is claimed to be larger than ``by``,
     or, where ``within`` is given, smaller than that on either side. With ``spread`` it is not the numbers that are
-    higher but their distances from their mean over the seeds. ``why`` is told where it is refuted
-    or within the noise.
+    higher but their distances from their mean over the seeds. ``why`` is told where it is refuted or
+    within the noise.
     """
 
     say: str
