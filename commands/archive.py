@@ -9,6 +9,8 @@ import gzip
 import io
 import json
 import os
+import shutil
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 
 from posy.report.recorded import client_rows
 from posy.server_app.resume import read_summary
+from posy.settings import SettingsError
 from posy.storage import replace
 from posy.strategies.registry import declared_for
 from posy.yaml12 import dump, read_yaml
@@ -24,6 +27,10 @@ from posy.yaml12 import dump, read_yaml
 FILE = "cells.jsonl.gz"
 KEPT = "kept.json"
 """File in the directory of a run with what else was kept of it."""
+
+
+ENDED = ("completed", "diverged")
+"""Status of a run that is not done again: one that has diverged would do so again."""
 
 
 class Place(Protocol):
@@ -37,19 +44,42 @@ class Place(Protocol):
     def path(self) -> Path:
         """Directory of its run."""
 
+    def summary(self, *status: str) -> dict[str, Any] | None:
+        """Return the summary of its run if that has ended so, with these very settings."""
+
+    def fits(self, ran: Mapping[str, Any]) -> bool:
+        """Tell whether a run had these very settings."""
+
 
 def restore(folder: Path, cells: Iterable[Place]) -> None:
-    """Write the files of the cells that have none here and stand in the archive of a folder."""
+    """Write the files of the cells that have not been run here and stand in the archive of a folder."""
     lines = read(folder)
     for cell in cells:
         line = lines.get(cell.name)
-        if line is not None and not (cell.path / "summary.json").exists():
+        if line is not None and cell.fits(line["config"]["settings"]) and cell.summary(*ENDED) is None:
             write(cell.path, line)
 
 
+def clear(path: Path) -> None:
+    """Delete an unfinished run; set a finished one with other settings aside.
+
+    What is no run raises :class:`SettingsError`.
+    """
+    if not path.exists():
+        return
+    unknown = {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}
+    if unknown and not (path / "summary.json").exists():
+        raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's")
+    if read_summary(path).get("status") == "completed":
+        path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
+    else:
+        shutil.rmtree(path)
+
+
 def write(path: Path, line: Mapping[str, Any]) -> None:
-    """Write the files of a run from its line in an archive."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Write the files of a run from its line in an archive; see :func:`clear` for one that lies there."""
+    clear(path)
+    path.mkdir(parents=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(line["clients"][0]) if line["clients"] else ["round"], lineterminator="\n")
     writer.writeheader()

@@ -17,6 +17,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from posy.commands import archive
+from posy.commands.archive import ENDED, clear
 from posy.commands.launch import INTERRUPTED, run_in_process
 from posy.commands.warm import WarmProcess
 from posy.data.errors import DataError
@@ -40,8 +41,6 @@ PARTS: dict[str, type] = {
     "seeds": list,
 }
 """What a table file may hold."""
-ENDED = ("completed", "diverged")
-"""Status of a run that is not done again: one that has diverged would do so again."""
 DIVERGED = "it has diverged, so that the other seeds flatter its method"
 """What is told of such a run, whose numbers are in no mean."""
 ALL = "all"
@@ -347,22 +346,6 @@ def stop(processes: Collection[Running]) -> None:
         process.terminate()
     for process in processes:
         process.wait()
-
-
-def clear(path: Path) -> None:
-    """Delete an unfinished run; set a finished one with other settings aside.
-
-    What is no run raises :class:`SettingsError`.
-    """
-    if not path.exists():
-        return
-    unknown = {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}
-    if unknown and not (path / "summary.json").exists():
-        raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's")
-    if read_summary(path).get("status") == "completed":
-        path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
-    else:
-        shutil.rmtree(path)
 
 
 def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:

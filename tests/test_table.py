@@ -17,13 +17,14 @@ import pandas as pd
 import pytest
 import yaml
 
+from posy.commands import archive
 from posy.commands import table as table_module
+from posy.commands.archive import clear
 from posy.commands.launch import APP
 from posy.commands.table import (
     Cell,
     Plan,
     aggregate,
-    clear,
     markdown,
     read_plan,
     run_cells,
@@ -393,3 +394,19 @@ def test_finished_runs_can_be_carried_elsewhere(tmp_path: Path, monkeypatch: pyt
     (other / "cells.jsonl.gz").write_bytes(kept)
     plan = read_plan(file, {"lr": 0.01}, output=str(other))
     assert run_table(plan, jobs=1, only_print=True) == 1  # with other settings they are other runs
+
+
+def test_archived_runs_take_the_place_of_runs_with_other_settings(tmp_path: Path) -> None:
+    """As where a table was run here before its file was changed, and what its runs gave then comes from elsewhere."""
+    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = _results(tmp_path / "here", {("", "A", 0): summary}, lr=0.1)
+    (wanted,) = (cell for cell in plan.cells if cell.seed == 0)
+    (wanted.path / "clients.csv").write_text("round\n")
+    archive.store(plan.output, [wanted])
+    old, _ = _results(tmp_path / "here", {("", "A", 0): {**summary, "seconds": 9}}, lr=0.2)
+    assert wanted.summary() is None
+    archive.restore(plan.output, old.cells)
+    assert next(iter(old.cells)).summary()["seconds"] == 9  # what is archived is not theirs
+    archive.restore(plan.output, plan.cells)
+    assert wanted.summary() == summary
+    assert len(list(wanted.path.parent.glob("seed-0-before-*"))) == 1

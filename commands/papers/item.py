@@ -279,7 +279,7 @@ def take_up(plan: Plan) -> None:
     lacking: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
     earlier: dict[str, dict[str, Scalar]] = {}
     for cell in plan.cells:
-        if not cell.path.exists():
+        if cell.summary(*archive.ENDED) is None:
             lacking.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
             earlier[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
     for other in sorted(plan.output.parent.glob(f"*/{archive.FILE}")) if lacking else ():
