@@ -15,8 +15,9 @@ from typing import Any
 
 import ray
 
+from posy.commands.archive import clear
 from posy.commands.launch import APP
-from posy.commands.table import Cell, Start, clear, prepared, stop
+from posy.commands.table import Cell, Start, prepared, stop
 from posy.forked import CORES
 from posy.settings import LaunchError, Scalar
 
