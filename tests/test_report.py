@@ -1,6 +1,7 @@
 """The page on runs: whole, needing nothing else, and with the numbers of the runs."""
 
 import itertools
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -11,7 +12,7 @@ import pytest
 
 from posy.commands.cli import main
 from posy.report.charts import Axis, Series, lines
-from posy.report.groups import grouped
+from posy.report.groups import compared, grouped
 from posy.report.page import page
 from posy.report.recorded import Recorded
 from posy.server_app.app import run
@@ -134,6 +135,21 @@ def test_runs_that_differ_in_their_seed_are_one_group(recorded: Callable[..., Pa
     )
     twice = grouped([Recorded.read(paths[0]), Recorded.read(paths[0])])
     assert len(twice) == 2  # of one seed there is no spread over seeds
+
+
+def test_a_run_that_has_diverged_ranks_last(recorded: Callable[..., Path]) -> None:
+    paths = {(name, seed): recorded(name, seed) for name in ("local", "fedavg", "fedprox") for seed in (1, 2, 3)}
+
+    def mean_ranks() -> dict[str, float]:
+        _, told = compared(grouped([Recorded.read(path) for path in paths.values()]))
+        assert "Mean rank over 3 blocks" in told
+        return {name: float(rank) for name, rank in re.findall(r"(local|fedavg|fedprox) (\d\.\d\d)", told)}
+
+    before = mean_ranks()
+    best = min(before, key=lambda name: before[name])
+    file = paths[best, 1] / "summary.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "status": "diverged"}))
+    assert mean_ranks()[best] > before[best]
 
 
 def test_text_of_a_run_is_no_html(recorded: Callable[..., Path], tmp_path: Path) -> None:
