@@ -237,6 +237,16 @@ def test_scale_small_changes_settings_and_leaves_rows_out(mine: Path) -> None:
     assert small.output != full.output
 
 
+def test_at_scale_small_what_a_variant_has_stands_over_what_all_have(mine: Path) -> None:
+    own = {"b": {"max-samples": 500}}
+    written(mine, small={"settings": {"num-server-rounds": 2, "max-samples": 300}, "variants": own})
+    plan = item("mine", "table1").plan("small")
+    assert {(cell.variant, cell.config["max-samples"]) for cell in plan.cells} == {("a", 300), ("b", 500)}
+    assert {cell.config["num-server-rounds"] for cell in plan.cells} == {2}
+    given = item("mine", "table1").plan("small", {"max-samples": 400})
+    assert {cell.config["max-samples"] for cell in given.cells} == {400}
+
+
 # -- from runs to a page ---------------------------------------------------------------------------------
 
 

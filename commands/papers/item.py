@@ -1,5 +1,6 @@
 """A table or figure of a paper as a YAML file tells it: its runs, what the paper prints, and what is claimed."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +33,8 @@ PARTS: dict[str, type | tuple[type, ...]] = {
 }
 """What the file of a table or figure may hold beside the parts of a table of runs."""
 SMALL = ("settings", "seeds", "without", "runs", "variants")
-"""What differs at scale ``small``: settings, seeds, rows and variants left out, settings by rows or by variants."""
+"""What differs at scale ``small``: settings, seeds, rows and variants left out, and, over these settings, those by rows
+or by variants."""
 ALONE = ("samples", "sharing", "drift")
 """Forms of pictures that need no runs, and are drawn from their settings."""
 TITLE = "Table 1: accuracy"
@@ -208,13 +210,17 @@ class Item:
         for part in ("runs", "variants"):
             if part in table:
                 table[part] = [entry for entry in table[part] if entry["name"] not in left_out]
+        common = dict(small.get("settings", {}))
         for part in ("runs", "variants"):
             changed = small.get(part, {})
+            # What some of the rows or variants have otherwise stands in each of them.
+            mentioned = dict.fromkeys(itertools.chain(*changed.values()))
+            theirs = {key: common.pop(key) for key in mentioned if key in common}
             if changed and part in table:
-                table[part] = [_with(entry, changed.get(entry["name"], {})) for entry in table[part]]
+                table[part] = [_with(entry, theirs | changed.get(entry["name"], {})) for entry in table[part]]
         output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
         # A setting of a method that only some rows run is theirs alone: those of a table are cut down to each row's.
-        over = {**small.get("settings", {}), **(given or {})}
+        over = {**common, **(given or {})}
         return replace(plan_of(table, self.file, over, str(output)), collect=collect)
 
     def _claim(self, entry: Mapping[str, Any]) -> Claim:
