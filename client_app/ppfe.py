@@ -34,12 +34,13 @@ class PPFEClient(PersonalClient):
         stage = yield from self.catch_up(received, config)
         slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
         personal_alone = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
+        factor = self.method.body_lr_factor if stage.number >= self.method.body_lr_stage else 1.0
         trained: Trained = yield Train(
             self.stage_model(stage, received[0]),
             epochs=self.method.final_epochs if personal_alone else None,
             sample_weight=self.recall("weights"),
             resample=self.method.weighting == "resample",
-            rates=dict.fromkeys(slower, 0.0 if personal_alone else self.method.body_lr_factor),
+            rates=dict.fromkeys(slower, 0.0 if personal_alone else factor),
             mask=self.mask(stage),
             network=stage.architecture,
         )

@@ -355,6 +355,7 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("ppfe", {"ppfe-fixed-head": MOST}, "ppfe-fixed-head"),
     ("ppfe", {"ppfe-body-lr-factor": 0}, ""),
     ("ppfe", {"ppfe-body-lr-factor": BIG}, "diverged"),
+    ("ppfe", {"ppfe-body-lr-stage": MOST, "ppfe-body-lr-factor": BIG}, ""),
     ("ppfe", {"ppfe-final-epochs": 1}, ""),
     ("ppfe", {"ppfe-ranks": "1"}, ""),
     ("ppfe", {"ppfe-ranks": str(2**63)}, ""),

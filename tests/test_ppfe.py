@@ -538,9 +538,13 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
 # -- local training ------------------------------------------------------------------------------------
 
 
-def test_local_step_of_a_later_stage(make_client):
-    """One whole-batch step: weighted gradient (ω_i / n), shared layers at a quarter of the learning rate."""
-    client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25)
+@pytest.mark.parametrize(("later", "rate"), [(2, 0.05), (3, 0.2)])
+def test_local_step_of_a_later_stage(make_client, later, rate):
+    """One whole-batch step: weighted gradient (ω_i / n), shared layers at a quarter of the learning rate.
+
+    That is 0.2 in stages 1 and 2 where these are not the later ones yet.
+    """
+    client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25, ppfe_body_lr_stage=later)
     n = len(client.data.y_train)
     first, second = client.stages[:2]
     client.drive(client.close_stage(first, client.initial()))
@@ -556,7 +560,7 @@ def test_local_step_of_a_later_stage(make_client):
     loss = (weights / n * losses).sum()
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    np.testing.assert_allclose(sent, second.shared_part.take(start - 0.05 * gradient), atol=1e-6)
+    np.testing.assert_allclose(sent, second.shared_part.take(start - rate * gradient), atol=1e-6)
     np.testing.assert_allclose(client.state["personal-2"], second.personal_part.take(start - 0.2 * gradient), atol=1e-6)
     assert metrics["train-loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert np.abs(sent - shared.numpy()).max() > 1e-5
