@@ -127,8 +127,14 @@ def test_a_claim_is_judged_by_its_differences(differences: list[float], by: floa
 
 
 def test_two_rows_may_be_claimed_to_be_alike() -> None:
-    assert verdict({"": [0.4, -0.6]}, within=0.2).word == "confirmed"
-    assert verdict({"": [0.4, 0.6]}, within=0.2).word == "refuted"
+    # The means are 0.1, 0.1, 1 and 1; t of the nearer bound is 0.1 / 0.015 = 6.9, 0.1 / 0.15 = 0.7, 0.8 / 0.058 = 13.9
+    # and 0.8 / 0.58 = 1.4, where it takes 2.92 to tell that the mean is below 0.2, and 4.30 that it is another.
+    assert verdict({"": [0.075, 0.1, 0.125]}, within=0.2).word == "confirmed"
+    assert verdict({"": [-0.15, 0.1, 0.35]}, within=0.2).word == "within the noise"
+    assert verdict({"": [-0.9, -1.0, -1.1]}, within=0.2).word == "refuted"
+    assert verdict({"": [0.0, 1.0, 2.0]}, within=0.2).word == "within the noise"
+    assert verdict({"": [0.1]}, within=0.2).word == "one pair"
+    assert verdict({"": [0.2, 0.2]}, within=0.2).word == "within the noise"
     far = verdict({"a": [0.1, 0.1], "b": [-0.3, -0.3]}, within=0.2)
     assert (far.word, far.of, far.difference, far.confirmed, far.compared) == ("refuted", "b", -0.3, 1, 2)
 
@@ -296,7 +302,7 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert f"- {epochs.say}: **{found.word}** at scale small (" in text
     assert f"- {unknown.say}: **not run**\n" in text
     figures = f"({found.difference:+.2f} ± {found.std:.2f}, 2 pairs)"
-    assert f"- no difference: **refuted** at scale small {figures}: two passes\n" in text
+    assert f"- no difference: **within the noise** at scale small {figures}: two passes\n" in text
     assert "never told" not in text  # it is confirmed
     other = comparison.values("b", "FedAvg", "local last")
     assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)

@@ -21,8 +21,9 @@ LEGEND = (
     "In tables: the paper's number → ours, mean ± standard deviation over the seeds; ✓ the same (within two standard "
     "deviations of the two, or a point; 0.01 of what is no percentage), ≠ not. A claim is judged by the differences "
     "between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, else within the noise; one "
-    "on spreads by the distances from the mean over the seeds. That a row is above several is confirmed if it is above "
-    "each, and refuted if any is above it (Holm's correction); the figures are those of the row that decides."
+    "on spreads by the distances from the mean over the seeds, one that rows are alike by two t-tests. That a row is "
+    "above several is confirmed if it is above each, and refuted if any is above it (Holm's correction); the figures "
+    "are those of the row that decides."
 )
 
 

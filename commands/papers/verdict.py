@@ -71,7 +71,8 @@ def verdict(differences: Mapping[str, Sequence[float]], by: float = 0.0, within:
     It is confirmed if that is so of every two rows whose differences there are, so that a method which is above all
     others but one is not above all: the mean of the two rows' differences is above ``by``, and that is no chance
     (t-test, 5 %, both sides). It is refuted if it is so of any two rows; as many are looked at, with Holm's correction.
-    With ``within``, two rows are as claimed if the mean is no larger than that on either side, and else not.
+    With ``within``, two rows are as claimed if the mean is smaller than that on either side, and that is no chance (two
+    one-sided t-tests, 5 % each: Schuirmann, 1987), and not if it is larger on one.
 
     Parameters
     ----------
@@ -96,11 +97,25 @@ def _compared(differences: Sequence[float], by: float, within: float | None) -> 
     """Return what the differences between two rows say, its p-value, and their mean."""
     own = number(differences)
     assert own is not None
-    if within is not None:
-        return "confirmed" if abs(own.mean) <= within else "refuted", 0.0, own
     if own.std is None:
         return "one pair", 1.0, own
-    # No t-test of numbers that are all alike.
-    pvalue = float(stats.ttest_1samp(differences, by).pvalue) if own.std else float(own.mean == by)
-    word = "within the noise" if pvalue >= LEVEL else "confirmed" if own.mean > by else "refuted"
-    return word, pvalue, own
+    if within is None:
+        below, above = _tails(differences, by)
+        pvalue = 2 * min(below, above)
+        word = "within the noise" if pvalue >= LEVEL else "confirmed" if own.mean > by else "refuted"
+        return word, pvalue, own
+    (_, over), (under, _) = sides = [_tails(differences, bound) for bound in (-within, within)]
+    if max(over, under) < LEVEL:
+        return "confirmed", max(over, under), own
+    pvalue = 2 * min(sides[0][0], sides[1][1])
+    return "refuted" if pvalue < LEVEL else "within the noise", pvalue, own
+
+
+def _tails(differences: Sequence[float], than: float) -> tuple[float, float]:
+    """Return the p-values of a mean that is less, and of one that is greater (one-sided t-tests)."""
+    mean, spread = statistics.fmean(differences), statistics.stdev(differences)
+    if not spread:  # no t-test of numbers that are all alike
+        return float(mean >= than), float(mean <= than)
+    tails = (stats.ttest_1samp(differences, than, alternative=side).pvalue for side in ("less", "greater"))
+    less, greater = map(float, tails)
+    return less, greater
