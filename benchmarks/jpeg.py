@@ -19,6 +19,7 @@ import typer
 from PIL import Image
 
 import posy
+from benchmarks.measure import percent
 from posy.commands.launch import INTERRUPTED
 from posy.data.npz import NpzFile
 from posy.listing import print_table
@@ -84,7 +85,7 @@ def main(
         rows.append({"method": method, "accuracy": accuracy})
     report.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
     table = [
-        (row["method"], *map(_told, row["accuracy"].values()), *(_told(_lost(row["accuracy"], i)) for i in (1, 2)))
+        (row["method"], *map(percent, row["accuracy"].values()), *(percent(_lost(row["accuracy"], i)) for i in (1, 2)))
         for row in rows
     ]
     print_table("accuracy after local training", ("method", *STORED, "second costs", "third costs"), table)
@@ -94,10 +95,6 @@ def _lost(accuracy: dict[str, list[float]], which: int) -> list[float]:
     """Return what a further compression has cost, by seed."""
     before, after = (accuracy[STORED[i]] for i in (which - 1, which))
     return [b - a for b, a in zip(before, after, strict=True)]
-
-
-def _told(values: list[float]) -> str:
-    return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
 
 
 if __name__ == "__main__":

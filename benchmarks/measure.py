@@ -174,3 +174,8 @@ def federated(config: dict[str, Any], rounds: int, *, ray: bool = False) -> dict
         "cpu": usage.ru_utime + usage.ru_stime,
         "peak_mib": round(usage.ru_maxrss / 1024),
     }
+
+
+def percent(values: list[float]) -> str:
+    """Return the mean and the standard deviation of accuracies over the seeds, in percent."""
+    return f"{100 * statistics.fmean(values):.1f} ± {100 * statistics.stdev(values):.1f}"

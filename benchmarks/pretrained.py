@@ -14,6 +14,7 @@ import numpy as np
 import typer
 
 import posy
+from benchmarks.measure import percent
 from posy.commands.launch import INTERRUPTED
 from posy.data.npz import NpzFile
 from posy.listing import print_table
@@ -80,14 +81,10 @@ def main(
     central_accuracy = first.summary["served"]["last"]["mean"]
     report.write_text(json.dumps({"central": central_accuracy, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     table = [
-        (row["method"], row["start"], *(_told(row[point]) for point in ("served", "local")), f"{row['bytes-up']:,}")
+        (row["method"], row["start"], *(percent(row[point]) for point in ("served", "local")), f"{row['bytes-up']:,}")
         for row in rows
     ]
     print_table(f"central accuracy {central_accuracy:.1%}", ("method", "start", "served", "local", "bytes up"), table)
-
-
-def _told(values: list[float]) -> str:
-    return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""Tests of `benchmarks.jpeg`: images that are compressed again."""
+
+import numpy as np
+
+from benchmarks.jpeg import BORDERS, compressed
+
+
+def photographs() -> np.ndarray:
+    """Return images with smooth shades and edges, as they are before any compression."""
+    rng = np.random.default_rng(0)
+    shades = np.repeat(np.repeat(rng.integers(0, 256, (8, 8, 8, 3)), 4, axis=1), 4, axis=2)
+    return np.clip(shades + rng.normal(0, 10, shades.shape), 0, 255).astype(np.uint8)
+
+
+def error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((a.astype(float) - b) ** 2)))
+
+
+def test_a_plain_image_stays_as_it_is() -> None:
+    grey = np.full((2, 32, 32, 3), 128, np.uint8)
+    assert np.array_equal(compressed(grey, 5), grey)
+
+
+def test_blocks_that_begin_elsewhere_lose_as_much_again() -> None:
+    first = compressed(photographs(), 8)
+    assert first.shape == (8, 32, 32, 3) and first.dtype == np.uint8
+    in_place, elsewhere = error(compressed(first, 8), first), error(compressed(first, BORDERS[0]), first)
+    assert elsewhere > 1.3 * in_place
+    assert 0.5 * error(first, photographs()) < elsewhere < error(first, photographs())
