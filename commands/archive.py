@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from posy.report.recorded import client_rows
 from posy.server_app.resume import read_summary
@@ -27,8 +27,6 @@ from posy.yaml12 import dump, read_yaml
 FILE = "cells.jsonl.gz"
 KEPT = "kept.json"
 """File in the directory of a run with what else was kept of it."""
-
-
 ENDED = ("completed", "diverged")
 """Status of a run that is not done again: one that has diverged would do so again."""
 
@@ -51,13 +49,24 @@ class Place(Protocol):
         """Tell whether a run had these very settings."""
 
 
-def restore(folder: Path, cells: Iterable[Place]) -> None:
-    """Write the files of the cells that have not been run here and stand in the archive of a folder."""
-    lines = read(folder)
+P = TypeVar("P", bound=Place)
+
+
+def restore(folder: Path, cells: Iterable[P]) -> list[P]:
+    """Write the files of the cells that have no run here and stand in the archive of a folder.
+
+    Return the cells that still have none. A run that is under way is left alone, and its cell is not among them.
+    """
+    lines, lacking = read(folder), []
     for cell in cells:
+        if cell.summary(*ENDED) is not None or read_summary(cell.path).get("status") == "running":
+            continue
         line = lines.get(cell.name)
-        if line is not None and cell.fits(line["config"]["settings"]) and cell.summary(*ENDED) is None:
+        if line is not None and cell.fits(line["config"]["settings"]):
             write(cell.path, line)
+        else:
+            lacking.append(cell)
+    return lacking
 
 
 def clear(path: Path) -> None:

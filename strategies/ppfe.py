@@ -59,9 +59,12 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "with svd-fedavg (the last list goes on)",
     )
     body_lr_factor: float = setting(
-        0.1, "factor on lr for the shared layers from a stage on", minimum=0, search=Search(0.01, 1.0, log=True)
+        0.1,
+        "factor on lr for the shared layers, from stage ppfe-body-lr-stage on",
+        minimum=0,
+        search=Search(0.01, 1.0, log=True),
     )
-    body_lr_stage: int = setting(2, "stage from which on `ppfe-body-lr-factor` holds", minimum=2)
+    body_lr_stage: int = setting(2, "first stage in which ppfe-body-lr-factor applies", minimum=2)
     beta: str = setting("samme", "coefficient of a stage", choices=("samme", "adaboost"))
     loss: str = setting(
         "zero-one",

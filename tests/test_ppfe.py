@@ -538,13 +538,13 @@ def test_without_ensemble_the_current_stage_alone_answers(make_client, make_stra
 # -- local training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("later", "rate"), [(2, 0.05), (3, 0.2)])
-def test_local_step_of_a_later_stage(make_client, later, rate):
+@pytest.mark.parametrize(("first_slow", "rate"), [(2, 0.05), (3, 0.2)])
+def test_local_step_of_a_later_stage(make_client, first_slow, rate):
     """One whole-batch step: weighted gradient (ω_i / n), shared layers at a quarter of the learning rate.
 
-    That is 0.2 in stages 1 and 2 where these are not the later ones yet.
+    Stage 2 keeps the full rate if the factor applies from stage 3 on.
     """
-    client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25, ppfe_body_lr_stage=later)
+    client = make_client("ppfe", batch_size=100, ppfe_body_lr_factor=0.25, ppfe_body_lr_stage=first_slow)
     n = len(client.data.y_train)
     first, second = client.stages[:2]
     client.drive(client.close_stage(first, client.initial()))

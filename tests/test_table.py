@@ -410,3 +410,18 @@ def test_archived_runs_take_the_place_of_runs_with_other_settings(tmp_path: Path
     archive.restore(plan.output, plan.cells)
     assert wanted.summary() == summary
     assert len(list(wanted.path.parent.glob("seed-0-before-*"))) == 1
+
+
+def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
+    """Another table may have finished the same run meanwhile, and a page may be drawn from it."""
+    summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
+    plan, _ = _results(tmp_path, {("", "A", 0): summary})
+    cell, never_run = plan.cells
+    (cell.path / "clients.csv").write_text("round\n")
+    archive.store(plan.output, [cell])
+    (cell.path / "summary.json").write_text(json.dumps({**summary, "status": "running"}))
+    assert archive.restore(plan.output, plan.cells) == [never_run]
+    assert json.loads((cell.path / "summary.json").read_text())["status"] == "running"
+    (cell.path / "summary.json").write_text(json.dumps({**summary, "status": "stopped"}))
+    archive.restore(plan.output, plan.cells)
+    assert cell.summary() == summary

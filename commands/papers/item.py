@@ -281,13 +281,11 @@ def read_item(file: Path) -> Item:
 
 def take_up(plan: Plan) -> None:
     """Write the files of the runs that are in a plan's archive, or, of what it lacks, in that of another table."""
-    archive.restore(plan.output, plan.cells)
     lacking: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
     earlier: dict[str, dict[str, Scalar]] = {}
-    for cell in plan.cells:
-        if cell.summary(*archive.ENDED) is None:
-            lacking.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
-            earlier[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
+    for cell in archive.restore(plan.output, plan.cells):
+        lacking.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
+        earlier[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
     for other in sorted(plan.output.parent.glob(f"*/{archive.FILE}")) if lacking else ():
         stamp = other.stat()
         for line in _lines(other.parent, stamp.st_mtime_ns, stamp.st_size):

@@ -100,22 +100,22 @@ def _compared(differences: Sequence[float], by: float, within: float | None) -> 
     if own.std is None:
         return "one pair", 1.0, own
     if within is None:
-        below, above = _tails(differences, by)
-        pvalue = 2 * min(below, above)
-        word = "within the noise" if pvalue >= LEVEL else "confirmed" if own.mean > by else "refuted"
-        return word, pvalue, own
-    (_, over), (under, _) = sides = [_tails(differences, bound) for bound in (-within, within)]
-    if max(over, under) < LEVEL:
-        return "confirmed", max(over, under), own
-    pvalue = 2 * min(sides[0][0], sides[1][1])
-    return "refuted" if pvalue < LEVEL else "within the noise", pvalue, own
+        as_claimed, otherwise = 2 * _greater(differences, by), 2 * _less(differences, by)
+    else:
+        as_claimed = max(_greater(differences, -within), _less(differences, within))
+        otherwise = 2 * min(_less(differences, -within), _greater(differences, within))
+    if as_claimed < LEVEL:
+        return "confirmed", as_claimed, own
+    return "refuted" if otherwise < LEVEL else "within the noise", otherwise, own
 
 
-def _tails(differences: Sequence[float], than: float) -> tuple[float, float]:
-    """Return the p-values of a mean that is less, and of one that is greater (one-sided t-tests)."""
-    mean, spread = statistics.fmean(differences), statistics.stdev(differences)
-    if not spread:  # no t-test of numbers that are all alike
-        return float(mean >= than), float(mean <= than)
-    tails = (stats.ttest_1samp(differences, than, alternative=side).pvalue for side in ("less", "greater"))
-    less, greater = map(float, tails)
-    return less, greater
+def _less(differences: Sequence[float], than: float) -> float:
+    """Return the p-value of a mean that is less (one-sided t-test)."""
+    if not statistics.stdev(differences):  # no t-test of numbers that are all alike
+        return float(statistics.fmean(differences) >= than)
+    return float(stats.ttest_1samp(differences, than, alternative="less").pvalue)
+
+
+def _greater(differences: Sequence[float], than: float) -> float:
+    """Return the p-value of a mean that is greater."""
+    return _less([-difference for difference in differences], -than)
