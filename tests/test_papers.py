@@ -256,6 +256,21 @@ def test_at_scale_small_what_a_variant_has_stands_over_what_all_have(mine: Path)
 # -- from runs to a page ---------------------------------------------------------------------------------
 
 
+def test_what_goes_beyond_the_paper_runs_at_its_one_size_if_that_is_asked_for(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = dict.fromkeys(("printed", "claims", "reasons", "small", "variants"))
+    written(mine, "long-run", title="Long run: more rounds", **changes, seeds=[0])
+    assert main(["paper", "mine", "all", "--scale", "small"]) == 0
+    assert "left out, for they have one size (--scale full): long-run\n" in capsys.readouterr().out
+    assert not Path("papers/mine/results").exists()
+    assert main(["paper", "mine", "long-run", "--scale", "small"]) == 2
+    assert "long-run goes beyond the paper and has one size: --scale full" in capsys.readouterr().err
+    assert main(["paper", "mine", "long-run", "--scale", "full"]) == 0
+    assert "2 of 2 runs can be had here" in capsys.readouterr().out
+    assert "`posy paper mine long-run --scale full`; " in Path("docs/papers/mine.md").read_text(encoding="utf-8")
+
+
 def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(mine)
     # The second needs no runs of its own.

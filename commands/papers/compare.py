@@ -49,7 +49,7 @@ class Comparison:
         self.given = given or {}
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
-            self.plans = {scale: item.plan(scale, given, folder) for scale in SCALES}
+            self.plans = {scale: item.plan(scale, given, folder) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
             take_up(plan)
         self.counts: dict[tuple[str, str], Counts] = {}
@@ -58,9 +58,9 @@ class Comparison:
             self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
         """Finished runs by variant and row, with their scale."""
-        for scale in SCALES:  # the larger one last
+        for scale, plan in self.plans.items() if item.has_runs else ():  # the larger one last
             found: dict[tuple[str, str], list[Cell]] = {}
-            for cell in self.plans[scale].cells if item.has_runs else ():
+            for cell in plan.cells:
                 if cell.summary() is not None:
                     found.setdefault((cell.variant, cell.row), []).append(cell)
             self.cells |= {place: (scale, cells) for place, cells in found.items()}
@@ -172,7 +172,7 @@ class Comparison:
         planned = self.planned(variant, row)
         if not planned:
             return str(self.item.content.get("needs", f"Posy has no {row}"))
-        scale = "small" if any(cell.place == planned[0].place for cell in self.plans["small"].cells) else "full"
+        scale = next(scale for scale, plan in self.plans.items() if planned[0] in plan.cells)
         weights = Path(str(planned[0].config.get("weights", ""))).name
         return self._command(f" --scale {scale}", _dataset(planned[0])) + (f" and {weights} there" if weights else "")
 

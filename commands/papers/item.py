@@ -162,6 +162,11 @@ class Item:
         return self.name.startswith(("table", "figure"))
 
     @property
+    def scales(self) -> tuple[str, ...]:
+        """At which scales it can be run: what goes beyond the paper and names no smaller size has its own alone."""
+        return SCALES if self.in_paper or "small" in self.content else ("full",)
+
+    @property
     def has_runs(self) -> bool:
         """Whether it needs any runs; a picture of a partition needs none."""
         return "runs" in self.content

@@ -105,7 +105,7 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     about = item.title.partition(": ")[2].strip()
     parts = [_filled(f"{about[0].upper()}{about[1:]}. {item.content.get('shows', '')}")]
     if item.content.get("runs"):
-        command = f"`posy paper {paper} {item.name} --scale {'/'.join(one.scales) or 'small'}`"
+        command = f"`posy paper {paper} {item.name} --scale {'/'.join(one.scales) or item.scales[0]}`"
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
         parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}."))
         if "small" in one.scales:

@@ -56,10 +56,17 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
     if scale not in SCALES:
         raise SettingsError(f"--scale {scale}: it must be {' or '.join(SCALES)}")
     wanted = items(name) if part == "all" else [item(name, part)]
+    other = [one.name for one in wanted if scale not in one.scales]
+    if part in other:
+        raise SettingsError(f"--scale {scale}: {part} goes beyond the paper and has one size: --scale full")
+    if other:
+        print(f"left out, for they have one size (--scale full): {', '.join(other)}", flush=True)
     folder = OWN / name if any(declared()[key].decides for key in given) else None
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
     for one in wanted:
+        if one.name in other:
+            continue
         if one.has_runs:
             failures |= _run(one.plan(scale, given, folder), one.title, jobs, absent)
         if one.counts_classes:
