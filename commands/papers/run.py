@@ -61,12 +61,11 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
         raise SettingsError(f"--scale {scale}: {part} goes beyond the paper and has one size: --scale full")
     if other:
         print(f"left out, for they have one size (--scale full): {', '.join(other)}", flush=True)
+        wanted = [one for one in wanted if scale in one.scales]
     folder = OWN / name if any(declared()[key].decides for key in given) else None
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
     for one in wanted:
-        if one.name in other:
-            continue
         if one.has_runs:
             failures |= _run(one.plan(scale, given, folder), one.title, jobs, absent)
         if one.counts_classes:
