@@ -327,6 +327,28 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert (spread.difference, spread.pairs) == (pytest.approx(apart[0] - apart[1]), 2)
 
 
+def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(mine: Path) -> None:
+    written(mine, claims=[TABLE["claims"][1]], small={"settings": {"num-server-rounds": 2, "max-samples": 300}})
+    # At full scale a table beside it has FedAvg alone.
+    other = {"title": "Table 2: one row", "variants": TABLE["variants"][:1], "runs": TABLE["runs"][:1]}
+    written(mine, "table2", **other, printed=None, claims=None)
+    assert main(["paper", "mine", "table1", "--scale", "small", "-j", "1"]) == 0
+    assert main(["paper", "mine", "table2", "--scale", "full", "-j", "1"]) == 0
+    comparison = Comparison(item("mine", "table1"))
+    assert comparison.runs_of("a", "FedAvg")[0] == "full"
+    assert comparison.runs_of("a", "Local")[0] == "small"
+    own, local = (comparison.values("a", row, "local last", "small") for row in ("FedAvg", "Local"))
+    assert comparison.values("a", "FedAvg", "local last") != own
+    ((_, found),) = comparison.verdicts
+    assert (found.scale, found.pairs) == ("small", 2)
+    assert found.difference == pytest.approx(sum(own[seed] - local[seed] for seed in (0, 1)) / 2)
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    lines = text.partition("## Table 2")[0].splitlines()
+    rows = [line.split("|")[2:4] for line in lines if line.startswith(("| FedAvg |", "| Local |"))]
+    assert [["(small)" in number for number in row] for row in rows] == [[False, True], [True, True]]
+    assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full`; " in text
+
+
 def test_other_settings_go_to_a_place_of_their_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(mine, variants=None, printed={"FedAvg": 50}, claims=None, reasons=None)
     assert main(["paper", "mine", "table1", "-j", "1", "num-server-rounds=1"]) == 0

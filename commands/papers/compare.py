@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -56,17 +56,20 @@ class Comparison:
         """Class counts of the clients by variant and scale."""
         if item.counts_classes:
             self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
-        self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """Finished runs by variant and row, with their scale."""
-        for scale, plan in self.plans.items() if item.has_runs else ():  # the larger one last
-            found: dict[tuple[str, str], list[Cell]] = {}
+        self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
+        """Finished runs by scale, the larger one last, then by variant and row."""
+        for scale, plan in self.plans.items() if item.has_runs else ():
+            found = self.finished.setdefault(scale, {})
             for cell in plan.cells:
                 if cell.summary() is not None:
                     found.setdefault((cell.variant, cell.row), []).append(cell)
+        self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
+        """Those that are drawn, with their scale: of each row the larger."""
+        for scale, found in self.finished.items():
             self.cells |= {place: (scale, cells) for place, cells in found.items()}
 
-    def values(self, variant: str, row: str, measure: str) -> dict[int, float]:
-        """Return a number of a row by seed, at the row's own evaluation point.
+    def values(self, variant: str, row: str, measure: str, scale: str = "") -> dict[int, float]:
+        """Return a number of a row by seed, at the row's own evaluation point, and at a scale or the one that is drawn.
 
         What the item measures by default is, in some rows, another number.
         """
@@ -75,17 +78,20 @@ class Comparison:
             return {} if layers is None else {0: millions(str(layers), int(variant))}
         own = self.item.readings.get(row, (row, measure))[1]
         measure = self.item.of(row, own if measure in self.item.measures else measure)
-        _, cells = self.runs_of(variant, row)
-        found = {cell.seed: measured(cell.path, measure) for cell in cells}
+        cells = self.finished.get(scale, {}).get(self._read_off(variant, row), ())
+        found = {cell.seed: measured(cell.path, measure) for cell in (cells if scale else self.runs_of(variant, row)[1])}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def runs_of(self, variant: str, row: str) -> tuple[str, list[Cell]]:
         """Return the finished runs that a row is read off, and their scale."""
-        return self.cells.get((variant, self.item.readings.get(row, (row, ""))[0]), ("", []))
+        return self.cells.get(self._read_off(variant, row), ("", []))
+
+    def _read_off(self, variant: str, row: str) -> tuple[str, str]:
+        return variant, self.item.readings.get(row, (row, ""))[0]
 
     def planned(self, variant: str, row: str) -> list[Cell]:
         """Return the runs of a row at either scale, whether they are there or not."""
-        place = (variant, self.item.readings.get(row, (row, ""))[0])
+        place = self._read_off(variant, row)
         return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == place]
 
     def counts_of(self, variant: str) -> Counts | None:
@@ -109,7 +115,7 @@ class Comparison:
     @cached_property
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
         """What came of each claim."""
-        return [(claim, verdict(self._differences(claim), claim.by, claim.within)) for claim in self.item.claims]
+        return [(claim, self._verdict(claim)) for claim in self.item.claims]
 
     @cached_property
     def seconds(self) -> float:
@@ -181,7 +187,18 @@ class Comparison:
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
-    def _differences(self, claim: Claim) -> dict[str, list[float]]:
+    def _verdict(self, claim: Claim) -> Verdict:
+        """Judge a claim at the scale at which most of its rows can be compared, the larger of two that are alike.
+
+        A run at one scale is never compared with one at the other.
+        """
+        found = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
+        scale = max(
+            reversed(found), key=lambda one: (sum(map(bool, found[one].values())), sum(map(len, found[one].values())))
+        )
+        return replace(verdict(found[scale], claim.by, claim.within), scale=scale)
+
+    def _differences(self, claim: Claim, scale: str) -> dict[str, list[float]]:
         """Return by how much each claimed row is higher than each it is above, for each seed and variant."""
         found: dict[str, list[float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
@@ -189,8 +206,8 @@ class Comparison:
             own = found.setdefault(of, [])
             # Rows that name their variants are the same in all.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
-                above = self.values(*_place(higher, variant), claim.measure)
-                below = self.values(*_place(lower, variant), claim.measure)
+                above = self.values(*_place(higher, variant), claim.measure, scale)
+                below = self.values(*_place(lower, variant), claim.measure, scale)
                 if claim.spread:
                     above, below = distances(above), distances(below)
                 own += [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]

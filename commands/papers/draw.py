@@ -43,7 +43,7 @@ def table(comparison: Comparison) -> str:
     names = [", ".join(filter(None, (variant, measure if several else ""))) or measure for variant, measure in columns]
     lines = [["", *names], ["---", *["---:"] * len(columns)]]
     for row in comparison.item.rows:
-        cells = [_cell(entries.get((*column, row)), column[1]) for column in columns]
+        cells = [_cell(entries.get((*column, row)), column[1], marked=len(comparison.scales) > 1) for column in columns]
         if any(cells):
             lines.append([row, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -54,11 +54,13 @@ def text_of(found: Number, digits: int) -> str:
     return f"{found.mean:.{digits}f}" + (f" ± {found.std:.{digits}f}" if found.std is not None else "")
 
 
-def _cell(entry: Entry | None, measure: str) -> str:
+def _cell(entry: Entry | None, measure: str, marked: bool) -> str:
+    """Return an entry as text, where asked for with a mark at numbers of scale small."""
     if entry is None:
         return ""
     digits = 2 if in_percent(measure) else 3
     ours = text_of(entry.ours, digits) if entry.ours else "not run"
+    ours += " (small)" if marked and entry.ours and entry.scale == "small" else ""
     if entry.printed is None:
         return ours
     return f"{entry.printed.text} → {ours}{MARKS[entry.state]}"

@@ -23,7 +23,8 @@ LEGEND = (
     "between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, else within the noise; one "
     "on spreads by the distances from the mean over the seeds, one that rows are alike by two t-tests. That a row is "
     "above several is confirmed if it is above each, and refuted if any is above it (Holm's correction); the figures "
-    "are those of the row that decides."
+    "are those of the row that decides. Claims compare runs of one scale; where a table has numbers at both, (small) "
+    "marks the smaller."
 )
 
 
@@ -105,7 +106,8 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     about = item.title.partition(": ")[2].strip()
     parts = [_filled(f"{about[0].upper()}{about[1:]}. {item.content.get('shows', '')}")]
     if item.content.get("runs"):
-        command = f"`posy paper {paper} {item.name} --scale {'/'.join(one.scales) or item.scales[0]}`"
+        scales = one.scales or item.scales[:1]
+        command = " and ".join(f"`posy paper {paper} {item.name} --scale {scale}`" for scale in scales)
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
         parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}."))
         if "small" in one.scales:
@@ -119,8 +121,7 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     elif item.draws_alone:
         parts.append(_filled(f"{NOT_RUN}: {one.needed()}."))
     if one.verdicts:
-        scale = " at scale small" if one.scales == ["small"] else ""
-        parts.append("\n".join(f"- {_told(claim, verdict, scale)}" for claim, verdict in one.verdicts))
+        parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
     reasons: dict[str, list[Entry]] = {}
     for entry in one.entries:
         if entry.state in (DIFFERS, NOT_RUN):
@@ -157,7 +158,7 @@ def _points(one: Comparison) -> str:
     return "".join(f"; {point} of {', '.join(rows)}" for point, rows in points.items())
 
 
-def _told(claim: Claim, verdict: Verdict, scale: str) -> str:
+def _told(claim: Claim, verdict: Verdict) -> str:
     """Return a claim and what came of it, with the scale in words."""
     if verdict.difference is None:
         return f"{claim.say}: **{verdict.word}**"
@@ -167,6 +168,7 @@ def _told(claim: Claim, verdict: Verdict, scale: str) -> str:
     if verdict.of:
         told = [f"{verdict.of}: {told[0]}", told[1], f"as claimed in {verdict.confirmed} of {verdict.compared}"]
     why = f": {claim.why}" if claim.why and verdict.word in ("refuted", "within the noise") else ""
+    scale = " at scale small" if verdict.scale == "small" else ""
     return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(told)}){why}"
 
 

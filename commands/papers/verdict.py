@@ -53,7 +53,7 @@ class Verdict:
     """What the runs say of a claim: ``confirmed``, ``refuted``, ``within the noise``, ``one pair``, ``not run``.
 
     ``difference``, ``std`` and ``pairs`` are those of the two rows that decide, and ``of`` says which these are.
-    ``confirmed`` of ``compared`` pairs of rows are as claimed.
+    ``confirmed`` of ``compared`` pairs of rows are as claimed. ``scale`` is that of the runs.
     """
 
     word: str
@@ -63,6 +63,7 @@ class Verdict:
     of: str = ""
     confirmed: int = 0
     compared: int = 0
+    scale: str = ""
 
 
 def verdict(differences: Mapping[str, Sequence[float]], by: float = 0.0, within: float | None = None) -> Verdict:
