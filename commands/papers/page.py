@@ -104,7 +104,8 @@ def overview(papers: Sequence[str]) -> list[list[str]]:
 def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     item = one.item
     about = item.title.partition(": ")[2].strip()
-    parts = [_filled(f"{about[0].upper()}{about[1:]}. {item.content.get('shows', '')}")]
+    stop = "" if about.endswith("?") else "."
+    parts = [_filled(f"{about[0].upper()}{about[1:]}{stop} {item.content.get('shows', '')}")]
     if item.content.get("runs"):
         scales = one.scales or item.scales[:1]
         command = " and ".join(f"`posy paper {paper} {item.name} --scale {scale}`" for scale in scales)
