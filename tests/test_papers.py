@@ -16,11 +16,11 @@ from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
-from posy.commands.papers.item import item, items, papers
+from posy.commands.papers.item import Claim, item, items, papers
 from posy.commands.papers.memory import held
 from posy.commands.papers.page import page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured
-from posy.commands.papers.verdict import Number, agrees, distances, number, verdict
+from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
 from posy.strategies.registry import parse_words
@@ -325,6 +325,35 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert none.word == "not run"
     apart = [abs(own[0] - own[1]) / 2 for own in (other, values)]  # of two seeds each is half of it from the mean
     assert (spread.difference, spread.pairs) == (pytest.approx(apart[0] - apart[1]), 2)
+
+
+def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(mine: Path) -> None:
+    printed = {"FedAvg": ["100 ± 100", 1000]}  # the spread is wider than what can be wrong
+    rows = TABLE["runs"][:1]
+    written(mine, printed=printed, claims=[{"say": "alike", "higher": "a / FedAvg", "lower": "b / FedAvg"}], runs=rows)
+    assert main(["paper", "mine", "table1", "--scale", "small", "-j", "1"]) == 0
+    found = {entry.variant: entry for entry in Comparison(item("mine", "table1")).entries}
+    assert {(entry.state, entry.why) for entry in found.values()} == {("differs", "run at scale small")}
+    assert (found["a"].alike, found["b"].alike) == (True, False)
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert text.count(" ≈ |") == text.count(" ≠ |") == 1
+
+
+@pytest.mark.parametrize(
+    ("difference", "std", "measure", "told"),
+    [
+        (0.25, 0.1, "local last", "+0.25 ± 0.10"),
+        (-0.0004, 0.0001, "local last", "-0.0004 ± 0.0001"),
+        (3e-5, None, "round inner_entropy", "+0.00003"),
+        (0.0, 0.0, "local last", "+0.00 ± 0.00"),
+    ],
+)
+def test_a_small_difference_is_told_with_its_first_digit(
+    difference: float, std: float | None, measure: str, told: str
+) -> None:
+    claim = Claim("so", ("a",), ("b",), measure=measure)
+    line = page_module._told(claim, Verdict("confirmed", difference, std, pairs=2, scale="full"))
+    assert line == f"so: **confirmed** ({told}, 2 pairs)"
 
 
 def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(mine: Path) -> None:

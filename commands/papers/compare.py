@@ -39,6 +39,8 @@ class Entry:
     scale: str
     state: str
     why: str
+    alike: bool = False
+    """Whether the number is the paper's, though that of another setting."""
 
 
 class Comparison:
@@ -159,10 +161,11 @@ class Comparison:
             return Entry(*place, printed, ours, "full", REPRODUCED if same else DIFFERS, why)
         over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
         unit = 1.0 if in_percent(measure) else HUNDREDTH
-        if scale == "full" and agrees(ours, printed.value, over_seeds, unit):
+        alike = agrees(ours, printed.value, over_seeds, unit)
+        if alike and scale == "full":
             return Entry(*place, printed, ours, scale, REPRODUCED, "")
-        why = self.item.reason(variant, row) or ("" if scale == "full" else "run at scale small")
-        return Entry(*place, printed, ours, scale, DIFFERS, why)
+        why = ("" if alike else self.item.reason(variant, row)) or ("" if scale == "full" else "run at scale small")
+        return Entry(*place, printed, ours, scale, DIFFERS, why, alike)
 
     def _without_rows(self, variant: str) -> Entry:
         """Return the state of a picture that needs no runs: a partition, or one of an idea."""

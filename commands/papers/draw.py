@@ -63,7 +63,7 @@ def _cell(entry: Entry | None, measure: str, marked: bool) -> str:
     ours += " (small)" if marked and entry.ours and entry.scale == "small" else ""
     if entry.printed is None:
         return ours
-    return f"{entry.printed.text} → {ours}{MARKS[entry.state]}"
+    return f"{entry.printed.text} → {ours}{' ≈' if entry.alike else MARKS[entry.state]}"
 
 
 def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:

@@ -1,5 +1,6 @@
 """A paper's page: its tables and figures, each number's state, and the claims."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,12 +20,12 @@ from posy.strategies.registry import PAPERS
 
 LEGEND = (
     "In tables: the paper's number → ours, mean ± standard deviation over the seeds; ✓ the same (within two standard "
-    "deviations of the two, or a point; 0.01 of what is no percentage), ≠ not. A claim is judged by the differences "
-    "between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, else within the noise; one "
-    "on spreads by the distances from the mean over the seeds, one that rows are alike by two t-tests. That a row is "
-    "above several is confirmed if it is above each, and refuted if any is above it (Holm's correction); the figures "
-    "are those of the row that decides. Claims compare runs of one scale; where a table has numbers at both, (small) "
-    "marks the smaller."
+    "deviations of the two, or a point; 0.01 of what is no percentage), ≈ the same, at scale small, ≠ not. A claim is "
+    "judged by the differences between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, "
+    "else within the noise; one on spreads by the distances from the mean over the seeds, one that rows are alike by "
+    "two t-tests. That a row is above several is confirmed if it is above each, and refuted if any is above it (Holm's "
+    "correction); the figures are those of the row that decides. Claims compare runs of one scale; where a table has "
+    "numbers at both, (small) marks the smaller."
 )
 
 
@@ -164,6 +165,8 @@ def _told(claim: Claim, verdict: Verdict) -> str:
     if verdict.difference is None:
         return f"{claim.say}: **{verdict.word}**"
     digits = 2 if in_percent(claim.measure) else 3
+    if verdict.difference:
+        digits = max(digits, -math.floor(math.log10(abs(verdict.difference))))
     std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
     told = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
     if verdict.of:
