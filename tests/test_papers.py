@@ -339,6 +339,11 @@ def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(mine: Path) -> N
     assert text.count(" ≈ |") == text.count(" ≠ |") == 1
 
 
+def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert "ppfe-stage-rounds 9,15,12,12 (30,50,40,40)" in Comparison(item("ppfe", "table2")).smaller()
+
+
 @pytest.mark.parametrize(
     ("difference", "std", "measure", "told"),
     [

@@ -139,8 +139,9 @@ class Comparison:
         full = [cell.config for cell in self.plans["full"].cells]
         told = []
         for key, value in small.get("settings", {}).items():
-            own = list(dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full))
-            if own != [shown(key, value)]:
+            own = dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full)
+            own.pop("", None)  # of a method that has no such setting
+            if list(own) != [shown(key, value)]:
                 told.append(f"{key} {shown(key, value)} ({' or '.join(own)})")
         for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
             told.append(f"{name}: " + ", ".join(f"{key} {shown(key, value)}" for key, value in settings.items()))
