@@ -10,6 +10,8 @@ from scipy import stats
 
 LEVEL = 0.05
 """Level of significance of a claim."""
+ROUNDING = 1e-12
+"""Numbers are all alike if their standard deviation is at most this part of their mean."""
 SPREADS = 2.0
 """How many standard deviations a number may lie from the paper's and still be the same."""
 
@@ -112,8 +114,9 @@ def _compared(differences: Sequence[float], by: float, within: float | None) -> 
 
 def _less(differences: Sequence[float], than: float) -> float:
     """Return the p-value of a mean that is less (one-sided t-test)."""
-    if not statistics.stdev(differences):  # no t-test of numbers that are all alike
-        return float(statistics.fmean(differences) >= than)
+    mean = statistics.fmean(differences)
+    if statistics.stdev(differences) <= ROUNDING * abs(mean):  # no t-test of numbers that are all alike
+        return float(mean >= than)
     return float(stats.ttest_1samp(differences, than, alternative="less").pvalue)
 
 
