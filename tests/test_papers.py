@@ -352,6 +352,7 @@ def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypat
         (0.25, 0.1, "local last", "+0.25 ± 0.10"),
         (-0.0004, 0.0001, "local last", "-0.0004 ± 0.0001"),
         (3e-5, None, "round inner_entropy", "+0.00003"),
+        (-0.00008, 0.05, "local last", "-0.00 ± 0.05"),
         (0.0, 0.0, "local last", "+0.00 ± 0.00"),
     ],
 )

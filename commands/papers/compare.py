@@ -78,10 +78,9 @@ class Comparison:
         if self.item.kind == "memory":
             layers = self.item.form["layers"].get(row)
             return {} if layers is None else {0: millions(str(layers), int(variant))}
-        told = self.item.readings.get(row, (row, measure))[1]
-        measure = self.item.of(row, told if measure in self.item.measures else measure)
-        own = self.finished.get(scale, {}).get(self._read_off(variant, row), [])
-        cells = own if scale else self.runs_of(variant, row)[1]
+        own = self.item.readings.get(row, (row, measure))[1]
+        measure = self.item.of(row, own if measure in self.item.measures else measure)
+        cells = self.finished[scale].get(self._read_off(variant, row), []) if scale else self.runs_of(variant, row)[1]
         found = {cell.seed: measured(cell.path, measure) for cell in cells}
         return {seed: value for seed, value in found.items() if value is not None}
 

@@ -42,8 +42,9 @@ def table(comparison: Comparison) -> str:
     several = len(comparison.item.measures) > 1
     names = [", ".join(filter(None, (variant, measure if several else ""))) or measure for variant, measure in columns]
     lines = [["", *names], ["---", *["---:"] * len(columns)]]
+    marked = len(comparison.scales) > 1
     for row in comparison.item.rows:
-        cells = [_cell(entries.get((*column, row)), column[1], marked=len(comparison.scales) > 1) for column in columns]
+        cells = [_cell(entries.get((*column, row)), column[1], marked) for column in columns]
         if any(cells):
             lines.append([row, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

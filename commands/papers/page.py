@@ -165,8 +165,8 @@ def _told(claim: Claim, verdict: Verdict) -> str:
     if verdict.difference is None:
         return f"{claim.say}: **{verdict.word}**"
     digits = 2 if in_percent(claim.measure) else 3
-    if verdict.difference:
-        digits = max(digits, -math.floor(math.log10(abs(verdict.difference))))
+    if size := max(abs(verdict.difference), verdict.std or 0.0):
+        digits = max(digits, -math.floor(math.log10(size)))
     std = "" if verdict.std is None else f" ± {verdict.std:.{digits}f}"
     told = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
     if verdict.of:
