@@ -1,15 +1,20 @@
 """How far models that train side by side part from those that train one after the other.
 
 ``python -m benchmarks.stacking`` runs every method on digits with ``stack=loop`` and ``stack=vmap``, for three seeds,
-and prints the largest difference between stored models, the server's and the clients': ||a - b|| / ||a||.
+and prints the largest difference between stored models, the server's and the clients': ||a - b|| / ||a||. With
+``--device cuda`` those that train side by side do so on the GPU, the others on the CPU.
 """
 
 import contextlib
 import io
+import multiprocessing
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
+import typer
 
 import posy
 from benchmarks.measure import machine
@@ -31,23 +36,32 @@ def difference(first: Path, other: Path) -> float:
     return max((float(np.linalg.norm(a - b) / np.linalg.norm(a)) for a, b in pairs if a.any()), default=0.0)
 
 
-def main() -> None:
+def row(method: str, device: str) -> str:
+    """Return a method's differences, one a seed."""
+    found = []
+    for seed in SEEDS:
+        with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
+            pair = [
+                posy.run(
+                    method=method, seed=seed, num_server_rounds=ROUNDS, stack=stack, device=where, max_samples=600,
+                    output_dir=folder,
+                ).models
+                for stack, where in (("loop", "cpu"), ("vmap", device))
+            ]  # fmt: skip
+            found.append(difference(*pair))
+    return f"{method:10} " + "  ".join(f"{value:.1e}" for value in found)
+
+
+def main(
+    device: str = typer.Option("cpu", help="where models train side by side: cpu or cuda"),
+    jobs: int = typer.Option(1, help="methods at a time"),
+) -> None:
     """Print a row for each method."""
-    print(f"{machine()}, {ROUNDS} rounds", flush=True)
-    for method in METHODS:
-        found = []
-        for seed in SEEDS:
-            with tempfile.TemporaryDirectory(prefix="posy-") as folder, contextlib.redirect_stdout(io.StringIO()):
-                pair = [
-                    posy.run(
-                        method=method, seed=seed, num_server_rounds=ROUNDS, stack=stack, device="cpu", max_samples=600,
-                        output_dir=folder,
-                    ).models
-                    for stack in ("loop", "vmap")
-                ]  # fmt: skip
-                found.append(difference(*pair))
-        print(f"{method:10} " + "  ".join(f"{value:.1e}" for value in found), flush=True)
+    print(f"{machine()}, {ROUNDS} rounds, side by side on {device}", flush=True)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for line in pool.map(row, METHODS, repeat(device)):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -209,22 +210,39 @@ class Schedule:
         self._dropped = _drawn([share.dropout for share in shares], sizes, mask, device)
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield batches ``(A, B, ...)`` of the A clients still training, and what each counts in the loss ``(A, 1)``.
-
-        Sample weights are such that the mean over a client's whole row is the mean over its samples.
-        """
+        """Yield the batches of all steps."""
         for step, active in enumerate(self._active):
-            index = self._index[step, :active]
-            weight = self._weight[step, :active]
-            x = self._x[index]
-            if self._augment is not None:
-                boxes = _present(self._boxes)[step, :active].flatten(0, 1)
-                x = self._augment.change(x.flatten(0, 1), boxes).view(x.shape)
-            if self._sample_weight is not None:
-                weight = weight * self._sample_weight[index]
-            notes = None if self._notes is None else self._notes[index]
-            dropped = None if self._dropped is None else self._dropped[step, :active]
-            yield Batch(x, self._y[index], weight, notes, dropped), self._counted[step, :active]
+            yield self.at(step, active)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the first of consecutive steps in which the same A clients train, the one after the last, and A."""
+        begin = 0
+        for active, steps in groupby(self._active):
+            end = begin + len(list(steps))
+            yield begin, end, active
+            begin = end
+
+    def at(self, step: int | Tensor, active: int) -> tuple[Batch, Tensor]:
+        """Return the batches ``(A, B, ...)`` of a step, and what each counts in the loss ``(A, 1)``.
+
+        A is how many clients still train then; the step's number may lie on the device ``(1,)``. Sample weights are such
+        that the mean over a client's whole row is the mean over its samples.
+        """
+
+        def own(table: Tensor) -> Tensor:
+            if isinstance(step, Tensor):
+                return table[:, :active].index_select(0, step)[0]
+            return table[step, :active]
+
+        index, weight = own(self._index), own(self._weight)
+        x = self._x[index]
+        if self._augment is not None:
+            x = self._augment.change(x.flatten(0, 1), own(_present(self._boxes)).flatten(0, 1)).view(x.shape)
+        if self._sample_weight is not None:
+            weight = weight * self._sample_weight[index]
+        notes = None if self._notes is None else self._notes[index]
+        dropped = None if self._dropped is None else own(self._dropped)
+        return Batch(x, self._y[index], weight, notes, dropped), own(self._counted)
 
 
 def _drawn(

@@ -50,6 +50,11 @@ class Optimiser:
         self._buffers = _copied(models, [moments.means for moments in kept])
         self._squares = _copied(models, [moments.squares for moments in kept])
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether every step does the same to the same memory, after the first: Adam's depend on their number."""
+        return not self._adaptive
+
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor]) -> None:
         """Update the parameters in place."""

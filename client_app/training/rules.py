@@ -83,7 +83,10 @@ class MoreauEnvelope:
         with torch.no_grad():
             found = torch._foreach_sub(near, theta)
             torch._foreach_mul_(found, self.strength)
-            models.beside = [parameter.clone() for parameter in parameters]
+            if models.beside:  # in place: a captured step finds θ where it was
+                torch._foreach_copy_(models.beside, parameters)
+            else:
+                models.beside = [parameter.clone() for parameter in parameters]
             torch._foreach_copy_(parameters, w)
         return losses, list(found)
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posy.client_app.training.batches import Samples, Schedule, Share, plan_passes
+from posy.client_app.training.batches import Batch, Samples, Schedule, Share, plan_passes
+from posy.client_app.training.graphs import Graphs
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, by_tensor, rows_of
 from posy.client_app.training.optimiser import Optimiser
 from posy.client_app.training.work import Forward, Job, Train, Trained, TrainingDivergedError, TrainingInterruptedError
@@ -41,6 +42,7 @@ class Trainer:
         self.device = device
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.precision == "tf32"
+        self._graphs = Graphs(device) if device.type == "cuda" else None
         self.interrupted = Event()
         """Set from another thread to end all training at the next step."""
 
@@ -173,16 +175,26 @@ class Trainer:
     def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule, optimiser: Optimiser) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
         total = torch.zeros(len(jobs), models.count, device=self.device)
-        rule = jobs[0].work.rule
-        for batch, counted in schedule:
+        work = jobs[0].work
+
+        def step(batch: Batch, counted: Tensor | int | None) -> None:
             with self._autocast():
-                losses, gradients = rule.gradients(models, batch) if rule else models.gradients(batch)
+                losses, gradients = work.rule.gradients(models, batch) if work.rule else models.gradients(batch)
             optimiser.step(gradients)
             if counted is not None:
                 rows = total[: len(losses)]
                 rows.addcmul_(losses, counted) if isinstance(counted, Tensor) else rows.add_(losses, alpha=counted)
+
+        def go_on() -> None:
             if self.interrupted.is_set():
                 raise TrainingInterruptedError("local training was told to stop")
+
+        if self._graphs is not None and isinstance(schedule, Schedule) and optimiser.is_repeatable:
+            self._graphs.carry_out(work.kind, schedule.runs(), lambda *place: step(*schedule.at(*place)), go_on)
+            return total
+        for batch, counted in schedule:
+            step(batch, counted)
+            go_on()
         return total
 
     def share(self, job: Job, smallest: int = 1) -> Share:

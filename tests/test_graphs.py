@@ -1,0 +1,96 @@
+"""Steps of clients side by side: told by a number on the device, and captured as CUDA graphs where there is a GPU."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from posy.client_app.training.batches import Samples, Schedule, Share
+from posy.client_app.training.networks import Network
+from posy.client_app.training.rules import MetaGradient, Mixed, MoreauEnvelope, SharpnessAware
+from posy.client_app.training.trainer import Trainer
+from posy.client_app.training.work import Job, Train, Trained
+from posy.data.task import Task
+from posy.models.architecture import Architecture
+from posy.strategies.settings import TrainSettings
+
+COUNTS = (90, 37, 61, 5)
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+RULES: dict[str, Any] = {
+    "plain": None,
+    "SAM": SharpnessAware(0.1),
+    "Per-FedAvg": MetaGradient(0.05, 0.01),
+    "pFedMe": MoreauEnvelope(1.0, 3, 0.05),
+    "APFL": Mixed(0.3),
+}
+
+
+def samples(count: int, seed: int, device: torch.device) -> Samples:
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 20, 20, generator=drawn)
+    return Samples(x.to(device), torch.randint(0, 5, (count,), generator=drawn).to(device))
+
+
+def train(device: torch.device, model: str = "cnn", *, graphs: bool = True, rule: Any = None, **settings: Any) -> Any:
+    architecture = Architecture(model, Task("image", (1, 20, 20), tuple("abcde")))
+    network = Network(architecture.build, architecture.layout, device, settings.pop("criterion", None))
+    trainer = Trainer(TrainSettings(batch_size=4, local_epochs=2, momentum=0.5, stack="vmap", **settings), device)
+    if not graphs:
+        trainer._graphs = None
+    models = 2 if isinstance(rule, Mixed) else 1
+    start = torch.stack([torch.from_numpy(architecture.initial(k)) for k in range(models)]).to(device)
+    work = Train(start if models > 1 else start[0], rule=rule)
+    each = [(samples(n, n, device), torch.Generator().manual_seed(n)) for n in COUNTS]
+    jobs = [Job(work, data, generator, 0.05) for data, generator in each]
+    found = trainer.train_together(jobs, network)
+    assert all(isinstance(one, Trained) for one in found)
+    return trainer, torch.stack([one.parameters.cpu() for one in found if isinstance(one, Trained)])
+
+
+def test_a_step_is_the_same_by_a_number_on_the_device() -> None:
+    device = torch.device("cpu")
+
+    def schedule() -> Schedule:
+        shares = []
+        for count in COUNTS:
+            weight = torch.linspace(0.5, 2.0, count)
+            shares.append(Share(samples(count, 0, device), [None, 2], torch.Generator().manual_seed(0), 4, 1, weight))
+        return Schedule(shares)
+
+    told, plain = schedule(), list(schedule())
+    assert list(told.runs()) == [(0, 4, 4), (4, 12, 3), (12, 18, 2), (18, 25, 1)]  # 25, 18, 12 and 4 steps
+    for begin, end, active in told.runs():
+        for number in range(begin, end):
+            (batch, counted), (other, as_well) = told.at(torch.tensor([number]), active), plain[number]
+            assert len(batch.y) == active and torch.equal(counted, as_well)
+            for mine, theirs in zip(batch, other, strict=True):
+                if mine is None or theirs is None:
+                    assert mine is theirs
+                else:
+                    assert torch.equal(mine, theirs)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", RULES)
+def test_captured_steps_are_those_launched_one_by_one(name: str) -> None:
+    device = torch.device("cuda")
+    trainer, captured = train(device, rule=RULES[name])
+    assert trainer._graphs._stream is not None and not trainer._graphs._refused
+    _, launched = train(device, rule=RULES[name], graphs=False)
+    assert torch.allclose(captured, launched, rtol=0, atol=1e-5)
+    assert (captured - train(torch.device("cpu"), rule=RULES[name])[1]).norm() < 1e-3 * captured.norm()
+
+
+@on_a_gpu
+def test_a_step_that_waits_for_the_device_is_launched_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def waiting(logits: Tensor, labels: Tensor) -> Tensor:
+        torch.cuda.synchronize()
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+    with caplog.at_level(logging.WARNING):
+        trainer, found = train(torch.device("cuda"), criterion=waiting)
+    assert len(trainer._graphs._refused) == 1 and "cannot be captured" in caplog.text
+    _, plain = train(torch.device("cuda"), graphs=False)
+    assert torch.allclose(found, plain, rtol=0, atol=1e-5)
