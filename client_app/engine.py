@@ -74,7 +74,7 @@ class Engine:
             finish(number, result)
 
         several = self.workspace.workers > 1 and len(groups) > 1
-        if several and Workers.possible() and all(call.travels for call in calls):
+        if several and Workers.possible() and self.workspace.forks and all(call.travels for call in calls):
             self._in_processes(groups, calls, finish, end)
         elif stacked:
             for group in groups:

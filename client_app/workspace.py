@@ -188,6 +188,13 @@ class Workspace:
         threads = self.settings.train.threads
         return max(1, cores() // threads) if self.device.type == "cpu" and threads else 1
 
+    @property
+    def forks(self) -> bool:
+        """Whether forked processes can train: autograd's threads for GPUs, once there are any, survive no fork."""
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        tried = self.criterion is not None and torch.cuda.is_available()  # with its gradient
+        return not used and not tried
+
     @cached_property
     def _room(self) -> int:
         """Bytes that clients' tensors may take."""

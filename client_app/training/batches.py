@@ -225,8 +225,8 @@ class Schedule:
     def at(self, step: int | Tensor, active: int) -> tuple[Batch, Tensor]:
         """Return the batches ``(A, B, ...)`` of a step, and what each counts in the loss ``(A, 1)``.
 
-        A is how many clients still train then; the step's number may lie on the device ``(1,)``. Sample weights are such
-        that the mean over a client's whole row is the mean over its samples.
+        A is how many clients still train then; the step's number may be a tensor ``(1,)`` on the device. Sample weights
+        are such that the mean over a client's whole row is the mean over its samples.
         """
 
         def own(table: Tensor) -> Tensor:

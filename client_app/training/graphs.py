@@ -7,7 +7,7 @@ takes much longer.
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from logging import WARNING
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.common.logger import log
@@ -17,6 +17,13 @@ WARM_UP = 2
 """Steps before a capture: they load the kernels, choose algorithms and make what is there from the first step on."""
 FEWEST = 4
 """Replays that make a capture pay: it takes about as long as two steps."""
+
+
+class Captured(NamedTuple):
+    """A step as a graph, and where the step's number is: each replay carries out the next one."""
+
+    graph: torch.cuda.CUDAGraph
+    number: Tensor
 
 
 class Graphs:
@@ -31,6 +38,7 @@ class Graphs:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._last: Captured | None = None  # the memory of all graphs is there as long as one of them
         self._refused: set[Hashable] = set()
 
     def carry_out(
@@ -44,26 +52,27 @@ class Graphs:
 
         ``runs`` tells which steps the same clients take: the first, the one after the last, and how many clients.
         """
-        graphs: list[torch.cuda.CUDAGraph] = []
-        for begin, end, clients in runs:
-            captured = min(begin + WARM_UP, end)
-            for number in range(begin, captured):
-                step(number, clients)
-                go_on()
-            graph = None
-            if end - captured >= FEWEST and kind not in self._refused:
-                graph = self._captured(kind, step, captured, clients)
-            for number in range(captured, end):
-                step(number, clients) if graph is None else graph.replay()
-                go_on()
-            if graph is not None:
-                graphs.append(graph)
-        torch.cuda.current_stream(self._device).synchronize()  # no graph may go before it has run
+        kept: list[Captured | None] = []
+        try:
+            for begin, end, clients in runs:
+                captured = min(begin + WARM_UP, end)
+                for number in range(begin, captured):
+                    step(number, clients)
+                    go_on()
+                found = None
+                if end - captured >= FEWEST and kind not in self._refused:
+                    found = self._captured(kind, step, captured, clients)
+                kept.append(found)
+                for number in range(captured, end):
+                    step(number, clients) if found is None else found.graph.replay()
+                    go_on()
+        finally:
+            torch.cuda.current_stream(self._device).synchronize()  # no graph may go before it has run
 
     def _captured(
         self, kind: Hashable, step: Callable[[int | Tensor, int], None], number: int, clients: int
-    ) -> torch.cuda.CUDAGraph | None:
-        """Return the graph of a step, which is the next one at each replay, or None if it cannot be captured."""
+    ) -> Captured | None:
+        """Return the graph of a step, or None if it cannot be captured; nothing is carried out yet."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
@@ -85,8 +94,9 @@ class Graphs:
             raise
         except RuntimeError as error:
             self._refused.add(kind)
-            self._stream = self._pool = None  # a failed capture leaves them unusable
+            self._stream = self._pool = self._last = None  # a failed capture leaves them unusable
             log(WARNING, "a step cannot be captured as a CUDA graph (%s): its kernels are launched one by one", error)
             return None
         here.wait_stream(self._stream)
-        return graph
+        self._last = Captured(graph, place)
+        return self._last

@@ -10,6 +10,7 @@ from torch.func import vmap
 
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.perceptron import ClosedForm, linear_layers
+from posy.client_app.training.unfolded import unfold_convolutions
 from posy.client_app.training.work import Context, Criterion, Net, Train, classification
 from posy.models.layers import Dropout
 from posy.models.parameters import Layout
@@ -41,7 +42,8 @@ class Network:
     @cached_property
     def template(self) -> nn.Module:
         """A module to be evaluated with parameters from outside."""
-        return self._build().to(self.device)
+        module = self._build().to(self.device)
+        return unfold_convolutions(module) if self.device.type == "cuda" else module
 
     @cached_property
     def smallest_batch(self) -> int:
