@@ -253,7 +253,17 @@ def tuned_cifar10() -> str:
 
 def stacking() -> str:
     """Return how far models that train side by side part from those that train one after the other."""
-    rows = [row.split() for row in (RESULTS / "stacking.txt").read_text(encoding="utf-8").splitlines()[1:]]
+    return parting("stacking.txt")
+
+
+def stacking_cuda() -> str:
+    """Return how far models that train side by side on a GPU part from those that train on a CPU."""
+    return parting("stacking-cuda.txt")
+
+
+def parting(file: str) -> str:
+    """Return how far models part, as a run of ``benchmarks.stacking`` has printed it."""
+    rows = [row.split() for row in (RESULTS / file).read_text(encoding="utf-8").splitlines()[1:]]
     worst = {method: max(map(float, values)) for method, *values in rows}
     others = sorted((method for method in worst if worst[method] > ROUNDING), key=lambda method: worst[method])
     told = ", ".join(f"{method} {worst[method]:.1e}" for method in others)
@@ -283,6 +293,7 @@ MAKERS = (
     tuned_cifar10,
     newcomers_digits,
     stacking,
+    stacking_cuda,
     curves_mnist,
     curves_cifar10,
 )

@@ -148,10 +148,12 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     Top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor takes the square
     root of the singular values, so that gradients reach both at the same scale. Of a weight ``(out_features,
     in_features)`` and a rank up to the smaller of them, V is ``(rank, in_features)`` and U ``(out_features, rank)``.
+    Of each row of V the entry that is largest in size is positive: else CPU and GPU would part in the signs.
     """
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
-    root = s[:rank].sqrt()
-    return root[:, None] * vh[:rank], u[:, :rank] * root
+    u, root, vh = u[:, :rank], s[:rank].sqrt(), vh[:rank]
+    sign = vh.gather(1, vh.abs().argmax(dim=1, keepdim=True)).sign()
+    return root[:, None] * sign * vh, u * sign.t() * root
 
 
 def kaiming_linear(module: nn.Module) -> None:

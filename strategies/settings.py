@@ -98,7 +98,9 @@ class TrainSettings:
     max_grad_norm: float = setting(
         0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
     )
-    device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True, synonyms=("gpu",))
+    device: str = setting(
+        "auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True, affects_results=False, synonyms=("gpu",)
+    )
     threads: int = setting(
         1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0, maximum=1024, resumable=True
     )

@@ -101,8 +101,9 @@ def test_every_method_is_in_the_tables_of_what_it_keeps_and_reveals() -> None:
         assert set(METHODS) <= set(re.findall(r"`([\w-]+)`", kept)), name
 
 
-def test_how_far_stacked_models_part_was_measured_for_all_methods() -> None:
+@pytest.mark.parametrize("file", ["stacking.txt", "stacking-cuda.txt"])
+def test_how_far_stacked_models_part_was_measured_for_all_methods(file: str) -> None:
     from posy.strategies.methods import METHODS
 
-    rows = (ROOT / "benchmarks/results/stacking.txt").read_text(encoding="utf-8").splitlines()[1:]
+    rows = (ROOT / "benchmarks/results" / file).read_text(encoding="utf-8").splitlines()[1:]
     assert [row.split()[0] for row in rows] == list(METHODS)

@@ -25,7 +25,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 RULES: dict[str, Any] = {
     "plain": None,
     "SAM": SharpnessAware(0.1),
-    "Per-FedAvg": MetaGradient(0.05, 0.01),
+    "Per-FedAvg": MetaGradient(0.01, 0.01),
     "pFedMe": MoreauEnvelope(1.0, 3, 0.05),
     "APFL": Mixed(0.3),
 }

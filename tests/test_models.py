@@ -356,6 +356,14 @@ def test_full_rank_factors_reproduce_the_dense_layer() -> None:
     assert low.down.bias is None
 
 
+def test_the_signs_of_factors_do_not_depend_on_the_library() -> None:
+    """A library may return any pair of singular vectors, or both with the other sign."""
+    weight = torch.tensor([[0.0, -3.0], [2.0, 0.0]])  # 3 (−e1)(e2)ᵀ + 2 (e2)(e1)ᵀ
+    down, up = low_rank_factors(weight, 2)
+    assert torch.allclose(down, torch.tensor([[0.0, 3**0.5], [2**0.5, 0.0]]), atol=1e-6)
+    assert torch.allclose(up, torch.tensor([[-(3**0.5), 0.0], [0.0, 2**0.5]]), atol=1e-6)
+
+
 def test_factors_keep_the_largest_singular_values() -> None:
     weight = torch.diag(torch.tensor([4.0, 1.0, 9.0]))
     down, up = low_rank_factors(weight, 2)

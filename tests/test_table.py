@@ -194,7 +194,7 @@ def test_finished_results_with_other_settings_are_set_aside(tmp_path: Path) -> N
     plan, _ = _results(tmp_path, {("", "A", 0): summary}, lr=0.1)
     cell = plan.cells[0]
     changed = Cell("", "A", 0, {**cell.config, "lr": 0.2})
-    moved = Cell("", "A", 0, {**cell.config, "data-dir": "/elsewhere"})
+    moved = Cell("", "A", 0, {**cell.config, "data-dir": "/elsewhere", "device": "cuda:1"})
     assert cell.summary() == moved.summary() == summary
     assert changed.summary() is None
     clear(cell.path)
