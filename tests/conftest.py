@@ -168,7 +168,7 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
             "num-clients": len(train),
             "num-server-rounds": 3,
             "batch-size": 8,
-            "device": os.environ.get("POSY_TEST_DEVICE", "cpu"),
+            "device": "cpu",
             "stack": "loop",
             "local-epochs": 1,
             "local-steps": 0,

@@ -157,6 +157,23 @@ def test_clients_are_trained_alike_everywhere(make_config, federate, where, monk
             np.testing.assert_array_equal(results[place][name], array, err_msg=f"{place}: {name}")
 
 
+def test_once_a_gpu_was_used_no_process_is_forked(make_config, federate, where, monkeypatch):
+    """Autograd's threads for GPUs would not be there, and PyTorch refuses to differentiate without them."""
+    where("processes")
+    monkeypatch.setattr(Workers, "run", lambda *arguments: pytest.fail("a process is forked"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert states(federate(make_config("fedavg", stack="loop")))
+
+
+@pytest.mark.parametrize(
+    ("available", "criterion", "forks"), [(False, True, True), (True, False, True), (True, True, False)]
+)
+def test_a_loss_of_ones_own_is_tried_before_the_fork(make_config, monkeypatch, available, criterion, forks):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(Workspace, "criterion", torch.nn.functional.cross_entropy if criterion else None)
+    assert Workspace(read_settings(make_config("fedavg"))).forks is forks
+
+
 def test_processes_end_with_the_run(make_config, where):
     where("processes")
     before = set(multiprocessing.active_children())
