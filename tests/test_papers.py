@@ -409,7 +409,7 @@ def test_means_over_the_last_rounds_and_each_methods_own_point(mine: Path) -> No
     written(
         mine,
         settings={**TABLE["settings"], "average-rounds": 2, "system-accuracy": "on"},
-        measure="own average weighted",
+        measure=["own average weighted", "routing"],  # which only FedDRM has
         variants=None,
         runs=[{"name": name, "settings": {"method": name}} for name in ("fedavg", "ditto")],
         printed=None,
@@ -418,7 +418,10 @@ def test_means_over_the_last_rounds_and_each_methods_own_point(mine: Path) -> No
         seeds=[0],
         small={"settings": {"num-server-rounds": 3, "max-samples": 300}},
     )
+    assert [entry.state for entry in Comparison(item("mine", "table1")).entries] == ["not run"] * 4
     assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+    told = [(entry.row, entry.measure, entry.state) for entry in Comparison(item("mine", "table1")).entries]
+    assert told == [(name, "own average weighted", "drawn") for name in ("fedavg", "ditto")]
     for name, point in (("fedavg", "served"), ("ditto", "local")):
         cell = Path(f"papers/mine/results/table1-small/{name}/seed-0")
         summary = json.loads((cell / "summary.json").read_text())

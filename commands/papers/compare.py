@@ -107,12 +107,14 @@ class Comparison:
         """Every row in every column, in the order of the paper."""
         if not self.item.rows:
             return [] if self.item.draws_alone else [self._without_rows(variant) for variant in self.item.variants]
-        return [
+        found = [
             self._entry(variant, measure, row)
             for variant, measure in self.item.columns
             for row in self.item.rows
             if (variant, measure, row) in self.item.printed or not self.item.printed or self.runs_of(variant, row)[1]
         ]
+        # What a method does not have, as a routing head, its runs do not tell.
+        return [one for one in found if one.ours or one.printed or not self.runs_of(one.variant, one.row)[1]]
 
     @cached_property
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
