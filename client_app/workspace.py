@@ -190,7 +190,7 @@ class Workspace:
 
     @property
     def forks(self) -> bool:
-        """Whether forked processes can train: autograd's threads for GPUs, once there are any, survive no fork."""
+        """Whether forked processes can train: autograd's threads for GPUs, once started, do not survive a fork."""
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         tried = self.criterion is not None and torch.cuda.is_available()  # with its gradient
         return not used and not tried

@@ -1,7 +1,7 @@
-"""CUDA graphs: a training step is captured once and replayed, which spares its launches from Python.
+"""CUDA graphs: a training step is captured once and replayed, so that Python does not launch its kernels each time.
 
-A step of a small network is a hundred kernels or more, which run for a few microseconds each. To launch them one by one
-takes much longer.
+A step of a small network is a hundred kernels or more, which run for a few microseconds each. It takes longer to launch
+them one by one than to run them.
 """
 
 from collections.abc import Callable, Hashable, Iterable
