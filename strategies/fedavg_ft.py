@@ -46,6 +46,11 @@ class FedAvgFT(PersonalisedStrategy):
                 f"{key} does not go with secure-aggregation = true: clients send nothing in these rounds; "
                 "set one of them to its default"
             )
+        if 0 < self.method.rounds < run.average_rounds:
+            raise SettingsError(
+                f"average-rounds = {run.average_rounds}: it must be at most {key}, for before these rounds the clients "
+                "have no models of their own"
+            )
         super().initialise()
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:

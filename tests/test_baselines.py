@@ -153,6 +153,9 @@ def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
         make_strategy("fedavg-ft", fedavg_ft_rounds=3)
     with pytest.raises(SettingsError, match="fedbabu-rounds = 1 does not go with secure-aggregation = true"):
         make_strategy("fedbabu", fedbabu_rounds=1, secure_aggregation=True)
+    with pytest.raises(SettingsError, match="average-rounds = 2: it must be at most fedbabu-rounds = 1"):
+        make_strategy("fedbabu", fedbabu_rounds=1, average_rounds=2)
+    assert make_strategy("fedbabu", fedbabu_rounds=2, average_rounds=2).method.rounds == 2
 
 
 # -- FedProx -------------------------------------------------------------------------------------------
