@@ -144,6 +144,9 @@ WORDS = [
         "1e3",
         " 5",
         "5\n",
+        "5\r",
+        "5\x85",
+        "\u20285",
         "5 # five",
     ),
     *("true", "TRUE", "yes", "on", "off", "False", "y", "n", "truee", " true", "true # yes", "true\n...\n---\nfalse"),
@@ -167,7 +170,9 @@ NUMBERS = {
 def meant(key: str, text: str) -> Any:
     """Return what a word stands for in YAML 1.2, None where it stands for nothing that the setting can be."""
     kind, rule = rule_of(key)
-    plain = text.partition(" #")[0].strip(" \n")
+    plain = text.partition(" #")[0].strip(
+        " \n\r\x85\u2028\u2029"
+    )  # all line breaks of YAML 1.1: PyYAML knows them still
     if rule.number_or and plain == rule.number_or:
         return plain
     value: Any = None

@@ -384,6 +384,11 @@ def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(mine: Path) 
     rows = [line.split("|")[2:4] for line in lines if line.startswith(("| FedAvg |", "| Local |"))]
     assert [["(small)" in number for number in row] for row in rows] == [[False, True], [True, True]]
     assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full`; " in text
+    # A picture has all rows of a variant at one scale, that of most of them.
+    small = {"settings": {"num-server-rounds": 2, "max-samples": 300}}
+    written(mine, "figure1", form={"kind": "bars", "label": "accuracy"}, printed=None, claims=None, small=small)
+    picture = Comparison(item("mine", "figure1"))
+    assert [picture.runs_of("a", row)[0] for row in ("FedAvg", "Local")] == ["small", "small"]
 
 
 def test_other_settings_go_to_a_place_of_their_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

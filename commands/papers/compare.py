@@ -66,9 +66,20 @@ class Comparison:
                 if cell.summary() is not None:
                     found.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """Those that are drawn, with their scale: of each row the larger."""
-        for scale, found in self.finished.items():
-            self.cells |= {place: (scale, cells) for place, cells in found.items()}
+        """Those that are drawn, with their scale: of each row the larger; in a picture one for all rows of a variant."""
+        for variant in self.item.variants:
+            for scale in self._drawn_at(variant):
+                found = self.finished[scale]
+                self.cells |= {place: (scale, cells) for place, cells in found.items() if place[0] == variant}
+
+    def _drawn_at(self, variant: str) -> list[str]:
+        """Return at which scales the rows of a variant are drawn, the larger one last.
+
+        In a table each number stands beside the paper's; in a picture rows stand beside each other, and are all at the
+        scale at which most of them ran, the larger of two that are alike.
+        """
+        rows = {scale: sum(of == variant for of, _ in found) for scale, found in self.finished.items()}
+        return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
 
     def values(self, variant: str, row: str, measure: str, scale: str = "") -> dict[int, float]:
         """Return a number of a row by seed, at the row's own evaluation point, and at a scale or the one that is drawn.
