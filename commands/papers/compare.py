@@ -66,7 +66,7 @@ class Comparison:
                 if cell.summary() is not None:
                     found.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """Those that are drawn, with their scale: of each row the larger; in a picture one for all rows of a variant."""
+        """Those that are drawn, with their scale: of each row the larger; in a picture one for a variant."""
         for variant in self.item.variants:
             for scale in self._drawn_at(variant):
                 found = self.finished[scale]
