@@ -170,9 +170,7 @@ NUMBERS = {
 def meant(key: str, text: str) -> Any:
     """Return what a word stands for in YAML 1.2, None where it stands for nothing that the setting can be."""
     kind, rule = rule_of(key)
-    plain = text.partition(" #")[0].strip(
-        " \n\r\x85\u2028\u2029"
-    )  # all line breaks of YAML 1.1: PyYAML knows them still
+    plain = text.partition(" #")[0].strip(" \n\r\x85\u2028\u2029")  # PyYAML breaks lines as YAML 1.1 does
     if rule.number_or and plain == rule.number_or:
         return plain
     value: Any = None

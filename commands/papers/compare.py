@@ -44,7 +44,7 @@ class Entry:
 
 
 class Comparison:
-    """A table or figure beside its runs, at the larger scale at which there are any."""
+    """A table or figure beside its runs."""
 
     def __init__(self, item: Item, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> None:
         self.item = item
