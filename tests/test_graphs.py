@@ -37,7 +37,9 @@ def samples(count: int, seed: int, device: torch.device) -> Samples:
     return Samples(x.to(device), torch.randint(0, 5, (count,), generator=drawn).to(device))
 
 
-def train(device: torch.device, model: str = "cnn", *, graphs: bool = True, rule: Any = None, **settings: Any) -> Any:
+def train(
+    device: torch.device, model: str = "cnn", *, graphs: bool = True, rule: Any = None, rounds: int = 1, **settings: Any
+) -> Any:
     architecture = Architecture(model, Task("image", (1, 20, 20), tuple("abcde")))
     network = Network(architecture.build, architecture.layout, device, settings.pop("criterion", None))
     trainer = Trainer(TrainSettings(batch_size=4, local_epochs=2, momentum=0.5, stack="vmap", **settings), device)
@@ -45,12 +47,15 @@ def train(device: torch.device, model: str = "cnn", *, graphs: bool = True, rule
         trainer._graphs = None
     models = 2 if isinstance(rule, Mixed) else 1
     start = torch.stack([torch.from_numpy(architecture.initial(k)) for k in range(models)]).to(device)
-    work = Train(start if models > 1 else start[0], rule=rule)
-    each = [(samples(n, n, device), torch.Generator().manual_seed(n)) for n in COUNTS]
-    jobs = [Job(work, data, generator, 0.05) for data, generator in each]
-    found = trainer.train_together(jobs, network)
-    assert all(isinstance(one, Trained) for one in found)
-    return trainer, torch.stack([one.parameters.cpu() for one in found if isinstance(one, Trained)])
+    starts = [start if models > 1 else start[0]] * len(COUNTS)
+    for _ in range(rounds):
+        each = [(samples(n, n, device), torch.Generator().manual_seed(n)) for n in COUNTS]
+        works = [Train(own, rule=rule) for own in starts]
+        jobs = [Job(work, data, generator, 0.05) for work, (data, generator) in zip(works, each, strict=True)]
+        found = trainer.train_together(jobs, network)
+        assert all(isinstance(one, Trained) for one in found)
+        starts = [one.parameters for one in found if isinstance(one, Trained)]
+    return trainer, torch.stack([own.cpu() for own in starts])
 
 
 def test_a_step_is_the_same_by_a_number_on_the_device() -> None:
@@ -80,6 +85,7 @@ def test_a_step_is_the_same_by_a_number_on_the_device() -> None:
     "layer",
     [
         nn.Conv2d(3, 4, 5),
+        nn.Conv2d(3, 1, 2),
         nn.Conv2d(3, 4, (3, 2), stride=2, padding=(1, 0), bias=False),
         nn.Conv2d(3, 4, 3, padding="same"),
         nn.Conv2d(3, 3, 3, groups=3),
@@ -127,6 +133,15 @@ def test_captured_steps_are_those_launched_one_by_one(name: str) -> None:
     assert torch.allclose(captured, launched, rtol=0, atol=1e-5)
     alone = train(torch.device("cpu"), rule=RULES[name])[1]
     assert (captured - alone).norm() < 5e-3 * captured.norm()  # in forty steps rounding grows
+
+
+@on_a_gpu
+def test_later_rounds_capture_steps_without_carrying_out_others_before() -> None:
+    trainer, captured = train(torch.device("cuda"), rounds=3)
+    # Four clients take four steps together, too few for a capture after those before it.
+    assert not trainer._graphs._refused and sorted(clients for _, clients in trainer._graphs._known) == [1, 2, 3]
+    _, launched = train(torch.device("cuda"), rounds=3, graphs=False)
+    assert torch.allclose(captured, launched, rtol=0, atol=1e-4)
 
 
 @on_a_gpu

@@ -14,7 +14,7 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Steps before a capture: they load the kernels, choose algorithms and make what is there from the first step on."""
+"""Steps before the first capture of a kind: they load the kernels and choose algorithms."""
 FEWEST = 4
 """Replays that make a capture pay: it takes about as long as two steps."""
 
@@ -40,6 +40,7 @@ class Graphs:
         self._pool: Any = None
         self._last: Captured | None = None  # the memory of all graphs is there as long as one of them
         self._refused: set[Hashable] = set()
+        self._known: set[tuple[Hashable, int]] = set()  # kinds of so many clients that have been captured
 
     def carry_out(
         self,
@@ -55,13 +56,17 @@ class Graphs:
         kept: list[Captured | None] = []
         try:
             for begin, end, clients in runs:
-                captured = min(begin + WARM_UP, end)
+                # The first step of a training makes what is there from then on.
+                ahead = WARM_UP if (kind, clients) not in self._known else int(not kept)
+                captured = min(begin + ahead, end)
                 for number in range(begin, captured):
                     step(number, clients)
                     go_on()
                 found = None
                 if end - captured >= FEWEST and kind not in self._refused:
                     found = self._captured(kind, step, captured, clients)
+                    if found is not None:
+                        self._known.add((kind, clients))
                 kept.append(found)
                 for number in range(captured, end):
                     step(number, clients) if found is None else found.graph.replay()

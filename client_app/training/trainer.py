@@ -124,7 +124,7 @@ class Trainer:
             models = LoopedModels(network, jobs[0].work)
         ordered = [jobs[place] for place in places]
         optimiser = Optimiser(self.settings, models, ordered)
-        loss = self._run(models, ordered, schedule, optimiser) / schedule.seen
+        loss = self._run(network, models, ordered, schedule, optimiser) / schedule.seen
         flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # which joins them anew
         finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
@@ -172,7 +172,9 @@ class Trainer:
         # Without its cache, which a step has no use for: one that is not cleared holds weights of earlier steps.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
-    def _run(self, models: Models, jobs: Sequence[Job], schedule: Share | Schedule, optimiser: Optimiser) -> Tensor:
+    def _run(
+        self, network: Network, models: Models, jobs: Sequence[Job], schedule: Share | Schedule, optimiser: Optimiser
+    ) -> Tensor:
         """Train and return the summed losses ``(P, K)`` of the last epoch."""
         total = torch.zeros(len(jobs), models.count, device=self.device)
         work = jobs[0].work
@@ -190,7 +192,8 @@ class Trainer:
                 raise TrainingInterruptedError("local training was told to stop")
 
         if self._graphs is not None and isinstance(schedule, Schedule) and optimiser.is_repeatable:
-            self._graphs.carry_out(work.kind, schedule.runs(), lambda *place: step(*schedule.at(*place)), go_on)
+            kind = (work.kind, network)
+            self._graphs.carry_out(kind, schedule.runs(), lambda *place: step(*schedule.at(*place)), go_on)
             return total
         for batch, counted in schedule:
             step(batch, counted)
