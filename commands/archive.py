@@ -120,6 +120,8 @@ def _line(cell: Place) -> bytes:
     # Where and how it was carried out is of no use elsewhere.
     matter = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
     config["settings"] = {key: value for key, value in config["settings"].items() if key in matter}
+    for entry in config.get("resumed", []):
+        entry["changed"] = {key: value for key, value in entry["changed"].items() if key in matter}
     ended = int((cell.path / "summary.json").stat().st_mtime)
     line = {"name": cell.name, "ended": ended, "config": config, "summary": summary, "clients": rows}
     if (cell.path / KEPT).exists():

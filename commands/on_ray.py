@@ -72,7 +72,9 @@ def carried_out(config: Mapping[str, Scalar], digest: str) -> tuple[int, str, by
     if digest != digest_of_code():
         raise RuntimeError("another version of Posy is installed on the Ray worker")
     with TemporaryDirectory(prefix="posy-") as folder:
-        cell = Cell("", "", 0, {**config, "output-dir": folder, "run-name": RUN})
+        # Without checkpoints: the folder is gone with the process.
+        own: dict[str, Scalar] = {"output-dir": folder, "run-name": RUN, "checkpoint-every": 0}
+        cell = Cell("", "", 0, {**config, **own})
         process = started(cell)
         try:
             status = process.wait()

@@ -24,7 +24,7 @@ from posy.data.errors import DataError
 from posy.forked import cores
 from posy.report.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
 from posy.server_app.progress import duration, size
-from posy.server_app.resume import read_summary
+from posy.server_app.resume import RAN_ON, StoredRun, read_summary
 from posy.settings import Scalar, SettingsError
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS
@@ -116,6 +116,18 @@ class Cell:
     def fits(self, ran: Mapping[str, Any]) -> bool:
         """Tell whether a run had these very settings, as far as they decide its results."""
         return all(ran.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run with these very settings was interrupted, and has a checkpoint."""
+        if not self.config.get("checkpoint-every") or self.summary(*ENDED) is not None:
+            return False
+        config = {key: value for key, value in self.config.items() if key != "run-name"}
+        try:
+            stored = StoredRun.find({**config, "resume": self.config["run-name"]}, self.name)
+            return stored is not None and self.fits(stored.settings)
+        except SettingsError:  # there is none that can be used
+            return False
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
@@ -256,7 +268,7 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         chosen = {**content.get("settings", {}), **below, **own, **given}
         if clash := chosen.keys() & place.keys():
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
-        # A cell that is interrupted is run anew, so that no checkpoint of it is needed.
+        # A cell without checkpoints is run anew if it is interrupted: most take minutes.
         config = {"checkpoint-every": 0} | with_experiment(chosen, where) | place
         method = str(config.get("method", RunSettings.method))
         check_own(own, method, where)
@@ -324,7 +336,8 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     failures[cell.name] = DIVERGED if cell.summary("diverged") else reason
                     outcome = f"failed, {failures[cell.name]}"
                 else:
-                    shutil.rmtree(cell.path / "models", ignore_errors=True)
+                    for part in ("models", "checkpoints", "state"):
+                        shutil.rmtree(cell.path / part, ignore_errors=True)
                     means = (
                         f"{point} {100 * last['mean']:.2f} %"
                         for point in ("served", "local")
@@ -439,11 +452,18 @@ def carry_out(file: str) -> int:
 
 
 def prepared(cell: Cell) -> Path:
-    """Make room for the run of a cell, and return the file of its settings, which stays beside its results."""
-    clear(cell.path)
+    """Make room for the run of a cell, and return the file of its settings, which stays beside its results.
+
+    One that was interrupted goes on from its last checkpoint, if it has any.
+    """
+    config = dict(cell.config)
+    if cell.goes_on:
+        config["resume"] = config.pop("run-name")
+    else:
+        clear(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")
-    file.write_text(dump(dict(cell.config)), encoding="utf-8")
+    file.write_text(dump(config), encoding="utf-8")
     return file
 
 
@@ -495,11 +515,14 @@ def machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
     days: dict[str, str] = {}
     for cell in results:
         record = read_yaml(cell.path / "config.yaml")
-        machine, versions = record["machine"], record["versions"]
-        key = (
-            f"{machine['cpu']}, {machine['cpus']} cores, {machine['gpu'] or 'no GPU'}; torch {versions['torch']}, "
-            f"flwr {versions['flwr']}, Python {versions['python']}"
-        )
         day = time.strftime("%Y-%m-%d", time.localtime((cell.path / "summary.json").stat().st_mtime))
-        days[key] = max(day, days.get(key, ""))
+        for part in (*record.get("resumed", []), record):  # one that was resumed may have begun elsewhere
+            if not part.keys() >= set(RAN_ON):
+                continue
+            machine, versions = part["machine"], part["versions"]
+            key = (
+                f"{machine['cpu']}, {machine['cpus']} cores, {machine['gpu'] or 'no GPU'}; torch {versions['torch']}, "
+                f"flwr {versions['flwr']}, Python {versions['python']}"
+            )
+            days[key] = max(day, days.get(key, ""))
     return [f"{key}; {day}" for key, day in days.items()]

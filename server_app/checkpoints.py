@@ -140,7 +140,8 @@ class Resumption(NamedTuple):
     checkpoints: Checkpoints
     checkpoint: Checkpoint
     history: list[dict[str, Any]]
-    """Each resumption, this one last: ``round``, ``time`` and the ``changed`` settings."""
+    """Each resumption, this one last: ``round``, ``time``, the ``changed`` settings, and on which ``machine`` and with
+    which ``versions`` the rounds up to it ran."""
 
 
 def resumption(
@@ -172,7 +173,7 @@ def resumption(
         raise SettingsError(
             f"resume = {run.resume!r}: its {finished} rounds are complete; a larger num-server-rounds goes further"
         )
-    entry = {"round": finished, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed)}
+    entry = {"round": finished, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "changed": dict(changed), **stored.ran_on}
     history = [*stored.resumed_before, entry]
     checkpoints.note(settings.as_config(), history)
     return Resumption(directory, checkpoints, checkpoint, history)

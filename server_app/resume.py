@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
 
 CONFIG, PROGRESS = "config.yaml", "progress.json"
+RAN_ON = ("machine", "versions")
+"""What ``config.yaml`` tells of where a run was carried out."""
 _CHECKPOINT = re.compile(r"round-(\d+)")
 
 
@@ -28,6 +30,8 @@ class StoredRun:
     resumed_before: list[dict[str, Any]]
     damage: str = ""
     """Why its ``config.yaml`` is not used; empty if it agrees."""
+    ran_on: Mapping[str, Any] = field(default_factory=dict)
+    """The ``machine`` and ``versions`` that its ``config.yaml`` names, if it is used."""
 
     @classmethod
     def find(cls, given: Mapping[str, Any], where: str) -> "StoredRun | None":
@@ -64,7 +68,8 @@ class StoredRun:
                     f"resume = {name!r}: {path / CONFIG} was edited: {edited}. Put it back or delete the file, "
                     "which is written anew; what may change is given on the command line"
                 )
-        return cls(path, record["run"], record["settings"], record["resumed"], damage)
+        ran_on = {} if damage else {key: written[key] for key in RAN_ON if key in written}
+        return cls(path, record["run"], record["settings"], record["resumed"], damage, ran_on)
 
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return those of a resumed run's settings that differ; raise :class:`SettingsError` if one must not change."""

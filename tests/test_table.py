@@ -30,6 +30,7 @@ from posy.commands.table import (
     run_cells,
     run_table,
 )
+from posy.server_app.resume import RAN_ON
 from posy.settings import SettingsError
 from posy.strategies.registry import read_settings
 
@@ -246,6 +247,50 @@ def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
     time.sleep(0.5)
     assert rounds.stat().st_size == size  # nobody writes on
     assert not (tmp_path / "out/FedAvg/seed-1").exists()
+
+
+def test_a_cell_with_checkpoints_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    def run(folder: Path, *, until: int = 0) -> dict[str, Any]:
+        folder.mkdir(exist_ok=True)
+        settings = {**COMMON, "num-server-rounds": 300, "checkpoint-every": 10}
+        file = _table(folder, settings=settings, runs=[{"name": "Ditto", "settings": {"method": "ditto"}}])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "posy", "table", str(file)],
+            env={**os.environ, "PYTHONPATH": str(APP)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        path = folder / "out/Ditto/seed-0"
+        while until and not (path / f"checkpoints/round-{until}").exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        if until:
+            process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == (130 if until else 0), printed
+        summary: dict[str, Any] = json.loads((path / "summary.json").read_text())
+        assert summary["status"] == ("stopped" if until else "completed")
+        assert (path / "checkpoints").exists() == bool(until)
+        return summary
+
+    run(tmp_path / "stopped", until=20)
+    cell = read_plan(tmp_path / "stopped/tiny.yaml").cells[0]
+    assert cell.goes_on and not replace(cell, config={**cell.config, "lr": 0.3}).goes_on
+    went_on, whole = run(tmp_path / "stopped"), run(tmp_path / "whole")
+    assert len((cell.path / "rounds.jsonl").read_text().splitlines()) == 300
+    file = cell.path / "config.yaml"
+    record = yaml.safe_load(file.read_text())
+    (entry,) = record["resumed"]
+    assert {key: entry[key] for key in RAN_ON} == {key: record[key] for key in RAN_ON}
+    assert len(table_module.machines({cell: went_on})) == 1
+    # Begun on another machine, and with another place for its results.
+    entry["machine"]["cpu"], entry["changed"]["output-dir"] = "another", "/elsewhere"
+    file.write_text(yaml.safe_dump(record))
+    assert next(iter(table_module.machines({cell: went_on}))).startswith("another, ")
+    archive.store(tmp_path, [cell])
+    assert "/elsewhere" not in json.dumps(archive.read(tmp_path)) and "another" in json.dumps(archive.read(tmp_path))
+    assert went_on["served"] == whole["served"] and went_on["local"] == whole["local"]
 
 
 def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:

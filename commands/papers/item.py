@@ -37,6 +37,8 @@ SMALL = ("settings", "seeds", "without", "runs", "variants")
 or by variants."""
 ALONE = ("samples", "sharing", "drift")
 """Forms of pictures that need no runs, and are drawn from their settings."""
+SELDOM = 1_000_000
+"""``checkpoint-every`` of runs at scale ``full``: only checkpoints that cost little time are written."""
 TITLE = "Table 1: accuracy"
 """What a title looks like."""
 CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within", "spread", "why")
@@ -225,7 +227,7 @@ class Item:
                 table[part] = [_with(entry, theirs | changed.get(entry["name"], {})) for entry in table[part]]
         output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
         # A setting of a method that only some rows run is theirs alone: those of a table are cut down to each row's.
-        over = {**common, **(given or {})}
+        over = {**common, **({"checkpoint-every": SELDOM} if scale == "full" else {}), **(given or {})}
         return replace(plan_of(table, self.file, over, str(output)), collect=collect)
 
     def _claim(self, entry: Mapping[str, Any]) -> Claim:
