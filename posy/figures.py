@@ -219,7 +219,8 @@ def small_multiples(
 ) -> None:
     """Draw a small panel for each group of lines, with bands around the lines.
 
-    All are drawn to the same scale, unless their y-axes are ``apart``; with ``log`` the x-axes are logarithmic.
+    All are drawn to the same scale, unless their y-axes are ``apart``, and but for the x-axes where the lines of one
+    panel are much longer than another's; with ``log`` these are logarithmic.
     """
     drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
     if not drawn:
@@ -231,7 +232,8 @@ def small_multiples(
     styles = {name: _line_style(index, len(names), 100) for index, name in enumerate(names)}
     with _figure(path, _WIDTH, high * down + 0.9) as figure:
         figure.suptitle(title, x=0.01, ha="left")
-        grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=not apart)
+        ends = [max(point[0] for band in lines.values() for point in band) for lines in drawn.values()]
+        grid = figure.subplots(down, across, squeeze=False, sharex=max(ends) <= 4 * min(ends), sharey=not apart)
         for axes in grid.flat[len(drawn) :]:
             axes.set_visible(False)
         for axes, (name, lines) in zip(grid.flat, drawn.items(), strict=False):

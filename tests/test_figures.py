@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 import numpy.typing as npt
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from posy import figures
@@ -147,3 +148,15 @@ def test_similarity_order_is_a_permutation_also_of_clients_without_data(clients:
     table = counts(clients, 10)
     table[: clients // 2] = 0
     assert sorted(figures.similarity_order(table)) == list(range(clients))
+
+
+@pytest.mark.parametrize(("rounds", "shared"), [((30, 120), True), ((30, 620), False)])
+def test_panels_of_very_different_lengths_have_axes_of_their_own(
+    rounds: tuple[int, int], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    figures.small_multiples({str(n): {"a": [(1, 0.5, 0.0), (n, 0.6, 0.0)]} for n in rounds}, tmp_path / "figure.png")
+    (figure,) = drawn
+    first, second = (axes.get_xlim() for axes in figure.axes if axes.get_visible())
+    assert (first == second) == shared and second[1] > rounds[1]
