@@ -118,16 +118,17 @@ class Cell:
         return all(ran.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a run with these very settings was interrupted, and has a checkpoint."""
-        if not self.config.get("checkpoint-every") or self.summary(*ENDED) is not None:
-            return False
-        config = {key: value for key, value in self.config.items() if key != "run-name"}
+    def going_on(self) -> dict[str, Scalar] | None:
+        """The settings that take up its run, if that was interrupted and has a checkpoint, else None."""
+        if not self.config.get("checkpoint-every") or read_summary(self.path).get("status") in ENDED:
+            return None
+        config = dict(self.config)
+        config["resume"] = config.pop("run-name")
         try:
-            stored = StoredRun.find({**config, "resume": self.config["run-name"]}, self.name)
-            return stored is not None and self.fits(stored.settings)
+            stored = StoredRun.find(config, self.name)
         except SettingsError:  # there is none that can be used
-            return False
+            return None
+        return config if stored is not None and self.fits(stored.settings) else None
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
@@ -456,10 +457,9 @@ def prepared(cell: Cell) -> Path:
 
     One that was interrupted goes on from its last checkpoint, if it has any.
     """
-    config = dict(cell.config)
-    if cell.goes_on:
-        config["resume"] = config.pop("run-name")
-    else:
+    config = cell.going_on
+    if config is None:
+        config = dict(cell.config)
         clear(cell.path)
     cell.path.parent.mkdir(parents=True, exist_ok=True)
     file = cell.path.with_suffix(".yaml")

@@ -219,8 +219,8 @@ def small_multiples(
 ) -> None:
     """Draw a small panel for each group of lines, with bands around the lines.
 
-    All are drawn to the same scale, unless their y-axes are ``apart``, and but for the x-axes where the lines of one
-    panel are much longer than another's; with ``log`` these are logarithmic.
+    All share one y-axis, unless these are ``apart``, and one x-axis, unless the lines of one panel are more than four
+    times as long as another's; with ``log`` the x-axes are logarithmic.
     """
     drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
     if not drawn:

@@ -1,7 +1,9 @@
 """What a GPU needs for clients side by side: steps told by a number on it, CUDA graphs, unfolded convolutions."""
 
 import copy
+import itertools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from posy.client_app.training import unfolded as unfolded_module
 from posy.client_app.training.batches import Samples, Schedule, Share
+from posy.client_app.training.graphs import Captured, Graphs
 from posy.client_app.training.networks import Network
 from posy.client_app.training.rules import MetaGradient, Mixed, MoreauEnvelope, SharpnessAware
 from posy.client_app.training.trainer import Trainer
@@ -121,6 +124,38 @@ def test_large_convolutions_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, li
     x = torch.randn(2, 3, 9, 9)
     assert torch.allclose(unfold_convolutions(layer)(x), F.conv2d(x, layer.weight, layer.bias), atol=1e-5)
     assert len(asked) == (limit == 0)
+
+
+class Replayed:
+    """Stands in for the graph of a step where there is no GPU: it carries out the step of the next number."""
+
+    def __init__(self, step: Any, number: int, clients: int) -> None:
+        self._step, self._numbers, self._clients = step, itertools.count(number), clients
+
+    def replay(self) -> None:
+        self._step(next(self._numbers), self._clients)
+
+
+def test_each_step_is_carried_out_once_and_a_kind_that_is_known_needs_none_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = Graphs(torch.device("cpu"))
+    done: list[tuple[int, int]] = []
+    captures: list[int] = []
+
+    def captured(kind: Any, step: Any, number: int, clients: int) -> Captured:
+        captures.append(number)
+        return Captured(Replayed(step, number, clients), torch.tensor([number]))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graphs, "_captured", captured)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    runs = [(0, 10, 3), (10, 14, 2), (14, 30, 1)]  # two clients take too few steps for a capture after those ahead
+    for expected in ([2, 16], [1, 14], [1, 14]):  # the first step of a training makes what is there from then on
+        done.clear()
+        captures.clear()
+        graphs.carry_out("plain", runs, lambda number, clients: done.append((int(number), clients)), lambda: None)
+        assert done == [(number, clients) for begin, end, clients in runs for number in range(begin, end)]
+        assert captures == expected
 
 
 @on_a_gpu

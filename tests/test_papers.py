@@ -16,7 +16,7 @@ from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
 from posy.commands.papers.drift import head_gradient, simulate, squared_drift
-from posy.commands.papers.item import Claim, item, items, papers
+from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import held
 from posy.commands.papers.page import page, pictures_in
 from posy.commands.papers.record import in_percent, kept, measured
@@ -238,6 +238,7 @@ def test_scale_small_changes_settings_and_leaves_rows_out(mine: Path) -> None:
     written(mine)
     one = item("mine", "table1")
     small, full = one.plan("small"), one.plan("full")
+    assert [{cell.config["checkpoint-every"] for cell in plan.cells} for plan in (small, full)] == [{0}, {SELDOM}]
     assert {cell.row for cell in small.cells} == {"FedAvg"}
     assert {cell.config["num-server-rounds"] for cell in small.cells} == {2}
     assert {cell.row for cell in full.cells} == {"FedAvg", "Local"}

@@ -14,7 +14,7 @@ from flwr.common.logger import log
 from torch import Tensor
 
 WARM_UP = 2
-"""Steps before the first capture of a kind: they load the kernels and choose algorithms."""
+"""Steps before the first capture of a kind with so many clients: they load the kernels and choose algorithms."""
 FEWEST = 4
 """Replays that make a capture pay: it takes about as long as two steps."""
 
