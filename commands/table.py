@@ -327,18 +327,12 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                     continue
                 del running[cell]
                 done += 1
-                summary = cell.summary()
-                if summary is not None and plan.collect is not None:
-                    plan.collect(cell.path)
-                if cell.summary(*ENDED) is not None:
-                    archive.add(plan.output, cell)
-                if summary is None:
+                _keep(plan, cell)
+                if (summary := cell.summary()) is None:
                     reason = f"{failure_of(status, cell.log)} ({cell.log.relative_to(plan.output)})"
                     failures[cell.name] = DIVERGED if cell.summary("diverged") else reason
                     outcome = f"failed, {failures[cell.name]}"
                 else:
-                    for part in ("models", "checkpoints", "state"):
-                        shutil.rmtree(cell.path / part, ignore_errors=True)
                     means = (
                         f"{point} {100 * last['mean']:.2f} %"
                         for point in ("served", "local")
@@ -351,7 +345,20 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
             time.sleep(0.05)
     finally:
         stop(running.values())
+        for cell in running:  # one may have come to its end meanwhile
+            _keep(plan, cell)
     return failures
+
+
+def _keep(plan: Plan, cell: Cell) -> None:
+    """Add a cell to the table's archive if its run has ended, and delete what a finished one needs no more."""
+    if cell.summary() is not None:
+        if plan.collect is not None:
+            plan.collect(cell.path)
+        for part in ("models", "checkpoints", "state"):
+            shutil.rmtree(cell.path / part, ignore_errors=True)
+    if cell.summary(*ENDED) is not None:
+        archive.add(plan.output, cell)
 
 
 def stop(processes: Collection[Running]) -> None:

@@ -249,6 +249,31 @@ def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "out/FedAvg/seed-1").exists()
 
 
+def test_a_run_that_ends_while_it_is_told_to_is_in_the_archive(tmp_path: Path) -> None:
+    class Ending:
+        """A run that comes to its end between Ctrl-C and the table's word to it."""
+
+        def __init__(self, cell: Cell) -> None:
+            self.process = table_module.start(cell)
+
+        def poll(self) -> int | None:
+            raise KeyboardInterrupt
+
+        def terminate(self) -> None:
+            assert self.process.wait() == 0
+
+        def wait(self) -> int:
+            return self.process.wait()
+
+    collected: list[Path] = []
+    plan = replace(read_plan(_table(tmp_path)), collect=collected.append)
+    with pytest.raises(KeyboardInterrupt):
+        table_module.fill(plan, jobs=1, begin=Ending)
+    (cell,) = plan.cells
+    assert archive.read(plan.output)[cell.name]["summary"] == cell.summary()
+    assert collected == [cell.path] and not (cell.path / "models").exists()
+
+
 def test_a_cell_with_checkpoints_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     def run(folder: Path, *, until: int = 0) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
