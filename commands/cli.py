@@ -198,6 +198,7 @@ examples:
   posy paper                                          the papers, and what came of their claims
   posy paper fedfew                                   draw docs/papers/fedfew.md from the runs that there are
   posy paper fedfew table1 --scale small              run a table, then draw
+  posy paper fedfew table1 --scale small --seeds 5    with more seeds, where a claim is within the noise
   posy paper cwfedavg all --scale small -j 2 data-dir=datasets"""
 )
 def paper(
@@ -205,6 +206,9 @@ def paper(
     part: Annotated[str, typer.Argument(metavar="[TABLE|FIGURE|all]")] = "",
     settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
     scale: Annotated[str, typer.Option(metavar="small|full", help="The paper's own size, or a laptop's.")] = "small",
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, metavar="N", help="Seeds 0 to N - 1 in place of the file's.")
+    ] = None,
     jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Runs at a time.")] = os.cpu_count()
     or 1,
 ) -> int:
@@ -218,7 +222,7 @@ def paper(
         return list_papers()
     if not part:
         return show_paper(name)
-    return run_part(name, part, scale, parse_words(settings or [], WHERE), jobs)
+    return run_part(name, part, scale, parse_words(settings or [], WHERE), jobs, seeds)
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN")]

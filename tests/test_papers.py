@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posy.commands import archive
 from posy.commands.cli import main
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
@@ -272,6 +273,34 @@ def test_what_goes_beyond_the_paper_runs_at_its_one_size_if_that_is_asked_for(
     assert main(["paper", "mine", "long-run", "--scale", "full"]) == 0
     assert "2 of 2 runs can be had here" in capsys.readouterr().out
     assert "`posy paper mine long-run --scale full`; " in Path("docs/papers/mine.md").read_text(encoding="utf-8")
+
+
+def test_more_seeds_than_its_own_are_run_if_asked_for_and_stay_in_its_archive(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(mine)
+
+    def run(*options: str) -> tuple[str, set[int], str]:
+        assert main(["paper", "mine", "table1", "-j", "1", *options]) == 0
+        comparison = Comparison(item("mine", "table1"))
+        seeds, others = (comparison.values(variant, "FedAvg", "local last") for variant in ("a", "b"))
+        lines = archive.read(Path("papers/mine/results/table1-small")).values()
+        assert {line["config"]["settings"]["seed"] for line in lines} == {*seeds} == {*others}
+        return capsys.readouterr().out, {*seeds}, Path("docs/papers/mine.md").read_text(encoding="utf-8")
+
+    said, seeds, text = run("--seeds", "1")
+    assert "2 of 2 runs can be had here" in said and seeds == {0}
+    assert "`posy paper mine table1 --scale small`; " in text and ", 1 pair)" in text
+    said, seeds, text = run("--seeds", "3")
+    assert "6 of 6 runs can be had here" in said and said.count("/ seed") == 4 and seeds == {0, 1, 2}
+    assert "`posy paper mine table1 --scale small --seeds 3`; " in text and "3 pairs)" in text
+    said, seeds, again = run()  # its own, with which it was run already
+    assert "4 of 4 runs can be had here" in said and "/ seed" not in said and seeds == {0, 1, 2}
+    assert again == text
+    for path in Path("papers/mine/results/table1-small").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    assert run()[1:] == (seeds, text)  # from the archive, as in a clone
 
 
 def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,12 +207,27 @@ class Item:
         chosen = {"seed": 0, **self.content.get("settings", {}), **own, **(given or {})}
         return read_settings(with_experiment(chosen, str(self.file)), str(self.file))
 
-    def plan(self, scale: str, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> Plan:
-        """Return its runs at a scale, with further settings; results go into a folder of the working directory."""
+    def seeds(self, scale: str, number: int | None = None) -> list[int]:
+        """Return the seeds that it is run with at a scale: its own, or, of a ``number`` of them, the first ones."""
+        small = self.content.get("small", {}) if scale == "small" else {}
+        return list(range(number)) if number else small.get("seeds", self.content.get("seeds", [0, 1, 2]))
+
+    def plan(
+        self,
+        scale: str,
+        given: Mapping[str, Scalar] | None = None,
+        folder: Path | None = None,
+        seeds: int | None = None,
+    ) -> Plan:
+        """Return its runs at a scale, with further settings; results go into a folder of the working directory.
+
+        They are those of its own seeds, of a number of ``seeds``, and of those that anything of the paper has run with.
+        """
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
         table.setdefault("runs", [{"name": "data"}])  # never run: its settings tell which data is drawn
-        table["seeds"] = small.get("seeds", table.get("seeds", [0, 1, 2]))
+        output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
+        table["seeds"] = list(dict.fromkeys([*self.seeds(scale), *self.seeds(scale, seeds), *_seeds_in(output.parent)]))
         left_out = small.get("without", [])
         for part in ("runs", "variants"):
             if part in table:
@@ -225,7 +240,6 @@ class Item:
             theirs = {key: common.pop(key) for key in mentioned if key in common}
             if changed and part in table:
                 table[part] = [_with(entry, theirs | changed.get(entry["name"], {})) for entry in table[part]]
-        output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
         # A setting of a method that only some rows run is theirs alone: those of a table are cut down to each row's.
         over = {**common, **({"checkpoint-every": SELDOM} if scale == "full" else {}), **(given or {})}
         return replace(plan_of(table, self.file, over, str(output)), collect=collect)
@@ -300,6 +314,15 @@ def take_up(plan: Plan) -> None:
             known = earlier.get(ran["method"], {})
             for cell in lacking.pop(frozenset((key, ran.get(key, known[key])) for key in known), []):
                 archive.write(cell.path, line)
+
+
+def _seeds_in(results: Path) -> list[int]:
+    """Return the seeds that stand in the archives of a folder's tables."""
+    found: set[int] = set()
+    for file in results.glob(f"*/{archive.FILE}"):
+        stamp = file.stat()
+        found |= {line["config"]["settings"]["seed"] for line in _lines(file.parent, stamp.st_mtime_ns, stamp.st_size)}
+    return sorted(found)
 
 
 @lru_cache(maxsize=64)

@@ -109,7 +109,7 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     parts = [_filled(f"{about[0].upper()}{about[1:]}{stop} {item.content.get('shows', '')}")]
     if item.content.get("runs"):
         scales = one.scales or item.scales[:1]
-        command = " and ".join(f"`posy paper {paper} {item.name} --scale {scale}`" for scale in scales)
+        command = " and ".join(f"`posy paper {paper} {item.name} --scale {s}{_more_seeds(one, s)}`" for s in scales)
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
         parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}."))
         if "small" in one.scales:
@@ -133,6 +133,12 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
         results = {cell: cell.summary() or {} for _, cells in one.cells.values() for cell in cells}
         parts += [_filled(f"Machine: {line}.") for line in machines(results)]
     return parts
+
+
+def _more_seeds(one: Comparison, scale: str) -> str:
+    """Return the option that asks for the seeds at a scale, where they are more than the item's own."""
+    seeds = {cell.seed for own, cells in one.cells.values() if own == scale for cell in cells}
+    return f" --seeds {max(seeds) + 1}" if seeds - {*one.item.seeds(scale)} else ""
 
 
 def _filled(text: str) -> str:

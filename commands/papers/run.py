@@ -1,6 +1,6 @@
 """`posy paper`: list the papers, run their tables and figures, draw their pages."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,11 +47,12 @@ def show_paper(name: str, given: Mapping[str, Scalar] | None = None, folder: Pat
     return 0
 
 
-def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs: int) -> int:
+def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs: int, seeds: int | None = None) -> int:
     """Run a table or figure of a paper, or all of them, as far as its runs are not there; then draw the paper's page.
 
-    Runs whose data set is not there are left out, and said to be. With settings that decide the results, runs and page
-    go to a place of their own. The exit status is 1 if a run has failed.
+    With a number of ``seeds`` it is run with the first ones in place of its own. Runs whose data set is not there are
+    left out, and said to be. With settings that decide the results, runs and page go to a place of their own. The exit
+    status is 1 if a run has failed.
     """
     if scale not in SCALES:
         raise SettingsError(f"--scale {scale}: it must be {' or '.join(SCALES)}")
@@ -67,7 +68,8 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
     absent: dict[str, str] = {}
     for one in wanted:
         if one.has_runs:
-            failures |= _run(one.plan(scale, given, folder), one.title, jobs, absent)
+            plan = one.plan(scale, given, folder, seeds)
+            failures |= _run(plan, one.title, one.seeds(scale, seeds), jobs, absent)
         if one.counts_classes:
             made = count(one.plan(scale, given, folder), absent)
             failures |= {f"{one.title}, {variant}": reason for variant, reason in made.items()}
@@ -79,14 +81,19 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
     return 1 if failures else 0
 
 
-def _run(plan: Plan, title: str, jobs: int, absent: dict[str, str]) -> dict[str, str]:
-    """Run what a table or figure lacks; note in ``absent`` why runs are left out, by data set."""
+def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
+    """Run what a table or figure lacks with some seeds; note in ``absent`` why runs are left out, by data set."""
     take_up(plan)
-    possible = [cell for cell in plan.cells if _data_is_there(cell, absent)]
-    print(f"{title}: {len(possible)} of {len(plan.cells)} runs can be had here", flush=True)
+    wanted = [cell for cell in plan.cells if cell.seed in seeds]
+    possible = {cell for cell in wanted if _data_is_there(cell, absent)}
+    print(f"{title}: {len(possible)} of {len(wanted)} runs can be had here", flush=True)
     own = archive.read(plan.output)
-    # What another table has run stays in the archive of that one.
-    cells = tuple(cell for cell in possible if cell.name in own or cell.summary() is None)
+    # What another table has run stays in the archive of that one; what was run with other seeds stays in this one.
+    cells = tuple(
+        cell
+        for cell in plan.cells
+        if (cell.name in own and cell.summary(*archive.ENDED)) or (cell in possible and cell.summary() is None)
+    )
     return fill(replace(plan, cells=cells), jobs=jobs) if cells else {}
 
 
