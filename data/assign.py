@@ -65,11 +65,12 @@ def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Genera
 
     Class after class goes to the first M S / C clients that may have more classes: clients in a row have the same.
     Of those that share a class all but the last get 10 to 100 % of an even share at random; the last gets the rest.
+    Where M S is less than C, the last C - M S classes are not used.
     """
     clients, wanted, num_classes = settings.num_clients, settings.classes_per_client, dataset.task.num_classes
     missing = np.full(clients, wanted)
     parts: list[Parts] = [[] for _ in range(clients)]
-    for label in range(num_classes):
+    for label in range(min(num_classes, clients * wanted)):
         own = rng.permutation(np.flatnonzero(dataset.y == label))
         takers = np.flatnonzero(missing)[: -(-clients * wanted // num_classes)]
         if not 0 < len(takers) <= len(own):

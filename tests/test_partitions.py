@@ -170,6 +170,17 @@ def test_a_class_that_no_client_would_have_is_an_error():
         partition(made(60, 5), settings(num_clients=6, partition="pathological", classes_per_client=2), 0)
 
 
+def test_with_fewer_classes_than_there_are_each_client_has_its_own():
+    """CIFAR-100 with two classes on each of ten clients (FedFew, Table 1): 80 classes are left."""
+    data = made(600, 12)
+    counts = partition(data, settings(num_clients=3, partition="pathological", classes_per_client=2), 0).counts(
+        data.y, 12
+    )
+    expected = np.zeros((3, 12), int)
+    expected[[0, 0, 1, 1, 2, 2], range(6)] = 50
+    assert counts.tolist() == expected.tolist()
+
+
 def test_all_classes_on_every_client():
     data = made(60, 5)
     counts = partition(data, settings(num_clients=6, partition="classes", classes_per_client=5), 0).counts(data.y, 5)
