@@ -177,7 +177,7 @@ def test_with_fewer_classes_than_there_are_each_client_has_its_own():
         data.y, 12
     )
     expected = np.zeros((3, 12), int)
-    expected[[0, 0, 1, 1, 2, 2], range(6)] = 50
+    expected[[0, 0, 1, 1, 2, 2], range(6)] = 600
     assert counts.tolist() == expected.tolist()
 
 
