@@ -19,7 +19,8 @@ from posy.settings import Scalar
 from posy.strategies.registry import PAPERS
 
 LEGEND = (
-    "Under each heading stands what the paper shows. In tables: the paper's number → ours, mean ± standard deviation over the seeds; ✓ the same (within two standard "
+    "Under each heading stands what the paper shows. In tables: the paper's number → ours, mean ± standard deviation "
+    "over the seeds; ✓ the same (within two standard "
     "deviations of the two, or a point; 0.01 of what is no percentage), ≈ the same, at scale small, ≠ not. A claim is "
     "judged by the differences between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, "
     "else within the noise; one on spreads by the distances from the mean over the seeds, one that rows are alike by "

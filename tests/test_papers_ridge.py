@@ -1,0 +1,205 @@
+"""PPFE's Figure 3: ridge regression, alone, averaged and in stages, by hand; what the page tells of the simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from posy.commands.papers import ridge as module
+from posy.commands.papers.item import item
+from posy.commands.papers.ridge import (
+    CLIENTS,
+    NOISE,
+    RATIOS,
+    average,
+    draw_federation,
+    ensemble,
+    expected_error,
+    moments,
+    personalise,
+    reweight,
+    ridge,
+    simulate,
+    squares,
+)
+from posy.commands.papers.verdict import number
+
+# -- one client alone ------------------------------------------------------------------------------------
+
+
+def test_moments_and_ridge_of_one_dimension_by_hand() -> None:
+    x, y = np.array([[[1.0], [2.0]]]), np.array([[1.0, 3.0]])
+    gram, moment = moments(x, y)
+    assert (gram.tolist(), moment.tolist()) == ([[[2.5]]], [[3.5]])  # (1 + 4) / 2 and (1 + 6) / 2
+    assert ridge(gram, moment, 0.0).item() == pytest.approx(1.4)  # least squares
+    assert ridge(gram, moment, 1.0).item() == pytest.approx(1.0)  # 3.5 / (2.5 + 1)
+    weighted = moments(x, y, np.array([[2.0, 0.0]]))
+    assert ridge(*weighted, 1.0).item() == pytest.approx(0.5)  # 1 / (1 + 1), of the first sample alone
+    assert squares(x, y, np.array([[1.0]])).tolist() == [[0.0, 1.0]]
+
+
+def test_ridge_of_two_dimensions_by_hand() -> None:
+    gram, moment = moments(np.array([[[1.0, 0.0], [0.0, 2.0]]]), np.array([[1.0, 4.0]]))
+    assert ridge(gram, moment, 0.0)[0] == pytest.approx([1.0, 2.0])  # G = diag(1/2, 2), b = (1/2, 4)
+    assert ridge(gram, moment, 0.5)[0] == pytest.approx([0.5, 1.6])
+    assert ridge(gram, moment, 1e12)[0] == pytest.approx([0.0, 0.0], abs=1e-9)
+
+
+def test_fewer_samples_than_dimensions_have_the_shortest_solution() -> None:
+    gram, moment = moments(np.array([[[1.0, 1.0]]]), np.array([[2.0]]))
+    assert ridge(gram, moment, 0.0)[0] == pytest.approx([1.0, 1.0])
+    assert ridge(gram, moment, 1.0)[0] == pytest.approx([2 / 3, 2 / 3])
+    # Two such clients, shared weights undetermined across the samples: the shortest again.
+    twice = np.repeat(gram, 2, axis=0), np.repeat(moment, 2, axis=0)
+    for penalty in (0.0, 1.0):
+        assert personalise(*twice, penalty) == pytest.approx(np.ones((2, 2)))
+
+
+# -- clients together ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("penalty", "weights"),
+    [
+        # (G + 1)^-1 = 1/2 and 1/4: the shared one is (1/2 + 9/4) / (1/2 + 3/4) = 2.2, from which the clients go 1/2 of
+        # the way to 1 and 3/4 of that to 3.
+        (1.0, [1.6, 2.8]),
+        (0.0, [1.0, 3.0]),  # local training
+        (1e9, [2.5, 2.5]),  # one model for all, (1 + 9) / (1 + 3)
+    ],
+)
+def test_a_stage_by_hand(penalty: float, weights: list[float]) -> None:
+    gram, moment = np.array([[[1.0]], [[3.0]]]), np.array([[1.0], [9.0]])
+    assert personalise(gram, moment, penalty).ravel() == pytest.approx(weights)
+
+
+def test_a_stage_minimises_the_papers_sixth_equation() -> None:
+    rng = np.random.default_rng(0)
+    x, y, importance = rng.normal(size=(4, 9, 3)), rng.normal(size=(4, 9)), rng.uniform(size=(4, 9))
+    gram, moment = moments(x, y, importance)
+    weights = personalise(gram, moment, 0.3)
+    shared = weights.mean(axis=0)
+    slope = np.einsum("kde,ke->kd", gram, weights) - moment + 0.3 * (weights - shared)
+    assert slope == pytest.approx(np.zeros((4, 3)))  # in the clients' own weights, and, as a sum, in the shared ones
+
+
+def test_one_client_has_nobody_to_share_with() -> None:
+    gram, moment = np.array([[[2.5]]]), np.array([[3.5]])
+    assert average(np.array([[1.4]])).tolist() == [[1.4]]
+    for penalty in (0.0, 0.1, 10.0):
+        assert personalise(gram, moment, penalty).item() == pytest.approx(1.4)
+    found = simulate(0, clients=1)
+    assert found.local == found.fedavg == found.local_one_penalty
+
+
+def test_fedavg_is_one_model_for_all() -> None:
+    assert average(np.array([[1.0, 0.0], [3.0, 4.0]])).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+# -- the ensemble ----------------------------------------------------------------------------------------
+
+
+def test_reweighting_by_hand() -> None:
+    beta, weights = reweight(np.array([[0.0, 0.5]]), np.ones((1, 2)))
+    assert beta.item() == pytest.approx(0.5 * math.log(3))  # epsilon is 1/4
+    assert weights[0] == pytest.approx(2 / (1 + 3**0.25) * np.array([1, 3**0.25]))
+    beta, weights = reweight(np.array([[0.0, 0.0], [1.0, 1.0]]), np.ones((2, 2)))
+    assert beta == pytest.approx([0.5 * math.log(1e6), 0.0], abs=1e-5)
+    assert weights.tolist() == np.ones((2, 2)).tolist()
+
+
+def test_an_ensemble_of_two_stages_by_hand() -> None:
+    # Clients with one sample each, y = 1 and 3, whose mean FedAvg has; stage 2 without a penalty has them exactly.
+    x, y, fedavg = np.ones((2, 1, 1)), np.array([[1.0], [3.0]]), np.array([[2.0], [2.0]])
+    found = ensemble(x, y, fedavg, [0.0]).ravel()
+    assert found[0] == pytest.approx(1.0, abs=1e-5)  # FedAvg's error there is the largest y^2: its beta is 0
+    first, alone = 0.5 * math.log(8), 0.5 * math.log(1e6 - 1)  # epsilon is 1 / 9, and 0, which is taken for 1e-6
+    error = (3 - (2 * first + 3 * alone) / (first + alone)) ** 2 / 9  # of both together (line 21)
+    second = 0.5 * math.log((1 - error) / error)
+    assert found[1] == pytest.approx((2 * first + 3 * second) / (first + second))
+
+
+def test_an_ensemble_of_equal_members_is_one_of_them() -> None:
+    x, y, fedavg = np.ones((1, 2, 1)), np.array([[1.0, 3.0]]), np.array([[2.0]])
+    assert ensemble(x, y, fedavg, [1.0, 0.1, 0.01]).item() == pytest.approx(2.0)
+
+
+# -- the data --------------------------------------------------------------------------------------------
+
+
+def test_weights_are_shared_personal_or_between() -> None:
+    shared, personal, half, own = (draw_federation(0, 5, ratio) for ratio in (0.0, 1.0, 0.5, None))
+    assert (shared.truth == shared.truth[0]).all()
+    assert len(np.unique(personal.truth[:, 0])) == 5
+    assert half.truth == pytest.approx((shared.truth + personal.truth) / 2)
+    assert (half.x == shared.x).all()  # a seed differs in the weights alone
+    ratios = (own.truth - shared.truth) / (personal.truth - shared.truth)
+    assert ratios == pytest.approx(np.repeat(ratios[:, :1], module.DIMENSION, axis=1))
+    assert ((ratios > 0) & (ratios < 1)).all()
+    assert len(np.unique(ratios[:, 0].round(6))) == 5
+
+
+def test_samples_have_their_clients_covariance_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLES", 20_000)
+    found = draw_federation(0, 2, 0.5, noise=0.5)
+    gram, _ = moments(found.x, found.y)
+    assert np.abs(gram - found.covariances).max() < 0.08  # six standard deviations, sqrt(2 / 20,000) of 1
+    assert np.abs(found.covariances[0] - found.covariances[1]).max() > 0.3
+    assert squares(found.x, found.y, found.truth).mean() == pytest.approx(0.5, rel=0.05)
+
+
+def test_infinitely_many_samples_of_one_model_leave_the_noise_alone() -> None:
+    found = draw_federation(0, 3, 0.0)
+    gram, moment = found.covariances, np.einsum("kde,ke->kd", found.covariances, found.truth)
+    alone = ridge(gram, moment, 0.0)
+    for weights in (alone, average(alone), personalise(gram, moment, 0.0), personalise(gram, moment, 10.0)):
+        assert expected_error(found, weights) == pytest.approx(NOISE)
+
+
+def test_without_noise_local_training_finds_the_truth() -> None:
+    found = draw_federation(0, 3, 0.7, noise=0.0)
+    assert expected_error(found, ridge(*moments(found.x, found.y), 0.0)) == pytest.approx(0.0, abs=1e-12)
+    assert expected_error(found, np.zeros_like(found.truth)) > 0.1
+
+
+def test_the_error_of_weights_by_hand() -> None:
+    found = draw_federation(0, 2, 0.5)._replace(truth=np.zeros((2, 1)), covariances=np.array([[[1.0]], [[4.0]]]))
+    assert expected_error(found, np.array([[1.0], [2.0]])) == pytest.approx(NOISE + (1 + 16) / 2)
+
+
+# -- the figure ------------------------------------------------------------------------------------------
+
+
+def test_a_seed_is_always_the_same_simulation() -> None:
+    first = simulate(0, clients=3)
+    assert first == simulate(0, clients=3)
+    assert first != simulate(1, clients=3)
+    assert first != simulate(0, clients=3, ratio=None)
+
+
+def test_what_the_page_says_of_the_figure_is_so() -> None:
+    told = str(item("ppfe", "figure3").content["shows"])
+
+    def errors(**settings: int | float | None) -> dict[str, float]:
+        runs = [simulate(seed, **settings)._asdict() for seed in (0, 1, 2)]  # type: ignore[arg-type]
+        means = {key: number([run[key] for run in runs]) for key in runs[0]}
+        return {key: found.mean for key, found in means.items() if found}
+
+    for clients in CLIENTS:
+        found = errors(clients=clients)
+        assert found["ppfe"] == min(found.values())
+    by = {ratio: errors(ratio=ratio) for ratio in (*RATIOS, None)}
+    for ratio in (0.0, 0.2, 0.4):
+        assert by[ratio]["ppfe"] == min(by[ratio].values())
+    for ratio in (0.6, 0.8, 1.0, None):
+        assert by[ratio]["local_one_penalty"] < by[ratio]["ppfe"] < by[ratio]["fedavg"]
+    assert max(by[0.6]["ppfe"] - by[0.6]["local"], by[None]["ppfe"] - by[None]["local"]) < 0
+    assert f"the same error at r_p = 0.8 ({by[0.8]['ppfe']:.2f})" in told
+    assert f"{by[0.8]['local']:.2f}" == f"{by[0.8]['ppfe']:.2f}"
+    assert f"a lower one at 1 ({by[1.0]['local']:.3f} against {by[1.0]['ppfe']:.3f})" in told
+    for ratio in (0.8, 1.0, None):  # where Local is nearest
+        much = simulate(0, ratio=ratio, noise=4 * NOISE)
+        assert much.ppfe < much.local
+    for ratio in (0.4, 0.6):  # where they cross
+        little = simulate(0, ratio=ratio, noise=NOISE / 4)
+        assert (little.local < little.ppfe) is (ratio == 0.6)
