@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from posy.metrics import Evaluation
@@ -361,6 +362,35 @@ def branches(
                 axes.text(left, len(blocks) - 0.35, name, ha="center", fontsize=9)
 
 
+def networks(
+    panels: Mapping[str, Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]],
+    path: Path,
+    *,
+    title: str = "",
+    columns: int = 4,
+) -> None:
+    """Draw small networks, a panel each: a line for each weight, as wide as it is large.
+
+    The layers of a network are its weights ``(out, in)`` and which of them stand out, in green if they are positive and
+    in red if not; the others stay grey. The outputs are numbered.
+    """
+    if not panels:
+        return
+    across = min(columns, len(panels))
+    down = math.ceil(len(panels) / across)
+    with _figure(path, _WIDTH, 1.9 * down + 0.8) as figure:
+        figure.suptitle(title, x=0.01, ha="left")
+        grid = figure.subplots(down, across, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for axes, (name, layers) in zip(grid.flat, panels.items(), strict=False):
+            axes.set_title(name, fontsize=9, pad=6)
+            _draw_network(axes, [(_numbers(weights), np.asarray(marked, bool)) for weights, marked in layers])
+        kinds = {"positive": COLOURS[2], "negative": COLOURS[1], "smaller weights": _FAINT}
+        handles = [Line2D([], [], color=colour, linewidth=2.5) for colour in kinds.values()]
+        figure.legend(handles, list(kinds), loc="outside lower center", ncols=len(kinds))
+
+
 def scatters(
     groups: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]],
     path: Path,
@@ -442,6 +472,24 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
                 ink = "black" if is_light else "white"
                 axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=min(size, 10))
     return image
+
+
+def _draw_network(axes: Axes, layers: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]]) -> None:
+    """Draw one network from left to right, its nodes in columns about the middle."""
+    sizes = [layers[0][0].shape[1], *(len(weights) for weights, _ in layers)]
+    heights = [(size - 1) / 2 - np.arange(size) for size in sizes]  # the first node is at the top
+    largest = max(float(np.abs(weights).max()) for weights, _ in layers)
+    for left, (weights, marked) in enumerate(layers):
+        for (to, of), weight in np.ndenumerate(weights):
+            colour = (COLOURS[2] if weight > 0 else COLOURS[1]) if marked[to, of] else _FAINT
+            width = 0.4 + (4.0 * abs(weight) / largest if largest > 0 else 0.0)
+            ends = heights[left][of], heights[left + 1][to]
+            axes.plot((left, left + 1), ends, color=colour, linewidth=width, zorder=2 if marked[to, of] else 1)
+    for place, own in enumerate(heights):
+        axes.scatter([place] * len(own), own, s=110, facecolor="white", edgecolor=_INK, linewidths=0.8, zorder=3)
+    for number, height in enumerate(heights[-1]):
+        axes.text(len(layers), height, str(number), ha="center", va="center", fontsize=8, zorder=4)
+    axes.margins(0.12)
 
 
 def _whole_numbers() -> MaxNLocator:

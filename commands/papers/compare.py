@@ -182,7 +182,7 @@ class Comparison:
         return Entry(*place, printed, ours, scale, DIFFERS, why, alike)
 
     def _without_rows(self, variant: str) -> Entry:
-        """Return the state of a picture that needs no runs: a partition, or one of an idea."""
+        """Return the state of what has no rows: a picture of a partition, or what Posy cannot run."""
         if self.counts_of(variant) is not None:
             return Entry(variant, "", "", None, None, "", DRAWN, "")
         cells = [cell for plan in self.plans.values() if (cell := first_cells(plan).get(variant))]

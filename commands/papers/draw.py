@@ -1,6 +1,7 @@
 """Tables and figures in the form of the originals, the papers' numbers beside ours."""
 
 import itertools
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from posy import figures
+from posy.commands.papers import pathways, ridge
 from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
 from posy.commands.papers.drift import simulate
 from posy.commands.papers.record import curve, in_percent, kept
@@ -68,7 +70,7 @@ def _cell(entry: Entry | None, measure: str, marked: bool) -> str:
 
 
 def _nothing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw no figure: a table is text, and nothing is measured of a picture of an idea."""
+    """Draw no figure: a table is text."""
 
 
 def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
@@ -256,6 +258,49 @@ def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     figures.small_multiples(panels, path, title=comparison.item.title, columns=2, apart=True)
 
 
+def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw PPFE's test error on linear regression against K and r_p, and below it without FedAvg's, which is far above.
+
+    Clients with an r_p of their own stand apart from the others, at 1.2.
+    """
+    clients = {float(k): [ridge.simulate(seed, clients=k) for seed in (0, 1, 2)] for k in ridge.CLIENTS}
+    ratios = {r: [ridge.simulate(seed, ratio=r) for seed in (0, 1, 2)] for r in ridge.RATIOS}
+    own = [ridge.simulate(seed, ratio=None) for seed in (0, 1, 2)]
+    sides = {
+        f"a: clients K, r_p = {ridge.USUAL_RATIO:g}": clients,
+        f"b: r_p, at 1.2 from U(0, 1), K = {ridge.USUAL_CLIENTS}": {**ratios, 1.1: [], 1.2: own},
+    }
+    names = {"PPFE": "ppfe", "Local": "local", "Local, one penalty": "local_one_penalty", "FedAvg": "fedavg"}
+    panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for below in (False, True):
+        for about, points in sides.items():
+            title = f"{about[0]}: without FedAvg" if below else about
+            panels[title] = {
+                name: [_mean_and_spread(x, [getattr(run, key) for run in runs]) for x, runs in points.items()]
+                for name, key in names.items()
+                if not below or name != "FedAvg"
+            }
+    figures.small_multiples(
+        panels, path, title=comparison.item.title, xlabel="", ylabel="test error (MSE)", columns=2, apart=True
+    )
+
+
+def _mean_and_spread(x: float, values: list[float]) -> tuple[float, float, float]:
+    """Return a point of a line with its band, or, without values, a gap."""
+    found = number(values)
+    return (x, found.mean, found.std or 0.0) if found else (x, math.nan, math.nan)
+
+
+def _pathways(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
+    """Draw the networks of cwFedAvg's motivational example, their largest weights in colours."""
+    found = pathways.simulate()[0]
+    panels = {}
+    for letter, about in pathways.PANELS.items():
+        weights = pathways.weights_of(found[letter])
+        panels[f"({letter}) {about}"] = list(zip(weights, pathways.critical(weights), strict=True))
+    figures.networks(panels, path, title=comparison.item.title)
+
+
 def _partition(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw how many training samples of each class each client has, a panel for each variant."""
     found = {variant: comparison.counts_of(variant) for variant in comparison.item.variants}
@@ -312,10 +357,11 @@ FORMS: Mapping[str, Callable[[Comparison, Mapping[str, Any], Path], None]] = {
     "samples": _samples,
     "sharing": _sharing,
     "drift": _drift,
+    "pathways": _pathways,
+    "ridge": _ridge,
     "partition": _partition,
     "correlation": _correlation,
     "picture": _picture,
     "memory": _nothing,
-    "idea": _nothing,
 }
 """How a table or figure may be drawn."""

@@ -35,7 +35,7 @@ PARTS: dict[str, type | tuple[type, ...]] = {
 SMALL = ("settings", "seeds", "without", "runs", "variants")
 """What differs at scale ``small``: settings, seeds, rows and variants left out, and, over these settings, those by rows
 or by variants."""
-ALONE = ("samples", "sharing", "drift")
+ALONE = ("samples", "sharing", "drift", "pathways", "ridge")
 """Forms of pictures that need no runs, and are drawn from their settings."""
 SELDOM = 1_000_000
 """``checkpoint-every`` of runs at scale ``full``: only checkpoints that cost little time are written."""

@@ -1,0 +1,225 @@
+"""cwFedAvg's Figure 1: samples, averages and largest weights of small networks, and what its text tells."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from posy import figures
+from posy.commands.papers import pathways
+from posy.commands.papers.compare import Comparison
+from posy.commands.papers.item import item
+from posy.commands.papers.page import write
+from posy.commands.papers.pathways import (
+    PANELS,
+    Layers,
+    clients_samples,
+    critical,
+    leading,
+    networks,
+    shared,
+    simulate,
+    weights_of,
+)
+
+Panels = dict[str, npt.NDArray[np.float32]]
+
+HIDDEN = [[9, -8, 0.1], [0.2, 7, 0.3], [-6, 0.4, 0.5], [0.6, 0.7, 0.8]]
+OUTPUT = [[5, 0.0, -4, 0.9], [1.0, 3, 1.1, -2]]
+"""The 8 largest are 9 to 2: four of them lead to neurons, two to each output."""
+
+
+def flat(
+    hidden: npt.ArrayLike, output: npt.ArrayLike, biases: tuple[float, float] = (100.0, -100.0)
+) -> npt.NDArray[np.float32]:
+    """Return a flat network; its biases are larger than any weight, and are none."""
+    parts = [np.ravel(hidden), np.full(4, biases[0]), np.ravel(output), np.full(2, biases[1])]
+    return np.concatenate(parts).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Panels]:
+    return simulate()
+
+
+# -- by hand ---------------------------------------------------------------------------------------------
+
+
+def test_the_largest_weights_by_hand() -> None:
+    model = flat(HIDDEN, OUTPUT)
+    weights = weights_of(model)
+    np.testing.assert_allclose(weights.hidden, HIDDEN, rtol=1e-6)
+    np.testing.assert_allclose(weights.output, OUTPUT, rtol=1e-6)
+    chosen = critical(weights)
+    assert chosen.hidden.tolist() == [[True, True, False], [False, True, False], [True, False, False], [False] * 3]
+    assert chosen.output.tolist() == [[True, False, True, False], [False, True, False, True]]
+    assert leading(model) == [2, 2]
+    assert critical(weights, 5).output.tolist() == [[True, False, False, False], [False] * 4]
+
+
+def test_of_equal_weights_the_first_ones_are_taken() -> None:
+    chosen = critical(Layers(np.ones((4, 3), np.float32), -np.ones((2, 4), np.float32)))
+    assert chosen.hidden.ravel().tolist() == [True] * 8 + [False] * 4
+    assert not chosen.output.any()
+
+
+def test_largest_weights_in_common_by_hand() -> None:
+    one = flat(HIDDEN, OUTPUT)
+    other = flat(HIDDEN, [[-5, 0, 0, 20], [0, 0, 0, 2]])
+    assert shared(one, one) == shared(one, flat(HIDDEN, np.negative(OUTPUT))) == 8
+    # 9, 8, 7, 6, 5 and 2 are in both; for 4 and 3 it has 20 and 0.8.
+    assert shared(one, other) == 6
+
+
+def test_the_panels_of_given_local_models_by_hand() -> None:
+    """Output rows of norm (3, 1), (1, 3) and (1, 1): p̃ = (3/4, 1/4), (1/4, 3/4), (1/2, 1/2); n = 3000, 2000, 1000.
+
+    n p̃ is 2250, 500, 500 for class 0 and 750, 1500, 500 for class 1.
+    """
+    norms = [(3, 1), (1, 3), (1, 1)]
+    personal = np.stack(
+        [flat(np.full((4, 3), k), [[a, 0, 0, 0], [0, 0, -b, 0]], (k, k)) for k, (a, b) in enumerate(norms)]
+    )
+    plain = np.stack([flat(np.full((4, 3), k), np.full((2, 4), 6.0 * k), (k, k)) for k in range(3)])
+    panels = dict(zip(PANELS, networks(plain, personal), strict=True))
+    for letters, models in (("abc", plain), ("efg", personal)):
+        for letter, model in zip(letters, models, strict=True):
+            np.testing.assert_array_equal(panels[letter], model)
+    np.testing.assert_allclose(panels["d"], (3 * plain[0] + 2 * plain[1] + plain[2]) / 6, rtol=1e-6)
+    zero, one = np.array([9, 2, 2]) / 13 @ personal, np.array([3, 6, 2]) / 11 @ personal  # Eqs. 5 and 6
+    np.testing.assert_allclose(panels["h"], zero, rtol=1e-5)
+    np.testing.assert_allclose(panels["i"], one, rtol=1e-5)
+    for letter, share in (("j", 0.75), ("k", 0.25), ("l", 0.5)):  # Eq. 7
+        np.testing.assert_allclose(panels[letter], share * zero + (1 - share) * one, rtol=1e-5)
+
+
+def test_local_models_that_are_alike_make_all_panels_alike() -> None:
+    model = flat(HIDDEN, [[1, 2, 3, 4], [4, 3, 2, 1]])
+    panels = networks(np.stack([model] * 3), np.stack([model] * 3))
+    assert len(panels) == len(PANELS) == 12
+    for panel in panels:
+        np.testing.assert_allclose(panel, model, rtol=1e-5)
+
+
+# -- the simulation --------------------------------------------------------------------------------------
+
+
+def test_the_clients_have_the_papers_samples() -> None:
+    samples = clients_samples(np.random.default_rng(0))
+    assert [own.x.shape for own in samples] == [(3000, 3), (2000, 3), (1000, 3)]
+    counts = [np.bincount(own.y).tolist() for own in samples]
+    assert counts == [[2700, 300], [200, 1800], [500, 500]]
+    assert np.sum(counts, axis=0).tolist() == [3400, 2600]
+    x, y = (np.concatenate(parts) for parts in zip(*samples, strict=True))
+    centres = np.random.default_rng(0).normal(size=(2, 3))
+    for label in (0, 1):
+        # Means of 2600 numbers of variance 1 are off by 0.02 in the mean.
+        np.testing.assert_allclose(x[y == label].mean(axis=0), centres[label], atol=0.08)
+        np.testing.assert_allclose(x[y == label].std(axis=0), 1, atol=0.06)
+
+
+def test_the_same_seeds_give_the_same_networks() -> None:
+    before = torch.get_rng_state(), torch.get_num_threads()
+    one, again = simulate([0, 1], steps=20), simulate([0, 1], steps=20)
+    for a, b in zip(one, again, strict=True):
+        assert list(a) == list(PANELS)
+        assert all(model.shape == (26,) and np.isfinite(model).all() for model in a.values())
+        assert all((a[letter] == b[letter]).all() for letter in PANELS)
+    assert not np.allclose(one[0]["a"], one[1]["a"])
+    # What stands beside a seed changes nothing but the last bits.
+    np.testing.assert_allclose(simulate([1], steps=20)[0]["l"], one[1]["l"], rtol=1e-3, atol=1e-5)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_num_threads() == before[1]
+
+
+def test_a_step_without_the_regulariser_is_that_of_the_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of FedAvg's clients from a network of zeros: each bias of the output moves by lr (share - 1/2)."""
+
+    def of_zeros() -> torch.nn.Sequential:
+        network = original()
+        for tensor in network.parameters():
+            tensor.data.zero_()
+        return network
+
+    original = pathways._network
+    monkeypatch.setattr(pathways, "_network", of_zeros)
+    (panels,) = simulate([3], steps=1)
+    for letter in "abc":
+        model = panels[letter]
+        assert not model[:-2].any()
+        step = model[-2:] / pathways.RATE
+        assert step.sum() == pytest.approx(0, abs=1e-5)
+        # Ten samples: the share of a class is a tenth of a whole number.
+        assert 10 * (step[0] + 0.5) == pytest.approx(round(float(10 * (step[0] + 0.5))), abs=1e-3)
+
+
+def test_the_regulariser_gives_the_output_weights_the_clients_shares(found: list[Panels]) -> None:
+    for panels in found:
+        for letter, share in zip("efg", (0.9, 0.1, 0.5), strict=True):
+            norms = np.linalg.norm(weights_of(panels[letter]).output, axis=1)
+            assert norms[0] / norms.sum() == pytest.approx(share, abs=0.03)
+
+
+# -- the figure ------------------------------------------------------------------------------------------
+
+
+def test_what_the_text_of_the_figure_tells(found: list[Panels]) -> None:
+    text = " ".join(str(item("cwfedavg", "figure1").content["shows"]).split())
+    assert len(found) == 10
+    reached = {letter: [leading(panels[letter]) for panels in found] for letter in PANELS}
+    both = {letter: [min(counts) > 0 for counts in reached[letter]] for letter in PANELS}
+    assert sum(map(all, zip(*(both[letter] for letter in "abcd"), strict=True))) == 8
+    assert "(a) to (d) all lead to both outputs in 8" in text
+    one_alone = {letter: sum(not of for of in both[letter]) for letter in "efhijk"}
+    assert one_alone == {"e": 10, "f": 10, "h": 9, "i": 8, "j": 6, "k": 3}
+    assert "(e) and (f) to one alone in 10, (h) in 9, (i) in 8." in text
+    assert "(j) leads to both outputs in 4 and (k) in 7." in text
+    # It is the output of the larger class.
+    for letter, larger in (("e", 0), ("f", 1), ("h", 0), ("i", 1)):
+        assert all(counts[larger] > counts[1 - larger] for counts in reached[letter])
+    common = [
+        min(shared(panels[a], panels[b]) for panels in found for a, b in pairs)
+        for pairs in (("ad", "bd", "cd"), ("eh", "fi"), ("ej", "fk", "gl"))
+    ]
+    assert common == [6, 7, 5]
+    assert "FedAvg's model has at least 6 of the 8 in common with each of (a) to (c)" in text
+    assert "(h) and (i) at least 7 with (e) and (f), (j) to (l) at least 5 with (e) to (g)" in text
+
+
+def test_what_the_text_of_the_figure_tells_of_longer_training() -> None:
+    found = simulate(steps=3000)
+    assert [sum(0 in leading(panels[letter]) for panels in found) for letter in "hi"] == [6, 2]
+    text = " ".join(str(item("cwfedavg", "figure1").content["shows"]).split())
+    assert "after 3000 steps (h) leads to one output alone in 6, and (i) in 2." in text
+    assert f"one round of {pathways.STEPS} steps" in text
+
+
+def test_the_page_shows_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: list[Panels]) -> None:
+    """It needs no runs, and has no number that is not run."""
+    figure = item("cwfedavg", "figure1")
+    assert figure.draws_alone
+    assert not figure.has_runs
+    assert Comparison(figure).entries == []
+    monkeypatch.setattr(pathways, "simulate", lambda: found)
+    monkeypatch.setattr("posy.commands.papers.page.items", lambda _: [figure])
+    write("cwfedavg", tmp_path)
+    assert (tmp_path / "cwfedavg-figure1.png").is_file()
+    assert "![Figure 1](cwfedavg-figure1.png)" in (tmp_path / "cwfedavg.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("error")
+def test_networks_are_drawn(tmp_path: Path) -> None:
+    weights = weights_of(flat(HIDDEN, OUTPUT))
+    layers = list(zip(weights, critical(weights), strict=True))
+    zeros = [(np.zeros((1, 2)), np.zeros((1, 2), bool))]
+    for name, panels in {
+        "one": {"a": layers},
+        "more": {str(n): layers for n in range(5)},
+        "zeros": {"a": zeros},
+    }.items():
+        figures.networks(panels, tmp_path / f"{name}.png", title="t")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    figures.networks({}, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
