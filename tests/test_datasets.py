@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from standins import leaf_file, save_image, write_idx
 
 from posy.client_app.workspace import Workspace
 from posy.data.augment import crop, crop_and_flip, draw_boxes, draw_places, draw_resized_boxes
@@ -35,11 +35,6 @@ def load(dataset, data_dir=Path("nowhere"), **settings):
 def save_npz(path, **arrays):
     np.savez(path, **arrays)
     return path
-
-
-def save_image(path, value, size=(4, 4), mode="RGB"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, value).save(path)
 
 
 # The table
@@ -124,16 +119,6 @@ def test_npz_of_a_published_set_refuses_wrong_labels_and_shapes(tmp_path):
         load("mnist", tmp_path)
 
 
-def idx(array):
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
-
-
-def write_idx(folder, prefix, images, labels):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
-    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
-
-
 def test_torchvisions_layout_of_mnist_and_emnist(tmp_path):
     rng = np.random.default_rng(0)
     raw = {}
@@ -199,12 +184,6 @@ def test_cifar20_is_made_of_cifar100(tmp_path):
         "fish",
         "non-insect_invertebrates",
     ]
-
-
-def leaf_file(path, users):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = {user: {"x": [[value] * 784 for value in xs], "y": ys} for user, (xs, ys) in users.items()}
-    path.write_text(json.dumps({"users": list(users), "num_samples": [], "user_data": data}), encoding="utf-8")
 
 
 def test_femnist_pools_a_writers_train_and_test(tmp_path):

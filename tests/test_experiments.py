@@ -2,12 +2,15 @@
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from posy.commands import archive
 from posy.commands.launch import APP
+from posy.commands.papers.item import item
 from posy.commands.table import plan_as_yaml, read_plan
 from posy.data.task import Task
 from posy.models.architecture import architecture_for
@@ -18,13 +21,18 @@ from posy.strategies.registry import PAPERS, declared, read_settings, with_exper
 FILES = sorted(PAPERS.glob("*/settings/*.yaml"))
 TABLES = sorted((APP / "benchmarks/tables").glob("*.yaml"))
 
+Config = dict[str, Any]
+
 FEDFEW = {
     "method": "fedfew",
     "fedfew-models": 3,
     "fedfew-mu": 0.01,
     "fedfew-full-steps": False,
+    "fedfew-initialisation": "same",
+    "fedfew-batches": "own",
     "local-epochs": 1,
     "fraction-train": 1.0,
+    "test-fraction": 0.25,
 }
 CWFEDAVG = {
     "method": "cwfedavg",
@@ -65,6 +73,7 @@ PPFE = {
     "local-epochs": 5,
     "batch-size": 10,
     "full-last-round": True,
+    "test-fraction": 0.25,
     "momentum": 0.9,
     "weight-decay": 1e-4,
     "lr": 0.01,
@@ -79,40 +88,82 @@ PPFE = {
     "ppfe-loss": "cross-entropy",
     "model": "cnn-3fc",
 }
+PPFE_CIFAR = {**PPFE, "augment": "crop-flip"}
 WIDE = {"model": "cnn-3fc-wide", "ppfe-ranks": "200,100,48;160,80,32"}
 DIRICHLET, CLASSES = {"partition": "dirichlet"}, {"partition": "classes"}
 DIR01 = {"partition": "dirichlet", "dirichlet-alpha": 0.1, "dirichlet-balanced": True}
+DIR03 = {"partition": "dirichlet", "dirichlet-alpha": 0.3, "dirichlet-balanced": True}
+NEWS = {"text-length": 200, "vocabulary": 32000}
 PATHOLOGICAL = {"partition": "pathological"}
-NUMBERS = {
+NUMBERS: dict[str, Config] = {
     "fedfew-cifar10-m10": {
         **FEDFEW,
-        **DIRICHLET,
-        "dirichlet-alpha": 0.5,
+        **DIR01,
         "num-clients": 10,
         "lr": 0.005,
         "batch-size": 50,
         "num-server-rounds": 2000,
         "model": "cnn",
     },
-    "fedfew-cifar10-m20": {**FEDFEW, **DIRICHLET, "num-clients": 20, "lr": 0.005, "batch-size": 50},
-    "fedfew-tiny-imagenet": {**FEDFEW, "num-clients": 10, "lr": 5e-4, "batch-size": 50, "num-server-rounds": 2000},
-    "fedfew-agnews": {**FEDFEW, "num-clients": 20, "lr": 0.005, "batch-size": 100, "model": "textcnn"},
-    "fedfew-femnist": {**FEDFEW, "partition": "natural", "num-clients": 20, "lr": 0.005, "batch-size": 100},
+    "fedfew-cifar10-m20": {
+        **FEDFEW,
+        **DIR01,
+        "num-clients": 20,
+        "lr": 0.005,
+        "batch-size": 50,
+        "num-server-rounds": 2000,
+        "model": "cnn",
+    },
+    "fedfew-tiny-imagenet": {
+        **FEDFEW,
+        **DIR01,
+        "num-clients": 10,
+        "lr": 5e-4,
+        "batch-size": 50,
+        "num-server-rounds": 2000,
+        "model": "cnn",
+    },
+    "fedfew-agnews": {
+        **FEDFEW,
+        **DIR01,
+        **NEWS,
+        "num-clients": 20,
+        "lr": 0.005,
+        "batch-size": 100,
+        "num-server-rounds": 2000,
+        "model": "textcnn",
+    },
+    "fedfew-femnist": {
+        **FEDFEW,
+        "partition": "natural",
+        "num-clients": 20,
+        "lr": 0.005,
+        "batch-size": 100,
+        "num-server-rounds": 2000,
+        "model": "cnn",
+    },
     "fedfew-kvasir": {
         **FEDFEW,
-        **DIRICHLET,
+        **DIR01,
+        "fedfew-personal-statistics": True,
         "num-clients": 5,
         "lr": 0.002,
         "batch-size": 100,
         "num-server-rounds": 1000,
+        "augment": "crop",
+        "model": "resnet18-bn",
     },
     "fedfew-fedisic": {
         **FEDFEW,
         "partition": "natural",
+        "fedfew-personal-statistics": True,
         "num-clients": 6,
         "lr": 0.005,
         "batch-size": 50,
         "num-server-rounds": 1000,
+        "image-size": 224,
+        "augment": "none",
+        "model": "resnet18-bn",
     },
     "cwfedavg-cifar10-dir01": {**CWFEDAVG, **DIR01, "cwfedavg-wdr-lambda": 10.0},
     "cwfedavg-cifar10-pathological": {**CWFEDAVG, **PATHOLOGICAL, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
@@ -126,7 +177,7 @@ NUMBERS = {
     "cwfedavg-tiny-imagenet-dir01": {**CWFEDAVG, **DIR01, "cwfedavg-wdr-lambda": 2000.0},
     "cwfedavg-tiny-imagenet-resnet": {**CWFEDAVG, **DIR01, "cwfedavg-wdr-lambda": 2000.0, "model": "resnet18-bn"},
     "cwfedavg-mnist-pathological": {**CWFEDAVG, **PATHOLOGICAL, "classes-per-client": 2, "cwfedavg-wdr-lambda": 10.0},
-    "cwfedavg-agnews": {**CWFEDAVG, "model": "fasttext"},
+    "cwfedavg-agnews": {**CWFEDAVG, **DIR01, **NEWS, "cwfedavg-wdr-lambda": 10.0, "model": "fasttext"},
     "fedacs-cifar10-pathological": {"num-clients": 100, **CLASSES, "classes-per-client": 2},
     "fedacs-fmnist-pathological": {"num-clients": 100, **CLASSES, "classes-per-client": 2},
     "fedacs-cifar10-dir05": {"num-clients": 100, **DIRICHLET, "dirichlet-alpha": 0.5, "train-samples": 0},
@@ -137,19 +188,19 @@ NUMBERS = {
     "fedacs-fmnist-50samples-classes": {"num-clients": 100, "classes-per-client": 2, "train-samples": 50},
     "fedacs-cifar10-500clients": {"num-clients": 500, "dirichlet-alpha": 0.5},
     "fedacs-fmnist-500clients": {"num-clients": 500, "dirichlet-alpha": 0.5},
-    "feddrm-cifar10-dir03": {**FEDDRM, **DIRICHLET, "dirichlet-alpha": 0.3},
+    "feddrm-cifar10-dir03": {**FEDDRM, **DIR03},
     "feddrm-cifar10-5spc": {**FEDDRM, "partition": "shards", "shards-per-client": 5},
-    "feddrm-cifar20-dir03": {**FEDDRM, **DIRICHLET, "dirichlet-alpha": 0.3},
+    "feddrm-cifar20-dir03": {**FEDDRM, **DIR03},
     "feddrm-cifar20-25spc": {**FEDDRM, "partition": "shards", "shards-per-client": 25},
-    "feddrm-cifar100-dir03": {**FEDDRM, **DIRICHLET, "dirichlet-alpha": 0.3},
+    "feddrm-cifar100-dir03": {**FEDDRM, **DIR03},
     "feddrm-cifar100-25spc": {**FEDDRM, "partition": "shards", "shards-per-client": 25},
-    "ppfe-cifar10-s2": {**PPFE, **CLASSES, "classes-per-client": 2, "samples-per-client": 150},
-    "ppfe-cifar10-s5": {**PPFE, **CLASSES, "classes-per-client": 5, "samples-per-client": 150},
-    "ppfe-cifar10-dir03": {**PPFE, **DIRICHLET, "dirichlet-alpha": 0.3},
-    "ppfe-cifar10-dir1": {**PPFE, **DIRICHLET, "dirichlet-alpha": 1.0},
-    "ppfe-cifar100-s5": {**PPFE, **WIDE, **CLASSES, "classes-per-client": 5, "samples-per-client": 400},
-    "ppfe-cifar100-s20": {**PPFE, **WIDE, **CLASSES, "classes-per-client": 20, "samples-per-client": 400},
-    "ppfe-emnist-letters": {**PPFE, **CLASSES, "classes-per-client": 10, "samples-per-client": 100},
+    "ppfe-cifar10-s2": {**PPFE_CIFAR, **CLASSES, "classes-per-client": 2, "samples-per-client": 150},
+    "ppfe-cifar10-s5": {**PPFE_CIFAR, **CLASSES, "classes-per-client": 5, "samples-per-client": 150},
+    "ppfe-cifar10-dir03": {**PPFE_CIFAR, **DIRICHLET, "dirichlet-alpha": 0.3, "train-samples": 150},
+    "ppfe-cifar10-dir1": {**PPFE_CIFAR, **DIRICHLET, "dirichlet-alpha": 1.0, "train-samples": 150},
+    "ppfe-cifar100-s5": {**PPFE_CIFAR, **WIDE, **CLASSES, "classes-per-client": 5, "samples-per-client": 400},
+    "ppfe-cifar100-s20": {**PPFE_CIFAR, **WIDE, **CLASSES, "classes-per-client": 20, "samples-per-client": 400},
+    "ppfe-emnist-letters": {**PPFE, "augment": "none", **CLASSES, "classes-per-client": 10, "samples-per-client": 100},
     "ppfe-sent140": {
         **PPFE,
         "partition": "natural",
@@ -162,6 +213,68 @@ NUMBERS = {
         "ppfe-stage-rounds": "10,20,10,10",
     },
 }
+
+
+Rows = dict[str, Config]
+TUNED: Config = {"num-server-rounds": 710, "average-rounds": 10, "local-steps": 10}
+FEDAVG_TUNED: Config = {"method": "fedavg-ft", **TUNED, "fedavg-ft-rounds": 10, "fedavg-ft-lr": 0.01}
+FEDDRM_ROWS: Rows = {
+    "Ditto": {"method": "ditto", "ditto-strength": 1.0, "local-steps": 5},
+    "FedRep": {"method": "fedrep", "local-steps": 5},
+    "FedBABU": {
+        "method": "fedbabu",
+        **TUNED,
+        "fedbabu-rounds": 10,
+        "fedbabu-lr": 0.01,
+        "fedbabu-tuned": "head",
+    },
+    "FedPAC": {"method": "fedpac", "local-steps": 5},
+    "FedALA": {"method": "fedala", "local-steps": 10, "num-server-rounds": 800},
+    "FedAS": {"method": "fedas", "local-steps": 10, "num-server-rounds": 800},
+    "ConFREE": {"method": "confree", "local-steps": 5},
+    "FedAvgFT": FEDAVG_TUNED,
+    "FedProxFT": {"method": "fedprox-ft", **TUNED, "fedprox-ft-rounds": 10, "fedprox-ft-lr": 0.01},
+    "FedSAMFT": {"method": "fedsam-ft", **TUNED, "fedsam-ft-rounds": 10, "fedsam-ft-lr": 0.01},
+    "FedDRM": {"method": "feddrm", "num-server-rounds": 800, "average-rounds": 50},
+}
+LENET: Config = {"model": "lenet-gn", "linear-init": "kaiming"}
+PPFE_ROWS: Rows = {
+    "FedAvg+FT": {"method": "fedavg-ft", "fedavg-ft-epochs": 5},
+    "FedBABU": {"method": "fedbabu", "fedbabu-epochs": 5},
+    "FedRep": {"method": "fedrep", "fedrep-head-epochs": 10},
+}
+IFCA_OF_FEDFEW: Rows = {"IFCA": {"method": "ifca", "ifca-clusters": 3, "ifca-mean": "uniform"}}
+FEDAMP: Rows = {"FedAMP": {"method": "fedamp", "fedamp-distance": "norm"}}
+IFCA: Rows = {"IFCA": {"method": "ifca", "ifca-mean": "uniform"}}
+STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": True}}
+NO_STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": False}}
+CIFAR_COLUMNS = [f"{name}, M = {m}" for name in ("CIFAR-10", "CIFAR-100", "CIFAR-100, 2 classes") for m in (10, 20)]
+TOLD: list[tuple[str, str, str | None, Rows]] = [
+    ("feddrm", "table1", None, FEDDRM_ROWS),
+    ("feddrm", "table2", None, FEDDRM_ROWS),
+    ("feddrm", "table3", None, {"FedAvgFT": FEDAVG_TUNED}),
+    ("feddrm", "table3-average", None, {"FedAvgFT": FEDAVG_TUNED}),
+    *(("feddrm", "figure6", None, {level: LENET}) for level in ("none", "shallow", "mid", "deep")),
+    ("feddrm", "figure12", None, {"data": LENET}),
+    ("ppfe", "table1", None, PPFE_ROWS),
+    ("ppfe", "table2", None, PPFE_ROWS),
+    *(("ppfe", name, None, {"FedAvg+FT": PPFE_ROWS["FedAvg+FT"]}) for name in ("figure4a", "figure4b")),
+    ("fedfew", "table1", None, {**IFCA_OF_FEDFEW, **FEDAMP, **NO_STATISTICS}),
+    ("fedfew", "table2", None, {**IFCA_OF_FEDFEW, **FEDAMP, **STATISTICS}),
+    ("fedfew", "table5", None, IFCA_OF_FEDFEW),
+    *(("fedfew", "table5", variant, STATISTICS) for variant in ("Kvasir", "FedISIC")),
+    *(("fedfew", "table5", variant, NO_STATISTICS) for variant in CIFAR_COLUMNS),
+    *(("fedfew", "table6", "Kvasir", {f"K = {k}": {"fedfew-personal-statistics": True}}) for k in range(1, 6)),
+    ("cwfedavg", "table6", None, FEDAMP),
+    *(("cwfedavg", name, None, {**FEDAMP, **IFCA}) for name in ("table1", "table2", "figure6", "figure11", "figure12")),
+]
+"""What the papers' tables and figures set for some of their rows, in one of their columns or in all (None)."""
+OF_ROWS = [
+    (paper, name, row, variant, setting, value)
+    for paper, name, variant, rows in TOLD
+    for row, own in rows.items()
+    for setting, value in own.items()
+]
 
 
 def test_every_file_is_compared_with_its_paper() -> None:
@@ -180,6 +293,25 @@ def test_experiment_holds_the_papers_numbers(name: str) -> None:
     if "weights" in found:  # a file, by its name in data-dir
         found["weights"] = Path(str(found["weights"])).name
     assert found == NUMBERS[name]
+
+
+@lru_cache(maxsize=1)
+def rows_of(paper: str, name: str) -> list[tuple[str, str, Config]]:
+    """Return variant, row and all settings of each run of a table or figure at the paper's own size, for one seed."""
+    one = item(paper, name)
+    plan = replace(one, content={**one.content, "seeds": [0]}).plan("full", folder=Path("nowhere"))
+    return [(cell.variant, cell.row, read_settings(cell.config).as_config()) for cell in plan.cells]
+
+
+@pytest.mark.xdist_group("rows of tables")
+@pytest.mark.parametrize(("paper", "name", "row", "variant", "setting", "value"), OF_ROWS)
+def test_a_row_of_a_table_has_the_papers_settings(
+    paper: str, name: str, row: str, variant: str | None, setting: str, value: Any
+) -> None:
+    rows = rows_of(paper, name)
+    columns = {column for column, _, _ in rows} if variant is None else {variant}
+    found = {column: config[setting] for column, of_row, config in rows if of_row == row and column in columns}
+    assert found == dict.fromkeys(columns, value)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -188,6 +188,14 @@ def test_models_that_stay_idle_are_told_of_once(make_strategy, update, warnings)
     assert len(told) == 1 and "1 of 3 models" in told.pop()
 
 
+def test_effective_clients_by_hand(make_strategy, update):
+    """With one model α_i ∝ exp(L_i): 2, 1, 1 make 1/2, 1/4, 1/4, and 1 / (1/4 + 1/16 + 1/16) is 8/3."""
+    strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_mu=1.0, fedfew_weigh_losses=False)
+    delta = np.zeros_like(strategy.models)
+    quantities = strategy.aggregate(1, [update(i, [delta, [loss]]) for i, loss in enumerate((0.69314718, 0.0, 0.0))])
+    assert quantities["effective_clients"] == pytest.approx(2.6666667, rel=1e-6)
+
+
 def test_server_lr_scales_the_step(make_strategy, update):
     """K = 1 and a single client: α w = 1, so that θ moves by η_s Δ."""
     strategy = make_strategy("fedfew", model="linear", fedfew_models=1, fedfew_server_lr=0.25)

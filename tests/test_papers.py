@@ -373,7 +373,7 @@ def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(mine: Path) -> N
 
 def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert "ppfe-stage-rounds 9,15,12,12 (30,50,40,40)" in Comparison(item("ppfe", "table2")).smaller()
+    assert "ppfe-stage-rounds 9,15,12,12 (30,50,40,40)" in Comparison(item("ppfe", "table2")).changed("small")
 
 
 @pytest.mark.parametrize(
@@ -682,8 +682,8 @@ def test_cwfedavgs_server_holds_what_is_counted(make_strategy: Callable[..., Any
         assert held(strategy.size, classwise, strategy.num_classes) == state
 
 
-def test_a_drawing_of_an_idea_tells_that_there_is_nothing_to_run(mine: Path) -> None:
-    content = {"title": "Figure 1: idea", "needs": "nothing is measured", "form": {"kind": "idea"}}
+def test_a_figure_without_runs_tells_why_there_are_none(mine: Path) -> None:
+    content = {"title": "Figure 1: idea", "needs": "nothing is measured"}
     (mine / "figure1.yaml").write_text(dump(content), encoding="utf-8")
     (entry,) = Comparison(item("mine", "figure1")).entries
     assert (entry.state, entry.why) == ("not run", "nothing is measured")
@@ -693,8 +693,8 @@ def test_a_drawing_of_an_idea_tells_that_there_is_nothing_to_run(mine: Path) -> 
     assert ".png" not in text
 
 
-def test_a_figure_on_a_data_set_in_its_published_layout(mine: Path) -> None:
-    """Figure 6 of cwFedAvg is run on made-up images in CIFAR-100's layout."""
+def test_a_figure_on_a_data_set_in_an_npz(mine: Path) -> None:
+    """Figure 6 of cwFedAvg is run on made-up images in place of CIFAR-100's (see test_papers_standins)."""
     shutil.copy(ROOT / "papers/cwfedavg/figure6.yaml", mine)
     rng = np.random.default_rng(0)
     y = np.repeat(np.arange(100), 8)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from posy.data import assign
 from posy.data.dataset import make_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import partition
@@ -122,6 +124,37 @@ def test_balanced_dirichlet_gives_no_more_to_a_client_that_has_its_part():
         more = [counts[held > len(data.y) / 20].max() for counts, held in zip(parts, before, strict=True)]
         assert bool(max(more) <= 1) is balanced
     assert sizes[True] < 0.13 < sizes[False]
+
+
+@pytest.mark.parametrize(
+    ("balanced", "expected"),
+    [
+        (False, [[24, 4, 2, 2], [24, 4, 2, 2], [16, 8, 4, 4], [16, 12, 2, 2], [8, 8, 4, 12]]),
+        # An M-th part is 40: client 0 has 48 after the second class, and client 1 after the fourth. Of the third class
+        # the others have 2/4, 1/4, 1/4, of the fourth 6/8, 1/8, 1/8, and of the fifth clients 2 and 3 have 1/4 and 3/4.
+        (True, [[24, 4, 2, 2], [24, 4, 2, 2], [0, 16, 8, 8], [0, 24, 4, 4], [0, 0, 8, 24]]),
+    ],
+)
+def test_dirichlet_shares_by_hand(monkeypatch, balanced, expected):
+    """Five classes of 32 samples on four clients; the drawn shares are given here in place of random ones."""
+    shares = [
+        [24 / 32, 4 / 32, 2 / 32, 2 / 32],
+        [24 / 32, 4 / 32, 2 / 32, 2 / 32],
+        [16 / 32, 8 / 32, 4 / 32, 4 / 32],
+        [16 / 32, 12 / 32, 2 / 32, 2 / 32],
+        [8 / 32, 8 / 32, 4 / 32, 12 / 32],
+    ]
+
+    class Given(assign.DirichletPartitioner):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            drawn = iter(shares)
+            self._rng = SimpleNamespace(dirichlet=lambda alpha: np.array(next(drawn)))
+
+    monkeypatch.setattr(assign, "DirichletPartitioner", Given)
+    data = made(32, 5)
+    counts = partition(data, settings(num_clients=4, dirichlet_balanced=balanced), 0).counts(data.y, 5)
+    assert counts.T.tolist() == expected
 
 
 def test_a_balanced_dirichlet_has_each_sample_once_also_with_a_tiny_alpha():

@@ -377,6 +377,24 @@ def test_weights_sum_to_the_number_of_samples(rule):
         assert float(reweight(losses, weights, 10, rule)[1].sum()) == pytest.approx(n, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("cross-entropy", [1 / 3, 2 / 3, 1.0]),  # log 2, 2 log 2 and 3 log 2, divided by the largest
+        ("probability", [0.5, 0.75, 0.875]),
+        ("zero-one", [0.0, 1.0, 1.0]),
+    ],
+)
+def test_losses_of_three_samples_by_hand(make_client, loss, expected):
+    """Their labels have the probabilities 1/2, 1/4 and 1/8."""
+    data = (np.eye(4, 2, dtype=np.float32), np.arange(4), [[0, 1, 2]], [[3]])
+    client = make_client("ppfe", data=data, model="linear", ppfe_stages=1, ppfe_loss=loss)
+    flat = torch.zeros(client.layout.size)
+    flat[-4:] = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
+    found = client.drive(client.sample_losses(Predictor([Member(flat, client.architecture)])))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 # -- ensemble ------------------------------------------------------------------------------------------
 
 

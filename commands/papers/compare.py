@@ -49,6 +49,8 @@ class Comparison:
     def __init__(self, item: Item, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> None:
         self.item = item
         self.given = given or {}
+        self.decisive = {key: value for key, value in self.given.items() if declared()[key].decides}
+        """Those of the given settings that decide what comes out."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
             self.plans = {scale: item.plan(scale, given, folder) for scale in item.scales}
@@ -146,18 +148,19 @@ class Comparison:
         """Return what a picture that needs no runs needs instead."""
         return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
 
-    def smaller(self) -> str:
-        """Return in which settings scale ``small`` differs from the paper's, as ``key value (paper's)``."""
-        small = self.item.content.get("small", {})
-        full = [cell.config for cell in self.plans["full"].cells]
+    def changed(self, scale: str) -> str:
+        """Return in which settings a scale differs from the paper's, as ``key value (paper's)``."""
+        small = self.item.content.get("small", {}) if scale == "small" else {}
+        full = [cell.config for cell in (self.item.plan("full") if self.decisive else self.plans["full"]).cells]
         told = []
-        for key, value in small.get("settings", {}).items():
+        for key, value in {**small.get("settings", {}), **self.decisive}.items():
             own = dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full)
             own.pop("", None)  # of a method that has no such setting
             if list(own) != [shown(key, value)]:
                 told.append(f"{key} {shown(key, value)} ({' or '.join(own)})")
         for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
-            told.append(f"{name}: " + ", ".join(f"{key} {shown(key, value)}" for key, value in settings.items()))
+            theirs = [f"{key} {shown(key, value)}" for key, value in settings.items() if key not in self.decisive]
+            told += [f"{name}: {', '.join(theirs)}"] if theirs else []
         return ", ".join(told)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
@@ -233,8 +236,11 @@ class Comparison:
 
 def shown(key: str, value: Scalar) -> str:
     """Return a setting's value as one reads it."""
-    if key == "max-samples" and value == 0:
-        return "all"
+    return "all" if key == "max-samples" and value == 0 else typed(value)
+
+
+def typed(value: Scalar) -> str:
+    """Return a setting's value as it is typed."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
-from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
+from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry, typed
 from posy.commands.papers.draw import draw, table
 from posy.commands.papers.item import Claim, items
 from posy.commands.papers.record import in_percent
@@ -110,11 +110,15 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     parts = [_filled(f"{about[0].upper()}{about[1:]}{stop} {item.content.get('shows', '')}")]
     if item.content.get("runs"):
         scales = one.scales or item.scales[:1]
-        command = " and ".join(f"`posy paper {paper} {item.name} --scale {s}{_more_seeds(one, s)}`" for s in scales)
+        given = "".join(f" {key}={typed(value)}" for key, value in one.decisive.items())
+        command = " and ".join(
+            f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(one, scale)}{given}`" for scale in scales
+        )
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
         parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}."))
-        if "small" in one.scales:
-            parts.append(_filled(f"Scale small, in brackets the paper's: {one.smaller()}."))
+        for scale in one.scales:
+            if told := one.changed(scale):
+                parts.append(_filled(f"Scale {scale}, in brackets the paper's: {told}."))
     if item.kind == "partition":
         parts.append(f"`posy paper {paper} {item.name}`, which runs nothing.")
     if item.rows and (item.printed or one.entries):
