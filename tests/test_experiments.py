@@ -216,25 +216,19 @@ NUMBERS: dict[str, Config] = {
 
 
 Rows = dict[str, Config]
-TUNED: Config = {"num-server-rounds": 710, "average-rounds": 10, "local-steps": 10}
-FEDAVG_TUNED: Config = {"method": "fedavg-ft", **TUNED, "fedavg-ft-rounds": 10, "fedavg-ft-lr": 0.01}
+WHOLE: Config = {"num-server-rounds": 800, "average-rounds": 50, "local-steps": 10}
+FEDAVG_TUNED: Config = {"method": "fedavg-ft", **WHOLE, "fedavg-ft-rounds": 100, "fedavg-ft-lr": 0.0}
 FEDDRM_ROWS: Rows = {
     "Ditto": {"method": "ditto", "ditto-strength": 1.0, "local-steps": 5},
     "FedRep": {"method": "fedrep", "local-steps": 5},
-    "FedBABU": {
-        "method": "fedbabu",
-        **TUNED,
-        "fedbabu-rounds": 10,
-        "fedbabu-lr": 0.01,
-        "fedbabu-tuned": "head",
-    },
+    "FedBABU": {"method": "fedbabu", **WHOLE, "fedbabu-rounds": 200, "fedbabu-lr": 0.0, "fedbabu-tuned": "head"},
     "FedPAC": {"method": "fedpac", "local-steps": 5},
     "FedALA": {"method": "fedala", "local-steps": 10, "num-server-rounds": 800},
     "FedAS": {"method": "fedas", "local-steps": 10, "num-server-rounds": 800},
     "ConFREE": {"method": "confree", "local-steps": 5},
     "FedAvgFT": FEDAVG_TUNED,
-    "FedProxFT": {"method": "fedprox-ft", **TUNED, "fedprox-ft-rounds": 10, "fedprox-ft-lr": 0.01},
-    "FedSAMFT": {"method": "fedsam-ft", **TUNED, "fedsam-ft-rounds": 10, "fedsam-ft-lr": 0.01},
+    "FedProxFT": {"method": "fedprox-ft", **WHOLE, "fedprox-ft-rounds": 100, "fedprox-ft-lr": 0.0},
+    "FedSAMFT": {"method": "fedsam-ft", **WHOLE, "fedsam-ft-rounds": 100, "fedsam-ft-lr": 0.0},
     "FedDRM": {"method": "feddrm", "num-server-rounds": 800, "average-rounds": 50},
 }
 LENET: Config = {"model": "lenet-gn", "linear-init": "kaiming"}
