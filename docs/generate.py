@@ -63,7 +63,10 @@ def methods() -> str:
 def overview() -> str:
     """Return the five methods that Posy is about, with what came of their papers' claims here."""
     columns, *rows = described(list(METHODS)[:FIVE])
-    return table([*columns, "its paper's claims here"], ([*row, claims(row[0].strip("`"))] for row in rows))
+    return table(
+        [*columns, "its paper's claims here; (small): at a laptop's scale"],
+        ([*row, claims(row[0].strip("`"))] for row in rows),
+    )
 
 
 def claims(paper: str) -> str:

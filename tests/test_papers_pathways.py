@@ -166,7 +166,7 @@ def test_the_regulariser_gives_the_output_weights_the_clients_shares(found: list
 
 
 def test_what_the_text_of_the_figure_tells(found: list[Panels]) -> None:
-    text = " ".join(str(item("cwfedavg", "figure1").content["shows"]).split())
+    text = " ".join(str(item("cwfedavg", "figure1").content["here"]).split())
     assert len(found) == 10
     reached = {letter: [leading(panels[letter]) for panels in found] for letter in PANELS}
     both = {letter: [min(counts) > 0 for counts in reached[letter]] for letter in PANELS}
@@ -191,7 +191,7 @@ def test_what_the_text_of_the_figure_tells(found: list[Panels]) -> None:
 def test_what_the_text_of_the_figure_tells_of_longer_training() -> None:
     found = simulate(steps=3000)
     assert [sum(0 in leading(panels[letter]) for panels in found) for letter in "hi"] == [6, 2]
-    text = " ".join(str(item("cwfedavg", "figure1").content["shows"]).split())
+    text = " ".join(str(item("cwfedavg", "figure1").content["here"]).split())
     assert "after 3000 steps (h) leads to one output alone in 6, and (i) in 2." in text
     assert f"one round of {pathways.STEPS} steps" in text
 

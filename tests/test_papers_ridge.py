@@ -178,7 +178,7 @@ def test_a_seed_is_always_the_same_simulation() -> None:
 
 
 def test_what_the_page_says_of_the_figure_is_so() -> None:
-    told = str(item("ppfe", "figure3").content["shows"])
+    told = str(item("ppfe", "figure3").content["here"])
 
     def errors(**settings: int | float | None) -> dict[str, float]:
         runs = [simulate(seed, **settings)._asdict() for seed in (0, 1, 2)]  # type: ignore[arg-type]

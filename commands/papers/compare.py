@@ -139,6 +139,12 @@ class Comparison:
         """Wall-clock time of its runs, one after the other."""
         return sum(cell.summary()["seconds"] for _, cells in self.cells.values() for cell in cells)  # type: ignore[index]
 
+    @cached_property
+    def diverged(self) -> list[str]:
+        """Runs that have diverged, by variant, row and seed; they count in no number."""
+        ran = [cell for plan in self.plans.values() for cell in plan.cells] if self.item.has_runs else []
+        return list(dict.fromkeys(cell.name for cell in ran if cell.summary("diverged") is not None))
+
     @property
     def scales(self) -> list[str]:
         """At which scales there are runs."""

@@ -20,6 +20,7 @@ SCALES = ("small", "full")
 """``full`` is the paper's own size; ``small`` shows on a laptop what the paper shows."""
 PARTS: dict[str, type | tuple[type, ...]] = {
     "shows": str,
+    "here": str,
     "measure": (str, list),
     "points": dict,
     "printed": dict,

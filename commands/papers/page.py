@@ -25,8 +25,8 @@ LEGEND = (
     "judged by the differences between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, "
     "else within the noise; one on spreads by the distances from the mean over the seeds, one that rows are alike by "
     "two t-tests. That a row is above several is confirmed if it is above each, and refuted if any is above it (Holm's "
-    "correction); the figures are those of the row that decides. Claims compare runs of one scale; where a table has "
-    "numbers at both, (small) marks the smaller."
+    "correction); the figures are those of the row that decides. Claims compare runs of one scale; (small) marks the "
+    "smaller one."
 )
 
 
@@ -53,13 +53,13 @@ def states(comparison: Comparison, pictures: Sequence[str]) -> str:
 
 def claims(comparison: Comparison) -> str:
     """Return how many of its claims came out how."""
-    return told_of(verdict.word for _, verdict in comparison.verdicts)
+    return told_of(_outcome(verdict) for _, verdict in comparison.verdicts)
 
 
 def verdicts(paper: str, folder: Path | None = None) -> list[str]:
     """Return what came of each claim of a paper itself, by the runs in a folder."""
     own = [Comparison(one, folder=folder) for one in items(paper) if one.in_paper]
-    return [verdict.word for one in own for _, verdict in one.verdicts]
+    return [_outcome(verdict) for one in own for _, verdict in one.verdicts]
 
 
 def told_of(words: Iterable[str]) -> str:
@@ -129,6 +129,8 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
         parts.append(_filled(f"{NOT_RUN}: {one.needed()}."))
     if one.verdicts:
         parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
+    notes = {"Diverged, and left out": "; ".join(one.diverged), "Here": str(item.content.get("here", "")).rstrip(".")}
+    parts += [_filled(f"{what}: {told}.") for what, told in notes.items() if told]
     reasons: dict[str, list[Entry]] = {}
     for entry in one.entries:
         if entry.state in (DIFFERS, NOT_RUN):
@@ -185,6 +187,11 @@ def _told(claim: Claim, verdict: Verdict) -> str:
     why = f": {claim.why}" if claim.why and verdict.word in ("refuted", "within the noise") else ""
     scale = " at scale small" if verdict.scale == "small" else ""
     return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(told)}){why}"
+
+
+def _outcome(verdict: Verdict) -> str:
+    """Return what came of a claim, with a mark if it was judged at scale small."""
+    return f"{verdict.word} (small)" if verdict.scale == "small" and verdict.difference is not None else verdict.word
 
 
 def _picture(paper: str, one: Comparison) -> str:
