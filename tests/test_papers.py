@@ -576,7 +576,7 @@ def test_a_row_may_be_read_off_the_runs_of_another(mine: Path) -> None:
     assert comparison.values("", "Global", "local last")[0] == 100 * summary["served"]["last"]["mean"]
     assert comparison.values("", "Global", "rounds")[0] == 2
     states = {entry.row: entry.state for entry in comparison.entries}
-    assert states == {"FedAvg": "differs", "Global": "differs"}
+    assert states == {"FedAvg": "differs", "Global": "differs", "Local": "not run"}  # scale small leaves it out
 
 
 @pytest.mark.parametrize(

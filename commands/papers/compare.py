@@ -124,7 +124,10 @@ class Comparison:
             self._entry(variant, measure, row)
             for variant, measure in self.item.columns
             for row in self.item.rows
-            if (variant, measure, row) in self.item.printed or self.planned(variant, row)
+            # A paper may have a row and print no number in one of its columns.
+            if (variant, measure, row) in self.item.printed
+            or row not in self.item.content.get("printed", {})
+            or self.runs_of(variant, row)[1]
         ]
         # What a method does not have, as a routing head, its runs do not tell.
         return [one for one in found if one.ours or one.printed or not self.runs_of(one.variant, one.row)[1]]
