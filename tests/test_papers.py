@@ -303,6 +303,25 @@ def test_more_seeds_than_its_own_are_run_if_asked_for_and_stay_in_its_archive(
     assert run()[1:] == (seeds, text)  # from the archive, as in a clone
 
 
+def test_runs_stay_in_the_archive_if_their_column_has_another_name(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = dict.fromkeys(("printed", "claims", "reasons", "small"))
+    settings = {"local-epochs": 3}
+    written(mine, **changes, seeds=[0], variants=[{"name": "a", "settings": {}}, {"name": "b", "settings": settings}])
+    assert main(["paper", "mine", "table1", "--scale", "full", "-j", "1"]) == 0
+    before = archive.read(Path("papers/mine/results/table1-full"))
+    written(mine, **changes, seeds=[0], variants=[{"name": "b", "settings": {}}, {"name": "c", "settings": settings}])
+    capsys.readouterr()
+    assert main(["paper", "mine", "table1", "--scale", "full", "-j", "1"]) == 0
+    assert "/ seed" not in capsys.readouterr().out  # nothing was run again
+    after = archive.read(Path("papers/mine/results/table1-full"))
+    names = {"a": "b", "b": "c"}
+    for name, line in before.items():
+        assert after[names[name[0]] + name[1:]]["summary"] == line["summary"]
+    assert len(after) == len(before)
+
+
 def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(mine)
     # The second needs no runs of its own.

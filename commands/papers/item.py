@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -303,18 +303,36 @@ def read_item(file: Path) -> Item:
 
 def take_up(plan: Plan) -> None:
     """Write the files of the runs that are in a plan's archive, or, of what it lacks, in that of another table."""
-    lacking: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
+    lacking = archive.restore(plan.output, plan.cells)
+    for cell, line in _matching(lacking, _archives(plan)):
+        archive.write(cell.path, line)
+
+
+def held_elsewhere(plan: Plan) -> set[str]:
+    """Return the names of the cells whose runs are in the archive of another table."""
+    others = [folder for folder in _archives(plan) if folder != plan.output]
+    return {cell.name for cell, _ in _matching(plan.cells, others)}
+
+
+def _archives(plan: Plan) -> list[Path]:
+    """Return the folders of all tables of a plan's paper that have an archive."""
+    return sorted(file.parent for file in plan.output.parent.glob(f"*/{archive.FILE}"))
+
+
+def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Yield the cells that have run with the same settings for some table, under whatever name, with the line of it."""
+    wanted: dict[frozenset[tuple[str, Scalar]], list[Cell]] = {}
     earlier: dict[str, dict[str, Scalar]] = {}
-    for cell in archive.restore(plan.output, plan.cells):
-        lacking.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
+    for cell in cells:
+        wanted.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
         earlier[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
-    for other in sorted(plan.output.parent.glob(f"*/{archive.FILE}")) if lacking else ():
-        stamp = other.stat()
-        for line in _lines(other.parent, stamp.st_mtime_ns, stamp.st_size):
+    for folder in folders if wanted else ():
+        stamp = (folder / archive.FILE).stat()
+        for line in _lines(folder, stamp.st_mtime_ns, stamp.st_size):
             ran = line["config"]["settings"]
             known = earlier.get(ran["method"], {})
-            for cell in lacking.pop(frozenset((key, ran.get(key, known[key])) for key in known), []):
-                archive.write(cell.path, line)
+            for cell in wanted.pop(frozenset((key, ran.get(key, known[key])) for key in known), []):
+                yield cell, line
 
 
 def _seeds_in(results: Path) -> list[int]:

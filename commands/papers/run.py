@@ -6,7 +6,7 @@ from pathlib import Path
 
 from posy.commands import archive
 from posy.commands.papers.counts import count
-from posy.commands.papers.item import SCALES, item, items, papers, take_up
+from posy.commands.papers.item import SCALES, held_elsewhere, item, items, papers, take_up
 from posy.commands.papers.page import claims, overview, pictures_in, states, write
 from posy.commands.table import Cell, Plan, fill
 from posy.data.datasets import load_dataset
@@ -87,12 +87,14 @@ def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict
     wanted = [cell for cell in plan.cells if cell.seed in seeds]
     possible = {cell for cell in wanted if _data_is_there(cell, absent)}
     print(f"{title}: {len(possible)} of {len(wanted)} runs can be had here", flush=True)
-    own = archive.read(plan.output)
-    # What another table has run stays in the archive of that one; what was run with other seeds stays in this one.
+    own, elsewhere = archive.read(plan.output), held_elsewhere(plan)
+    # What another table has run stays in the archive of that one; what was run with other seeds, or under another name,
+    # stays in this one.
     cells = tuple(
         cell
         for cell in plan.cells
-        if (cell.name in own and cell.summary(*archive.ENDED)) or (cell in possible and cell.summary() is None)
+        if (cell in possible and cell.summary() is None)
+        or (cell.summary(*archive.ENDED) and (cell.name in own or cell.name not in elsewhere))
     )
     return fill(replace(plan, cells=cells), jobs=jobs) if cells else {}
 
