@@ -329,14 +329,8 @@ def images(pictures: Mapping[str, npt.ArrayLike], path: Path, *, title: str = ""
     """Draw images ``(H, W, 3)`` with their names above them."""
     if not pictures:
         return
-    across = min(columns, len(pictures))
-    down = math.ceil(len(pictures) / across)
-    with _figure(path, _WIDTH, 1.25 * down + 0.4) as figure:
-        figure.suptitle(title, x=0.01, ha="left")
-        grid = figure.subplots(down, across, squeeze=False)
-        for axes in grid.flat:
-            axes.set_axis_off()
-        for axes, (name, picture) in zip(grid.flat, pictures.items(), strict=False):
+    with _figure(path, _WIDTH, 1.25 * math.ceil(len(pictures) / columns) + 0.4) as figure:
+        for axes, (name, picture) in zip(_bare(figure, title, len(pictures), columns), pictures.items(), strict=True):
             axes.imshow(np.asarray(picture))
             axes.set_title(name, fontsize=6.5, pad=2)
 
@@ -376,14 +370,8 @@ def networks(
     """
     if not panels:
         return
-    across = min(columns, len(panels))
-    down = math.ceil(len(panels) / across)
-    with _figure(path, _WIDTH, 1.9 * down + 0.8) as figure:
-        figure.suptitle(title, x=0.01, ha="left")
-        grid = figure.subplots(down, across, squeeze=False)
-        for axes in grid.flat:
-            axes.set_axis_off()
-        for axes, (name, layers) in zip(grid.flat, panels.items(), strict=False):
+    with _figure(path, _WIDTH, 1.9 * math.ceil(len(panels) / columns) + 0.8) as figure:
+        for axes, (name, layers) in zip(_bare(figure, title, len(panels), columns), panels.items(), strict=True):
             axes.set_title(name, fontsize=9, pad=6)
             _draw_network(axes, [(_numbers(weights), np.asarray(marked, bool)) for weights, marked in layers])
         kinds = {"positive": COLOURS[2], "negative": COLOURS[1], "smaller weights": _FAINT}
@@ -472,6 +460,16 @@ def _draw(axes: Axes, panel: Panel, height: float, width: float) -> AxesImage:
                 ink = "black" if is_light else "white"
                 axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=min(size, 10))
     return image
+
+
+def _bare(figure: Figure, title: str, number: int, columns: int) -> list[Axes]:
+    """Return so many panels without axes, in rows of at most so many columns."""
+    figure.suptitle(title, x=0.01, ha="left")
+    across = min(columns, number)
+    grid = figure.subplots(math.ceil(number / across), across, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    return list(grid.flat[:number])
 
 
 def _draw_network(axes: Axes, layers: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]]) -> None:

@@ -29,6 +29,9 @@ LEGEND = (
     "smaller one."
 )
 
+OUTCOMES = ("confirmed", "refuted", "within the noise", "one pair", "not run")
+"""What may come of a claim."""
+
 
 def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
     """Return the page of a paper as Markdown; ``pictures`` are the names of the figures that lie beside it."""
@@ -57,9 +60,10 @@ def claims(comparison: Comparison) -> str:
 
 
 def verdicts(paper: str, folder: Path | None = None) -> list[str]:
-    """Return what came of each claim of a paper itself, by the runs in a folder."""
+    """Return what came of each claim of a paper itself, by the runs in a folder, what is confirmed first."""
     own = [Comparison(one, folder=folder) for one in items(paper) if one.in_paper]
-    return [_outcome(verdict) for one in own for _, verdict in one.verdicts]
+    found = sorted((verdict for one in own for _, verdict in one.verdicts), key=lambda each: OUTCOMES.index(each.word))
+    return [_outcome(verdict) for verdict in found]
 
 
 def told_of(words: Iterable[str]) -> str:
@@ -97,7 +101,7 @@ def overview(papers: Sequence[str]) -> list[list[str]]:
         words = Counter(verdict.word for one in comparisons for _, verdict in one.verdicts)
         found = Counter(entry.state for one in comparisons for entry in one.entries)
         row = [paper, str(words.total())]
-        row += [str(words[word]) for word in ("confirmed", "refuted", "within the noise", "one pair", "not run")]
+        row += [str(words[word]) for word in OUTCOMES]
         row += [str(found[state]) for state in (REPRODUCED, DIFFERS, DRAWN, NOT_RUN)]
         rows.append(row)
     return rows
