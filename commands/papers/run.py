@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.commands import archive
 from posy.commands.papers.counts import count
 from posy.commands.papers.item import SCALES, held_elsewhere, item, items, papers, take_up
-from posy.commands.papers.page import claims, overview, pictures_in, states, write
+from posy.commands.papers.page import OUTCOMES, claims, overview, pictures_in, states, write
 from posy.commands.table import Cell, Plan, fill
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
@@ -21,7 +21,7 @@ PAGES = Path("docs/papers")
 OWN = Path("results/papers")
 """Where runs and pages go of somebody who has changed what decides the results."""
 COLUMNS = (
-    *("claims", "confirmed", "refuted", "within the noise", "one pair", "not run"),
+    *("claims", *OUTCOMES),
     *("numbers reproduced", "differ", "drawn", "not run"),
 )
 """What is told of a paper."""
