@@ -3,12 +3,15 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, current_thread, main_thread
+from threading import current_thread, main_thread
 from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_interrupted = Event()
-"""Set once a signal has raised KeyboardInterrupt: Python drops it in a finaliser, or a weak reference's callback."""
+_interrupted: list[int] = []
+"""Signals that have raised KeyboardInterrupt: Python drops it in a finaliser, or a weak reference's callback.
+
+A list and no Event: a second signal may come while the first is noted, and would wait for the Event's lock for ever.
+"""
 
 
 @contextmanager
@@ -19,7 +22,7 @@ def interruptible() -> Iterator[None]:
     """
 
     def interrupt(number: int, frame: Any) -> None:
-        _interrupted.set()
+        _interrupted.append(number)
         raise KeyboardInterrupt
 
     heeded = [ending for ending in ENDING if signal.getsignal(ending) is not signal.SIG_IGN]
@@ -61,5 +64,5 @@ def undivided() -> Iterator[None]:
             signal.signal(ending, handler)
     if noted:
         signal.raise_signal(noted[0])
-    if _interrupted.is_set():
+    if _interrupted:
         raise KeyboardInterrupt

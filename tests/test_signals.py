@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -36,6 +38,33 @@ def test_a_second_signal_ends_it_at_once() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         done.append(2)
     assert done == [1]
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_a_second_signal_may_come_while_the_first_is_taken(at: int) -> None:
+    """As where Ctrl-C goes to all processes of a terminal, and a table tells its runs to end, too."""
+    script = f"""
+import signal, sys
+from posy.signals import interruptible
+
+steps = []
+
+def trace(frame, event, argument):
+    steps.append(event)
+    if len(steps) == {at}:  # a step of the handler, or of what it calls
+        sys.settrace(None)
+        signal.raise_signal(signal.SIGTERM)
+    return trace
+
+try:
+    with interruptible():
+        sys.settrace(trace)
+        signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("ended")
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert process.stdout == "ended\n", process.stderr
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
