@@ -202,7 +202,7 @@ def test_the_page_shows_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert figure.draws_alone
     assert not figure.has_runs
     assert Comparison(figure).entries == []
-    monkeypatch.setattr(pathways, "simulate", lambda: found)
+    monkeypatch.setattr(pathways, "simulate", lambda seeds: found[: len(seeds)])
     monkeypatch.setattr("posy.commands.papers.page.items", lambda _: [figure])
     write("cwfedavg", tmp_path)
     assert (tmp_path / "cwfedavg-figure1.png").is_file()

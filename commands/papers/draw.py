@@ -3,7 +3,7 @@
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 
 from posy import figures
-from posy.commands.papers import pathways, ridge
+from posy.commands.papers import drift, pathways, ridge
 from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
-from posy.commands.papers.drift import simulate
 from posy.commands.papers.record import curve, in_percent, kept
 from posy.commands.papers.verdict import Number, number
 from posy.commands.table import Cell
@@ -27,6 +26,8 @@ from posy.settings import SettingsError
 from posy.yaml12 import read_yaml
 
 MARKS = {REPRODUCED: " ✓", DIFFERS: " ≠", NOT_RUN: "", DRAWN: ""}
+SEEDS = (0, 1, 2)
+"""What a simulation is drawn over."""
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -85,11 +86,7 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
             if not curves or not all(curves):
                 continue
             shared = sorted(set.intersection(*(set(found) for found in curves)))
-            band = []
-            for n in shared:
-                values = number([found[n] for found in curves])
-                assert values is not None
-                band.append((float(n * steps[0]), values.mean, values.std or 0.0))
+            band = [_point(n * steps[0], [found[n] for found in curves]) for n in shared]
             panels.setdefault(", ".join(filter(None, (variant, key if len(keys) > 1 else ""))), {})[row] = band
     over = "local epochs" if form.get("over") == "epochs" else "round"
     figures.small_multiples(
@@ -248,13 +245,13 @@ def _sharing(comparison: Comparison, form: Mapping[str, Any], path: Path) -> Non
 
 def _drift(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw the gradient drift of FedDRM's two losses over the rounds, on random embeddings."""
-    found = [simulate(seed) for seed in (0, 1, 2)]
+    found = [drift.simulate(seed) for seed in SEEDS]
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for measure in ("drift", "relative drift"):
         for task in ("class", "client"):
-            runs = np.array([getattr(one[task], measure.replace(" ", "_")) for one in found])
-            points = zip(runs.mean(axis=0), runs.std(axis=0, ddof=1), strict=True)
-            panels.setdefault(measure, {})[task] = [(float(n), float(m), float(s)) for n, (m, s) in enumerate(points)]
+            runs = [getattr(one[task], measure.replace(" ", "_")).tolist() for one in found]
+            points = [_point(n, values) for n, values in enumerate(zip(*runs, strict=True))]
+            panels.setdefault(measure, {})[task] = points
     figures.small_multiples(panels, path, title=comparison.item.title, columns=2, apart=True)
 
 
@@ -263,9 +260,9 @@ def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 
     Clients with an r_p of their own stand apart from the others, at 1.2.
     """
-    clients = {float(k): [ridge.simulate(seed, clients=k) for seed in (0, 1, 2)] for k in ridge.CLIENTS}
-    ratios = {r: [ridge.simulate(seed, ratio=r) for seed in (0, 1, 2)] for r in ridge.RATIOS}
-    own = [ridge.simulate(seed, ratio=None) for seed in (0, 1, 2)]
+    clients = {float(k): [ridge.simulate(seed, clients=k) for seed in SEEDS] for k in ridge.CLIENTS}
+    ratios = {r: [ridge.simulate(seed, ratio=r) for seed in SEEDS] for r in ridge.RATIOS}
+    own = [ridge.simulate(seed, ratio=None) for seed in SEEDS]
     sides = {
         f"a: clients K, r_p = {ridge.USUAL_RATIO:g}": clients,
         f"b: r_p, at 1.2 from U(0, 1), K = {ridge.USUAL_CLIENTS}": {**ratios, 1.1: [], 1.2: own},
@@ -276,7 +273,7 @@ def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
         for about, points in sides.items():
             title = f"{about[0]}: without FedAvg" if below else about
             panels[title] = {
-                name: [_mean_and_spread(x, [getattr(run, key) for run in runs]) for x, runs in points.items()]
+                name: [_point(x, [getattr(run, key) for run in runs]) for x, runs in points.items()]
                 for name, key in names.items()
                 if not below or name != "FedAvg"
             }
@@ -285,15 +282,15 @@ def _ridge(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     )
 
 
-def _mean_and_spread(x: float, values: list[float]) -> tuple[float, float, float]:
+def _point(x: float, values: Sequence[float]) -> tuple[float, float, float]:
     """Return a point of a line with its band, or, without values, a gap."""
     found = number(values)
-    return (x, found.mean, found.std or 0.0) if found else (x, math.nan, math.nan)
+    return (float(x), found.mean, found.std or 0.0) if found else (float(x), math.nan, math.nan)
 
 
 def _pathways(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw the networks of cwFedAvg's motivational example, their largest weights in colours."""
-    found = pathways.simulate()[0]
+    (found,) = pathways.simulate(pathways.SEEDS[:1])
     panels = {}
     for letter, about in pathways.PANELS.items():
         weights = pathways.weights_of(found[letter])

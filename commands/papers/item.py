@@ -304,19 +304,19 @@ def read_item(file: Path) -> Item:
 def take_up(plan: Plan) -> None:
     """Write the files of the runs that are in a plan's archive, or, of what it lacks, in that of another table."""
     lacking = archive.restore(plan.output, plan.cells)
-    for cell, line in _matching(lacking, _archives(plan)):
+    for cell, line in _matching(lacking, _archives(plan.output.parent)):
         archive.write(cell.path, line)
 
 
 def held_elsewhere(plan: Plan) -> set[str]:
     """Return the names of the cells whose runs are in the archive of another table."""
-    others = [folder for folder in _archives(plan) if folder != plan.output]
+    others = [folder for folder in _archives(plan.output.parent) if folder != plan.output]
     return {cell.name for cell, _ in _matching(plan.cells, others)}
 
 
-def _archives(plan: Plan) -> list[Path]:
-    """Return the folders of all tables of a plan's paper that have an archive."""
-    return sorted(file.parent for file in plan.output.parent.glob(f"*/{archive.FILE}"))
+def _archives(results: Path) -> list[Path]:
+    """Return the folders of a paper's tables that have an archive."""
+    return sorted(file.parent for file in results.glob(f"*/{archive.FILE}"))
 
 
 def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -327,8 +327,7 @@ def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[
         wanted.setdefault(frozenset((key, value) for key, (value, _) in cell.decisive.items()), []).append(cell)
         earlier[cell.method] = {key: before for key, (_, before) in cell.decisive.items()}
     for folder in folders if wanted else ():
-        stamp = (folder / archive.FILE).stat()
-        for line in _lines(folder, stamp.st_mtime_ns, stamp.st_size):
+        for line in _lines(folder):
             ran = line["config"]["settings"]
             known = earlier.get(ran["method"], {})
             for cell in wanted.pop(frozenset((key, ran.get(key, known[key])) for key in known), []):
@@ -337,16 +336,17 @@ def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[
 
 def _seeds_in(results: Path) -> list[int]:
     """Return the seeds that stand in the archives of a folder's tables."""
-    found: set[int] = set()
-    for file in results.glob(f"*/{archive.FILE}"):
-        stamp = file.stat()
-        found |= {line["config"]["settings"]["seed"] for line in _lines(file.parent, stamp.st_mtime_ns, stamp.st_size)}
-    return sorted(found)
+    return sorted({line["config"]["settings"]["seed"] for folder in _archives(results) for line in _lines(folder)})
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of an archive, which are read again when it has changed."""
+    stamp = (folder / archive.FILE).stat()
+    return _lines_at(folder, stamp.st_mtime_ns, stamp.st_size)
 
 
 @lru_cache(maxsize=64)
-def _lines(folder: Path, changed: int, size: int) -> list[dict[str, Any]]:
-    """Return the lines of an archive, which are read again when it has changed."""
+def _lines_at(folder: Path, changed: int, size: int) -> list[dict[str, Any]]:
     return list(archive.read(folder).values())
 
 

@@ -11,7 +11,7 @@ from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Co
 from posy.commands.papers.draw import draw, table
 from posy.commands.papers.item import Claim, items
 from posy.commands.papers.record import in_percent
-from posy.commands.papers.verdict import Verdict
+from posy.commands.papers.verdict import OUTCOMES, Verdict
 from posy.commands.table import machines
 from posy.data.errors import DataError
 from posy.server_app.progress import duration
@@ -20,17 +20,13 @@ from posy.strategies.registry import PAPERS
 
 LEGEND = (
     "Under each heading stands what the paper shows. In tables: the paper's number → ours, mean ± standard deviation "
-    "over the seeds; ✓ the same (within two standard "
-    "deviations of the two, or a point; 0.01 of what is no percentage), ≈ the same, at scale small, ≠ not. A claim is "
-    "judged by the differences between its rows, paired by seed and column: confirmed or refuted by a t-test at 5 %, "
-    "else within the noise; one on spreads by the distances from the mean over the seeds, one that rows are alike by "
-    "two t-tests. That a row is above several is confirmed if it is above each, and refuted if any is above it (Holm's "
-    "correction); the figures are those of the row that decides. Claims compare runs of one scale; (small) marks the "
-    "smaller one."
+    "over the seeds; ✓ the same (within two standard deviations of the two, or a point; 0.01 of what is no "
+    "percentage), ≈ the same, at scale small, ≠ not. A claim is judged by the differences between its rows, paired by "
+    "seed and column: confirmed or refuted by a t-test at 5 %, else within the noise; one on spreads by the distances "
+    "from the mean over the seeds, one that rows are alike by two t-tests. That a row is above several is confirmed "
+    "if it is above each, and refuted if any is above it (Holm's correction); the figures are those of the row that "
+    "decides. Claims compare runs of one scale; (small) marks the smaller one."
 )
-
-OUTCOMES = ("confirmed", "refuted", "within the noise", "one pair", "not run")
-"""What may come of a claim."""
 
 
 def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
@@ -133,8 +129,7 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
         parts.append(_filled(f"{NOT_RUN}: {one.needed()}."))
     if one.verdicts:
         parts.append("\n".join(f"- {_told(claim, verdict)}" for claim, verdict in one.verdicts))
-    notes = {"Diverged, and left out": "; ".join(one.diverged), "Here": str(item.content.get("here", "")).rstrip(".")}
-    parts += [_filled(f"{what}: {told}.") for what, told in notes.items() if told]
+    parts += map(_filled, _notes(one))
     reasons: dict[str, list[Entry]] = {}
     for entry in one.entries:
         if entry.state in (DIFFERS, NOT_RUN):
@@ -144,6 +139,13 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
         results = {cell: cell.summary() or {} for _, cells in one.cells.values() for cell in cells}
         parts += [_filled(f"Machine: {line}.") for line in machines(results)]
     return parts
+
+
+def _notes(one: Comparison) -> list[str]:
+    """Return what is told of the runs beside their numbers: which have diverged, and what is seen here."""
+    diverged = [f"Diverged, and left out: {'; '.join(one.diverged)}."] if one.diverged else []
+    here = [f"Here: {one.item.content['here']}"] if "here" in one.item.content else []
+    return diverged + here
 
 
 def _more_seeds(one: Comparison, scale: str) -> str:

@@ -139,7 +139,8 @@ def personalise(gram: Array, moment: Array, penalty: float) -> Array:
 def reweight(losses: Array, importance: Array) -> tuple[Array, Array]:
     """Return beta ``(K,)`` and new sample weights ``(K, n)``: Algorithm 1, Reweight, with losses in [0, 1].
 
-    epsilon stays within (0, 1/2), so that no beta is infinite or negative.
+    It is that of :func:`posy.client_app.ppfe.reweight` for all clients at once, but that epsilon stays within (0, 1/2),
+    so that no beta is infinite or negative.
     """
     error = np.clip((importance * losses).sum(axis=1) / importance.sum(axis=1), 1e-6, 0.5 - 1e-6)
     beta = 0.5 * np.log((1 - error) / error)

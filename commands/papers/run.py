@@ -7,7 +7,8 @@ from pathlib import Path
 from posy.commands import archive
 from posy.commands.papers.counts import count
 from posy.commands.papers.item import SCALES, held_elsewhere, item, items, papers, take_up
-from posy.commands.papers.page import OUTCOMES, claims, overview, pictures_in, states, write
+from posy.commands.papers.page import claims, overview, pictures_in, states, write
+from posy.commands.papers.verdict import OUTCOMES
 from posy.commands.table import Cell, Plan, fill
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
@@ -67,11 +68,13 @@ def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
     for one in wanted:
+        if not (one.has_runs or one.counts_classes):
+            continue
+        plan = one.plan(scale, given, folder, seeds)
         if one.has_runs:
-            plan = one.plan(scale, given, folder, seeds)
             failures |= _run(plan, one.title, one.seeds(scale, seeds), jobs, absent)
         if one.counts_classes:
-            made = count(one.plan(scale, given, folder), absent)
+            made = count(plan, absent)
             failures |= {f"{one.title}, {variant}": reason for variant, reason in made.items()}
     show_paper(name, given, folder)
     for what, reason in absent.items():

@@ -14,6 +14,8 @@ ROUNDING = 1e-12
 """Numbers are all alike if their standard deviation is at most this part of their mean."""
 SPREADS = 2.0
 """How many standard deviations a number may lie from the paper's and still be the same."""
+OUTCOMES = ("confirmed", "refuted", "within the noise", "one pair", "not run")
+"""What may come of a claim."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> b
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say of a claim: ``confirmed``, ``refuted``, ``within the noise``, ``one pair``, ``not run``.
+    """What the runs say of a claim: a word of ``OUTCOMES``.
 
     ``difference``, ``std`` and ``pairs`` are those of the two rows that decide, and ``of`` says which these are.
     ``confirmed`` of ``compared`` pairs of rows are as claimed. ``scale`` is that of the runs.
