@@ -218,6 +218,8 @@ def paper(
     """
     from posy.commands.papers.run import list_papers, run_part, show_paper  # noqa: PLC0415 - imports pandas
 
+    if seeds and not part:
+        raise SettingsError(f"--seeds {seeds}: nothing is run without the name of a table or figure, or `all`")
     if not name:
         return list_papers()
     if not part:

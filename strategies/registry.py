@@ -129,13 +129,20 @@ def groups(methods: Iterable[str]) -> dict[str, Mapping[str, Setting]]:
 
 def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
     """Return the declared settings by key: those that all methods share, and those of some methods (None: of all)."""
-    found = groups(METHODS if methods is None else methods)
-    known = {key: setting for group in found.values() for key, setting in group.items()}
-    if len(known) < sum(map(len, found.values())):  # only what is people's own can do that
-        method, own = found.popitem()
-        taken = next(key for key in own if any(key in group for group in found.values()))
-        raise SettingsError(f"method = {shown(method)}: there is a setting {taken} already; give it another name")
+    wanted = tuple(METHODS if methods is None else methods)
+    known = dict(_declared(tuple(method for method in wanted if not is_own(method))))
+    for method in filter(is_own, wanted):
+        own = groups([method])[method]
+        if taken := next((key for key in own if key in known), None):
+            raise SettingsError(f"method = {shown(method)}: there is a setting {taken} already; give it another name")
+        known |= own
     return known
+
+
+@lru_cache(maxsize=64)
+def _declared(methods: tuple[str, ...]) -> dict[str, Setting]:
+    """Return the settings that all methods share and those of some methods of Posy's, which do not change."""
+    return {key: setting for group in groups(methods).values() for key, setting in group.items()}
 
 
 def declared_for(config: Mapping[str, Any]) -> dict[str, Setting]:
@@ -148,6 +155,7 @@ def defaults() -> dict[str, Scalar]:
     return {key: setting.default for key, setting in declared().items()}
 
 
+@lru_cache(maxsize=4096)
 def owner(key: str) -> str | None:
     """Return the method of Posy's that a setting belongs to, if it does to one."""
     candidates = (method for method in METHODS if key.startswith(f"{method}-"))

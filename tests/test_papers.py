@@ -303,6 +303,13 @@ def test_more_seeds_than_its_own_are_run_if_asked_for_and_stay_in_its_archive(
     assert run()[1:] == (seeds, text)  # from the archive, as in a clone
 
 
+@pytest.mark.parametrize("words", [[], ["mine"]])
+def test_seeds_without_a_table_are_an_error(words: list[str], mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper", *words, "--seeds", "5"]) == 2
+    assert "--seeds 5: nothing is run without the name of a table or figure" in capsys.readouterr().err
+    assert not Path("docs").exists()
+
+
 def test_runs_stay_in_the_archive_if_their_column_has_another_name(
     mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
