@@ -5,7 +5,8 @@ only None and NaN. Figures are made through matplotlib's objects, never through 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,12 +217,16 @@ def small_multiples(
     percent: bool = False,
     columns: int = 4,
     log: bool = False,
+    y_log: bool = False,
     apart: bool = False,
+    points: Collection[str] = (),
+    dashed: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Draw a small panel for each group of lines, with bands around the lines.
 
     All share one y-axis, unless these are ``apart``, and one x-axis, unless the lines of one panel are more than four
-    times as long as another's; with ``log`` the x-axes are logarithmic.
+    times as long as another's; with ``log`` the x-axes are logarithmic, with ``y_log`` the y-axes. Lines named in
+    ``points`` are points that nothing joins. ``dashed`` holds, by panel and name, numbers that have no x.
     """
     drawn = {name: lines for name, lines in panels.items() if any(len(band) for band in lines.values())}
     if not drawn:
@@ -229,7 +234,8 @@ def small_multiples(
     across = min(columns, len(drawn))
     down = math.ceil(len(drawn) / across)
     high = 1.75 if columns > 2 else 3.0
-    names = dict.fromkeys(name for lines in drawn.values() for name in lines)
+    levels = {panel: (dashed or {}).get(panel, {}) for panel in drawn}
+    names = dict.fromkeys(name for own in (drawn, levels) for lines in own.values() for name in lines)
     styles = {name: _line_style(index, len(names), 100) for index, name in enumerate(names)}
     with _figure(path, _WIDTH, high * down + 0.9) as figure:
         figure.suptitle(title, x=0.01, ha="left")
@@ -244,13 +250,18 @@ def small_multiples(
                 axes.set_xscale("log")
             else:
                 axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+            if y_log:
+                axes.set_yscale("log")
             if percent:
                 axes.yaxis.set_major_formatter(_PERCENT)
             for label, band in lines.items():
                 x, y, half = _numbers(band).reshape(-1, 3).T
                 few = {"marker": "o", "markersize": 3.5} if len(x) <= 12 else {}
+                few = {"marker": "D", "markersize": 5, "linestyle": ""} if label in points else few
                 axes.plot(x, y, label=label, **styles[label] | {"linewidth": 1.6} | few)
                 axes.fill_between(x, y - half, y + half, color=styles[label]["color"], alpha=0.2, linewidth=0)
+            for label, level in levels[name].items():
+                axes.axhline(level, label=label, **styles[label] | {"linewidth": 1.6, "linestyle": "--", "marker": ""})
         for axes in grid[-1]:  # a label of the whole figure would lie under the legend
             axes.set_xlabel(xlabel, fontsize=10)
         figure.supylabel(ylabel, fontsize=10)
@@ -288,7 +299,11 @@ def bars(
         axes.set(ylabel=ylabel)
         if marks:
             _note(axes, "—: the paper's number")
-        _legend(axes, min(5, len(names)))
+        if list(groups) == [""]:  # the bars have their names below them
+            own = (np.arange(len(names)) - (len(names) - 1) / 2) * width
+            axes.set_xticks(own, labels=[textwrap.fill(name, 16) for name in names])
+        else:
+            _legend(axes, min(5, len(names)))
 
 
 def named_points(

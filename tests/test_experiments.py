@@ -238,6 +238,7 @@ PPFE_ROWS: Rows = {
     "FedRep": {"method": "fedrep", "fedrep-head-epochs": 10},
 }
 IFCA_OF_FEDFEW: Rows = {"IFCA": {"method": "ifca", "ifca-clusters": 3, "ifca-mean": "uniform"}}
+APFL: Rows = {"APFL": {"method": "apfl", "apfl-adaptive": True}}
 FEDAMP: Rows = {"FedAMP": {"method": "fedamp", "fedamp-distance": "norm"}}
 IFCA: Rows = {"IFCA": {"method": "ifca", "ifca-mean": "uniform"}}
 STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": True}}
@@ -253,12 +254,13 @@ TOLD: list[tuple[str, str, str | None, Rows]] = [
     ("ppfe", "table1", None, PPFE_ROWS),
     ("ppfe", "table2", None, PPFE_ROWS),
     *(("ppfe", name, None, {"FedAvg+FT": PPFE_ROWS["FedAvg+FT"]}) for name in ("figure4a", "figure4b")),
-    ("fedfew", "table1", None, {**IFCA_OF_FEDFEW, **FEDAMP, **NO_STATISTICS}),
-    ("fedfew", "table2", None, {**IFCA_OF_FEDFEW, **FEDAMP, **STATISTICS}),
-    ("fedfew", "table5", None, IFCA_OF_FEDFEW),
+    ("fedfew", "table1", None, {**IFCA_OF_FEDFEW, **APFL, **FEDAMP, **NO_STATISTICS}),
+    ("fedfew", "table2", None, {**IFCA_OF_FEDFEW, **APFL, **FEDAMP, **STATISTICS}),
+    ("fedfew", "table5", None, {**IFCA_OF_FEDFEW, **APFL}),
     *(("fedfew", "table5", variant, STATISTICS) for variant in ("Kvasir", "FedISIC")),
     *(("fedfew", "table5", variant, NO_STATISTICS) for variant in CIFAR_COLUMNS),
     *(("fedfew", "table6", "Kvasir", {f"K = {k}": {"fedfew-personal-statistics": True}}) for k in range(1, 6)),
+    *(("fedacs", name, None, APFL) for name in ("figure1", "figure1-insufficient")),
     ("cwfedavg", "table6", None, FEDAMP),
     *(("cwfedavg", name, None, {**FEDAMP, **IFCA}) for name in ("table1", "table2", "figure6", "figure11", "figure12")),
 ]

@@ -160,3 +160,33 @@ def test_panels_of_very_different_lengths_have_axes_of_their_own(
     (figure,) = drawn
     first, second = (axes.get_xlim() for axes in figure.axes if axes.get_visible())
     assert (first == second) == shared and second[1] > rounds[1]
+
+
+def test_points_are_not_joined_and_what_has_no_x_is_a_dashed_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    lines = {"ours": [(1, 0.5, 0.1), (2, 0.6, 0.1)], "paper": [(1, 0.7, 0.0), (2, 0.8, 0.0)]}
+    figures.small_multiples(
+        {"a": lines, "b": lines}, tmp_path / "figure.png", points={"paper"}, dashed={"a": {"FedAvg": 0.3}}, y_log=True
+    )
+    (figure,) = drawn
+    first, second = (axes for axes in figure.axes if axes.get_visible())
+    told = {line.get_label(): (line.get_linestyle(), [*line.get_ydata()]) for line in first.lines}
+    assert told == {"ours": ("-", [0.5, 0.6]), "paper": ("None", [0.7, 0.8]), "FedAvg": ("--", [0.3, 0.3])}
+    assert [line.get_label() for line in second.lines] == ["ours", "paper"]
+    assert first.get_yscale() == "log" and first.get_xscale() == "linear"
+
+
+def test_bars_of_one_group_have_their_names_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    bars = {"one local epoch": (0.5, 0.1), "two": (0.6, 0.1)}
+    figures.bars({"": bars}, tmp_path / "figure.png")
+    figures.bars({"a": bars, "b": bars}, tmp_path / "figure.png")
+    (one,), (other,) = (figure.axes for figure in drawn)
+    assert [tick.get_text() for tick in one.get_xticklabels()] == ["one local epoch", "two"]
+    assert [bar.get_x() + bar.get_width() / 2 for bar in one.patches] == pytest.approx([*one.get_xticks()])
+    assert one.get_legend() is None and not one.figure.legends
+    assert [tick.get_text() for tick in other.get_xticklabels()] == ["a", "b"]

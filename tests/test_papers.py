@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posy import figures
 from posy.commands import archive
 from posy.commands.cli import main
 from posy.commands.papers import item as item_module
@@ -85,14 +86,16 @@ def test_a_number_over_seeds() -> None:
 @pytest.mark.parametrize(
     ("ours", "printed", "spread", "same"),
     [
-        (Number(60.0, 3.0, 3), 70.0, 4.0, True),  # sqrt(9 + 16) = 5; twice that are the 10 between them
-        (Number(60.0, 3.0, 3), 70.1, 4.0, False),
+        (Number(60.0, 0.45, 3), 61.5, 0.6, True),  # sqrt(0.2025 + 0.36) = 0.75; twice that are the 1.5 between them
+        (Number(60.0, 0.45, 3), 61.6, 0.6, False),
+        (Number(60.0, 3.0, 3), 62.0, 4.0, True),  # two points are the most, however wide the spreads
+        (Number(60.0, 3.0, 3), 62.1, 4.0, False),
         (Number(60.0, None, 1), 61.0, None, True),
         (Number(60.0, None, 1), 61.1, None, False),
         (Number(60.0, 0.0, 3), 60.9, 0.0, True),
     ],
 )
-def test_a_number_is_the_papers_within_two_standard_deviations(
+def test_a_number_is_the_papers_within_two_standard_deviations_and_two_points(
     ours: Number, printed: float, spread: float | None, same: bool
 ) -> None:
     assert agrees(ours, printed, spread, 1.0) is same
@@ -101,6 +104,7 @@ def test_a_number_is_the_papers_within_two_standard_deviations(
 def test_an_entropy_may_differ_by_a_hundredth() -> None:
     assert agrees(Number(1.09, None, 1), 1.099, None, 0.01)
     assert not agrees(Number(0.3, None, 1), 1.099, None, 0.01)
+    assert not agrees(Number(1.07, 0.5, 2), 1.099, None, 0.01)
 
 
 def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
@@ -113,14 +117,16 @@ def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
     ("differences", "by", "word"),
     [
         ([], 0.0, "not run"),
-        ([3.0], 0.0, "one pair"),
+        ([3.0], 0.0, "too few runs"),
         ([1.0, 2.0, 3.0], 0.0, "within the noise"),  # t = 2 / (1 / sqrt 3) = 3.46 < 4.30
         ([2.0, 2.5, 3.0], 0.0, "confirmed"),  # t = 2.5 / (0.5 / sqrt 3) = 8.66
         ([2.0, 2.5, 3.0], 5.0, "refuted"),
         ([-2.0, -2.5, -3.0], 0.0, "refuted"),
         ([1.0, 1.0], 0.0, "confirmed"),
         ([0.3, 0.1 + 0.2], 0.0, "confirmed"),  # alike but for rounding, of which a t-test warns
-        ([0.0, 0.0], 0.0, "within the noise"),
+        ([1.0, 2.0], 0.0, "too few runs"),  # t = 1.5 / (0.71 / sqrt 2) = 3 < 12.7
+        ([1.0, 1.1], 0.0, "confirmed"),  # t = 21
+        ([0.0, 0.0, 0.0], 0.0, "within the noise"),
     ],
 )
 def test_a_claim_is_judged_by_its_differences(differences: list[float], by: float, word: str) -> None:
@@ -136,8 +142,8 @@ def test_two_rows_may_be_claimed_to_be_alike() -> None:
     assert verdict({"": [-0.15, 0.1, 0.35]}, within=0.2).word == "within the noise"
     assert verdict({"": [-0.9, -1.0, -1.1]}, within=0.2).word == "refuted"
     assert verdict({"": [0.0, 1.0, 2.0]}, within=0.2).word == "within the noise"
-    assert verdict({"": [0.1]}, within=0.2).word == "one pair"
-    assert verdict({"": [0.2, 0.2]}, within=0.2).word == "within the noise"
+    assert verdict({"": [0.1]}, within=0.2).word == "too few runs"
+    assert verdict({"": [0.25, 0.25, 0.25]}, within=0.25).word == "within the noise"
     far = verdict({"a": [0.1, 0.1], "b": [-0.3, -0.3]}, within=0.2)
     assert (far.word, far.of, far.difference, far.confirmed, far.compared) == ("refuted", "b", -0.3, 1, 2)
 
@@ -152,7 +158,7 @@ def test_a_row_that_is_above_all_others_but_one_is_not_above_all() -> None:
     assert (found.word, found.of) == ("within the noise", "c")
     assert verdict(above | {"c": []}) == verdict(above)
     found = verdict(above | {"c": [-1.0], "d": [1.0, 2.0, 3.0]})
-    assert (found.word, found.of) == ("one pair", "c")
+    assert (found.word, found.of) == ("too few runs", "c")
 
 
 def test_who_looks_at_many_rows_finds_one_that_is_above_by_chance() -> None:
@@ -375,7 +381,7 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert f"- {epochs.say}: **{found.word}** at scale small (" in text
     assert f"- {unknown.say}: **not run**\n" in text
     figures = f"({found.difference:+.2f} ± {found.std:.2f}, 2 pairs)"
-    assert f"- no difference: **within the noise** at scale small {figures}: two passes\n" in text
+    assert f"- no difference: **too few runs** at scale small {figures}: two passes\n" in text
     assert "never told" not in text  # it is confirmed
     other = comparison.values("b", "FedAvg", "local last")
     assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
@@ -386,10 +392,13 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
 
 
 def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(mine: Path) -> None:
-    printed = {"FedAvg": ["100 ± 100", 1000]}  # the spread is wider than what can be wrong
-    rows = TABLE["runs"][:1]
-    written(mine, printed=printed, claims=[{"say": "alike", "higher": "a / FedAvg", "lower": "b / FedAvg"}], runs=rows)
+    claims, rows = [{"say": "alike", "higher": "a / FedAvg", "lower": "b / FedAvg"}], TABLE["runs"][:1]
+    written(mine, printed={"FedAvg": [0, 0]}, claims=claims, runs=rows)
     assert main(["paper", "mine", "table1", "--scale", "small", "-j", "1"]) == 0
+    ours = Comparison(item("mine", "table1")).entries[0].ours
+    assert ours is not None
+    written(mine, printed={"FedAvg": [f"{ours.mean + 1.9:.2f} ± 100", 0]}, claims=claims, runs=rows)
+    assert main(["paper", "mine"]) == 0
     found = {entry.variant: entry for entry in Comparison(item("mine", "table1")).entries}
     assert {(entry.state, entry.why) for entry in found.values()} == {("differs", "run at scale small")}
     assert (found["a"].alike, found["b"].alike) == (True, False)
@@ -603,6 +612,75 @@ def test_a_row_may_be_read_off_the_runs_of_another(mine: Path) -> None:
     assert comparison.values("", "Global", "rounds")[0] == 2
     states = {entry.row: entry.state for entry in comparison.entries}
     assert states == {"FedAvg": "differs", "Global": "differs", "Local": "not run"}  # scale small leaves it out
+    text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
+    told = "Measured: local last; served last of Global; local upper-bound of Local; over 2 seeds."
+    assert told in text
+
+
+def test_rows_are_in_the_order_of_the_paper_if_it_has_a_number_for_each(mine: Path) -> None:
+    runs = [{"name": name, "settings": {}} for name in ("1", "2", "3")]
+    read = {"Global": {"of": "2", "measure": "served last"}}
+    written(mine, variants=None, runs=runs, printed={"3": 1, "Global": 2, "1": 3, "2": 4}, claims=None, read=read)
+    assert item("mine", "table1").rows == ["3", "Global", "1", "2"]
+    written(mine, variants=None, runs=runs, printed={"3": 1, "Other": 2}, claims=None, read=read)
+    assert item("mine", "table1").rows == ["1", "2", "3", "Other", "Global"]
+
+
+def test_a_claim_may_be_judged_at_one_point_for_all_rows(mine: Path) -> None:
+    own = {"say": "own points", "higher": "a / FedAvg", "lower": "a / Local"}
+    written(
+        mine, printed=None, reasons=None, points={"FedAvg": "served"}, claims=[own, {**own, "alike": True}],
+        small={"settings": {"num-server-rounds": 2, "max-samples": 300}},
+    )  # fmt: skip
+    assert main(["paper", "mine", "table1", "-j", "1"]) == 0
+    folder = Path("papers/mine/results/table1-small/a")
+
+    def accuracy(row: str, point: str) -> float:
+        last = [json.loads((folder / row / f"seed-{s}/summary.json").read_text())[point]["last"] for s in (0, 1)]
+        return 50 * sum(found["mean"] for found in last)
+
+    (_, apart), (_, alike) = Comparison(item("mine", "table1")).verdicts
+    assert apart.difference == pytest.approx(accuracy("FedAvg", "served") - accuracy("Local", "local"))
+    assert alike.difference == pytest.approx(accuracy("FedAvg", "local") - accuracy("Local", "local"))
+    assert apart.difference != alike.difference
+
+
+def test_the_seeds_of_a_number_are_told_and_a_line_has_those_that_its_points_have_in_common(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {str(n): {"local-epochs": n} for n in (1, 2)}
+    rows = [{"name": name, "settings": {"method": "fedavg", **own}} for name, own in names.items()]
+    rows.append({"name": "Local", "settings": {"method": "local"}})
+    form = {"kind": "scan", "setting": "local-epochs", "measures": ["local last"]}
+    small = {"settings": {"num-server-rounds": 1, "max-samples": 300}}
+    common: dict[str, Any] = {"variants": None, "claims": None, "reasons": None, "small": small}
+    written(mine, "figure1", **common, runs=rows, printed={"1": 50, "Local": 40}, form=form)
+    assert main(["paper", "mine", "figure1", "-j", "1"]) == 0
+    written(mine, "table2", **common, runs=rows[:1], printed={"1": 50}, seeds=[2])  # one row has a seed more
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr(figures, "small_multiples", lambda panels, _, **how: drawn.append({"panels": panels, **how}))
+    assert main(["paper", "mine", "table2", "-j", "1"]) == 0
+    text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
+    assert text.count("(3 seeds)") == 1 and "over 2 seeds" in text
+    comparison = Comparison(item("mine", "figure1"))
+    values = {row: comparison.values("", row, "local last") for row in ("1", "2", "Local")}
+    assert {row: set(found) for row, found in values.items()} == {"1": {0, 1, 2}, "2": {0, 1}, "Local": {0, 1}}
+    (found,) = drawn
+    first, second = found["panels"]["local last"]["Posy"]
+    assert (first[1], second[1]) == tuple(pytest.approx(sum(values[r][s] for s in (0, 1)) / 2) for r in ("1", "2"))
+    assert found["panels"]["local last"]["paper"] == [(1.0, 50.0, 0.0)] and found["points"] == {"paper"}
+    level = pytest.approx(sum(values["Local"].values()) / 2)
+    assert found["dashed"] == {"local last": {"Local": level, "Local, paper": 40.0}}
+
+
+def test_all_tables_and_figures_are_listed_with_their_state(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(mine, printed=None)
+    written(mine, "figure1", title="Figure 1: nothing", **dict.fromkeys(("runs", "printed", "claims", "small")))
+    assert main(["paper"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["table1", "Table", "1:", "accuracy", "4", "not", "run", "5", "not", "run"] in lines
+    assert any(line[:4] == ["figure1", "Figure", "1:", "nothing"] for line in lines)
+    assert any(line[:2] == ["mine", "5"] for line in lines)  # claims
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A paper's table or figure beside what was run: each number's state, and what came of each claim."""
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -83,16 +84,20 @@ class Comparison:
         rows = {scale: sum(of == variant for of, _ in found) for scale, found in self.finished.items()}
         return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
 
-    def values(self, variant: str, row: str, measure: str, scale: str = "") -> dict[int, float]:
-        """Return a number of a row by seed, at the row's own evaluation point, and at a scale or the one that is drawn.
+    def values(
+        self, variant: str, row: str, measure: str, scale: str = "", *, as_told: bool = False
+    ) -> dict[int, float]:
+        """Return a number of a row by seed, at a scale or the one that is drawn.
 
-        What the item measures by default is, in some rows, another number.
+        It is that at the row's own evaluation point, and what the item measures by default is, in some rows, another
+        number, unless it is to be ``as_told``.
         """
         if self.item.kind == "memory":
             layers = self.item.form["layers"].get(row)
             return {} if layers is None else {0: millions(str(layers), int(variant))}
-        own = self.item.readings.get(row, (row, measure))[1]
-        measure = self.item.of(row, own if measure in self.item.measures else measure)
+        if not as_told:
+            own = self.item.readings.get(row, (row, measure))[1]
+            measure = self.item.of(row, own if measure in self.item.measures else measure)
         cells = self.finished[scale].get(self._read_off(variant, row), []) if scale else self.runs_of(variant, row)[1]
         found = {cell.seed: measured(cell.path, measure) for cell in cells}
         return {seed: value for seed, value in found.items() if value is not None}
@@ -136,6 +141,12 @@ class Comparison:
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
         """What came of each claim."""
         return [(claim, self._verdict(claim)) for claim in self.item.claims]
+
+    @cached_property
+    def usual_seeds(self) -> int:
+        """Return over how many seeds most of its numbers are; 0 where there is none."""
+        found = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
+        return max(found, key=lambda seeds: (found[seeds], seeds), default=0)
 
     @cached_property
     def seconds(self) -> float:
@@ -214,6 +225,8 @@ class Comparison:
     def _command(self, options: str, dataset: str) -> str:
         """Return the command that makes what is missing, and the data that it needs."""
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
+        if any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells):
+            return f"{command}, and hours of a CPU or minutes of a GPU; the data is there"
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _verdict(self, claim: Claim) -> Verdict:
@@ -235,8 +248,10 @@ class Comparison:
             own = found.setdefault(of, [])
             # Rows that name their variants are the same in all.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
-                above = self.values(*_place(higher, variant), claim.measure, scale)
-                below = self.values(*_place(lower, variant), claim.measure, scale)
+                above, below = (
+                    self.values(*_place(name, variant), claim.measure, scale, as_told=claim.alike)
+                    for name in (higher, lower)
+                )
                 if claim.spread:
                     above, below = distances(above), distances(below)
                 own += [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]

@@ -3,6 +3,7 @@
 import itertools
 import math
 import shutil
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from posy import figures
 from posy.commands.papers import drift, pathways, ridge
 from posy.commands.papers.compare import DIFFERS, DRAWN, NOT_RUN, REPRODUCED, Comparison, Entry
-from posy.commands.papers.record import curve, in_percent, kept
+from posy.commands.papers.record import PARAMETERS, curve, in_percent, kept
 from posy.commands.papers.verdict import Number, number
 from posy.commands.table import Cell
 from posy.data.datasets import load_dataset
@@ -47,7 +48,8 @@ def table(comparison: Comparison) -> str:
     lines = [["", *names], ["---", *["---:"] * len(columns)]]
     marked = len(comparison.scales) > 1
     for row in comparison.item.rows:
-        cells = [_cell(entries.get((*column, row)), column[1], marked) for column in columns]
+        found = [(entries.get((*column, row)), column[1]) for column in columns]
+        cells = [_cell(entry, measure, marked, comparison.usual_seeds) for entry, measure in found]
         if any(cells):
             lines.append([row, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -58,13 +60,15 @@ def text_of(found: Number, digits: int) -> str:
     return f"{found.mean:.{digits}f}" + (f" ± {found.std:.{digits}f}" if found.std is not None else "")
 
 
-def _cell(entry: Entry | None, measure: str, marked: bool) -> str:
-    """Return an entry as text, where asked for with a mark at numbers of scale small."""
+def _cell(entry: Entry | None, measure: str, marked: bool, seeds: int) -> str:
+    """Return an entry as text, with its number of seeds if that is another, and where asked for its scale if small."""
     if entry is None:
         return ""
     digits = 2 if in_percent(measure) else 3
     ours = text_of(entry.ours, digits) if entry.ours else "not run"
     ours += " (small)" if marked and entry.ours and entry.scale == "small" else ""
+    if entry.ours and entry.ours.seeds != seeds and measure != PARAMETERS:
+        ours += f" ({entry.ours.seeds} seed{'s' * (entry.ours.seeds > 1)})"
     if entry.printed is None:
         return ours
     return f"{entry.printed.text} → {ours}{' ≈' if entry.alike else MARKS[entry.state]}"
@@ -95,37 +99,56 @@ def _rounds(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None
         title=comparison.item.title,
         xlabel=over,
         ylabel=form.get("label", keys[0] if len(keys) == 1 else ""),
+        percent=all(key.endswith("accuracy") for key in keys),
         columns=2,
+        y_log=bool(form.get("log")),
         apart=len(keys) > 1,
     )
 
 
 def _scan(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
-    """Draw numbers of each row against one of its settings; the paper's as points of a line of its own.
+    """Draw numbers of each row against one of its settings, over the seeds that a line's runs have in common.
 
-    A line is a variant, or, with ``lines: rows``, a row, whose runs have different settings in the variants.
+    A line is a variant, or, with ``lines: rows``, a row, whose runs have different settings in the variants. What the
+    paper prints are points; a row that has no such setting is a dashed line.
     """
-    setting, panels = form["setting"], {}
+    setting, panels, points = form["setting"], {}, set()
+    dashed: dict[str, dict[str, float]] = {}
     for measure in form["measures"]:
+        panel = form.get("names", {}).get(measure, measure)
+        found: dict[str, dict[float, dict[int, float]]] = {}
         lines: dict[str, list[tuple[float, float, float]]] = {}
-        for variant in comparison.item.variants:
-            for row in comparison.item.rows:
-                _, cells = comparison.runs_of(variant, row)
-                printed = comparison.item.printed.get((variant, measure, row))
-                planned = comparison.planned(variant, row)
-                at = next((cell.config[setting] for cell in planned if setting in cell.config), None)
-                if at is None:
-                    continue
-                line = row if form.get("lines") == "rows" else variant
-                own = number(list(comparison.values(variant, row, measure).values()))
-                if cells and own is not None:
-                    lines.setdefault(line or "Posy", []).append((float(at), own.mean, own.std or 0.0))
-                if printed is not None:
-                    told = f"{line}, paper".removeprefix(", ")
-                    lines.setdefault(told, []).append((float(at), printed.value, 0.0))
-        panels[form.get("names", {}).get(measure, measure)] = {name: sorted(line) for name, line in lines.items()}
+        for variant, row in itertools.product(comparison.item.variants, comparison.item.rows):
+            planned = comparison.planned(variant, row)
+            at = next((cell.config[setting] for cell in planned if setting in cell.config), None)
+            line = row if form.get("lines") == "rows" else variant
+            values = comparison.values(variant, row, measure)
+            printed = comparison.item.printed.get((variant, measure, row))
+            if values and at is not None:
+                found.setdefault(line or "Posy", {})[float(at)] = values
+            elif values:
+                dashed.setdefault(panel, {})[f"{variant}, {row}".removeprefix(", ")] = statistics.fmean(values.values())
+            if printed is not None and at is not None:
+                points.add(told := f"{line}, paper".removeprefix(", "))
+                lines.setdefault(told, []).append((float(at), printed.value, 0.0))
+            elif printed is not None:
+                dashed.setdefault(panel, {})[f"{variant}, {row}, paper".removeprefix(", ")] = printed.value
+        for line, by_setting in found.items():
+            common = set.intersection(*(set(values) for values in by_setting.values()))
+            for at, values in sorted(by_setting.items()):
+                shared = [value for seed, value in values.items() if seed in common or not common]
+                lines.setdefault(line, []).append(_point(at, shared))
+        panels[panel] = {name: sorted(line) for name, line in lines.items()}
     figures.small_multiples(
-        panels, path, title=comparison.item.title, xlabel=setting, columns=2, log=bool(form.get("log")), apart=True
+        panels,
+        path,
+        title=comparison.item.title,
+        xlabel=form.get("xlabel", setting),
+        columns=2,
+        log=bool(form.get("log")),
+        apart=True,
+        points=points,
+        dashed=dashed,
     )
 
 
@@ -146,8 +169,8 @@ def _bars(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
 def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
     """Draw the lengths of the rows of the clients' output layers, a panel for each row, of the first seed.
 
-    With ``counts`` a panel before them has the clients' class counts; with ``difference: [A, B]`` one after row A has
-    A's minus B's.
+    With ``counts`` a panel before them has the clients' class counts, and their titles the correlation r of the shares
+    in both; with ``difference: [A, B]`` one after row A has A's minus B's.
     """
     panels = []
     for variant in comparison.item.variants:
@@ -158,11 +181,18 @@ def _heads(comparison: Comparison, form: Mapping[str, Any], path: Path) -> None:
         found = _head_norms(comparison, variant)
         for row, matrix in found.items():
             title = f"{variant}: {row}".removeprefix(": ")
+            if counts is not None:
+                title += f", r = {np.corrcoef(_shares(counts).ravel(), _shares(matrix).ravel())[0, 1]:.2f}"
             panels.append(figures.Panel(matrix.T, title, "client", "class", "norm"))
             first, second = form.get("difference", ("", ""))
             if row == first and second in found:
                 panels.append(figures.Panel((matrix - found[second]).T, f"{first}\n- {second}", "client", "class"))
     figures.heatmaps(panels, path, title=comparison.item.title)
+
+
+def _shares(counts: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the classes' shares in each client's row ``(M, C)``."""
+    return np.asarray(counts / counts.sum(axis=1, keepdims=True), np.float64)
 
 
 def _head_norms(comparison: Comparison, variant: str) -> dict[str, npt.NDArray[np.float64]]:
@@ -316,8 +346,7 @@ def _correlation(comparison: Comparison, form: Mapping[str, Any], path: Path) ->
         counts = comparison.counts_of(variant)
         for row, norms in _head_norms(comparison, variant).items() if counts is not None else ():
             assert counts is not None
-            empirical = counts / counts.sum(axis=1, keepdims=True)
-            groups[f"{variant}: {row}".removeprefix(": ")] = (empirical, norms / norms.sum(axis=1, keepdims=True))
+            groups[f"{variant}: {row}".removeprefix(": ")] = (_shares(counts), _shares(norms))
     names = {"xlabel": "share of the class in the client's samples", "ylabel": "read off the output layer"}
     figures.scatters(groups, path, title=comparison.item.title, **names)
 

@@ -42,7 +42,7 @@ SELDOM = 1_000_000
 """``checkpoint-every`` of runs at scale ``full``: only checkpoints that cost little time are written."""
 TITLE = "Table 1: accuracy"
 """What a title looks like."""
-CLAIM = ("say", "higher", "lower", "in", "measure", "by", "within", "spread", "why")
+CLAIM = ("say", "higher", "lower", "in", "measure", "alike", "by", "within", "spread", "why")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 """A number as a paper prints it."""
@@ -61,9 +61,9 @@ class Claim:
     """What a paper says about its numbers: some rows are higher than others, or close to them.
 
     ``variants`` are those that it holds in, all if there are none. The difference is claimed to be larger than ``by``,
-    or, where ``within`` is given, smaller than that on either side. With ``spread`` it is not the numbers that are
-    higher but their distances from their mean over the seeds. ``why`` is told where it is refuted or
-    within the noise.
+    or, where ``within`` is given, smaller than that on either side. With ``alike`` all rows are taken at the evaluation
+    point of ``measure``, whatever their own is. With ``spread`` it is not the numbers that are higher but their
+    distances from their mean over the seeds. ``why`` is told where it is not confirmed.
     """
 
     say: str
@@ -71,6 +71,7 @@ class Claim:
     lower: tuple[str, ...]
     variants: tuple[str, ...] = ()
     measure: str = ""
+    alike: bool = False
     by: float = 0.0
     within: float | None = None
     spread: bool = False
@@ -109,9 +110,10 @@ class Item:
 
     @cached_property
     def rows(self) -> list[str]:
-        """Names of its rows: those that the paper prints, and those that are run."""
-        run = [entry["name"] for entry in self.content.get("runs", [])]
-        return list(dict.fromkeys([*self.content.get("printed", {}), *run, *self.content.get("read", {})]))
+        """Names of its rows: as the paper has them if it prints a number in each, else in the order of the runs."""
+        run, printed = ([entry["name"] for entry in self.content.get("runs", [])], [*self.content.get("printed", {})])
+        both = [*printed, *run] if set(run) <= set(printed) else [*run, *printed]
+        return list(dict.fromkeys([*both, *self.content.get("read", {})]))
 
     @cached_property
     def readings(self) -> dict[str, tuple[str, str]]:
@@ -258,9 +260,9 @@ class Item:
         if unknown := set(variants) - set(self.variants):
             raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
         measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
-        by, within, spread = float(entry.get("by", 0)), entry.get("within"), bool(entry.get("spread"))
-        why = str(entry.get("why", ""))
-        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, by, within, spread, why)
+        by, within, why = float(entry.get("by", 0)), entry.get("within"), str(entry.get("why", ""))
+        alike, spread = bool(entry.get("alike")), bool(entry.get("spread"))
+        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, alike, by, within, spread, why)
 
 
 def papers() -> list[str]:

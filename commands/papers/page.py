@@ -20,24 +20,37 @@ from posy.strategies.registry import PAPERS
 
 LEGEND = (
     "Under each heading stands what the paper shows. In tables: the paper's number → ours, mean ± standard deviation "
-    "over the seeds; ✓ the same (within two standard deviations of the two, or a point; 0.01 of what is no "
-    "percentage), ≈ the same, at scale small, ≠ not. A claim is judged by the differences between its rows, paired by "
-    "seed and column: confirmed or refuted by a t-test at 5 %, else within the noise; one on spreads by the distances "
-    "from the mean over the seeds, one that rows are alike by two t-tests. That a row is above several is confirmed "
-    "if it is above each, and refuted if any is above it (Holm's correction); the figures are those of the row that "
-    "decides. Claims compare runs of one scale; (small) marks the smaller one."
+    "over the seeds. ✓ is the same (within a point, or within two if that is at most two standard deviations; of what "
+    "is no percentage, 0.01 and 0.02), ≈ the same, but at scale small, ≠ not the same. A number is *drawn* if the "
+    "paper prints none beside it.",
+    "*Served* is the model that a client holds after the server's message, *local* the one after its own training, "
+    "*own* the one of the two that the method is made for; of the *last* round, or as the *upper bound* of the round "
+    "that is best on the test samples, as papers often have it; the mean over the clients, or *weighted* by their "
+    "training samples. *System* accuracy is that on all clients' test samples when a query names no client. More: "
+    "[docs/runs.md](../runs.md#what-a-run-leaves).",
+    "A claim says that one row is higher than another. It is judged by their differences, paired by seed and column: "
+    "a t-test at 5 % confirms or refutes it; else it is within the noise, or, with fewer than three pairs, there are "
+    "too few runs. A row is confirmed to be above several others if it is above each, and refuted if any is above it "
+    "(Holm's correction); in brackets stands the difference that decided. Claims on spreads compare the distances from "
+    "the mean over the seeds (Levene's test); claims that two rows are close take two one-sided t-tests. Runs at "
+    "different scales are never compared; (small) marks the smaller one.",
 )
+"""How to read a page."""
 
 
 def page(paper: str, comparisons: Sequence[Comparison], pictures: Sequence[str]) -> str:
     """Return the page of a paper as Markdown; ``pictures`` are the names of the figures that lie beside it."""
     about = (PAPERS / paper / "README.md").read_text(encoding="utf-8").strip()
-    parts = [f"<!-- Written by `posy paper {paper}`. -->", about, _filled(LEGEND)]
+    parts = [f"<!-- Written by `posy paper {paper}`. -->", about, *map(_filled, LEGEND)]
     told = [one.item.title.partition(":")[0] for one in comparisons]
     lines = [["", "state of its numbers", "claims"], ["---", "---", "---"]]
     for one, title in zip(comparisons, told, strict=True):
         lines.append([f"[{title}](#{_anchor(title)})", states(one, pictures), claims(one)])
     parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    if seconds := _at_scale_small(comparisons):
+        parts.append(
+            _filled(f"All runs at scale small: {duration(seconds)} one after the other, half of that on two cores.")
+        )
     for one, title in zip(comparisons, told, strict=True):
         parts += [f"## {title}", *_section(paper, one, pictures)]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -89,11 +102,11 @@ def pictures_in(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.glob("*.png"))
 
 
-def overview(papers: Sequence[str]) -> list[list[str]]:
+def overview(papers: Mapping[str, Sequence[Comparison]]) -> list[list[str]]:
     """Return a row for each paper: claims, how many came out how, and its numbers' states."""
     rows = []
-    for paper in papers:
-        comparisons = [Comparison(one) for one in items(paper) if one.in_paper]
+    for paper, all_of_it in papers.items():
+        comparisons = [one for one in all_of_it if one.item.in_paper]
         words = Counter(verdict.word for one in comparisons for _, verdict in one.verdicts)
         found = Counter(entry.state for one in comparisons for entry in one.entries)
         row = [paper, str(words.total())]
@@ -115,7 +128,7 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
             f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(one, scale)}{given}`" for scale in scales
         )
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
-        parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}."))
+        parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}{_seeds(one)}."))
         for scale in one.scales:
             if told := one.changed(scale):
                 parts.append(_filled(f"Scale {scale}, in brackets the paper's: {told}."))
@@ -172,11 +185,32 @@ def _places(entries: Sequence[Entry], one: Comparison) -> str:
 
 
 def _points(one: Comparison) -> str:
-    """Return the rows that have an evaluation point of their own."""
+    """Return the rows that have an evaluation point or a measure of their own."""
     points: dict[str, list[str]] = {}
     for row, point in one.item.content.get("points", {}).items():
         points.setdefault(point, []).append(row)
+    for row, (_, measure) in one.item.readings.items():
+        if [measure] != one.item.measures:
+            points.setdefault(measure, []).append(row)
     return "".join(f"; {point} of {', '.join(rows)}" for point, rows in points.items())
+
+
+def _seeds(one: Comparison) -> str:
+    """Return over how many seeds most numbers are."""
+    seeds = one.usual_seeds
+    return f"; over {seeds} seed{'s' * (seeds > 1)}" if seeds else ""
+
+
+def _at_scale_small(comparisons: Sequence[Comparison]) -> float:
+    """Return the seconds of all runs at scale small, each once, with the items' own seeds."""
+    ran = {
+        frozenset(cell.decisive.items()): cell.summary() or {}
+        for one in comparisons
+        for cells in one.finished.get("small", {}).values()
+        for cell in cells
+        if cell.seed in one.item.seeds("small")
+    }
+    return float(sum(summary["seconds"] for summary in ran.values()))
 
 
 def _told(claim: Claim, verdict: Verdict) -> str:
@@ -190,7 +224,7 @@ def _told(claim: Claim, verdict: Verdict) -> str:
     told = [f"{verdict.difference:+.{digits}f}{std}", f"{verdict.pairs} pair{'s' * (verdict.pairs > 1)}"]
     if verdict.of:
         told = [f"{verdict.of}: {told[0]}", told[1], f"as claimed in {verdict.confirmed} of {verdict.compared}"]
-    why = f": {claim.why}" if claim.why and verdict.word in ("refuted", "within the noise") else ""
+    why = f": {claim.why}" if claim.why and verdict.word not in ("confirmed", "not run") else ""
     scale = " at scale small" if verdict.scale == "small" else ""
     return f"{claim.say}: **{verdict.word}**{scale} ({', '.join(told)}){why}"
 

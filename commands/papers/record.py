@@ -81,7 +81,7 @@ def measured(path: Path, measure: str) -> float | None:
     words = measure.split()
     if words[0] == "round" and len(words) == 2:
         values = [value for value in kept(path).get("rounds", {}).get(words[1], []) if value is not None]
-        return values[-1] if values else None
+        return values[-1] * (100 if in_percent(measure) else 1) if values else None
     if measure in TOTALS:
         return None if summary.get(measure) is None else float(summary[measure])
     if measure == SYSTEM_AVERAGE:
@@ -107,7 +107,8 @@ def check_measure(measure: str, where: str) -> str:
 def in_percent(measure: str) -> bool:
     """Tell whether a measure is an accuracy."""
     words = measure.split()
-    return measure in POOLED or (words[0] in POINTS and words[-1] != "jain")
+    of_a_round = words[0] == "round" and words[-1].endswith("accuracy")
+    return measure in POOLED or of_a_round or (words[0] in POINTS and words[-1] != "jain")
 
 
 def curve(path: Path, key: str) -> list[tuple[int, float]]:

@@ -1,10 +1,11 @@
 """`posy paper`: list the papers, run their tables and figures, draw their pages."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from posy.commands import archive
+from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import count
 from posy.commands.papers.item import SCALES, held_elsewhere, item, items, papers, take_up
 from posy.commands.papers.page import claims, overview, pictures_in, states, write
@@ -26,12 +27,18 @@ COLUMNS = (
     *("numbers reproduced", "differ", "drawn", "not run"),
 )
 """What is told of a paper."""
+ITEM = ("name", "what it is", "numbers", "claims")
+"""What is told of a table or figure."""
 
 
 def list_papers() -> int:
-    """Print what came of each paper's claims and numbers."""
-    print_table("papers", ("paper", *COLUMNS), overview(papers()))
-    print("posy paper PAPER shows one; posy paper PAPER TABLE runs a table or figure of it")
+    """Print each paper's tables and figures with their state, and what came of its claims and numbers."""
+    found = {paper: [Comparison(one) for one in items(paper)] for paper in papers()}
+    pictures = pictures_in(PAGES)
+    for paper, comparisons in found.items():
+        print_table(paper, ITEM, [_line(one, pictures) for one in comparisons])
+    print_table("papers", ("paper", *COLUMNS), overview(found))
+    print("posy paper PAPER draws its page; posy paper PAPER TABLE runs a table or figure of it")
     return 0
 
 
@@ -42,10 +49,14 @@ def show_paper(name: str, given: Mapping[str, Scalar] | None = None, folder: Pat
     """
     comparisons = write(name, folder or PAGES, given, folder)
     pictures = pictures_in(folder or PAGES)
-    rows = [(one.item.name, one.item.title, states(one, pictures), claims(one)) for one in comparisons]
-    print_table(name, ("name", "what it is", "numbers", "claims"), rows)
+    print_table(name, ITEM, [_line(one, pictures) for one in comparisons])
     print(f"written to {(folder or PAGES) / name}.md")
     return 0
+
+
+def _line(one: Comparison, pictures: Sequence[str]) -> tuple[str, str, str, str]:
+    """Return what is told of a table or figure in a line."""
+    return one.item.name, one.item.title, states(one, pictures), claims(one)
 
 
 def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs: int, seeds: int | None = None) -> int:

@@ -12,9 +12,11 @@ LEVEL = 0.05
 """Level of significance of a claim."""
 ROUNDING = 1e-12
 """Numbers are all alike if their standard deviation is at most this part of their mean."""
-SPREADS = 2.0
-"""How many standard deviations a number may lie from the paper's and still be the same."""
-OUTCOMES = ("confirmed", "refuted", "within the noise", "one pair", "not run")
+SPREADS, UNITS = 2.0, 2.0
+"""How many standard deviations, and how many units at most, a number may lie from the paper's and still be the same."""
+FEW = 3
+"""Pairs below which nothing is said of what no test decides: with two, a difference must be 13 times its error."""
+OUTCOMES = ("confirmed", "refuted", "within the noise", "too few runs", "not run")
 """What may come of a claim."""
 
 
@@ -44,12 +46,12 @@ def distances(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def agrees(ours: Number, printed: float, spread: float | None, unit: float) -> bool:
-    """Tell whether a number is the paper's: two standard deviations apart at most, or one unit.
+    """Tell whether a number is the paper's: one unit apart at most, or two if that is within two standard deviations.
 
     ``spread`` is the paper's standard deviation over its runs, None where it prints none. The two add in squares.
     """
     both = math.hypot(ours.std or 0.0, spread or 0.0)
-    return abs(ours.mean - printed) <= max(SPREADS * both, unit)
+    return abs(ours.mean - printed) <= max(min(SPREADS * both, UNITS * unit), unit)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def verdict(differences: Mapping[str, Sequence[float]], by: float = 0.0, within:
     words = {of: word for of, (word, _, _) in found.items()}
     below = sorted((found[of][1], of) for of, word in words.items() if word == "refuted")
     held = itertools.takewhile(lambda each: each[1][0] * (len(found) - each[0]) < LEVEL, enumerate(below))  # Holm
-    words |= dict.fromkeys([of for _, of in below[len(list(held)) :]], "within the noise")
-    overall = next((w for w in ("refuted", "one pair", "within the noise") if w in words.values()), "confirmed")
+    words |= {of: _undecided(found[of][2].seeds) for _, of in below[len(list(held)) :]}
+    overall = next((w for w in ("refuted", "too few runs", "within the noise") if w in words.values()), "confirmed")
     deciding = {of: found[of][2] for of, word in words.items() if word == overall}
     of, own = min(deciding.items(), key=lambda each: each[1].mean if within is None else -abs(each[1].mean))
     confirmed = list(words.values()).count("confirmed")
@@ -103,7 +105,7 @@ def _compared(differences: Sequence[float], by: float, within: float | None) -> 
     own = number(differences)
     assert own is not None
     if own.std is None:
-        return "one pair", 1.0, own
+        return _undecided(1), 1.0, own
     if within is None:
         as_claimed, otherwise = 2 * _greater(differences, by), 2 * _less(differences, by)
     else:
@@ -111,7 +113,12 @@ def _compared(differences: Sequence[float], by: float, within: float | None) -> 
         otherwise = 2 * min(_less(differences, -within), _greater(differences, within))
     if as_claimed < LEVEL:
         return "confirmed", as_claimed, own
-    return "refuted" if otherwise < LEVEL else "within the noise", otherwise, own
+    return "refuted" if otherwise < LEVEL else _undecided(own.seeds), otherwise, own
+
+
+def _undecided(pairs: int) -> str:
+    """Return what is said of a claim that no test of so many pairs decides."""
+    return "within the noise" if pairs >= FEW else "too few runs"
 
 
 def _less(differences: Sequence[float], than: float) -> float:
