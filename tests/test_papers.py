@@ -645,7 +645,7 @@ def test_a_claim_may_be_judged_at_one_point_for_all_rows(mine: Path) -> None:
     assert apart.difference != alike.difference
 
 
-def test_the_seeds_of_a_number_are_told_and_a_line_has_those_that_its_points_have_in_common(
+def test_the_seeds_of_a_number_are_told_and_points_of_a_line_have_the_same_ones(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {str(n): {"local-epochs": n} for n in (1, 2)}
@@ -655,22 +655,24 @@ def test_the_seeds_of_a_number_are_told_and_a_line_has_those_that_its_points_hav
     small = {"settings": {"num-server-rounds": 1, "max-samples": 300}}
     common: dict[str, Any] = {"variants": None, "claims": None, "reasons": None, "small": small}
     written(mine, "figure1", **common, runs=rows, printed={"1": 50, "Local": 40}, form=form)
-    assert main(["paper", "mine", "figure1", "-j", "1"]) == 0
-    written(mine, "table2", **common, runs=rows[:1], printed={"1": 50}, seeds=[2])  # one row has a seed more
+    assert main(["paper", "mine", "figure1", "-j", "1", "--seeds", "1"]) == 0
+    written(mine, "table2", **common, runs=rows[:1], printed={"1": 50}, seeds=[0, 1, 2])  # one row has two seeds more
     drawn: list[dict[str, Any]] = []
     monkeypatch.setattr(figures, "small_multiples", lambda panels, _, **how: drawn.append({"panels": panels, **how}))
     assert main(["paper", "mine", "table2", "-j", "1"]) == 0
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
-    assert text.count("(3 seeds)") == 1 and "over 2 seeds" in text
+    # Seed 1 is the figure's own, seed 2 is not.
+    assert text.count("(2 seeds)") == 1 and "(3 seeds)" not in text
+    assert "table1" not in text and text.count("over 1 seed.") == text.count("over 3 seeds.") == 1
+    assert "posy paper mine figure1 --scale small`" in text
     comparison = Comparison(item("mine", "figure1"))
     values = {row: comparison.values("", row, "local last") for row in ("1", "2", "Local")}
-    assert {row: set(found) for row, found in values.items()} == {"1": {0, 1, 2}, "2": {0, 1}, "Local": {0, 1}}
+    assert {row: set(found) for row, found in values.items()} == {"1": {0, 1}, "2": {0}, "Local": {0}}
     (found,) = drawn
     first, second = found["panels"]["local last"]["Posy"]
-    assert (first[1], second[1]) == tuple(pytest.approx(sum(values[r][s] for s in (0, 1)) / 2) for r in ("1", "2"))
+    assert (first[1], second[1]) == (values["1"][0], values["2"][0])
     assert found["panels"]["local last"]["paper"] == [(1.0, 50.0, 0.0)] and found["points"] == {"paper"}
-    level = pytest.approx(sum(values["Local"].values()) / 2)
-    assert found["dashed"] == {"local last": {"Local": level, "Local, paper": 40.0}}
+    assert found["dashed"] == {"local last": {"Local": values["Local"][0], "Local, paper": 40.0}}
 
 
 def test_all_tables_and_figures_are_listed_with_their_state(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

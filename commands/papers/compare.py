@@ -62,11 +62,15 @@ class Comparison:
         if item.counts_classes:
             self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
         self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
-        """Finished runs by scale, the larger one last, then by variant and row."""
+        """Finished runs by scale, the larger one last, then by variant and row.
+
+        Of seeds beyond its own, which another table has run, there are those that all rows have.
+        """
         for scale, plan in self.plans.items() if item.has_runs else ():
             found = self.finished.setdefault(scale, {})
+            seeds = {*item.seeds(scale), *_shared_seeds(plan)}
             for cell in plan.cells:
-                if cell.summary() is not None:
+                if cell.seed in seeds and cell.summary() is not None:
                     found.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
         """Those that are drawn, with their scale: of each row the larger; in a picture one for a variant."""
@@ -266,6 +270,15 @@ def shown(key: str, value: Scalar) -> str:
 def typed(value: Scalar) -> str:
     """Return a setting's value as it is typed."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shared_seeds(plan: Plan) -> set[int]:
+    """Return the seeds with which all rows have run that have run at all."""
+    ran: dict[tuple[str, str], set[int]] = {}
+    for cell in plan.cells:
+        if cell.summary("completed", "diverged") is not None:
+            ran.setdefault((cell.variant, cell.row), set()).add(cell.seed)
+    return set.intersection(*ran.values()) if ran else set()
 
 
 def _dataset(cell: Cell) -> str:
