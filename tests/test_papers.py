@@ -161,6 +161,15 @@ def test_a_row_that_is_above_all_others_but_one_is_not_above_all() -> None:
     assert (found.word, found.of) == ("too few runs", "c")
 
 
+def test_a_row_that_is_the_first_or_the_second_may_have_one_above_it() -> None:
+    rows = {"a": [10.0, 11.0, 12.0], "b": [-2.0, -2.5, -3.0], "c": [2.0, 2.5, 3.0], "d": []}
+    found = verdict(rows, but=1)
+    assert (found.word, found.of, found.confirmed, found.compared) == ("confirmed", "c", 2, 2)
+    assert verdict(rows, but=2).of == "a"
+    assert verdict(rows | {"c": [-1.0, -1.1, -1.2]}, but=1).word == "refuted"
+    assert verdict({"b": rows["b"]}, but=1).word == "not run"
+
+
 def test_who_looks_at_many_rows_finds_one_that_is_above_by_chance() -> None:
     once = {"a": [-2.0, -2.5, -3.0]}  # t = -8.66 with two degrees of freedom: p = 0.013
     assert verdict(once).word == "refuted"

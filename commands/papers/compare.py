@@ -242,7 +242,7 @@ class Comparison:
         scale = max(
             reversed(found), key=lambda one: (sum(map(bool, found[one].values())), sum(map(len, found[one].values())))
         )
-        return replace(verdict(found[scale], claim.by, claim.within), scale=scale)
+        return replace(verdict(found[scale], claim.by, claim.within, claim.but), scale=scale)
 
     def _differences(self, claim: Claim, scale: str) -> dict[str, list[float]]:
         """Return by how much each claimed row is higher than each it is above, for each seed and variant."""

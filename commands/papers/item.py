@@ -42,7 +42,7 @@ SELDOM = 1_000_000
 """``checkpoint-every`` of runs at scale ``full``: only checkpoints that cost little time are written."""
 TITLE = "Table 1: accuracy"
 """What a title looks like."""
-CLAIM = ("say", "higher", "lower", "in", "measure", "alike", "by", "within", "spread", "why")
+CLAIM = ("say", "higher", "lower", "in", "measure", "alike", "by", "within", "but", "spread", "why")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 """A number as a paper prints it."""
@@ -61,9 +61,10 @@ class Claim:
     """What a paper says about its numbers: some rows are higher than others, or close to them.
 
     ``variants`` are those that it holds in, all if there are none. The difference is claimed to be larger than ``by``,
-    or, where ``within`` is given, smaller than that on either side. With ``alike`` all rows are taken at the evaluation
-    point of ``measure``, whatever their own is. With ``spread`` it is not the numbers that are higher but their
-    distances from their mean over the seeds. ``why`` is told where it is not confirmed.
+    or, where ``within`` is given, smaller than that on either side; ``but`` as many of the lower rows may be above.
+    With ``alike`` all rows are taken at the evaluation point of ``measure``, whatever their own is. With ``spread`` it
+    is not the numbers that are higher but their distances from their mean over the seeds. ``why`` is told where it is
+    not confirmed.
     """
 
     say: str
@@ -74,6 +75,7 @@ class Claim:
     alike: bool = False
     by: float = 0.0
     within: float | None = None
+    but: int = 0
     spread: bool = False
     why: str = ""
 
@@ -261,8 +263,8 @@ class Item:
             raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
         measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
         by, within, why = float(entry.get("by", 0)), entry.get("within"), str(entry.get("why", ""))
-        alike, spread = bool(entry.get("alike")), bool(entry.get("spread"))
-        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, alike, by, within, spread, why)
+        alike, but, spread = bool(entry.get("alike")), int(entry.get("but", 0)), bool(entry.get("spread"))
+        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, alike, by, within, but, spread, why)
 
 
 def papers() -> list[str]:
