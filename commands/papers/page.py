@@ -19,21 +19,21 @@ from posy.settings import Scalar
 from posy.strategies.registry import PAPERS
 
 LEGEND = (
-    "Under each heading stands what the paper shows. In tables: the paper's number → ours, mean ± standard deviation "
-    "over the seeds. ✓ is the same (within a point, or within two if that is at most two standard deviations; of what "
-    "is no percentage, 0.01 and 0.02), ≈ the same, but at scale small, ≠ not the same. A number is *drawn* if the "
-    "paper prints none beside it.",
-    "*Served* is the model that a client holds after the server's message, *local* the one after its own training, "
-    "*own* the one of the two that the method is made for; of the *last* round, or as the *upper bound* of the round "
-    "that is best on the test samples, as papers often have it; the mean over the clients, or *weighted* by their "
-    "training samples. *System* accuracy is that on all clients' test samples when a query names no client. More: "
-    "[docs/runs.md](../runs.md#what-a-run-leaves).",
-    "A claim says that one row is higher than another. It is judged by their differences, paired by seed and column: "
-    "a t-test at 5 % confirms or refutes it; else it is within the noise, or, with fewer than three pairs, there are "
-    "too few runs. A row is confirmed to be above several others if it is above each, and refuted if any is above it "
-    "(Holm's correction); in brackets stands the difference that decided. Claims on spreads compare the distances from "
-    "the mean over the seeds (Levene's test); claims that two rows are close take two one-sided t-tests. Runs at "
-    "different scales are never compared; (small) marks the smaller one.",
+    "Under each heading stands what the paper shows. Tables give the paper's number → ours, as mean ± standard "
+    "deviation over the seeds. ✓ means the same: within one point, or within two points if that is at most two "
+    "standard deviations (0.01 and 0.02 for numbers that are not percentages). ≈ means the same, but at scale small; "
+    "≠ means not the same. *Drawn* means that the paper prints no number to compare with.",
+    "*Served* is the model that a client holds after the server's message; *local* is that model after the client's "
+    "own training; *own* is whichever of the two the method is made for. *Last* is the last round, *average* the mean "
+    "over the last rounds, and *upper-bound* the round that is best on the test samples, which papers often report. "
+    "The mean is over the clients; *weighted* weighs them by their training samples. *System* accuracy is measured on "
+    "all clients' test samples, when a query names no client. [docs/runs.md](../runs.md#what-a-run-leaves) has more.",
+    "A claim says that one row is higher than another. It is judged by their differences, paired by seed and column. "
+    "A t-test at 5 % confirms or refutes it; otherwise it is within the noise, or, with fewer than three pairs, there "
+    "are too few runs. A claim that a row is above several others is confirmed if the row is above each of them, and "
+    "refuted if any is above it (Holm's correction); the brackets give the difference that decided. A claim about "
+    "spreads compares the distances from the mean over the seeds (Levene's test); a claim that two rows are close "
+    "takes two one-sided t-tests. Runs at different scales are never compared; (small) marks the smaller scale.",
 )
 """How to read a page."""
 
