@@ -187,15 +187,19 @@ def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
 def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
     """Return (β, ω') after a stage (Algorithm 1, Reweight).
 
-    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε), under ``samme`` (the other rule,
-    ``adaboost``, is the paper's) plus ½ log(C − 1) and never negative; ω_i ← ω_i exp(β ℓ_i), rescaled to Σ ω_i = n.
-    (The paper's Eq. 7 has the sign the other way; Algorithm 1 and AdaBoost give hard samples more weight.) The losses
-    ℓ_i of the ensemble so far lie in [0, 1], the weights ω_i are positive, both ``(n,)``. Algorithm 1 divides losses by
-    their maximum in line 2 and not in line 4; here they are divided in both, so that a weight grows e^β times at most.
+    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε) under ``adaboost``, which is the paper's
+    rule; that is negative where ε > ½, for which the paper proves nothing (Eq. 13), and 0 there under
+    ``adaboost-positive``; under ``samme`` it is ½ log(C − 1) more, and never negative. ω_i ← ω_i exp(β ℓ_i), rescaled
+    to Σ ω_i = n. (The paper's Eq. 7 has the sign the other way; Algorithm 1 and AdaBoost give hard samples more
+    weight.) The losses ℓ_i of the ensemble so far lie in [0, 1], the weights ω_i are positive, both ``(n,)``.
+    Algorithm 1 divides losses by their maximum in line 2 and not in line 4; here they are divided in both, so that
+    a weight grows e^β times at most.
     """
     error = min(max(float((weights * losses).sum() / weights.sum()), 1e-6), 1 - 1e-6)
     beta = 0.5 * math.log((1 - error) / error)
     if beta_rule == "samme":
-        beta = max(0.0, beta + 0.5 * math.log(max(num_classes - 1, 1)))
+        beta += 0.5 * math.log(max(num_classes - 1, 1))
+    if beta_rule != "adaboost":
+        beta = max(0.0, beta)
     new = weights * torch.exp(beta * losses)
     return beta, new * (len(new) / new.sum())

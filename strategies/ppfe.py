@@ -65,7 +65,12 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         search=Search(0.01, 1.0, log=True),
     )
     body_lr_stage: int = setting(2, "first stage in which ppfe-body-lr-factor applies", minimum=2)
-    beta: str = setting("samme", "coefficient of a stage", choices=("samme", "adaboost"))
+    beta: str = setting(
+        "samme",
+        "coefficient of a stage: the paper's (`adaboost`), that or 0 if it is negative (`adaboost-positive`), or "
+        "that for several classes (`samme`)",
+        choices=("samme", "adaboost", "adaboost-positive"),
+    )
     loss: str = setting(
         "zero-one",
         "loss of a sample in the reweighting: 0/1, 1 - p(label), or cross-entropy over the client's largest",

@@ -356,6 +356,18 @@ def test_samme_floors_at_zero_and_then_leaves_the_weights():
     np.testing.assert_allclose(new, weights, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rule", ["adaboost", "adaboost-positive"])
+def test_a_stage_that_is_wrong_more_often_than_not_counts_negative_or_not_at_all(rule):
+    """ε = 3/4: β = ½ log(1/3), or 0, which leaves the weights."""
+    weights = torch.tensor([0.4, 1.6, 1.0, 1.0])
+    beta, new = reweight(torch.tensor([1.0, 1, 0.6, 0.4]), weights, 3, rule)
+    expected = 0.5 * math.log(1 / 3) if rule == "adaboost" else 0.0
+    raw = weights.numpy() * np.exp(expected * np.array([1.0, 1, 0.6, 0.4]))
+    assert beta == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(new, raw * 4 / raw.sum(), rtol=1e-6)
+    assert reweight(torch.tensor([1.0, 0, 0]), torch.ones(3), 3, rule)[0] == pytest.approx(0.5 * math.log(2), rel=1e-6)
+
+
 def test_samme_with_two_classes_is_adaboost_above_chance():
     losses = torch.tensor([1.0, 0, 0])
     assert reweight(losses, torch.ones(3), 2, "samme")[0] == reweight(losses, torch.ones(3), 2, "adaboost")[0]
@@ -369,7 +381,7 @@ def test_error_is_clipped(loss, beta):
     np.testing.assert_allclose(new, np.ones(5), rtol=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["samme", "adaboost"])
+@pytest.mark.parametrize("rule", ["samme", "adaboost", "adaboost-positive"])
 def test_weights_sum_to_the_number_of_samples(rule):
     generator = torch.Generator().manual_seed(0)
     for n in (1, 7, 400):
@@ -438,6 +450,7 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
         {"ppfe_beta": "adaboost", "lr": 0.001},
         {"ppfe_loss": "probability"},
         {"ppfe_loss": "cross-entropy", "ppfe_beta": "adaboost"},
+        {"ppfe_beta": "adaboost-positive"},
         {"ppfe_reduction": "svd-fedavg", "ppfe_beta": "adaboost"},
         {"ppfe_outputs": "log-probabilities", "ppfe_loss": "probability"},
         {"ppfe_reweighting": False},
@@ -467,7 +480,9 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
         def beta_of(losses, weights):
             e = np.clip((weights * losses).sum() / weights.sum(), 1e-6, 1 - 1e-6)
             beta = 0.5 * np.log((1 - e) / e)
-            return beta if own.beta == "adaboost" else max(0.0, beta + 0.5 * np.log(2))
+            if own.beta == "samme":
+                return max(0.0, beta + 0.5 * np.log(2))
+            return beta if own.beta == "adaboost" else max(0.0, beta)
 
         for stage in finished.strategy.stages:
             whole = np.empty(stage.architecture.layout.size, np.float32)

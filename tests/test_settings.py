@@ -135,7 +135,7 @@ WRONG = [
     ("cwfedavg-wdr", "False", "true or false"),
     ("feddrm-class-weight", 1.1, "<= 1"),
     ("fedacs-p", -0.1, ""),
-    ("ppfe-beta", "adabost", "one of samme, adaboost"),
+    ("ppfe-beta", "adabost", "one of samme, adaboost, adaboost-positive"),
     ("ifca-clusters", 1.0, "a whole number"),
 ]
 
