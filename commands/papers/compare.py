@@ -230,7 +230,7 @@ class Comparison:
         """Return the command that makes what is missing, and the data that it needs."""
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         if any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells):
-            return f"{command}, and hours of a CPU or minutes of a GPU; the data is there"
+            return f"{command}, and the time that its runs take; the data is there"
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _verdict(self, claim: Claim) -> Verdict:
