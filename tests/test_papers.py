@@ -638,7 +638,7 @@ def test_rows_are_in_the_order_of_the_paper_if_it_has_a_number_for_each(mine: Pa
 def test_a_claim_may_be_judged_at_one_point_for_all_rows(mine: Path) -> None:
     own = {"say": "own points", "higher": "a / FedAvg", "lower": "a / Local"}
     written(
-        mine, printed=None, reasons=None, points={"FedAvg": "served"}, claims=[own, {**own, "alike": True}],
+        mine, printed=None, reasons=None, points={"FedAvg": "served"}, claims=[own, {**own, "same-point": True}],
         small={"settings": {"num-server-rounds": 2, "max-samples": 300}},
     )  # fmt: skip
     assert main(["paper", "mine", "table1", "-j", "1"]) == 0

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -68,9 +68,10 @@ class Comparison:
         """
         for scale, plan in self.plans.items() if item.has_runs else ():
             found = self.finished.setdefault(scale, {})
-            seeds = {*item.seeds(scale), *_shared_seeds(plan)}
-            for cell in plan.cells:
-                if cell.seed in seeds and cell.summary() is not None:
+            ended = {cell: summary for cell in plan.cells if (summary := cell.summary("completed", "diverged"))}
+            seeds = {*item.seeds(scale), *_shared_seeds(ended)}
+            for cell, summary in ended.items():
+                if cell.seed in seeds and summary["status"] == "completed":
                     found.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
         """Those that are drawn, with their scale: of each row the larger; in a picture one for a variant."""
@@ -89,17 +90,17 @@ class Comparison:
         return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
 
     def values(
-        self, variant: str, row: str, measure: str, scale: str = "", *, as_told: bool = False
+        self, variant: str, row: str, measure: str, scale: str = "", *, same_point: bool = False
     ) -> dict[int, float]:
         """Return a number of a row by seed, at a scale or the one that is drawn.
 
         It is that at the row's own evaluation point, and what the item measures by default is, in some rows, another
-        number, unless it is to be ``as_told``.
+        number; with ``same_point`` it is the measure as it is, of whatever row.
         """
         if self.item.kind == "memory":
             layers = self.item.form["layers"].get(row)
             return {} if layers is None else {0: millions(str(layers), int(variant))}
-        if not as_told:
+        if not same_point:
             own = self.item.readings.get(row, (row, measure))[1]
             measure = self.item.of(row, own if measure in self.item.measures else measure)
         cells = self.finished[scale].get(self._read_off(variant, row), []) if scale else self.runs_of(variant, row)[1]
@@ -253,7 +254,7 @@ class Comparison:
             # Rows that name their variants are the same in all.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above, below = (
-                    self.values(*_place(name, variant), claim.measure, scale, as_told=claim.alike)
+                    self.values(*_place(name, variant), claim.measure, scale, same_point=claim.same_point)
                     for name in (higher, lower)
                 )
                 if claim.spread:
@@ -272,12 +273,11 @@ def typed(value: Scalar) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _shared_seeds(plan: Plan) -> set[int]:
-    """Return the seeds with which all rows have run that have run at all."""
+def _shared_seeds(ended: Iterable[Cell]) -> set[int]:
+    """Return the seeds with which all rows have run that have run at all, by the runs that have ended."""
     ran: dict[tuple[str, str], set[int]] = {}
-    for cell in plan.cells:
-        if cell.summary("completed", "diverged") is not None:
-            ran.setdefault((cell.variant, cell.row), set()).add(cell.seed)
+    for cell in ended:
+        ran.setdefault((cell.variant, cell.row), set()).add(cell.seed)
     return set.intersection(*ran.values()) if ran else set()
 
 

@@ -42,7 +42,7 @@ SELDOM = 1_000_000
 """``checkpoint-every`` of runs at scale ``full``: only checkpoints that cost little time are written."""
 TITLE = "Table 1: accuracy"
 """What a title looks like."""
-CLAIM = ("say", "higher", "lower", "in", "measure", "alike", "by", "within", "but", "spread", "why")
+CLAIM = ("say", "higher", "lower", "in", "measure", "same-point", "by", "within", "but", "spread", "why")
 """What a claim may hold."""
 PRINTED = re.compile(r"(-?[\d.]+)(?: ?± ?([\d.]+))?")
 """A number as a paper prints it."""
@@ -62,9 +62,9 @@ class Claim:
 
     ``variants`` are those that it holds in, all if there are none. The difference is claimed to be larger than ``by``,
     or, where ``within`` is given, smaller than that on either side; ``but`` as many of the lower rows may be above.
-    With ``alike`` all rows are taken at the evaluation point of ``measure``, whatever their own is. With ``spread`` it
-    is not the numbers that are higher but their distances from their mean over the seeds. ``why`` is told where it is
-    not confirmed.
+    With ``same_point`` all rows are taken at the evaluation point of ``measure``, whatever their own is. With
+    ``spread`` it is not the numbers that are higher but their distances from their mean over the seeds. ``why`` is told
+    where it is not confirmed.
     """
 
     say: str
@@ -72,7 +72,7 @@ class Claim:
     lower: tuple[str, ...]
     variants: tuple[str, ...] = ()
     measure: str = ""
-    alike: bool = False
+    same_point: bool = False
     by: float = 0.0
     within: float | None = None
     but: int = 0
@@ -263,8 +263,9 @@ class Item:
             raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
         measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
         by, within, why = float(entry.get("by", 0)), entry.get("within"), str(entry.get("why", ""))
-        alike, but, spread = bool(entry.get("alike")), int(entry.get("but", 0)), bool(entry.get("spread"))
-        return Claim(entry["say"], tuple(higher), tuple(lower), variants, measure, alike, by, within, but, spread, why)
+        same_point, spread, but = bool(entry.get("same-point")), bool(entry.get("spread")), int(entry.get("but", 0))
+        rows = tuple(higher), tuple(lower), variants, measure, same_point
+        return Claim(entry["say"], *rows, by, within, but, spread, why)
 
 
 def papers() -> list[str]:
