@@ -70,6 +70,8 @@ class Cell:
     seed: int
     config: Mapping[str, Scalar]
     """The settings that are given to it."""
+    where: str = ""
+    """Where they stand, for the message of an error."""
 
     @property
     def place(self) -> str:
@@ -133,7 +135,7 @@ class Cell:
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
         """The settings that decide its results, with what they were in runs that are older than the setting."""
-        wanted = read_settings(self.config, self.name).as_config()
+        wanted = read_settings(self.config, self.where or self.name).as_config()
         known = declared_for(wanted)
         return {key: (wanted[key], known[key].before) for key in wanted if known[key].decides}
 
@@ -262,20 +264,21 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is no variant of it")
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
     cells, methods = [], set()
-    for (variant, below), (row, of_row), seed in itertools.product(variants.items(), rows.items(), seeds):
+    for (variant, below), (row, of_row) in itertools.product(variants.items(), rows.items()):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
-        place = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
         own = {**of_row, **special[row].get(variant, {})}
         chosen = {**content.get("settings", {}), **below, **own, **given}
-        if clash := chosen.keys() & place.keys():
+        if clash := chosen.keys() & {"seed", "output-dir", "run-name"}:
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
         # A cell without checkpoints is run anew if it is interrupted: most take minutes.
-        config = {"checkpoint-every": 0} | with_experiment(chosen, where) | place
+        config = {"checkpoint-every": 0} | with_experiment(chosen, where)
         method = str(config.get("method", RunSettings.method))
         check_own(own, method, where)
         config = pertinent(config, method)  # what several rows share may hold settings of each of their methods
-        read_settings(config, where)
-        cells.append(Cell(variant, row, seed, config))
+        for seed in seeds:
+            place = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
+            cells.append(cell := Cell(variant, row, seed, config | place, where))
+            cell.decisive  # noqa: B018 - what cannot be read raises now
         methods.add(method)
     for key in sorted(given):
         if owner(key) not in (None, *methods):

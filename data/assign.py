@@ -100,7 +100,7 @@ def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
             f"{number} shards; {dataset.name} has {len(dataset)} samples, and each shard needs at least one"
         )
     options = {"num_shards_per_partition": settings.shards_per_client}
-    return _divide(ShardPartitioner, options, dataset, settings.num_clients, rng)
+    return _divide(ShardPartitioner, options, dataset, settings.num_clients, rng, ordered=True)
 
 
 def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
@@ -121,16 +121,20 @@ ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]]
 }
 
 
-class _Table(datasets.Dataset):  # type: ignore[misc]
-    """A table whose columns and indices stay arrays; the partitioners would go through them value by value."""
+class _Labels(datasets.Dataset):  # type: ignore[misc]
+    """What a partitioner is given of a data set: its labels, as an array, not value by value."""
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
         return found[:] if isinstance(key, str) else found
 
-    def select(self, indices: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return some rows; hashing an array takes a fraction of the time that hashing a list does."""
-        return super().select(np.asarray(indices), *args, **kwargs)
+    def select(self, indices: Any, *_: Any, **__: Any) -> Any:
+        """Return the rows' numbers in place of a table, which would take most of the time of a draw."""
+        return np.asarray(indices, np.int64)
+
+    def sort(self, *_: Any, **__: Any) -> Any:
+        """Return itself, which is sorted where a partitioner asks for it."""
+        return self
 
 
 def _divide(
@@ -141,14 +145,16 @@ def _divide(
     rng: np.random.Generator,
     *,
     shuffled: bool = True,
+    ordered: bool = False,
 ) -> Parts:
-    """Let a partitioner divide samples, in random order or their own, by their labels; return their indices."""
+    """Let a partitioner divide samples by their labels, shuffled before or ordered by label; return their indices."""
     seed = int(rng.integers(2**32))
     order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))
-    memory = datasets.table.InMemoryTable.from_pydict({"label": dataset.y[order], "index": order})
+    if ordered:
+        order = order[np.argsort(dataset.y[order], kind="stable")]
+    memory = datasets.table.InMemoryTable.from_pydict({"label": dataset.y[order]})
     partitioner = kind(clients, partition_by="label", shuffle=False, seed=seed, **options)
-    partitioner.dataset = _Table(memory).with_format("numpy")
+    partitioner.dataset = _Labels(memory).with_format("numpy")
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # hides progress bars
         warnings.simplefilter("ignore")
-        parts = [partitioner.load_partition(client) for client in range(clients)]
-    return [np.asarray(part.with_format("numpy")["index"][:], np.int64) for part in parts]
+        return [order[partitioner.load_partition(client)] for client in range(clients)]
