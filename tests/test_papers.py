@@ -463,6 +463,12 @@ def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(mine: Path) 
     written(mine, "figure1", form={"kind": "bars", "label": "accuracy"}, printed=None, claims=None, small=small)
     picture = Comparison(item("mine", "figure1"))
     assert [picture.runs_of("a", row)[0] for row in ("FedAvg", "Local")] == ["small", "small"]
+    # Once all rows of a claim have run at full scale it is judged there, also if that is over fewer seeds.
+    other = {"title": "Table 3: the other row", "variants": TABLE["variants"][:1], "runs": TABLE["runs"][1:]}
+    written(mine, "table3", **other, seeds=[0], printed=None, claims=None, small=None)
+    assert main(["paper", "mine", "table3", "--scale", "full", "-j", "1"]) == 0
+    ((_, found),) = Comparison(item("mine", "table1")).verdicts
+    assert (found.scale, found.pairs) == ("full", 1)
 
 
 def test_other_settings_go_to_a_place_of_their_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,22 +235,25 @@ class Comparison:
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _verdict(self, claim: Claim) -> Verdict:
-        """Judge a claim at the scale at which most of its rows can be compared, the larger of two that are alike.
+        """Judge a claim at the scale at which most of its rows can be compared, then in most columns, then the larger.
 
         A run at one scale is never compared with one at the other.
         """
         found = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
         scale = max(
-            reversed(found), key=lambda one: (sum(map(bool, found[one].values())), sum(map(len, found[one].values())))
+            reversed(found),
+            key=lambda one: (len({of for of, _, _ in found[one]}), len({key[:2] for key in found[one]})),
         )
-        return replace(verdict(found[scale], claim.by, claim.within, claim.but), scale=scale)
+        differences: dict[str, list[float]] = {}
+        for (of, _, _), difference in found[scale].items():
+            differences.setdefault(of, []).append(difference)
+        return replace(verdict(differences, claim.by, claim.within, claim.but), scale=scale)
 
-    def _differences(self, claim: Claim, scale: str) -> dict[str, list[float]]:
-        """Return by how much each claimed row is higher than each it is above, for each seed and variant."""
-        found: dict[str, list[float]] = {}
+    def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str, int], float]:
+        """Return by how much each claimed row is higher than each it is above, for each variant and seed."""
+        found: dict[tuple[str, str, int], float] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
             of = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
-            own = found.setdefault(of, [])
             # Rows that name their variants are the same in all.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above, below = (
@@ -259,7 +262,8 @@ class Comparison:
                 )
                 if claim.spread:
                     above, below = distances(above), distances(below)
-                own += [above[seed] - below[seed] for seed in sorted(above.keys() & below.keys())]
+                shared = sorted(above.keys() & below.keys())
+                found |= {(of, variant, seed): above[seed] - below[seed] for seed in shared}
         return found
 
 
