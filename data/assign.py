@@ -128,12 +128,12 @@ class _Labels(datasets.Dataset):  # type: ignore[misc]
         found = super().__getitem__(key)
         return found[:] if isinstance(key, str) else found
 
-    def select(self, indices: Any, *_: Any, **__: Any) -> Any:
+    def select(self, indices: Any) -> Any:
         """Return the rows' numbers in place of a table, which would take most of the time of a draw."""
         return np.asarray(indices, np.int64)
 
-    def sort(self, *_: Any, **__: Any) -> Any:
-        """Return itself, which is sorted where a partitioner asks for it."""
+    def sort(self, _: str) -> Any:
+        """Return itself: a partitioner that sorts is given the labels in order."""
         return self
 
 
@@ -147,7 +147,10 @@ def _divide(
     shuffled: bool = True,
     ordered: bool = False,
 ) -> Parts:
-    """Let a partitioner divide samples by their labels, shuffled before or ordered by label; return their indices."""
+    """Let a partitioner divide samples by their labels; return their indices.
+
+    It is given them shuffled or in their own order, or, where they are ``ordered``, sorted by label after that.
+    """
     seed = int(rng.integers(2**32))
     order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))
     if ordered:

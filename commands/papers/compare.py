@@ -240,18 +240,18 @@ class Comparison:
         A run at one scale is never compared with one at the other.
         """
         found = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
-        scale = max(
-            reversed(found),
-            key=lambda one: (len({of for of, _, _ in found[one]}), len({key[:2] for key in found[one]})),
-        )
+        scale = max(reversed(found), key=lambda one: (len({of for of, _ in found[one]}), len(found[one])))
         differences: dict[str, list[float]] = {}
-        for (of, _, _), difference in found[scale].items():
-            differences.setdefault(of, []).append(difference)
+        for (of, _), own in found[scale].items():
+            differences.setdefault(of, []).extend(own)
         return replace(verdict(differences, claim.by, claim.within, claim.but), scale=scale)
 
-    def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str, int], float]:
-        """Return by how much each claimed row is higher than each it is above, for each variant and seed."""
-        found: dict[tuple[str, str, int], float] = {}
+    def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str], list[float]]:
+        """Return by how much each claimed row is higher than each it is above, by the two rows and the variant.
+
+        There is one for each seed that both have run with.
+        """
+        found: dict[tuple[str, str], list[float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
             of = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
             # Rows that name their variants are the same in all.
@@ -262,8 +262,8 @@ class Comparison:
                 )
                 if claim.spread:
                     above, below = distances(above), distances(below)
-                shared = sorted(above.keys() & below.keys())
-                found |= {(of, variant, seed): above[seed] - below[seed] for seed in shared}
+                if shared := sorted(above.keys() & below.keys()):
+                    found[of, variant] = [above[seed] - below[seed] for seed in shared]
         return found
 
 

@@ -262,10 +262,19 @@ class Item:
         if unknown := set(variants) - set(self.variants):
             raise SettingsError(f"in = {', '.join(sorted(unknown))} in claims of {self.file}: there is no such variant")
         measure = check_measure(entry.get("measure", self.measures[0]), f"claims of {self.file}")
-        by, within, why = float(entry.get("by", 0)), entry.get("within"), str(entry.get("why", ""))
-        same_point, spread, but = bool(entry.get("same-point")), bool(entry.get("spread")), int(entry.get("but", 0))
-        rows = tuple(higher), tuple(lower), variants, measure, same_point
-        return Claim(entry["say"], *rows, by, within, but, spread, why)
+        return Claim(
+            entry["say"],
+            tuple(higher),
+            tuple(lower),
+            variants,
+            measure,
+            same_point=bool(entry.get("same-point")),
+            by=float(entry.get("by", 0)),
+            within=entry.get("within"),
+            but=int(entry.get("but", 0)),
+            spread=bool(entry.get("spread")),
+            why=str(entry.get("why", "")),
+        )
 
 
 def papers() -> list[str]:

@@ -122,15 +122,14 @@ def _section(paper: str, one: Comparison, pictures: Sequence[str]) -> list[str]:
     stop = "" if about.endswith("?") else "."
     parts = [_filled(f"{about[0].upper()}{about[1:]}{stop} {item.content.get('shows', '')}")]
     if item.content.get("runs"):
-        judged = {verdict.scale for _, verdict in one.verdicts if verdict.pairs}
-        scales = [scale for scale in item.scales if scale in {*one.scales, *judged}] or item.scales[:1]
+        scales = one.scales or item.scales[:1]
         given = "".join(f" {key}={typed(value)}" for key, value in one.decisive.items())
         command = " and ".join(
             f"`posy paper {paper} {item.name} --scale {scale}{_more_seeds(one, scale)}{given}`" for scale in scales
         )
         ran = f"; {duration(one.seconds)} of runs" if one.cells else ""
         parts.append(_filled(f"{command}{ran}. Measured: {'; '.join(item.measures)}{_points(one)}{_seeds(one)}."))
-        for scale in scales if one.cells else ():
+        for scale in one.scales:
             if told := one.changed(scale):
                 parts.append(_filled(f"Scale {scale}, in brackets the paper's: {told}."))
     if item.kind == "partition":
@@ -164,7 +163,7 @@ def _notes(one: Comparison) -> list[str]:
 
 def _more_seeds(one: Comparison, scale: str) -> str:
     """Return the option that asks for the seeds at a scale, where they are more than the item's own."""
-    seeds = {cell.seed for cells in one.finished.get(scale, {}).values() for cell in cells}
+    seeds = {cell.seed for own, cells in one.cells.values() if own == scale for cell in cells}
     return f" --seeds {max(seeds) + 1}" if seeds - {*one.item.seeds(scale)} else ""
 
 
