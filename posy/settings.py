@@ -62,6 +62,12 @@ class Setting:
     default: Any
     """Its value where nobody sets it; its type is that of all its values."""
     help: str
+    source: str = field(default="", kw_only=True)
+    """Where the default comes from: the paper's section or table, or the file of the authors' program."""
+    needs: str = field(default="", kw_only=True)
+    """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
+    ``optimizer = adam | adamw and local-steps = 0``: comparisons of a key with ``=``, ``!=``, ``>`` or ``<``, joined by
+    ``and``; ``|`` separates alternatives of one comparison. Setting it while the condition is false is an error."""
     choices: tuple[str, ...] = ()
     """The only values that it may have, if there are any."""
     or_own: str = ""

@@ -213,6 +213,8 @@ class PersonalisedStrategy(Strategy):
         """
         log(INFO, "Starting %s: rounds %s to %s", word_of(self.settings.run.method), self.resumed_after + 1, num_rounds)
         self.summary()
+        for notice in self.method.notices(self.settings, self.architecture):
+            log(WARNING, "%s: %s", word_of(self.settings.run.method), notice)
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         result, arrays = Result(), initial_arrays
         if evaluate_fn and not self.resumed_after and (central := evaluate_fn(0, arrays)) is not None:

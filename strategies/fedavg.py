@@ -1,11 +1,33 @@
 """FedAvg (McMahan et al., 2017): one model, averaged with weights n_i / N.
 
-It has no strategy and no client of its own: :class:`~posy.strategies.base.PersonalisedStrategy` and
-:class:`~posy.client_app.base.PersonalClient` are FedAvg wherever a method does not change them.
+FedAvg needs no strategy and no client class: :class:`~posy.strategies.base.PersonalisedStrategy` and
+:class:`~posy.client_app.base.PersonalClient` implement it, and other methods override their hooks.
 """
 
+from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
 class FedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
-    """FedAvg has no settings of its own."""
+    """FedAvg has no settings."""
+
+    card = MethodCard(
+        paper=Paper(
+            "McMahan et al.",
+            2017,
+            "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+            "AISTATS",
+            "https://proceedings.mlr.press/v54/mcmahan17a.html",
+        ),
+        equations=(
+            "w ← w − η ∇ℓ(w; b) for each mini-batch b (Algorithm 1, ClientUpdate)",
+            "w ← Σ_i (n_i / n) w_i over the clients of the round (Algorithm 1, server)",
+        ),
+        sent={"model (d,)": "the server's model w"},
+        returned={"model (d,)": "the trained model w_i"},
+        server_state={"model": "the server's model w (d,)"},
+        client_state={},
+        scored="The served model: the paper evaluates the averaged model on test data, before any local training.",
+        deviations=("BatchNorm's running statistics are averaged with the same weights; the paper has no BatchNorm.",),
+        no_program="The authors published no program. tests/programs compares with gradient descent in plain PyTorch.",
+    )

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, dataclass_trans
 from posy.settings import setting
 
 if TYPE_CHECKING:  # settings are read without PyTorch
+    from collections.abc import Mapping
+
     from flwr.common.typing import NDArrays
 
     from posy.models.architecture import Architecture
+    from posy.strategies.card import MethodCard
+    from posy.strategies.settings import Settings
 
 
 class Refused(NamedTuple):
@@ -40,8 +44,8 @@ class MethodSettings:
     """The evaluation point at which the method is meant to be used: ``served`` if its clients need no training of their
     own before they predict, else ``local``."""
 
-    sgd: ClassVar[Refused | None] = ALLOWED
-    """Why the method can do with no other optimiser than SGD; None (:data:`ALLOWED`) if it can."""
+    card: "ClassVar[MethodCard | None]" = None
+    """The facts of the method's documentation page; a custom method may do without it."""
 
     def __init_subclass__(
         cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED, point: Literal["served", "local"] = "local"
@@ -59,6 +63,17 @@ class MethodSettings:
     def sums_logarithms(self) -> bool:
         """Whether of an ensemble's members the log-probabilities are summed, not the probabilities."""
         return False
+
+    def refusals(self) -> "Mapping[str, str]":
+        """Return the shared settings that must keep their defaults, by key, each with the reason.
+
+        For example ``{"momentum": "c_i is a distance divided by the rate, which holds for plain SGD only"}``.
+        """
+        return {}
+
+    def notices(self, settings: "Settings", network: "Architecture") -> "tuple[str, ...]":
+        """Return warnings to log before round 1, for settings under which the method degenerates to another one."""
+        return ()
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
         """Return the network that is trained; by default the plain one of the run."""

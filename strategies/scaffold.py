@@ -8,6 +8,7 @@ The paper's means count all clients alike. Here both are weighted by n_i, as the
 with N the samples of all clients that can be reached.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,13 @@ class SCAFFOLDSettings(
 ):
     """Settings of SCAFFOLD."""
 
-    sgd = Refused("its control variates are distances divided by the rate and the steps, as SGD makes them")
-
     server_lr: float = setting(
         1.0, "eta_g: the server's step along the mean change of the model", above=0, search=Search(0.3, 1.5, log=True)
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse optimisers other than SGD."""
+        return {"optimizer": "the control variates are distances divided by the rate and the steps, as SGD makes them"}
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the model that was sent; the second array is a change already."""

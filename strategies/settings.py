@@ -9,7 +9,7 @@ from posy.data.settings import DataSettings
 from posy.extensions import word_of
 from posy.models.catalogue import MODELS, PRETRAINED
 from posy.paths import found_at, sha256_of
-from posy.settings import Scalar, Search, SettingsError, as_config, setting
+from posy.settings import Scalar, Search, SettingsError, as_config, setting, settings_of
 
 AUTO, OFF = "auto", "off"
 """The words in place of numbers: Posy finds one by itself, or there is none."""
@@ -310,11 +310,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the settings that depend on those of another group."""
-        if self.train.optimizer != "sgd" and self.method.sgd:
-            raise SettingsError(
-                f"optimizer = {self.train.optimizer!r} with method = {self.run.method!r}: {self.method.sgd.why}; it "
-                "must be sgd"
-            )
+        shared = {**settings_of(RunSettings), **settings_of(DataSettings), **settings_of(TrainSettings)}
+        config = {**as_config(self.run), **as_config(self.data), **as_config(self.train)}
+        for key, reason in self.method.refusals().items():
+            if config[key] != (default := shared[key].default):
+                raise SettingsError(
+                    f"{key} = {config[key]!r} with method = {self.run.method!r}: {reason}; set it to {default!r}"
+                )
         if self.run.min_clients > self.data.num_clients:
             raise SettingsError(
                 f"min-clients = {self.run.min_clients}: it must be 0 to num-clients = {self.data.num_clients}"

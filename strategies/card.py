@@ -1,0 +1,90 @@
+"""Method cards: the facts that a method's documentation page states and that cannot be read off its code."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A publication.
+
+    Parameters
+    ----------
+    authors : str
+        Authors as in a citation, for example ``"Karimireddy et al."``.
+    year : int
+        Year of the venue.
+    title : str
+        Full title.
+    venue : str
+        Conference, journal or preprint server.
+    url : str
+        Address of the paper.
+    """
+
+    authors: str
+    year: int
+    title: str
+    venue: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A published program whose numbers ``tests/programs`` compares with Posy's.
+
+    Parameters
+    ----------
+    repository : str
+        ``owner/name`` on GitHub.
+    commit : str
+        The commit that ran, as a full hash.
+    entry : str
+        The file and the function or command that produced the numbers.
+    difference : float
+        Largest absolute difference that the test allows between the two programs, at most 1e-5.
+    by_authors : bool
+        Whether the authors of the paper published it.
+    """
+
+    repository: str
+    commit: str
+    entry: str
+    difference: float
+    by_authors: bool = True
+
+
+@dataclass(frozen=True)
+class MethodCard:
+    """The facts about a method that its page in ``docs/methods`` states.
+
+    Parameters
+    ----------
+    paper : Paper or None
+        The publication; None for a method that has none, such as local training.
+    equations : tuple of str
+        Each equation or algorithm line that the code implements, with its number in the paper.
+    sent, returned : mapping of str to str
+        Arrays of the server's message and of a client's reply, in their order: name with shape, and meaning.
+    server_state, client_state : mapping of str to str
+        Arrays that each side stores between rounds, by the name that the code stores them under, and their meaning.
+    scored : str
+        The model that the authors score, and the reason for ``point``.
+    deviations : tuple of str
+        Differences from the paper, each with its reason and, where it was measured, its effect.
+    program : Program or None
+        The published program that a test compares with.
+    no_program : str
+        Why a test cannot compare with a program, where ``program`` is None.
+    """
+
+    paper: Paper | None
+    equations: tuple[str, ...]
+    sent: Mapping[str, str]
+    returned: Mapping[str, str]
+    server_state: Mapping[str, str]
+    client_state: Mapping[str, str]
+    scored: str
+    deviations: tuple[str, ...] = ()
+    program: Program | None = None
+    no_program: str = field(default="", kw_only=True)
