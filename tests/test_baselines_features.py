@@ -59,6 +59,7 @@ def test_scaffold_counts_the_steps_of_mini_batches(make_client):
 def test_scaffold_server_by_hand(make_strategy, update):
     """28 of the 42 samples are here, in two clients: c moves by two thirds of the mean change."""
     strategy = make_strategy("scaffold", model="linear", scaffold_server_lr=0.5)
+    strategy.weights[:] = 21, 12, 8, 1
     rng = np.random.default_rng(0)
     before = strategy.model.copy()
     strategy.control = rng.normal(size=strategy.size).astype(np.float32)
