@@ -70,16 +70,16 @@ class SCAFFOLDSettings(
         deviations=(
             "Both means weigh clients by n_i, because the objective does. They are uniform in the paper; "
             "`client-weights=uniform`.",
-            "With `momentum` β, K in Eq. 4 becomes Σ_{k=1..K} (1 − β^k) / (1 − β), so c_i⁺ is still a mean of gradients. "
+            "With `momentum` β, K in Eq. 4 becomes Σ_{k=1..K} (1 − β^k) / (1 − β): c_i⁺ remains a mean of gradients. "
             "The paper has plain SGD. With K itself, training diverges for β > 0.5.",
-            "BatchNorm's running statistics have no control variate, and `scaffold-server-lr` does not extrapolate them.",
-            "All variates restart at 0 when a client has lost its state. The paper has no such event.",
+            "BatchNorm's running statistics have no control variate. `scaffold-server-lr` does not extrapolate them.",
+            "All variates restart at 0 when a client has lost its state. The paper does not treat lost states.",
         ),
         program=Program(
             "TsingZ0/PFLlib",
             "d832e76f6a23b833038949ec1e4fdefe63a4d350",
             "system/flcore: clientSCAFFOLD.train, SCAFFOLD.aggregate_parameters",
-            1e-5,
+            1e-6,
             by_authors=False,
         ),
     )
