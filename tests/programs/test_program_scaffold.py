@@ -6,8 +6,8 @@ come from ``SCAFFOLD.send_models``, ``clientSCAFFOLD.train``, ``SCAFFOLD.receive
 samples here.
 """
 
-from equal_clients import equalise, numbers
 from problem import check, config
+from program_tools import equalise, numbers
 
 MODEL = numbers("""
     -0.26764321 -0.067955077 -0.40892529 0.091172896 0.2928482 0.35306722 -0.1518456 -0.35119024 -0.10119051
