@@ -222,7 +222,7 @@ FEDDRM_ROWS: Rows = {
     "Ditto": {"method": "ditto", "ditto-strength": 1.0, "local-steps": 5},
     "FedRep": {"method": "fedrep", "local-steps": 5},
     "FedBABU": {"method": "fedbabu", **WHOLE, "fedbabu-rounds": 200, "fedbabu-lr": 0.0, "fedbabu-tuned": "head"},
-    "FedPAC": {"method": "fedpac", "local-steps": 5},
+    "FedPAC": {"method": "fedpac", "local-steps": 5, "fedpac-head-lr": 0.0},
     "FedALA": {"method": "fedala", "local-steps": 10, "num-server-rounds": 800},
     "FedAS": {"method": "fedas", "local-steps": 10, "num-server-rounds": 800},
     "ConFREE": {"method": "confree", "local-steps": 5},
