@@ -8,7 +8,7 @@ function.
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from logging import WARNING
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -257,11 +257,17 @@ class PersonalClient(NumPyClient):
         return combined(torch.stack(outputs), coefficients, predictor.logarithms)
 
     def losses(self, models: Tensor, split: Split = "train") -> Steps[Tensor]:
-        """Return the loss of each of K models ``(K, d)`` on a split as ``(K,)``; that of a diverged one is infinite."""
+        """Return the loss of each of K models ``(K, d)`` on a split as ``(K,)``; a diverged model has an infinite loss.
+
+        It is the loss that training minimises: the setting ``loss``, with class weights on the training samples.
+        """
         logits, labels = (yield Forward(models, split, self.architecture)), self.samples(split).y
         k, n, _ = logits.shape
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(k), reduction="none").view(k, n).mean(1)
-        return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        criterion = self.workspace.criterion or partial(F.cross_entropy, reduction="none")
+        losses = criterion(logits.flatten(0, 1), labels.repeat(k)).view(k, n)
+        if split == "train" and self.class_weight is not None:
+            losses = losses * self.class_weight
+        return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     # -- one round -----------------------------------------------------------------------------------
 
