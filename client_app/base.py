@@ -165,8 +165,8 @@ class PersonalClient(NumPyClient):
         return update, self.plain(trained.parameters)
 
     def weight(self, config: Config) -> int:
-        """Return what the client counts in the mean of the round, as the strategy has it."""
-        return len(self.data.y_train)
+        """Return the client's weight in the mean of the round, the same as the strategy's."""
+        return 1 if self.settings.run.client_weights == "uniform" else len(self.data.y_train)
 
     # -- NumPyClient ---------------------------------------------------------------------------------
 

@@ -28,7 +28,15 @@ from posy.server_app.resume import RAN_ON, StoredRun, read_summary
 from posy.settings import Scalar, SettingsError
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import check_own, declared_for, owner, pertinent, read_settings, with_experiment
+from posy.strategies.registry import (
+    check_own,
+    current_keys,
+    declared_for,
+    owner,
+    pertinent,
+    read_settings,
+    with_experiment,
+)
 from posy.strategies.settings import RunSettings
 from posy.yaml12 import dump, read_yaml
 
@@ -117,6 +125,7 @@ class Cell:
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
         """Tell whether a run had these very settings, as far as they decide its results."""
+        ran = current_keys(ran)
         return all(ran.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
 
     @property

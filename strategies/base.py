@@ -133,8 +133,8 @@ class PersonalisedStrategy(Strategy):
         return {}
 
     def weight(self, client: int) -> int:
-        """Return what a client counts in the mean of the round, where that is secure; the client must know it too."""
-        return self.clients[client].num_train
+        """Return the weight of a client in the server's means; with secure aggregation the client applies it."""
+        return 1 if self.settings.run.client_weights == "uniform" else self.clients[client].num_train
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the clients that train in a round, drawn from (seed, round) alone."""
@@ -455,7 +455,7 @@ class PersonalisedStrategy(Strategy):
     def _read_update(self, client: int, content: RecordDict) -> Update:
         shapes = self.expected_shapes(client)
         update = read_update(content, [masked_shape(shapes)] if self.secure else shapes)
-        update.client = client
+        update.client, update.weight = client, self.weight(client)
         if self.secure:
             check_masked(update, self.clients[client].num_train)
         else:

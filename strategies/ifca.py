@@ -10,7 +10,7 @@ from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
+from posy.strategies.replies import BadReplyError, Update, mean_of
 
 
 class IFCASettings(
@@ -22,11 +22,6 @@ class IFCASettings(
     """Settings of IFCA."""
 
     clusters: int = setting(2, "number K of cluster models", minimum=1, maximum=1000, search=Search(2, 5))
-    mean: str = setting(
-        "weighted",
-        "mean of a cluster's models: weighted by training samples, or the paper's, in which all clients count alike",
-        choices=("weighted", "uniform"),
-    )
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the model of the client's cluster."""
@@ -60,10 +55,5 @@ class IFCA(PersonalisedStrategy):
         clusters: dict[int, list[Update]] = {k: [] for k in range(len(self.models))}
         for update in updates:
             clusters[int(update.arrays[1])].append(update)
-        self.models = np.stack([self._mean(own) if own else self.models[k] for k, own in clusters.items()])
+        self.models = np.stack([mean_of(own) if own else self.models[k] for k, own in clusters.items()])
         return {"cluster_sizes": [len(own) for own in clusters.values()]}
-
-    def _mean(self, updates: list[Update]) -> FloatArray:
-        if self.method.mean == "uniform":
-            return weighted_mean(stacked(updates), np.ones(len(updates)))
-        return mean_of(updates)

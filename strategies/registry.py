@@ -22,6 +22,11 @@ from posy.yaml12 import parse, read_yaml
 PAPERS = Path(__file__).resolve().parent.parent / "papers"
 """A folder for each paper: its tables and figures, and in ``settings/`` experiments, which are files of settings."""
 
+RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "ifca-mean": ("client-weights", {"weighted": "samples", "uniform": "uniform"}),
+}
+"""Settings of earlier versions: the present key, and the present value for each value."""
+
 
 def read_settings(
     given: Mapping[str, Any], where: str = "the run config", stored: Mapping[str, Any] | None = None
@@ -45,6 +50,7 @@ def read_settings(
     """
     values = with_experiment(given, where)
     if stored is not None:
+        stored = current_keys(stored)
         known = declared_for(stored)
         older = {key: known[key].earlier for key in known.keys() - stored.keys() if known[key].earlier is not None}
         kept = pertinent(older, _method(stored)) | {k: v for k, v in stored.items() if k in known and not known[k].once}
@@ -213,8 +219,19 @@ def read_experiment(path: Path) -> dict[str, Any]:
         if not isinstance(content["settings"], dict):
             raise SettingsError(f"settings in {path}: it must hold `key: value` lines")
         known = settings_of(RunSettings)
-        return {key: value for key, value in content["settings"].items() if key not in known or not known[key].once}
+        settings = current_keys(content["settings"])
+        return {key: value for key, value in settings.items() if key not in known or not known[key].once}
     return content
+
+
+def current_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a stored run with the keys of this version; see :data:`RENAMED`."""
+    current = dict(stored)
+    for earlier, (key, values) in RENAMED.items():
+        if earlier in current and key not in current:
+            current[key] = values[current[earlier]]
+        current.pop(earlier, None)
+    return current
 
 
 def _method(config: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ class SCAFFOLD(PersonalisedStrategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Move x along the models' mean change, and c along that of the variates, by the share of all samples here."""
         n = num_examples(updates)
-        total = max(n.sum(), sum(info.num_train for info in self.clients.values()))
+        total = max(n.sum(), sum(map(self.weight, self.clients)))
         self.model = moved(self.model, weighted_mean(stacked(updates), n), self.method.server_lr)
         self.control = self.control + np.float32(n.sum() / total) * weighted_mean(stacked(updates, 1), n)
         return {"control_norm": float(np.linalg.norm(self.control))}

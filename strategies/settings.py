@@ -181,6 +181,14 @@ class RunSettings:
         maximum=0.9,
         synonyms=("held-out-clients", "new-clients", "unseen-clients"),
     )
+    client_weights: str = setting(
+        "samples",
+        "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
+        "over samples (class prototypes, FedFew's n_i / N of the losses) always count samples",
+        choices=("samples", "uniform"),
+        source="McMahan et al., 2017, Algorithm 1: n_i / n",
+        synonyms=("client-weighting", "weighted-average"),
+    )
     min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
     max_update_norm: float = setting(
         0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
