@@ -299,6 +299,7 @@ class PersonalClient(NumPyClient):
                 arrays = noised(arrays, reference, self.settings.train)
             if self.masking:
                 limit = self.settings.run.secure_range
+                reference = [*reference, *parameters[len(reference) :]]  # statistics have what was sent as reference
                 arrays = [self.masking.put_on(arrays, reference, self.weight(config), limit)]
         return arrays, len(self.data.y_train), {**metrics, "samples": self.processed, **self.acknowledgement}
 

@@ -542,7 +542,9 @@ class PersonalisedStrategy(Strategy):
         client = updates[0].client  # all are served the same
         shapes = self.expected_shapes(client)
         unknown = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
-        references = self.method.reference(self.architecture, self.serve(client), unknown)[: len(shapes)]
+        sent = self.serve(client)
+        references = self.method.reference(self.architecture, sent, unknown)[: len(shapes)]
+        references += sent[len(references) : len(shapes)]  # statistics are changes of the statistics that were sent
         rate = self.learning_rate(self.record.number)
         mean = secure.summed(updates, self._settings_json, rate, references)
         return ([], secure.refusal) if mean is None else ([mean], "")
