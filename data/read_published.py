@@ -37,7 +37,7 @@ def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset
     if content is None:
         content = globals()[source.reader](name, data_dir, settings)
     content = replace(content, class_names=content.class_names or source.classes)
-    return as_dataset(content, name, settings.text_length or source.words or MAX_LENGTH, settings.vocabulary)
+    return as_dataset(content, name, settings.text_length or source.words or MAX_LENGTH)
 
 
 def _from_npz(name: str, data_dir: Path) -> Content | None:
