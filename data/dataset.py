@@ -35,6 +35,7 @@ class Dataset:
     mean: np.ndarray
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
+    is_test: np.ndarray | None = None  # (N,) bool: samples of the supplied test set, if there is one
     given: Indices | None = None  # when the data comes already partitioned
     notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
     skipped: int = 0  # files that could not be read and were left out
@@ -56,7 +57,7 @@ class Content:
     x: Any  # as in Dataset; of text the N texts
     labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
     groups: np.ndarray | None = None
-    is_test: np.ndarray | None = None  # (N,) bool: the samples of the data's own test set, if it has one
+    is_test: np.ndarray | None = None  # as in Dataset
     given: Indices | None = None
     class_names: tuple[str, ...] = ()  # where the data gives them; the labels are then their numbers 0..C-1
     columns: tuple[str, ...] = ()  # names of the features, where the data gives them

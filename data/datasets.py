@@ -109,5 +109,5 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
     if size > len(dataset):
         raise SettingsError(f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; at most so many, or 0")
     keep = np.sort(numpy_generator(seed, "subset").choice(len(dataset), size, replace=False))
-    groups = None if dataset.groups is None else dataset.groups[keep]
-    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], groups=groups)
+    groups, is_test = (None if part is None else part[keep] for part in (dataset.groups, dataset.is_test))
+    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], groups=groups, is_test=is_test)

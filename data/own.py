@@ -40,8 +40,8 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     vocabulary = int(x.max()) + 1 if content.kind == "tokens" else 0
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    others = {"groups": content.groups, "given": content.given, "notes": notes, "columns": content.columns}
-    return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, **others)
+    others = {key: getattr(content, key) for key in ("groups", "is_test", "given", "columns")}
+    return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, notes=notes, **others)
 
 
 def read_own(

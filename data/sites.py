@@ -65,8 +65,8 @@ def describe_site(content: Content, settings: DataSettings, seed: int) -> Descri
 def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
     """Return the samples that a site trains on in the run, and a partition with this one client.
 
-    The data's own test set is used where it has one, else ``test_fraction`` of the samples, drawn by the seed of
-    the run. Columns are put into the order of the run.
+    The test samples are those of the supplied test set, unless ``test_set`` pools it; else ``test_fraction`` of the
+    samples, drawn by the seed of the run. Columns are put into the order of the run.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
 
 def _partition(content: Content, settings: DataSettings, seed: int) -> Partition:
     rng = numpy_generator(seed, "site")
-    if content.is_test is None:
+    if content.is_test is None or settings.test_set == "pooled":
         pairs = split([np.arange(len(content.labels))], settings.test_fraction, rng)
     else:
         pairs = ((np.flatnonzero(~content.is_test), np.flatnonzero(content.is_test)),)
