@@ -73,7 +73,20 @@ class DataSettings:
         0, "size of a random subset of the data set that is used in its place; 0: all", minimum=0, sites="never"
     )
     train_samples: int = setting(0, "cap on the training samples of each client (FedACS: 50); 0: none", minimum=0)
-    test_fraction: float = setting(0.25, "fraction of each client's samples kept for its test", above=0, maximum=0.9)
+    test_set: str = setting(
+        "supplied",
+        "a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for tests and "
+        "divides it among the clients, each class in proportion to their training samples; `pooled` joins it with the "
+        "training samples before they are assigned",
+        choices=("supplied", "pooled"),
+        earlier="pooled",
+    )
+    test_fraction: float = setting(
+        0.25,
+        "fraction of each client's samples kept for its test, where no test set is supplied",
+        above=0,
+        maximum=0.9,
+    )
     validation_fraction: float = setting(
         0.0,
         "fraction of each client's training samples on which it does not train: the best round is chosen on them",
