@@ -8,7 +8,7 @@ function.
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from logging import WARNING
 from pathlib import Path
 from typing import Any, Self, TypeVar
