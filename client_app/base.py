@@ -44,7 +44,7 @@ Steps = Generator[Train | Forward, Any, R]
 class Member:
     """One model of an ensemble: parameters ``(d,)``, its network and its coefficient.
 
-    ``held`` are the tensors of frozen layers by name, where they have been read from a file.
+    ``held`` are the fixed tensors of the network by name, where they have been read from a file.
     """
 
     parameters: Tensor

@@ -29,6 +29,7 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
         """Return the network with a head that compares directions."""
+        plain.require(("head.weight",), "fednh puts prototypes in place of the head")
         if not plain.layer_names[:-1]:
             raise SettingsError(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and it has no other; "
