@@ -294,7 +294,7 @@ def test_balanced_class_weights_equal_repeated_samples(make_config, federate, me
 @every_method
 def test_momentum_starts_afresh_in_each_round(make_config, federate, method):
     """The first step of a round has no momentum, so in rounds of one step it changes nothing, or it is refused."""
-    settings = BASE | {"local_epochs": 1, "local_steps": 1}
+    settings = BASE | {"local_steps": 1}
     plain = federate(make_config(method, data=data_of(4), **settings))
     try:
         with_momentum = federate(make_config(method, data=data_of(4), momentum=0.9, **settings))
