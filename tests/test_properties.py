@@ -274,8 +274,8 @@ COUNTED = {
 
 @every_method
 def test_balanced_class_weights_equal_repeated_samples(make_config, federate, method):
-    """A class of half as many samples counts as if each of them came twice."""
-    settings = BASE | {"num_server_rounds": 2}
+    """A class of half as many samples counts as if each of them came twice; all clients have equal weights."""
+    settings = BASE | {"num_server_rounds": 2, "client_weights": "uniform"}
     weighted, plain = (
         federate(make_config(method, data=data_of(4), class_weights=weights, **settings))
         for weights in ("balanced", "none")
