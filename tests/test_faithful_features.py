@@ -3,9 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from posy.client_app.fedas import FISHER, alignment
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Train
+from posy.randomness import torch_generator
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
+
+
+def dropping(task):
+    """Return a perceptron with dropout."""
+    return nn.Sequential(nn.Linear(task.input_shape[0], 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, task.num_classes))
 
 
 def module_of(client, flat):
@@ -58,3 +69,47 @@ def test_a_single_client_a_round_has_no_heads_to_combine(make_config, federate, 
     warnings.clear()
     federate(make_config("fedpac", num_server_rounds=1))
     assert "no heads are combined" not in warnings.text
+
+
+# -- FedAS -------------------------------------------------------------------------------------------------
+
+
+def test_fedas_measures_the_fisher_information_of_the_plain_model(make_client):
+    """The trace is of the unweighted loss, without dropout, over batches of 4; its samples are not in the count."""
+    settings = {"model": f"{__file__}:dropping", "class_weights": "balanced", "batch_size": 4, "local_epochs": 3}
+    client = make_client("fedas", client=0, **settings)
+    (body, trace), _, metrics = client.fit([client.shared.take(client.initial()).numpy()], CONFIG)
+    assert metrics["samples"] == 21 * (1 + 3)
+    model = torch.empty(client.layout.size)
+    client.personal.put(client.shared.put(model, torch.from_numpy(body)), torch.from_numpy(client.state["personal"]))
+    module = module_of(client, model).eval()
+    order = torch.randperm(21, generator=torch_generator(client.settings.run.seed, "batches", 1, 0, FISHER))
+    squares = 0.0
+    for batch in order.split(4):
+        x, y = client.data.x_train[batch].double(), client.data.y_train[batch]
+        loss = torch.nn.functional.cross_entropy(module(x), y)
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        squares += len(batch) / 21 * sum(float(gradient.square().sum()) for gradient in gradients)
+    assert float(trace) == pytest.approx(squares, rel=1e-4)
+
+
+def test_fedas_clients_are_trained_together_as_alone(make_config, federate):
+    """Neither dropout nor class weights enter the Fisher information of stacked models."""
+    settings = {"model": f"{__file__}:dropping", "class_weights": "balanced", "batch_size": 4, "num_server_rounds": 2}
+    alone, together = (federate(make_config("fedas", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    np.testing.assert_allclose(together.strategy.model, alone.strategy.model, atol=1e-5)
+
+
+def test_fedas_aligns_each_class_alike(make_client):
+    """Client 0 has 7 samples of each class; a batch of padding and two classes has the mean of each, added."""
+    client = make_client("fedas")
+    net = client.network(Train(client.initial()))
+    net.stack(1)[0].copy_(client.initial())
+    x, y = client.data.x_train[:5], torch.tensor([0, 0, 0, 2, 2])
+    prototypes = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    features = net.nets[0].features(x)[0]
+    squares = (features - prototypes[y]).square().mean(dim=1)
+    expected = squares[:3].mean() + squares[3]
+    weight = torch.tensor([0.3, 0.3, 0.3, 2.0, 0.0])  # the last sample fills up the batch
+    loss = alignment(net.nets[0], Batch(x, y, weight), {"prototypes": prototypes})
+    torch.testing.assert_close(loss, expected)
