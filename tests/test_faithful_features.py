@@ -71,6 +71,34 @@ def test_a_single_client_a_round_has_no_heads_to_combine(make_config, federate, 
     assert "no heads are combined" not in warnings.text
 
 
+# -- FedNH -------------------------------------------------------------------------------------------------
+
+
+def test_fednhs_limit_measures_the_body_alone(make_config, federate):
+    """The mean directions are about 1.5 from the prototypes, and the bodies move by less than 1."""
+    finished = federate(make_config("fednh", max_update_norm=1.0, lr=0.001))
+    assert not any(record.dropped for record in finished.records)
+    strict = federate(make_config("fednh", max_update_norm=1e-4, lr=0.001, num_server_rounds=1))
+    assert [client for client, _ in strict.records[0].dropped] == [0, 1, 2, 3]
+
+
+def test_fednhs_noise_is_for_the_mean_directions_themselves(make_client):
+    """Their norm is at most 1, whatever the prototypes are; a difference to the prototypes would be clipped by more."""
+    client = make_client("fednh", model="mlp")
+    start = client.initial().numpy().copy()
+    reply, _, _ = client.fit([start], CONFIG)
+    (base,) = client.method.reference(client.architecture, [start], reply)
+    head = client.layout.part(("head",))
+    assert not head.take(base).any() and np.linalg.norm(head.take(reply[0])) <= 1
+    body = client.layout.without(("head",))
+    np.testing.assert_array_equal(body.take(base), body.take(start))
+
+
+def test_fednh_without_smoothing_warns(make_config, federate, warnings):
+    federate(make_config("fednh", fednh_rho=1.0, num_server_rounds=1))
+    assert "fednh-rho = 1: the prototypes stay as they were drawn" in warnings.text
+
+
 # -- FedAS -------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,52 @@
+"""FedNH against the authors' program.
+
+Repository Yutong-Dai/FedNH, commit 60c3161412d576cddc8187af318cdc8a91a8709f. The numbers come from
+``FedNHClient.training``, ``FedNHClient.upload`` and ``FedNHServer.aggregate``, with other data loading, a perceptron,
+and SGD without momentum. The program clips gradients to a norm of 10. It weighs clients uniformly, so all clients have 8 samples here. The scale is 30. The
+first prototypes are the directions of the problem's head.
+"""
+
+import numpy as np
+from problem import check, config, weights
+from program_tools import equalise, numbers, stored_models
+
+MODEL = numbers("""
+    -0.42157432 0.14316511 -0.32190883 -0.0079909042 0.5176698 -0.035395667 -0.074787915 -0.082786426
+    -0.10119051 0.091602691 -0.249827 0.14411078 0.68159807 0.08183118 -0.40543872 -0.082036182 0.16965936
+    0.36313039 0.2331315 0.50068671 -0.38347146 0.67109102 -0.405669 0.62642252 0.11105375 -0.4376125 0.64980358
+    0.54584986 -0.28507489 -0.083849572 -0.81023031 -0.10388571 -0.058976851 -0.36682969 -0.4412396 -0.19236077
+    -0.4118447 -0.41717571 0.73416346 -0.28346032
+""")
+LOCAL0 = numbers("""
+    -0.39328435 0.099805132 -0.3454088 0.03176596 0.51833177 -0.13034785 -0.13346708 -0.086329289 -0.10119051
+    0.091602691 -0.249827 0.14411078 0.56913614 0.028806321 -0.28521168 -0.10710089 0.15321639 0.34115541
+    0.15148893 0.45312893 -0.37585422 1.227059 -0.405669 0.30966944 0.061349321 -0.47267094 0.58538121
+    0.56328517 -0.30488148 -0.1538441 -0.77571791 -0.17759514 -0.056464687 -0.43020222 -0.42244464 -0.23430489
+    -0.44345453 -0.41934669 0.66818482 -0.35514322
+""")
+LOCAL1 = numbers("""
+    -0.47768065 0.22908172 -0.27497384 -0.087827012 0.66328424 -0.25949773 -0.34077033 -0.18010011 -0.10119051
+    0.091602691 -0.249827 0.14411078 0.55532646 0.38081348 -0.37886286 -0.079895221 0.13352443 0.30553761
+    0.12486769 0.43445218 -0.39919204 0.21920596 -0.405669 1.0588046 0.029323 -0.47267094 0.58538121 0.56328517
+    -0.30488148 -0.1538441 -0.77571791 -0.17759514 -0.056464687 -0.43020222 -0.42244464 -0.23430489 -0.44345453
+    -0.41934669 0.66818482 -0.35514322
+""")
+LOCAL2 = numbers("""
+    -0.39375794 0.1006085 -0.34534386 0.032088351 0.37139329 0.28365862 0.24987365 0.018070091 -0.10119051
+    0.091602691 -0.249827 0.14411078 0.9203316 -0.16412628 -0.55224168 -0.059112418 0.22223727 0.44269818
+    0.42303786 0.61447901 -0.37536815 0.56700808 -0.405669 0.51079345 0.24248892 -0.47267094 0.58538121
+    0.56328517 -0.30488148 -0.1538441 -0.77571791 -0.17759514 -0.056464687 -0.43020222 -0.42244464 -0.23430489
+    -0.44345453 -0.41934669 0.66818482 -0.35514322
+""")
+
+
+def test_fednh_agrees_with_the_authors_program(tmp_path, federate, monkeypatch):
+    def prepare(strategy):
+        rows = weights()["2.weight"]
+        head = strategy.architecture.layout.part(("head",))
+        head.put(strategy.model, (rows / np.linalg.norm(rows, axis=1, keepdims=True)).ravel())
+
+    equalise(monkeypatch)
+    strategy = federate(config("fednh", tmp_path, max_grad_norm=10.0), prepare=prepare, models_folder=tmp_path).strategy
+    pairs = zip(stored_models(strategy, tmp_path), (LOCAL0, LOCAL1, LOCAL2), strict=True)
+    check("fednh", [(strategy.model, MODEL), *pairs])
