@@ -1,5 +1,7 @@
 """FedPAC, FedProto, FedNH, FedUV, MOON and FedAS: details of the papers and programs, and limits on updates."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from posy.client_app.fedas import FISHER, alignment
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Train
 from posy.randomness import torch_generator
+from posy.strategies.methods import settings_class
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
@@ -69,6 +72,37 @@ def test_a_single_client_a_round_has_no_heads_to_combine(make_config, federate, 
     warnings.clear()
     federate(make_config("fedpac", num_server_rounds=1))
     assert "no heads are combined" not in warnings.text
+
+
+# -- FedProto ----------------------------------------------------------------------------------------------
+
+
+def test_fedproto_is_scored_with_the_new_prototypes():
+    assert settings_class("fedproto").point == "served"
+
+
+@pytest.mark.parametrize(
+    ("settings", "notice"),
+    [({"fedproto_strength": 0.0}, "clients train alone"), ({"model": "linear"}, "no layer below the head")],
+)
+def test_fedproto_without_a_pull_warns(settings, notice, make_config, federate, warnings):
+    federate(make_config("fedproto", num_server_rounds=1, **settings))
+    assert notice in warnings.text
+
+
+def test_fedproto_weighs_the_distance_by_class(make_client):
+    """With 18 samples of class 0 and 3 of class 1, balanced weights are 21/36 and 21/6, in both terms of the loss."""
+    client = make_client("fedproto", client=0, class_weights="balanced", batch_size=100)
+    client.data = replace(client.data, y_train=torch.tensor([0] * 18 + [1] * 3))
+    x, y = client.data.x_train.double(), client.data.y_train
+    prototypes = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    client.fit([prototypes, np.ones(3, np.float32)], CONFIG)
+    weight = torch.where(y == 0, 21 / 36, 21 / 6).double()
+    model, target = module_of(client, client.initial()), torch.from_numpy(prototypes).double()
+    losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+    losses = losses + (model.body(x) - target[y]).square().mean(dim=1)
+    descend((weight * losses).mean(), list(model.parameters()))
+    np.testing.assert_allclose(client.state["model"], flat_of(model), atol=1e-5)
 
 
 # -- FedNH -------------------------------------------------------------------------------------------------

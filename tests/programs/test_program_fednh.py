@@ -2,8 +2,8 @@
 
 Repository Yutong-Dai/FedNH, commit 60c3161412d576cddc8187af318cdc8a91a8709f. The numbers come from
 ``FedNHClient.training``, ``FedNHClient.upload`` and ``FedNHServer.aggregate``, with other data loading, a perceptron,
-and SGD without momentum. The program clips gradients to a norm of 10. It weighs clients uniformly, so all clients have 8 samples here. The scale is 30. The
-first prototypes are the directions of the problem's head.
+and SGD without momentum. The program clips gradients to a norm of 10, and weighs clients uniformly: all have 8 samples
+here. The scale is 30. The first prototypes are the directions of the problem's head.
 """
 
 import numpy as np
