@@ -133,6 +133,33 @@ def test_fednh_without_smoothing_warns(make_config, federate, warnings):
     assert "fednh-rho = 1: the prototypes stay as they were drawn" in warnings.text
 
 
+# -- FedUV and MOON ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("feduv", {"feduv_variance": 0.0, "feduv_uniformity": 0.0}),
+        ("feduv", {"feduv_variance": 0.0, "model": "linear"}),
+        ("moon", {"moon_mu": 0.0}),
+        ("moon", {"model": "linear"}),
+    ],
+)
+def test_a_method_without_its_term_is_fedavg_and_says_so(method, settings, make_config, federate, warnings):
+    model = {"model": settings.get("model", "mlp")}
+    plain = federate(make_config("fedavg", **model)).strategy.model
+    warnings.clear()
+    finished = federate(make_config(method, **{**model, **settings}))
+    assert "this is FedAvg" in warnings.text
+    np.testing.assert_allclose(finished.strategy.model, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["feduv", "moon"])
+def test_a_method_with_its_term_is_silent(method, make_config, federate, warnings):
+    federate(make_config(method, num_server_rounds=1))
+    assert "this is FedAvg" not in warnings.text
+
+
 # -- FedAS -------------------------------------------------------------------------------------------------
 
 
