@@ -37,7 +37,7 @@ def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + λ ||p − p̃||₂, differentiated through the norms of the output rows (Eqs. 4, 8)."""
     norms = torch.linalg.vector_norm(net["head.weight"], dim=1)
     total = norms.sum()
-    # That of a head of zeros is uniform, as on the server.
+    # A head of zeros has the uniform distribution, as on the server.
     weights = norms / total.clamp_min(SMALLEST) + (total < SMALLEST) / len(norms)
     distance = torch.linalg.vector_norm(context["distribution"] - weights)
     return net.loss(net(batch.x), batch) + context["lambda"] * distance

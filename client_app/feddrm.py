@@ -1,4 +1,4 @@
-"""FedDRM's client: it learns classes with its own classifier, and to tell itself from other clients."""
+"""FedDRM's client: it learns the classes of its samples and its own index."""
 
 import torch
 from torch import Tensor
@@ -23,5 +23,5 @@ class FedDRMClient(PersonalClient):
 def class_and_client(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return λ CE(class) + (1 − λ) CE(client = i), the reweighted loss of Section 2.3."""
     classes, clients = net(batch.x)
-    own = batch._replace(y=context["client"].expand(len(batch.y)))
-    return context["lambda"] * net.loss(classes, batch) + (1 - context["lambda"]) * cross_entropy(clients, own)
+    of_client = batch._replace(y=context["client"].expand(len(batch.y)))
+    return context["lambda"] * net.loss(classes, batch) + (1 - context["lambda"]) * cross_entropy(clients, of_client)

@@ -20,8 +20,8 @@ FIRST_MASKED, LATER_MASKED = 0.3, 0.1
 class PPFEClient(PersonalClient):
     """Local training on weighted samples (Algorithm 1, lines 13-21).
 
-    Kept between rounds: sample weights ω, coefficients β, and for each stage the personal layers and,
-    once it is finished, the shared layers that go with them.
+    The client stores sample weights ω, coefficients β, the personal layers of each stage, and the shared layers of each
+    finished stage. With ``class-weights=balanced`` the first weights are the class weights, so that ω contains them.
     """
 
     @cached_property
@@ -30,17 +30,20 @@ class PPFEClient(PersonalClient):
         return plan_stages(self.settings, self.architecture)
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train the layers of the stage, or at its end perhaps the personal ones alone; send the shared ones."""
+        """Train the stage's layers, or with ``final_epochs`` its personal layers only; send the shared layers."""
         stage = yield from self.catch_up(received, config)
         slower = set(stage.architecture.layout.layers) - set(stage.personal) if stage.personal else ()
-        personal_alone = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
+        head_only = bool(stage.personal and self.method.final_epochs and config["stage-ends"])
         factor = self.method.body_lr_factor if stage.number >= self.method.body_lr_stage else 1.0
+        weights = self.recall("weights")
+        if weights is not None and self.class_weight is not None:
+            weights = weights / self.class_weight  # the trainer multiplies by the class weights
         trained: Trained = yield Train(
             self.stage_model(stage, received[0]),
-            epochs=self.method.final_epochs if personal_alone else None,
-            sample_weight=self.recall("weights"),
+            epochs=self.method.final_epochs if head_only else None,
+            sample_weight=weights,
             resample=self.method.weighting == "resample",
-            rates=dict.fromkeys(slower, 0.0 if personal_alone else factor),
+            rates=dict.fromkeys(slower, 0.0 if head_only else factor),
             mask=self.mask(stage),
             network=stage.architecture,
         )
@@ -58,7 +61,7 @@ class PPFEClient(PersonalClient):
         return (yield from self.ensemble(stage, None if fresh else self.stage_model(stage, received[0])))
 
     def weight(self, config: Config) -> int:
-        """Count as much as any other client from stage 2 on."""
+        """Return 1 from stage 2 on, as the server does."""
         return super().weight(config) if config["stage"] == 1 else 1
 
     @property
@@ -67,13 +70,14 @@ class PPFEClient(PersonalClient):
         return np.asarray(self.state.get("betas", np.zeros(0, np.float32)))
 
     def catch_up(self, received: list[Tensor], config: Config) -> Steps[Stage]:
-        """Close the finished stages that came along, and return the current one.
+        """Close the finished stages that the message contains, and return the current one.
 
-        If some are missing, because the client's state has been lost, the server sends them all next time.
+        Raises :class:`ValueError` if the message lacks one, because the client has lost its state. The next message of
+        the server contains all of them.
         """
         first = int(config["first-finished"])
         if first > len(self.betas) + 1:
-            raise ValueError(f"client {self.client} has closed {len(self.betas)} stages, and later ones came")
+            raise ValueError(f"client {self.client} has closed {len(self.betas)} stages; the message begins at {first}")
         for number, shared in enumerate(received[1:], start=first):
             if number == len(self.betas) + 1:
                 yield from self.close_stage(self.stages[number - 1], shared)
@@ -82,34 +86,36 @@ class PPFEClient(PersonalClient):
         return self.stages[int(config["stage"]) - 1]
 
     def close_stage(self, stage: Stage, shared: Tensor) -> Steps[None]:
-        """Take the finished stage into the ensemble and reweight the samples (line 21)."""
-        whole = self.stage_model(stage, shared)
-        beta, weights = yield from self.reweighted(stage, whole)
+        """Add the finished stage to the ensemble and reweight the samples for the next one (line 21)."""
+        model = self.stage_model(stage, shared)
+        beta, weights = yield from self.reweighted(stage, model)
         self.keep(f"shared-{stage.number}", shared)
         self.state["betas"] = np.append(self.betas, np.float32(beta))
-        if self.method.reweighting:
-            self.keep("weights", weights)
         if stage.number < len(self.stages):
+            if self.method.reweighting:
+                self.keep("weights", weights)
             after = self.stages[stage.number]
-            begun = open_stage(stage, after, whole, self.recall("shared-1"))
+            begun = open_stage(stage, after, model, self.recall("shared-1"))
             if (mask := self.mask(after)) is not None:
                 begun *= mask
             self.keep(f"personal-{after.number}", after.personal_part.take(begun).clone())
 
-    def reweighted(self, stage: Stage, whole: Tensor) -> Steps[tuple[float, Tensor]]:
-        """Return β and the new sample weights for the ensemble so far with this model as its last member.
+    def reweighted(self, stage: Stage, model: Tensor) -> Steps[tuple[float, Tensor]]:
+        """Return β and the new sample weights for the ensemble of the earlier stages and a model of this stage.
 
-        The new member's own coefficient is not known before its error is; it enters with the
-        coefficient that its own error alone gives it.
+        The model enters the ensemble with the coefficient that its error alone gives it, because its coefficient in the
+        ensemble depends on the ensemble's error.
         """
         weights = self.recall("weights")
         if weights is None:
             weights = torch.ones(len(self.data.y_train), device=self.device)
+            if self.class_weight is not None:
+                weights = weights * self.class_weight
         classes, rule = self.data.num_classes, self.method.beta
-        losses = yield from self.sample_losses(Predictor([Member(whole, stage.architecture)]))
+        losses = yield from self.sample_losses(Predictor([Member(model, stage.architecture)]))
         beta, new = reweight(losses, weights, classes, rule)
-        if self.betas.size and self.method.ensemble:
-            members = [*self.finished_members(), Member(whole, stage.architecture, beta)]
+        if (before := self.finished_members()[: stage.number - 1]) and self.method.ensemble:
+            members = [*before, Member(model, stage.architecture, beta)]
             losses = yield from self.sample_losses(self.predictor(members))
             beta, new = reweight(losses, weights, classes, rule)
         return beta, new
@@ -126,11 +132,14 @@ class PPFEClient(PersonalClient):
         return -of_label / (-of_label).max().clamp_min(torch.finfo(of_label.dtype).tiny)
 
     def ensemble(self, stage: Stage, current: Tensor | None) -> Steps[Predictor]:
-        """Return Σ_t β_t softmax(model_t), or its logarithm; an unfinished stage takes part as if it ended now."""
+        """Return Σ_t β_t softmax(model_t), or its logarithm; ``current`` enters as if the stage ended now.
+
+        A newcomer trains after the last stage has ended, and its trained model replaces its model of the last stage.
+        """
         members = self.finished_members()
-        if current is not None and len(members) < stage.number:
+        if current is not None:
             beta, _ = yield from self.reweighted(stage, current)
-            members.append(Member(current, stage.architecture, beta))
+            members = [*members[: stage.number - 1], Member(current, stage.architecture, beta)]
         if not self.method.ensemble:
             members = members[-1:]
         return self.predictor(members, f"stage {stage.number}")
@@ -149,13 +158,13 @@ class PPFEClient(PersonalClient):
         return members
 
     def stage_model(self, stage: Stage, shared: Tensor) -> Tensor:
-        """Return a stage's whole model ``(d,)``: shared layers and the client's own."""
-        whole = torch.empty(stage.architecture.layout.size, device=self.device)
-        stage.shared_part.put(whole, shared)
+        """Return a stage's model ``(d,)``: the shared layers and the client's personal layers."""
+        model = torch.empty(stage.architecture.layout.size, device=self.device)
+        stage.shared_part.put(model, shared)
         personal = self.recall(f"personal-{stage.number}")
         if personal is not None:
-            stage.personal_part.put(whole, personal)
-        return whole
+            stage.personal_part.put(model, personal)
+        return model
 
     def mask(self, stage: Stage) -> Tensor | None:
         """Return the stage's sparsity mask, if that is the reduction."""
@@ -167,8 +176,8 @@ class PPFEClient(PersonalClient):
 def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
     """Return the 0/1 mask ``(d,)`` of a stage for the reduction `sparse`.
 
-    Of the personal fully connected weights 30 % are masked in the first personal stage, and 10 % of each
-    layer that becomes personal later (Appendix A.3). The same seed gives every client the same mask.
+    It masks 30 % of the personal fully connected weights in the first personal stage, and 10 % of each layer that
+    becomes personal later (Appendix A.3). The same seed gives every client the same mask.
     """
     layout = stages[number - 1].architecture.layout
     mask = torch.ones(layout.size)
@@ -187,13 +196,22 @@ def sparsity_mask(stages: list[Stage], number: int, seed: int) -> Tensor:
 def reweight(losses: Tensor, weights: Tensor, num_classes: int, beta_rule: str) -> tuple[float, Tensor]:
     """Return (β, ω') after a stage (Algorithm 1, Reweight).
 
-    ε = Σ ω_i ℓ_i / Σ ω_i, clipped to [1e-6, 1 − 1e-6]; β = ½ log((1 − ε)/ε) under ``adaboost``, which is the paper's
-    rule; that is negative where ε > ½, for which the paper proves nothing (Eq. 13), and 0 there under
-    ``adaboost-positive``; under ``samme`` it is ½ log(C − 1) more, and never negative. ω_i ← ω_i exp(β ℓ_i), rescaled
-    to Σ ω_i = n. (The paper's Eq. 7 has the sign the other way; Algorithm 1 and AdaBoost give hard samples more
-    weight.) The losses ℓ_i of the ensemble so far lie in [0, 1], the weights ω_i are positive, both ``(n,)``.
-    Algorithm 1 divides losses by their maximum in line 2 and not in line 4; here they are divided in both, so that
-    a weight grows e^β times at most.
+    ε = Σ ω_i ℓ_i / Σ ω_i is clipped to [1e-6, 1 − 1e-6]. The paper's rule ``adaboost`` is β = ½ log((1 − ε)/ε), which
+    is negative for ε > ½. ``adaboost-positive`` replaces negative values by 0. ``samme`` adds ½ log(C − 1) and then
+    replaces negative values by 0. The new weights are ω_i exp(β ℓ_i), rescaled to Σ ω_i = n. The paper's Eq. 7 has the
+    opposite sign; Algorithm 1 and AdaBoost give hard samples more weight. Algorithm 1 divides losses by their maximum
+    in line 2 only. Posy divides them in line 4 too, so that a weight grows by a factor of at most e^β.
+
+    Parameters
+    ----------
+    losses : Tensor, (n,)
+        ℓ_i of the ensemble so far, in [0, 1].
+    weights : Tensor, (n,)
+        Positive sample weights ω_i.
+    num_classes : int
+        C.
+    beta_rule : str
+        ``adaboost``, ``adaboost-positive`` or ``samme``.
     """
     error = min(max(float((weights * losses).sum() / weights.sum()), 1e-6), 1 - 1e-6)
     beta = 0.5 * math.log((1 - error) / error)

@@ -17,6 +17,7 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
 
@@ -36,18 +37,73 @@ class CwFedAvgSettings(
         "output",
         "layers averaged class-wise (Table 3); `conv2-fc-output`: all but the first",
         choices=("output", "fc-output", "conv2-fc-output", "all"),
+        source="Table 3, where `output` is best",
     )
     distribution: str = setting(
         "approx",
         "class distribution: read off the output layer, or the empirical one, which the clients then send",
         choices=("approx", "empirical"),
+        source="Eq. 4 and Algorithm 1, line 8",
     )
-    wdr: bool = setting(True, "regularise the clients' weight distribution (Eq. 8)")
+    wdr: bool = setting(
+        True, "regularise the clients' weight distribution (Eq. 8)", source="Algorithm 1 and Section 4.2"
+    )
     wdr_lambda: float = setting(
         10.0,
         "lambda of the regulariser: 10 for ten classes, 1000-2000 for 100-200",
         minimum=0,
         search=Search(0.1, 100.0, log=True),
+        source="Section 5.1: 10 for MNIST and CIFAR-10",
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Lee and Choi",
+            2025,
+            "Class-Wise Federated Averaging for Efficient Personalization",
+            "ICCV",
+            "https://arxiv.org/abs/2406.07800",
+        ),
+        equations=(
+            "p̃_ij = ‖w_ij‖₂ / Σ_k ‖w_ik‖₂, with w_ij row j of client i's output weights (Eq. 4)",
+            "w_j^G = Σ_i q_ij w_i with q_ij = p_i p̃_ij / Σ_i p_i p̃_ij and p_i = n_i / N (Eqs. 5 and 6)",
+            "w_i = Σ_j p̃_ij w_j^G, the layers that client i is served (Eq. 7)",
+            "minimise cross-entropy + λ ‖p_i − p̃_i‖₂ on each mini-batch (Eq. 8)",
+            "p̃_ij = 1 / C at first (Algorithm 1, line 2)",
+        ),
+        sent={
+            "averaged (d_a,)": "layers averaged over all clients, equal for all",
+            "class-wise (d_cw,)": "the client's mix of the class models (Eq. 7)",
+        },
+        returned={
+            "model (d,)": "the trained model w_i",
+            "distribution (C,)": "empirical class distribution p_i; only with `cwfedavg-distribution=empirical`",
+        },
+        server_state={
+            "model": "layers averaged over all clients (d_a,)",
+            "class_models": "class models w_j^G of the class-wise layers (C, d_cw)",
+            "distributions": "class distribution of each client, 1 / C until its first reply (M, C)",
+            "local_norms": "norms of the output rows of each client's last model, for pictures (M, C)",
+        },
+        client_state={},
+        scored="The served model w_i of Eq. 7: the authors' program evaluates after it has mixed the class models and "
+        "before the clients train.",
+        deviations=(
+            "The authors' program multiplies the regulariser by λ / 2, the paper by λ. Set half of the program's `-wd` "
+            "to repeat its runs.",
+            "The means cover the clients of the round (Algorithm 1, line 4). Other clients are served with their last "
+            "p̃_i.",
+            "A client that `holdout-clients` sets aside has no p̃_i and is served the plain mean of the class models.",
+            "BatchNorm's running statistics follow their layer. The paper's networks are a CNN without BatchNorm and a "
+            "ResNet-18.",
+            "With `cwfedavg-distribution=empirical` a class without samples keeps its class model.",
+        ),
+        program=Program(
+            "regulationLee/cwFedAvg",
+            "59ed9c1a0e8809520011ec1e1797cd40b2b84e2e",
+            "system/flcore/servers/serveravgCW.py, cwFedAvg.train",
+            2e-7,
+        ),
     )
 
     def parts(self, network: Architecture) -> tuple[Part, Part]:
@@ -60,11 +116,11 @@ class CwFedAvgSettings(
         }[self.layers]
         return network.layout.without(names), network.layout.part(names)
 
-    def assembled(self, network: Architecture, sent: Any, whole: A) -> A:
-        """Fill in the whole model ``(d,)``: the averaged layers, and the client's mix of the class-wise ones."""
+    def assembled(self, network: Architecture, sent: Any, model: A) -> A:
+        """Write the averaged and the class-wise layers to a model ``(d,)``."""
         for part, values in zip(self.parts(network), sent, strict=True):
-            part.put(whole, values)
-        return whole
+            part.put(model, values)
+        return model
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the whole model that the client was sent, in two parts."""
@@ -72,7 +128,7 @@ class CwFedAvgSettings(
 
 
 class CwFedAvg(PersonalisedStrategy):
-    """Average some layers class-wise, the others as FedAvg does (Eqs. 4-7).
+    """Average some layers class-wise and the others as FedAvg does (Eqs. 4–7).
 
     The state holds the averaged layers, the class models ``(C, d_cw)``, the clients' distributions and the norms of
     their output rows ``(M, C)``.
@@ -81,7 +137,8 @@ class CwFedAvg(PersonalisedStrategy):
     state = ("model", "class_models", "distributions", "local_norms")
 
     def initialise(self) -> None:
-        """Start every class model from the common initialisation; p̃_i = 1/C for clients not seen yet."""
+        """Start every class model from the common initialisation, with p̃_i = 1/C for every client."""
+        self.architecture.require(("head.weight",), "cwfedavg reads the clients' classes off the trained head")
         self.averaged, self.classwise = self.method.parts(self.architecture)
         self.output = self.architecture.weight("head")
         start = self.initial()
@@ -92,7 +149,7 @@ class CwFedAvg(PersonalisedStrategy):
         self.local_norms = np.full((self.num_clients, self.num_classes), np.nan)
 
     def serve(self, client: int) -> NDArrays:
-        """Send the averaged layers, alike for all, and w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise ones."""
+        """Send the averaged layers and w_i = Σ_j p̃_ij w_j^G (Eq. 7) in the class-wise layers."""
         return [self.model, self.distributions[client].astype(np.float32) @ self.class_models]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
@@ -101,14 +158,14 @@ class CwFedAvg(PersonalisedStrategy):
         return [(self.size,), *empirical]
 
     def check(self, arrays: NDArrays) -> None:
-        """Refuse an empirical distribution that is none."""
+        """Refuse an empirical distribution with negative entries or a sum other than 1."""
         for array in arrays[1:]:
             distribution = np.asarray(array, np.float64)
             if (distribution < 0).any() or abs(float(distribution.sum()) - 1) > 1e-3:
                 raise BadReplyError(f"class distribution {distribution.tolist()}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average class-wise (Eqs. 5, 6) and read the clients' class distributions anew (Eq. 4)."""
+        """Average class-wise (Eqs. 5 and 6) and update the clients' class distributions (Eq. 4)."""
         models = stacked(updates)
         n = num_examples(updates)
         weights = self._output_weights(models)
@@ -141,8 +198,8 @@ class CwFedAvg(PersonalisedStrategy):
             names = {"xlabel": "empirical p", "ylabel": "read off the weights"}
             path, title = folder / "distribution.png", "Class distribution of the clients"
             figures.scatter(share, self.distributions, path, title=title, **names)
-        whole = self.classwise.put(np.zeros((self.num_classes, self.size), np.float32), self.class_models)
-        norms = np.linalg.norm(self._output_weights(whole), axis=2)
+        models = self.classwise.put(np.zeros((self.num_classes, self.size), np.float32), self.class_models)
+        norms = np.linalg.norm(self._output_weights(models), axis=2)
         panels.append(figures.Panel(norms, title="class models: row norms", xlabel="row", ylabel="class model"))
         figures.heatmaps(panels, folder / "norms.png", title="Data and output weights")
 
@@ -162,7 +219,7 @@ def weight_distribution(output_weights: FloatArray) -> Float64:
     Returns
     -------
     numpy.ndarray, float64, (M, C)
-        Rows sum to 1; a layer of zeros tells nothing and gives 1/C.
+        Rows sum to 1; a layer of zeros gives 1/C.
     """
     norms = np.linalg.norm(np.asarray(output_weights, np.float64), axis=2)
     total = norms.sum(axis=1, keepdims=True)

@@ -1,25 +1,31 @@
 """FedACS: attention between client models by cosine similarity.
 
 "Personalized Federated Learning with Attention-Based Client Selection": the server compares the clients' models and
-sends each client the average of those that resemble its own.
+sends each client a weighted mean of the models that are most similar to its own.
 """
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
+from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.attention import AttentionStrategy
+from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import BLOCK, gram
+
+if TYPE_CHECKING:
+    from posy.strategies.settings import Settings
 
 
 class FedACSSettings(
     MethodSettings,
     noise=Refused("it decides who collaborates by the cosine similarity of single models, which noise brings to zero"),
     sums=Refused("it decides who collaborates by the cosine similarity of single models"),
-    point="served",
 ):
     """Settings of FedACS."""
 
@@ -29,23 +35,87 @@ class FedACSSettings(
         minimum=0,
         maximum=1,
         search=Search(0.0, 1.0),
+        source="choice: the paper gives no value; 0.5 to 0.75 served most on digits (docs/results.md)",
     )
     initialisation: str = setting(
         "same",
         "initial models of the clients: one for all, or each its own (Algorithm 1, line 1)",
         choices=("same", "own"),
+        source="choice: Algorithm 1, line 1, permits both",
     )
+
+    card = MethodCard(
+        paper=Paper(
+            "Chen, Li and Shen",
+            2024,
+            "Personalized Federated Learning with Attention-Based Client Selection",
+            "ICASSP",
+            "https://arxiv.org/abs/2312.15148",
+        ),
+        equations=(
+            "s_ij = ⟨w_i, w_j⟩ / (‖w_i‖ ‖w_j‖) over all parameters (Section 2.2; Algorithm 1, line 4)",
+            "δ = p-quantile of all elements of S (Section 2.2; Algorithm 1, line 5)",
+            "u_i = Σ_j [s_ij > δ] s_ij w_j / Σ_j [s_ij > δ] s_ij (Eq. 4)",
+            "w_i ← u_i − β ∇F_i(u_i), as local steps on mini-batches from u_i without a proximal term (Eq. 5)",
+        ),
+        sent={"model (d,)": "the client's intermediate model u_i"},
+        returned={"model (d,)": "the trained model w_i"},
+        server_state={
+            "seen": "clients with a trained model, sorted (m,)",
+            "models": "their latest models w_i (m, d)",
+            "mixed": "their intermediate models u_i (m, d)",
+            "pictures": "attention of some rounds, for pictures (P, M, M)",
+            "pictured": "the numbers of these rounds (P,)",
+        },
+        client_state={"model": "the client's latest model w_i, which later evaluations score"},
+        scored="The local model w_i: Algorithm 1 returns w_1, …, w_n, the models after local training (Eq. 5).",
+        deviations=(
+            "Client i always takes part in its own mean. In the paper s_ii = 1 exceeds δ, which fails for p = 1 and "
+            "for equal models, as in round 1 from one common initialisation.",
+            "Similarities s_ij ≤ 0 are omitted, because negative weights extrapolate. The paper sums all s_ij > δ, "
+            "also for a negative δ.",
+            "BatchNorm's running statistics do not enter s_ij, since they would outweigh the parameters. They are "
+            "mixed like all other entries.",
+            "A client without a trained model does not enter S. It starts from the common initial model, or, once "
+            "others have trained, from their plain mean. With `fedacs-initialisation=own` it starts from its own "
+            "initial model. In the paper the initial models enter S in round 1.",
+            "The latest model of an absent client stays in the means of the others: W in the paper contains the models "
+            "of all clients.",
+        ),
+        no_program="The authors published no program, and neither PFLlib nor FL-bench has the method.",
+    )
+
+    def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
+        """Warn if every client is served its own model only."""
+        run, clients = settings.run, settings.data.num_clients
+        if run.holdout_clients:
+            clients -= min(max(1, round(run.holdout_clients * clients)), clients - 1)
+        if mixes_alone(self.p, clients):
+            return (
+                f"fedacs-p = {self.p:g} with {clients} clients that train: no similarity between two "
+                "clients exceeds δ, so each trains alone, as method = 'local' does; choose a smaller fedacs-p",
+            )
+        return ()
+
+
+def mixes_alone(p: float, clients: int) -> bool:
+    """Return whether no similarity between two of M clients exceeds the p-quantile of all M².
+
+    The M similarities of 1 on the diagonal are the largest. The largest similarity between two clients occurs twice, at
+    the sorted positions M² − M − 2 and M² − M − 1, and :func:`numpy.quantile` interpolates at position p (M² − 1).
+    """
+    return p * (clients**2 - 1) >= clients**2 - clients - 2 - 1e-9
 
 
 class FedACS(AttentionStrategy):
     """Send client i u_i = Σ_{S_ij > δ} S_ij w_j / Σ_{S_ij > δ} S_ij (Eq. 4); clients start from it (Eq. 5).
 
-    Where initial models are the clients' own, a client without a trained model starts from its own.
+    With ``initialisation=own`` a client without a trained model starts from its own initial model.
     """
 
     def serve(self, client: int) -> NDArrays:
-        """Send u_i; to a client that has not trained yet its own initial model, if it has one."""
-        # A newcomer has none: as everywhere, it is sent the mean.
+        """Send u_i, or the client's own initial model before its first training."""
+        # A newcomer has no initial model: the server sends the mean, as with a common initialisation.
         if self.method.initialisation == "own" and client in self.members and client not in self.seen:
             return [self.initial(client)]
         return super().serve(client)
@@ -56,7 +126,7 @@ class FedACS(AttentionStrategy):
 
 
 def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
-    """Return S_ij = <w_i, w_j> / (||w_i|| ||w_j||) over all parameters (Section 2.2).
+    """Return S_ij = ⟨w_i, w_j⟩ / (‖w_i‖ ‖w_j‖) over all parameters (Section 2.2).
 
     Parameters
     ----------
@@ -68,7 +138,7 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
     Returns
     -------
     numpy.ndarray, float64, (M, M)
-        Symmetric, the diagonal exactly 1. A model of norm zero resembles no other.
+        Symmetric, with 1 on the diagonal. A model of norm zero has similarity 0 to all others.
     """
     products = gram(models, block)
     norms = np.sqrt(np.diag(products))
@@ -82,8 +152,8 @@ def cosine_similarity(models: FloatArray, block: int = BLOCK) -> npt.NDArray[np.
 def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
     """Return the weights of Eq. 4, rows summing to 1.
 
-    δ is the p-quantile of all elements of S. Client i always takes part in its own average, also where
-    rounding or identical models make δ ≥ 1; similarities ≤ 0 are left out.
+    δ is the p-quantile of all elements of S. Client i always takes part in its own mean, also where rounding or
+    identical models make δ ≥ 1. Similarities ≤ 0 get no weight.
 
     Parameters
     ----------
@@ -93,6 +163,6 @@ def attention_weights(similarity: npt.NDArray[np.float64], p: float) -> npt.NDAr
         0: all but the least similar take part; 1: local training only.
     """
     delta = np.quantile(similarity, p)
-    kept = np.where((similarity > delta) & (similarity > 0), similarity, 0.0)
-    np.fill_diagonal(kept, 1.0)
-    return kept / kept.sum(axis=1, keepdims=True)
+    weights = np.where((similarity > delta) & (similarity > 0), similarity, 0.0)
+    np.fill_diagonal(weights, 1.0)
+    return weights / weights.sum(axis=1, keepdims=True)

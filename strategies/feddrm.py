@@ -1,12 +1,13 @@
 """FedDRM: a density ratio model whose routing head guides each query to the best client.
 
-"Beyond Aggregation: Guiding Clients in Heterogeneous Federated Learning": one body, a class branch with personal
-classifiers, and a client branch that tells whose data a sample looks like.
+"Beyond Aggregation: Guiding Clients in Heterogeneous Federated Learning": a shared body feeds two branches. The class
+branch ends in a personal classifier. The client branch predicts which client a sample comes from, and its logits
+estimate the log density ratios of the clients' inputs.
 """
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,11 @@ from posy.models.architecture import Architecture
 from posy.models.two_branch import SHARING
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+if TYPE_CHECKING:
+    from posy.strategies.settings import Settings
 
 
 class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
@@ -30,18 +35,82 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
         minimum=0,
         maximum=1,
         search=Search(0.3, 0.98),
+        source="Figure 4, where 0.8 is best; the authors' configs/feddrm.yaml has 0.9",
     )
     routing: str = setting(
         "density",
         "match a query by density ratio (Eq. 3) or by posterior (Remark 2.4)",
         choices=("density", "posterior"),
+        source="Eq. 3; the authors' algorithms/feddrm.py subtracts log(n_i / N) too",
     )
-    sharing: str = setting("deep", "blocks that the two branches share (Fig. 6)", choices=SHARING)
+    sharing: str = setting(
+        "deep",
+        "blocks that the two branches share (Fig. 6)",
+        choices=SHARING,
+        source="Section 3.1 (Architecture) and Figure 6",
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Wang, Zhang, Zhang, Liu and Zhang",
+            2026,
+            "Beyond Aggregation: Guiding Clients in Heterogeneous Federated Learning",
+            "ICLR",
+            "https://arxiv.org/abs/2509.23049",
+        ),
+        equations=(
+            "min over θ, α_i, β_i, τ, γ, ξ of λ CE(y; class branch) + (1 − λ) CE(i; client branch) "
+            "(Section 2.4; Algorithm 1, lines 7–11)",
+            "all parameters but the class classifiers (α_i, β_i) ← Σ_i (n_i / N) of the clients' "
+            "(Algorithm 1, line 17)",
+            "r(x) = argmax_i of the client logits − log(n_i / N): the largest density ratio (Eq. 3); "
+            "`posterior` leaves the prior in (Remark 2.4)",
+        ),
+        sent={"shared (d_s,)": "body, both branches and the client classifier"},
+        returned={"shared (d_s,)": "the same layers after local training"},
+        server_state={"model": "shared layers (d_s,)"},
+        client_state={"personal": "class classifier (α_i, β_i)"},
+        scored="The served model: the authors score the averaged layers with each client's classifier before the next "
+        "local training, weighted by n_i. System accuracy answers each pooled test sample with the classifier of the "
+        "client that it is routed to.",
+        deviations=(
+            "A client that `holdout-clients` sets aside never trains, so no query is routed to it.",
+            "The mean covers the clients of the round, with n_i / Σ n_j over them; in the paper all clients reply.",
+            "`class-weights=balanced` weighs the client loss too. The client branch then estimates density ratios of "
+            "the class-balanced data. The paper has no class weights.",
+            "Kaiming-normal weights of linear layers are `linear-init=kaiming`, which the papers' settings select; the "
+            "default of Posy is PyTorch's initialisation.",
+            "BatchNorm's running statistics are averaged with the other shared entries. The paper's networks have "
+            "GroupNorm and LayerNorm only.",
+        ),
+        program=Program(
+            "zijianwang0510/FedDRM",
+            "3479abf07c8c4eb50e9aa47c5719b4b6cfa0a00e",
+            "algorithms/feddrm.py, FedDRM.train",
+            1e-7,
+        ),
+    )
+
+    def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
+        """Warn if one of the two losses has no weight, or if the clients share no layer that predicts classes."""
+        if network.layer_names == ("head",):
+            return (
+                f"model = {settings.train.model!r} has no layer below its class classifier, so the clients share only "
+                "the client branch and predict as method = 'local' does; choose a network with more layers",
+            )
+        if self.class_weight == 1:
+            return (
+                "feddrm-class-weight = 1 leaves the client branch untrained: the clients predict as "
+                "method = 'fedper' with one personal layer does, and routing is random; choose a value below 1",
+            )
+        if not self.class_weight:
+            return ("feddrm-class-weight = 0 leaves the class classifiers untrained; choose a value above 0",)
+        return ()
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
-        """Add the client branch; raise :class:`SettingsError` for fewer than two clients to tell apart."""
+        """Add the client branch; raise :class:`SettingsError` for fewer than two clients."""
         if num_clients < 2:
-            raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to tell apart")
+            raise SettingsError(f"num-clients = {num_clients}: feddrm needs at least 2 clients to distinguish")
         return replace(plain, clients=num_clients, sharing=self.sharing)
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
@@ -50,20 +119,21 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
 
 
 class FedDRM(PersonalisedStrategy):
-    """Average all but the class classifiers with weights n_i / N (Algorithm 1, line 17), and route queries."""
+    """Average all layers but the class classifiers with weights n_i / N (Algorithm 1, line 17), and route queries."""
 
     routed: npt.NDArray[np.int64] | None = None
     routing_accuracy: float | None = None
 
     def choose(self, client_logits: Tensor) -> Tensor:
-        """Return the client ``(n,)`` that each query is sent to, from the outputs ``(n, M)`` of the client branch."""
-        sizes = np.array([self.clients[c].num_train for c in sorted(self.clients)], np.float64)
-        # A client that has never trained has taught nobody to recognise it.
-        untaught = torch.tensor(self.newcomers, dtype=torch.int64, device=client_logits.device)
-        return route_queries(client_logits.index_fill(-1, untaught, -torch.inf), sizes, self.method.routing)
+        """Return the client ``(n,)`` for each query, from the logits ``(n, M)`` of the client branch."""
+        sizes = np.ones(self.num_clients)  # also of a newcomer without a node, which no query is routed to
+        for client in self.clients:
+            sizes[client] = self.weight(client)  # the weight in the mean is the client's prior in the averaged loss
+        newcomers = torch.tensor(self.newcomers, dtype=torch.int64, device=client_logits.device)
+        return route_queries(client_logits.index_fill(-1, newcomers, -torch.inf), sizes, self.method.routing)
 
     def note_routing(self, owner: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> None:
-        """Keep which client each query came from and was sent to, both ``(n,)``."""
+        """Record the true and the chosen client of each query, both ``(n,)``."""
         self.routed = routing_matrix(owner, chosen, self.num_clients)
         self.routing_accuracy = float(np.trace(self.routed) / self.routed.sum())
 
@@ -88,14 +158,14 @@ def route_queries(client_logits: Tensor, n: npt.NDArray[np.float64], routing: st
     n : numpy.ndarray, (M,)
         Numbers of training samples of the clients.
     routing : str
-        ``density``: argmax of logits − log(n_i / N), the density ratio of Eq. 3, in which large clients have
-        no advantage. ``posterior``: argmax of the logits (Remark 2.4).
+        ``density``: argmax of logits − log(n_i / N), the density ratio of Eq. 3, which removes the advantage of large
+        clients. ``posterior``: argmax of the logits (Remark 2.4).
     """
     return routing_logits(client_logits, n, routing).argmax(dim=-1)
 
 
 def routing_logits(client_logits: Tensor, n: npt.NDArray[np.float64], routing: str) -> Tensor:
-    """Return the logits ``(n, M)`` of each client being the right one, by the arguments of :func:`route_queries`."""
+    """Return the logits ``(n, M)`` whose largest entry :func:`route_queries` chooses; the arguments are the same."""
     if routing != "density":
         return client_logits
     log_prior = torch.as_tensor(np.log(n / n.sum()), dtype=client_logits.dtype, device=client_logits.device)

@@ -16,7 +16,7 @@ from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
-from posy.strategies.replies import Update, mean_of, stacked, weighted_mean
+from posy.strategies.replies import Update, mean_of, sample_counts, stacked, weighted_mean
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
@@ -78,6 +78,7 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
         """Return the network with a head that compares directions."""
+        plain.require(("head.weight",), "fednh puts prototypes in place of the head")
         if not plain.layer_names[:-1]:
             raise SettingsError(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and it has no other; "
@@ -99,6 +100,16 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
 class FedNH(PersonalisedStrategy):
     """Average the bodies; draw the prototypes to the clients' mean directions (Algorithm 1)."""
 
+    def initialise(self) -> None:
+        """Set up the model; raise :class:`SettingsError` where one sum cannot hold two kinds of means."""
+        run = self.settings.run
+        if run.secure_aggregation and run.client_weights == "uniform":
+            raise SettingsError(
+                "client-weights = 'uniform' with method = 'fednh' and secure-aggregation = true: the prototypes count "
+                "samples, and the server sees one sum only; set one of them to its default"
+            )
+        super().initialise()
+
     def reference(self, client: int, arrays: NDArrays) -> NDArrays:
         """Return the served body with the reply's mean directions, which are outside ``max-update-norm``."""
         head = self.architecture.layout.part(("head",))
@@ -108,7 +119,7 @@ class FedNH(PersonalisedStrategy):
         """Average the bodies, and draw each prototype to the mean direction over the samples of its class."""
         model, head = mean_of(updates), self.architecture.layout.part(("head",))
         shape = (self.architecture.task.num_classes, -1)
-        means = weighted_mean(head.take(stacked(updates)), [update.num_examples for update in updates])
+        means = weighted_mean(head.take(stacked(updates)), sample_counts(updates))
         prototypes = drawn(head.take(self.model).reshape(shape), means.reshape(shape), self.method.rho)
         self.model = head.put(model, prototypes.ravel())
         cosines = prototypes @ prototypes.T - 2 * np.eye(len(prototypes))

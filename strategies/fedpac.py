@@ -66,8 +66,8 @@ class FedPACSettings(
         ),
         equations=(
             "head: φ_i ← φ_i − η_g ∇ℓ(θ, φ_i), with the body fixed (Algorithm 1, client)",
-            "body: θ_i ← θ_i − η_f ∇(ℓ + λ R_i), with the head fixed; R_i is the mean square of f_θ(x) − c_y over "
-            "samples and features (Algorithm 1, client)",
+            "body: θ_i ← θ_i − η_f ∇(ℓ + λ R_i), with the head fixed, R_i the mean square of f_θ(x) − c_y over samples "
+            "and features (Algorithm 1, client)",
             "θ ← Σ_i (n_i / n) θ_i,  c_j ← Σ_i n_ij c_ij / Σ_i n_ij (Algorithm 1, server)",
             "φ_i ← Σ_j α_ij φ_j; α_i minimises Σ_j α_j² V_j + Σ_jk α_j α_k tr((h_i − h_j)ᵀ (h_i − h_k)) on the simplex",
         ),

@@ -1,14 +1,13 @@
 """PPFE: progressive personalised federated ensembles.
 
-"Federated Ensemble Learning with Progressive Model Personalization": training goes through T stages. Stage 1 is
-FedAvg; in stage t the last t − 1 layers are personal. Fully connected layers are made smaller on the way. Between
-stages each client reweights its samples by the errors of the ensemble so far, as AdaBoost does, and gives the finished
-stage its coefficient.
+"Federated Ensemble Learning with Progressive Model Personalization": training has T stages. Stage 1 is FedAvg. In stage
+t the last t − 1 layers are personal, and fully connected layers become smaller. Between stages each client reweights
+its samples by the errors of the ensemble so far, as AdaBoost does, and computes the coefficient of the finished stage.
 
-The paper tells of two ways to make layers smaller, and Posy has both. In Algorithm 1 (lines 11 and 12) and Section 4.1
-layers go on from the stage before, and one that becomes personal is factorised: ``svd``. In Appendix A.4 stage 2 is
-dense, and in each later stage all fully connected layers, also those still shared, are a factorisation of the FedAvg
-model's, while the convolutions go on: ``svd-fedavg``. The second one transmits what Section 6.3.3 says.
+The paper describes two reductions, and Posy has both. ``svd`` follows Algorithm 1 (lines 11 and 12) and Section 4.1:
+layers continue from the previous stage, and a layer that becomes personal is factorised. ``svd-fedavg`` follows
+Appendix A.4: stage 2 is dense, and in later stages all fully connected layers are a factorisation of stage 1's model,
+while the convolutions continue. ``svd-fedavg`` transmits the fractions of the parameters that Section 6.3.3 reports.
 """
 
 from collections.abc import Mapping
@@ -27,9 +26,10 @@ from torch import Tensor
 from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.layers import capped_rank, low_rank_factors
-from posy.models.parameters import FloatArray, Part
+from posy.models.parameters import FloatArray, Layout, Part
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
 from posy.strategies.settings import Settings
@@ -43,62 +43,149 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
 
     follows_number_of_rounds = True
 
-    stages: int = setting(4, "stages T; at most one more than the network has layers to personalise", minimum=1)
+    stages: int = setting(
+        4,
+        "stages T; at most one more than the network has layers to personalise",
+        minimum=1,
+        source="Section 6.1",
+    )
     stage_rounds: str = setting(
-        "", "rounds of each stage, as in 30,50,40,40; empty: num-server-rounds in the paper's proportions"
+        "",
+        "rounds of each stage, as in 30,50,40,40; empty: num-server-rounds in the paper's proportions",
+        source="Appendix A.4: 30, 50, 40 and 40 rounds",
     )
     reduction: str = setting(
         "svd",
         "what makes fully connected layers smaller; svd: newly personal ones are factorised; svd-fedavg: from stage 3 "
         "on all are factors of stage 1's (Appendix A.4); sparse: weights of personal ones are masked",
         choices=("svd", "svd-fedavg", "sparse", "none"),
+        source="Algorithm 1, lines 11 and 12, and Section 4.1; svd-fedavg: Appendix A.4; sparse: Appendix A.3",
     )
     ranks: str = setting(
         "100,50,24;80,40,16",
         "ranks of the last fully connected layers, a list for each stage: from stage 2 on with svd, from stage 3 on "
-        "with svd-fedavg (the last list goes on)",
+        "with svd-fedavg (the last list stays)",
+        source="Appendix A.3, CIFAR-10",
     )
     body_lr_factor: float = setting(
         0.1,
         "factor on lr for the shared layers, from stage ppfe-body-lr-stage on",
         minimum=0,
         search=Search(0.01, 1.0, log=True),
+        source="Appendix A.4: 0.01, and 0.001 for shared layers in the later stages",
     )
-    body_lr_stage: int = setting(2, "first stage in which ppfe-body-lr-factor applies", minimum=2)
+    body_lr_stage: int = setting(
+        2,
+        "first stage in which ppfe-body-lr-factor applies",
+        minimum=2,
+        source="choice: Appendix A.4 says `the later stages`, which may mean stage 2 or stage 3",
+    )
     beta: str = setting(
         "samme",
-        "coefficient of a stage: the paper's (`adaboost`), that or 0 if it is negative (`adaboost-positive`), or "
-        "that for several classes (`samme`)",
+        "coefficient of a stage: the paper's (`adaboost`), the paper's but never negative (`adaboost-positive`), or "
+        "SAMME's for several classes (`samme`)",
         choices=("samme", "adaboost", "adaboost-positive"),
+        source="choice: the paper's rule subtracts models with error above 1/2; SAMME (Zhu et al., 2009) does not",
     )
     loss: str = setting(
         "zero-one",
         "loss of a sample in the reweighting: 0/1, 1 - p(label), or cross-entropy over the client's largest",
         choices=("zero-one", "probability", "cross-entropy"),
+        source="choice: AdaBoost's loss; Algorithm 1, line 2, divides a loss by its maximum, which is `cross-entropy`",
     )
     weighting: str = setting(
         "loss",
-        "how samples' weights enter the training: as factors on their losses, or by drawing them in proportion, "
-        "which spares steps as large as the largest weight",
+        "how samples' weights enter the training: as factors on their losses, or by drawing samples in proportion to "
+        "them, which avoids steps as large as the largest weight",
         choices=("loss", "resample"),
+        source="Eq. 2 and Section 4.2: the weighted empirical loss",
     )
-    reweighting: bool = setting(True, "reweight samples between stages (off: ablation WPW)")
+    reweighting: bool = setting(
+        True, "reweight samples between stages (off: ablation WPW)", source="Algorithm 1, lines 9 and 21"
+    )
     ensemble: bool = setting(
-        True, "predict with all stages (off: with the current one alone; ablations M1-M3, without reweighting)"
+        True,
+        "predict with all stages (off: with the current one alone; ablations M1-M3, without reweighting)",
+        source="Eq. 8; Algorithm 1, line 23",
     )
     outputs: str = setting(
         "probabilities",
-        "what the ensemble adds up (Eq. 8); log-probabilities: as of networks that end in a log-softmax, like FedRep's",
+        "terms of the ensemble's sum (Eq. 8); log-probabilities: outputs of networks that end in a log-softmax, like "
+        "FedRep's",
         choices=("probabilities", "log-probabilities"),
+        needs="ppfe-ensemble = true",
+        source="choice: Eq. 8 adds the outputs of the models, and does not say whether they are probabilities",
     )
     final_epochs: int = setting(
         0,
         "epochs of the personal layers alone in the last round of a stage, as FedRep's program ends; 0: a round like "
         "the others",
         minimum=0,
+        source="Algorithm 1, which has no such epochs; FedRep's main_fedrep.py has 10",
     )
     fixed_head: int = setting(
-        0, "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)", minimum=0
+        0,
+        "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)",
+        minimum=0,
+        source="Algorithm 1; Tables 4 and 5 for the ablations",
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Emrani, Najafi and Motahari",
+            2026,
+            "Federated Ensemble Learning with Progressive Model Personalization",
+            "arXiv",
+            "https://arxiv.org/abs/2602.14244",
+        ),
+        equations=(
+            "stage 1: FedAvg with weights n_k / N (Algorithm 1, line 7)",
+            "local SGD on Σ_i (ω_i / n_k) ℓ_i over shared and personal layers (Eq. 2; Algorithm 1, line 16)",
+            "ψ ← mean of ψ_k over the clients of the round, uniform from stage 2 on (Algorithm 1, line 18)",
+            "ε = Σ_i ω_i ℓ_i / (max ℓ · Σ_i ω_i), β = ½ log((1 − ε) / ε) (Algorithm 1, line 2)",
+            "ω_i ← ω_i exp(β ℓ_i), rescaled to Σ_i ω_i = n_k (Algorithm 1, lines 4 and 5)",
+            "h_k = Σ_t β_k^(t) softmax(model_t) (Eq. 8; Algorithm 1, line 23)",
+            "W ≈ U_r Σ_r V_rᵀ, a layer's best approximation of rank r, as two linear layers (Section 4.1)",
+            "all clients take part in the last round of a stage (Appendix A.4)",
+        ),
+        sent={
+            "shared (d_t,)": "shared layers of the current stage",
+            "finished (d_s,)": "shared layers of each finished stage that the client has not received yet, in order",
+        },
+        returned={"shared (d_t,)": "the trained shared layers of the current stage"},
+        server_state={
+            "rounds_done": "successful rounds of the current stage ()",
+            "informed": "finished stages that each client has received (M,)",
+            "betas": "coefficients that the clients have reported, for pictures (M, T)",
+            "model": "shared layers of the current stage (d_t,)",
+            "finished-t": "shared layers of each finished stage t (d_t,)",
+        },
+        client_state={
+            "weights": "sample weights ω (n_k,)",
+            "betas": "coefficients β of the finished stages (t,)",
+            "personal-t": "personal layers of stage t (p_t,)",
+            "shared-t": "shared layers of each finished stage t (d_t,)",
+        },
+        scored="The served ensemble: the paper reports the accuracy of the resulting ensemble, whose shared layers are "
+        "averages (Section 6.1).",
+        deviations=(
+            "`ppfe-beta=samme` adds ½ log(C − 1) to the paper's coefficient and never lets it become negative. On "
+            "digits the ensembles serve 95.6 % with it and 96.4 % with `ppfe-beta=adaboost` (docs/results.md). "
+            "`adaboost` is the paper's rule, and the papers' settings select it.",
+            "Algorithm 1 and Appendix A.4 describe different reductions. `ppfe-reduction=svd` is Algorithm 1's. "
+            "`svd-fedavg` is the appendix's, and the papers' settings select it: 98.8, 83.8 and 19.5 % of CIFAR-100's "
+            "parameters are transmitted, as Section 6.3.3 reports.",
+            "Eq. 7 gives hard samples less weight. Algorithm 1 and AdaBoost give them more, and so does Posy.",
+            "Algorithm 1, line 21, needs the coefficient of the new stage before it is known. The new model enters the "
+            "ensemble with the coefficient that its error alone gives it.",
+            "ε is clipped to [1e-6, 1 − 1e-6], so that β is finite.",
+            "With `class-weights=balanced` ω starts at the class weights instead of 1. The paper has no class weights.",
+            "A client that misses the end of a stage closes it at its next message, with the personal layers of its "
+            "last training. A client that loses its state closes all finished stages again, with untrained personal "
+            "layers.",
+        ),
+        no_program="The authors' program was published anonymously (anonymous.4open.science/r/PPFE-6E7C) and cannot be "
+        "fetched. Tests recompute stages, coefficients and sample weights in NumPy.",
     )
 
     @property
@@ -106,12 +193,20 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         """Follow the setting ``outputs``."""
         return self.outputs == "log-probabilities"
 
+    def notices(self, settings: Settings, network: Architecture) -> tuple[str, ...]:
+        """Warn if the run has a single stage, which is FedAvg."""
+        planned = len(plan_stages(settings, network))
+        if planned == 1:
+            why = f"model = {network.model!r} has one layer" if self.stages > 1 else "ppfe-stages = 1"
+            return (f"{why}, so that the only stage is method = 'fedavg'; choose more stages and a deeper network",)
+        return ()
+
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its network, its personal layers, and those that become personal with it.
+    """One stage: its network, its personal layers, and the layers that become personal with it.
 
-    ``restarted`` are the layers that start from stage 1's model, not from that of the stage before.
+    ``restarted`` are the layers that start from stage 1's model, not from the previous stage's.
     """
 
     number: int
@@ -150,10 +245,9 @@ class PPFE(PersonalisedStrategy):
         self.informed = np.zeros(self.num_clients, np.int64)
         self.betas = np.full((self.num_clients, len(self.stages)), np.nan)
         self.ends: list[int] = np.cumsum([stage.rounds for stage in self.stages]).tolist()
-        planned, wanted = len(self.stages), self.method.stages
-        if planned < wanted:
-            few = "PPFE: %s has too few layers for %s stages, so there are %s"
-            log(INFO, few, self.architecture.model, wanted, planned)
+        if (planned := len(self.stages)) < self.method.stages:
+            few = "PPFE: %s has layers for %s stages only, ppfe-stages is %s"
+            log(INFO, few, self.architecture.model, planned, self.method.stages)
         for s in self.stages:
             ranks = dict(s.architecture.ranks)
             log(INFO, "PPFE: stage %s: %s rounds, personal %s, ranks %s", s.number, s.rounds, s.personal, ranks)
@@ -163,11 +257,11 @@ class PPFE(PersonalisedStrategy):
         return self._is_end(server_round) or super().takes_all(server_round)
 
     def serve(self, client: int) -> NDArrays:
-        """Send the shared layers of this stage, and those of finished stages that the client lacks."""
+        """Send the shared layers of this stage and of the finished stages that the client lacks."""
         return [self.model, *self.finished[self.informed[client] :]]
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Tell the stage, which finished stages come along, and whether the stage has been trained yet, or ends."""
+        """Return the stage, the first finished stage in the message, and whether the stage has been trained or ends."""
         return {
             "stage": self.stage.number,
             "stage-ends": self._is_end(server_round),
@@ -179,18 +273,24 @@ class PPFE(PersonalisedStrategy):
         """Expect the shared layers of this stage."""
         return [self.model.shape]
 
-    def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
-        """Remember which finished stages a client has."""
+    def check_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse a number of closed stages that is impossible, and a reply that lacks a coefficient."""
         closed = int(metrics["stages-closed"])
         if not 0 <= closed <= len(self.finished):
             raise BadReplyError(f"{closed} stages closed of {len(self.finished)}")
-        self.informed[client] = closed
+        for number in range(1, closed + 1):
+            float(metrics[f"beta-{number}"])
+
+    def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
+        """Record which finished stages a client has closed, and their coefficients."""
+        self.informed[client] = closed = int(metrics["stages-closed"])
         for number in range(1, closed + 1):
             self.betas[client, number - 1] = metrics[f"beta-{number}"]
 
     def lost(self, client: int) -> None:
-        """Send all finished stages again: the client may have lost what it had."""
+        """Send all finished stages again, and forget the coefficients of the lost models."""
         self.informed[client] = 0
+        self.betas[client] = np.nan
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Average; at the end of a stage keep its shared layers and begin the next one."""
@@ -203,13 +303,17 @@ class PPFE(PersonalisedStrategy):
             self.finished.append(self.model)
             self.rounds_done[...] = 0
             if self.stage is not before:
-                whole = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
-                begun = open_stage(before, self.stage, torch.from_numpy(whole), torch.from_numpy(self.finished[0]))
+                model = before.shared_part.put(np.zeros(before.architecture.layout.size, np.float32), self.model)
+                begun = open_stage(before, self.stage, torch.from_numpy(model), torch.from_numpy(self.finished[0]))
                 self.model = np.ascontiguousarray(self.stage.shared_part.take(begun.numpy()))
         return quantities
 
+    def exchanged(self) -> tuple[Layout, Part]:
+        """Return the layout of the stage's network and its shared part."""
+        return self.stage.architecture.layout, self.stage.shared_part
+
     def weight(self, client: int) -> int:
-        """Count the clients alike from stage 2 on."""
+        """Return 1 from stage 2 on: the mean is uniform."""
         return super().weight(client) if self.stage.number == 1 else 1
 
     def draw(self, folder: Path) -> None:
@@ -229,35 +333,35 @@ class PPFE(PersonalisedStrategy):
         return super().server_state() | models
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up the state."""
+        """Load the state."""
         super().load_server_state(arrays)
         count = sum(name.startswith("finished-") for name in arrays)
         names = ("model", *(f"finished-{number}" for number in range(1, count + 1)))
         self.model, *self.finished = (np.asarray(arrays[name], np.float32) for name in names)
 
     def _is_end(self, server_round: int) -> bool:
-        """Tell whether a round ends the stage; if it fails, the next one with enough replies does."""
+        """Return whether a round ends the stage; after a failed round the next one with enough replies does."""
         return server_round >= self.ends[self.stage.number - 1]
 
 
 def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
     """Return the stages of a run; raise :class:`SettingsError` if their rounds do not fit, or numbers are malformed."""
-    own: PPFESettings = settings.method
+    method: PPFESettings = settings.method
     names = plain.layer_names
-    if own.fixed_head >= len(names) + 1:
-        raise SettingsError(f"ppfe-fixed-head = {own.fixed_head}: {plain.model} has the layers {', '.join(names)}")
-    possible = own.stages if own.fixed_head else min(own.stages, len(names))
-    rounds = stage_rounds(own.stage_rounds, possible, settings.run.num_server_rounds)
-    rank_lists = [_numbers("ppfe-ranks", text) for text in own.ranks.split(";")]
+    if method.fixed_head >= len(names) + 1:
+        raise SettingsError(f"ppfe-fixed-head = {method.fixed_head}: {plain.model} has the layers {', '.join(names)}")
+    possible = method.stages if method.fixed_head else min(method.stages, len(names))
+    rounds = stage_rounds(method.stage_rounds, possible, settings.run.num_server_rounds)
+    rank_lists = [_numbers("ppfe-ranks", text) for text in method.ranks.split(";")]
     stages = [Stage(1, plain, (), (), rounds[0])]
     for number in range(2, possible + 1):
         before = stages[-1]
-        depth = own.fixed_head or number - 1
+        depth = method.fixed_head or number - 1
         personal = names[len(names) - depth :]
         newly = tuple(layer for layer in personal if layer not in before.personal)
-        restarted = plain.fully_connected if own.reduction == "svd-fedavg" and number > 2 else ()
+        restarted = plain.fully_connected if method.reduction == "svd-fedavg" and number > 2 else ()
         ranks = dict(before.architecture.ranks)
-        if own.reduction == "svd":
+        if method.reduction == "svd":
             ranks |= reduced_ranks(plain, newly, rank_lists[min(number - 2, len(rank_lists) - 1)])
         elif restarted:
             ranks = reduced_ranks(plain, restarted, rank_lists[min(number - 3, len(rank_lists) - 1)])
@@ -266,23 +370,31 @@ def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
     return stages
 
 
-def open_stage(before: Stage, after: Stage, whole: Tensor, fedavg: Tensor | None = None) -> Tensor:
+def open_stage(before: Stage, after: Stage, model: Tensor, fedavg: Tensor | None = None) -> Tensor:
     """Return the parameters ``(d',)`` with which a stage begins.
 
-    All is taken over from ``whole`` ``(d,)``, the model at the end of the stage before, but the layers that restart:
-    those are taken from stage 1's model ``fedavg`` (Appendix A.4). A layer that is now of lower rank is replaced by the
-    two factors of its best approximation (Section 4.1). Layers that ``whole`` does not hold come out as they came in:
-    the server knows the shared ones, and takes none but these.
+    They continue from the previous stage, except for restarted layers, which start from stage 1's model (Appendix A.4).
+    Two factors, the best approximation of their rank, replace a layer that is now of lower rank (Section 4.1).
+
+    Parameters
+    ----------
+    before, after : Stage
+        The previous stage and the new one.
+    model : Tensor, (d,)
+        Parameters at the end of the previous stage. The server knows the shared layers only, and the entries of other
+        layers do not influence them.
+    fedavg : Tensor, (d_1,), optional
+        Stage 1's model, for restarted layers.
     """
     layout = before.architecture.layout
-    sources = layout.views(whole)
+    sources = layout.views(model)
     if after.restarted:
         assert fedavg is not None
         first = replace(after.architecture, ranks=()).layout
         dense = first.views(fedavg)
         sources = {e.name: sources[e.name] for e in layout.entries if e.layer not in after.restarted}
         sources |= {e.name: dense[e.name] for e in first.entries if e.layer in after.restarted}
-    result = torch.empty(after.architecture.layout.size, device=whole.device)
+    result = torch.empty(after.architecture.layout.size, device=model.device)
     new = after.architecture.layout.views(result)
     for name, view in new.items():
         if name in sources:
@@ -315,9 +427,9 @@ def stage_rounds(text: str, stages: int, total: int) -> list[int]:
 
 
 def reduced_ranks(plain: Architecture, reduced: tuple[str, ...], ranks: list[int]) -> dict[str, int]:
-    """Return the ranks of layers that are made smaller, each capped at what still saves parameters.
+    """Return the ranks of the reduced layers, each capped at the largest rank that saves parameters.
 
-    ``ranks`` belongs to the last fully connected layers in order: its last number to the head.
+    ``ranks`` are the ranks of the last fully connected layers in order; the last number is the head's.
     """
     layers = plain.fully_connected[-len(ranks) :]
     wanted = dict(zip(layers, ranks[len(ranks) - len(layers) :], strict=True))

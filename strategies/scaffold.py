@@ -129,11 +129,8 @@ class SCAFFOLD(PersonalisedStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the round; after a refused one, let the clients start from the variates that c is the mean of."""
-        before = dict(self.states.versions)
+        """Aggregate the round, then restart the variates if a client has lost its own."""
         aggregated = super().aggregate_train(server_round, replies)
-        if aggregated[1] is None:
-            self.states.versions = {c: before[c] for c in self.states.versions if c in before}
         self._restart()
         return aggregated
 

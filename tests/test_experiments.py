@@ -237,10 +237,10 @@ PPFE_ROWS: Rows = {
     "FedBABU": {"method": "fedbabu", "fedbabu-epochs": 5},
     "FedRep": {"method": "fedrep", "fedrep-head-epochs": 10},
 }
-IFCA_OF_FEDFEW: Rows = {"IFCA": {"method": "ifca", "ifca-clusters": 3, "ifca-mean": "uniform"}}
+IFCA_OF_FEDFEW: Rows = {"IFCA": {"method": "ifca", "ifca-clusters": 3, "client-weights": "uniform"}}
 APFL: Rows = {"APFL": {"method": "apfl", "apfl-adaptive": True}}
 FEDAMP: Rows = {"FedAMP": {"method": "fedamp", "fedamp-distance": "norm"}}
-IFCA: Rows = {"IFCA": {"method": "ifca", "ifca-mean": "uniform"}}
+IFCA: Rows = {"IFCA": {"method": "ifca", "client-weights": "uniform"}}
 STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": True}}
 NO_STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": False}}
 CIFAR_COLUMNS = [f"{name}, M = {m}" for name in ("CIFAR-10", "CIFAR-100", "CIFAR-100, 2 classes") for m in (10, 20)]

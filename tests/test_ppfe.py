@@ -506,7 +506,7 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
                 losses = error_of(mixture)
                 beta = beta_of(losses, weights)
             betas.append(beta)
-            if own.reweighting:
+            if own.reweighting and stage.number < 3:  # no stage uses the weights after the last one
                 weights = weights * np.exp(beta * losses)
                 weights *= n / weights.sum()
         np.testing.assert_allclose(kept["betas"], betas, rtol=1e-4, atol=1e-5)

@@ -566,7 +566,7 @@ def served(ran: Ran, client: int) -> Members | None:
 
 def has_local(ran: Ran, client: int) -> bool:
     """Some methods keep a model, or make one in each evaluation; in the others only who has trained has one."""
-    kept = ("local", "ditto", "fedamp", "apfl", "pfedme", "fedfomo", "fedala", "fedmtl", "moon", "fedproto")
+    kept = ("local", "ditto", "fedacs", "fedamp", "apfl", "pfedme", "fedfomo", "fedala", "fedmtl", "moon", "fedproto")
     if ran.method in kept:
         return any(client in ran.trained(row["round"]) for row in ran.rounds)
     tuned = ("fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu", "per-fedavg")
