@@ -385,7 +385,8 @@ class PersonalClient(NumPyClient):
         for number, one in enumerate(job.models or (job,)):
             if self._moments is not None and one.moments is not None:
                 self._moments[f"optimiser-{work.stream}-{number}"] = one.moments
-        self.processed += self._share(job).total * (1 if work.start.dim() == 1 else len(work.start))
+        if not work.measures:
+            self.processed += self._share(job).total * (1 if work.start.dim() == 1 else len(work.start))
         return job
 
     def _share(self, job: Job) -> Share:
@@ -408,8 +409,10 @@ class PersonalClient(NumPyClient):
         width = self.network(work).dropout_width
         dropout = DropoutNumbers(width, stream("dropout")) if width else None
         rate = self.lr if work.lr is None else work.lr
-        moments = self.moments(work, model)
         samples, batches = self.samples("train"), stream("batches")
+        if work.measures:
+            return Job(work, samples, batches, rate)
+        moments = self.moments(work, model)
         return Job(work, samples, batches, rate, augment, dropout, self.class_weight, moments=moments)
 
     def moments(self, work: Train, model: int = 0) -> Moments | None:

@@ -1,9 +1,10 @@
-"""FedAS's client: it aligns the received body with what its own features were, then trains the whole network."""
+"""FedAS's client: it aligns the received body with its latest features, then trains the whole network."""
 
+import torch
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Result, Steps
-from posy.client_app.prototypes import class_means, distance_to_prototypes
+from posy.client_app.prototypes import class_means
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.rules import FisherTrace
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
@@ -14,28 +15,50 @@ LOCAL, ALIGNMENT, FISHER = 0, 1, 2  # streams of batches
 class FedASClient(PersonalClient):
     """Align, train, and measure the Fisher information (FedAS, Algorithm 1).
 
-    The prototypes of a model are kept in its place: the samples are the same in the next round.
+    The client stores the prototypes of its latest model instead of the model: its samples are the same in all rounds.
+    Before its first training the latest model is the initial one.
     """
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train, and send the body with the trace of the Fisher information."""
         start = self.assembled(received)
-        prototypes, known = self.recall("prototypes"), self.recall("known")
-        if self.method.align_epochs and prototypes is not None and known is not None:
-            context, epochs = {"prototypes": prototypes, "known": known}, self.method.align_epochs
-            near: Trained = yield Train(start, alignment, context, rates={"head": 0.0}, epochs=epochs, stream=ALIGNMENT)
-            start = near.parameters
+        if self.method.align_epochs:
+            start = yield from self.aligned(start)
         trained: Trained = yield Train(start, stream=LOCAL)
-        features, _ = yield Forward(trained.parameters, "train", features=True)
-        means, counts = class_means(features, self.data.y_train, self.data.num_classes)
-        self.keep("prototypes", means)
-        self.keep("known", (counts > 0).float())
-        fisher: Trained = yield Train(trained.parameters, rule=FisherTrace(), plain=True, epochs=1, stream=FISHER)
+        if self.method.align_epochs:
+            self.keep("prototypes", (yield from self.prototypes_of(trained.parameters)))
+        rule = FisherTrace()
+        fisher: Trained = yield Train(trained.parameters, rule=rule, plain=True, measures=True, epochs=1, stream=FISHER)
         update, local = self.share(trained)
         update.arrays.append(fisher.loss)
         return update, local
 
+    def aligned(self, start: Tensor) -> Steps[Tensor]:
+        """Return a model ``(d,)`` whose body was trained towards the prototypes of the client's latest model."""
+        prototypes = self.recall("prototypes")
+        if prototypes is None:
+            prototypes = yield from self.prototypes_of(self.initial())
+        rate, epochs = self.method.align_lr, self.method.align_epochs
+        work = Train(start, alignment, {"prototypes": prototypes}, lr=rate, epochs=epochs, stream=ALIGNMENT)
+        work.plain, work.rates = True, {"head": 0.0}
+        trained: Trained = yield work
+        return trained.parameters
+
+    def prototypes_of(self, parameters: Tensor) -> Steps[Tensor]:
+        """Return the class means ``(C, D)`` of a model's features over the training samples."""
+        features, _ = yield Forward(parameters, "train", features=True)
+        return class_means(features, self.data.y_train, self.data.num_classes)[0]
+
 
 def alignment(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the distance of the features to the prototypes of the client's last model."""
-    return distance_to_prototypes(net.features(batch.x)[0], batch, context)
+    """Return the sum over classes of the mean square of f − p over a class's samples and their features.
+
+    p is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. Samples of a class have equal weights.
+    """
+    prototypes = context["prototypes"]
+    features, _ = net.features(batch.x)
+    squares = (features - prototypes[batch.y]).square().mean(dim=-1)
+    members = (batch.y[:, None] == torch.arange(len(prototypes), device=batch.y.device)).to(squares.dtype)
+    if batch.weight is not None:  # weight 0 fills up a batch
+        members = members * (batch.weight != 0)[:, None]
+    return ((squares @ members) / members.sum(dim=0).clamp_min(1)).sum()

@@ -1,4 +1,4 @@
-"""FedNH's client: it trains the body under fixed class prototypes, and tells in which directions its classes lie."""
+"""FedNH's client: it trains the body under fixed class prototypes, and sends the mean directions of its classes."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,31 +9,29 @@ from posy.strategies.replies import Update
 
 
 class FedNHClient(PersonalClient):
-    """Train all but the head; send in its place the classes' mean directions (Algorithm 1).
+    """Train all layers except the head; in its place send the classes' mean directions (Algorithm 1).
 
-    The local model is the trained body under the prototypes that it was trained with.
+    The local model is the trained body under the prototypes of its training.
     """
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the body, then describe the training samples with it."""
         trained: Trained = yield Train(received[0], rates={"head": 0.0})
         features, _ = yield Forward(trained.parameters, "train", features=True)
-        sent = trained.parameters.clone()
         means = mean_directions(features, self.data.y_train, self.data.num_classes)
-        self.layout.views(sent)["head.weight"].copy_(means)
-        return Update([sent], trained.loss), self.plain(trained.parameters)
+        reply = self.layout.part(("head",)).put(trained.parameters.clone(), means.flatten())
+        return Update([reply], trained.loss), self.plain(trained.parameters)
 
 
 def mean_directions(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Return the direction of each class's mean normalised feature, as long as the class's share of the samples.
+    """Return the direction of each class's mean normalised feature, with the class's share of the samples as length.
 
-    The mean of these over clients, weighted by their samples, weighs each class by how many samples they have of it
-    (the paper sends these numbers by themselves).
+    The mean over clients, weighted by n_i, then weighs each class by its samples n_ic. The paper sends n_ic separately.
 
     Parameters
     ----------
     features : torch.Tensor, (n, D)
-        What the head sees of the samples.
+        The head's inputs for the samples.
     labels : torch.Tensor, (n,)
         Their classes.
     num_classes : int

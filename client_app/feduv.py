@@ -10,67 +10,66 @@ from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train
 
 SMALLEST = 1e-12
-"""Is added to a variance: a deviation of 0 has no gradient."""
+"""Added to a variance, because the square root has no gradient at 0."""
 
 
 class FedUVClient(PersonalClient):
-    """Minimise cross-entropy + mu L_V + lambda L_U over the mini-batches."""
+    """Minimise cross-entropy + α L_V + β L_U over the mini-batches."""
 
     def work(self, start: Tensor) -> Train:
         """Return local training with the regularisers."""
         if not self.method.variance and not self.method.uniformity:
             return Train(start)
-        strengths = {"mu": self.method.variance, "lambda": self.method.uniformity}
+        strengths = {"variance": self.method.variance, "uniformity": self.method.uniformity}
         return Train(start, regularised, {k: torch.tensor(v, device=self.device) for k, v in strengths.items()})
 
 
 def regularised(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy + mu L_V + lambda L_U; what fills up a batch is in neither."""
+    """Return cross-entropy + α L_V + β L_U; rows of weight 0, which fill up a batch, enter neither regulariser."""
     features, logits = net.features(batch.x)
-    there = torch.ones(len(logits), device=logits.device) if batch.weight is None else (batch.weight != 0).float()
-    loss = net.loss(logits, batch)
-    return loss + context["mu"] * too_little_variance(logits, there) + context["lambda"] * closeness(features, there)
+    present = torch.ones(len(logits), device=logits.device) if batch.weight is None else (batch.weight != 0).float()
+    loss = net.loss(logits, batch) + context["variance"] * too_little_variance(logits, present)
+    return loss + context["uniformity"] * closeness(features, present)
 
 
-def too_little_variance(logits: Tensor, there: Tensor) -> Tensor:
-    """Return L_V: by how much each class's probability varies less over the batch than with evenly mixed classes.
+def too_little_variance(logits: Tensor, present: Tensor) -> Tensor:
+    """Return L_V, the mean over classes of max(0, γ − the standard deviation of p_c over the batch).
 
-    It is the mean over the classes of max(0, γ − the standard deviation of p_c). γ = 1/√C is that of the C one-hot
-    vectors.
+    γ = 1/√C is the standard deviation over the C one-hot vectors, as evenly mixed classes have it.
 
     Parameters
     ----------
     logits : torch.Tensor, (B, C)
         Outputs of the classifier.
-    there : torch.Tensor, (B,)
-        1 for a sample, 0 for what fills up the batch.
+    present : torch.Tensor, (B,)
+        1 for a sample, 0 for a row that fills up the batch.
     """
-    probabilities, present, count = logits.softmax(dim=-1), there[:, None], there.sum()
-    centred = (probabilities - (probabilities * present).sum(dim=0) / count) * present
+    probabilities, mask, count = logits.softmax(dim=-1), present[:, None], present.sum()
+    centred = (probabilities - (probabilities * mask).sum(dim=0) / count) * mask
     deviation = (centred.square().sum(dim=0) / (count - 1).clamp_min(1) + SMALLEST).sqrt()
     return (1 / math.sqrt(logits.shape[1]) - deviation).relu().mean()
 
 
-def closeness(features: Tensor, there: Tensor) -> Tensor:
-    """Return L_U, which is least for evenly spread features: the mean of exp(−||z_i − z_j||² / σ) over all pairs.
+def closeness(features: Tensor, present: Tensor) -> Tensor:
+    """Return L_U, the mean over pairs of exp(−||z_i − z_j||² / σ). Evenly spread features have the least.
 
-    σ is the median of the squared distances that are not 0, as in the authors' program, which so needs no features of
-    length 1: their scale makes no difference.
+    σ is the median of the squared distances other than 0, as in the authors' program. The scale of the features
+    therefore makes no difference, and they need no normalisation.
 
     Parameters
     ----------
     features : torch.Tensor, (B, D)
-        What the head sees.
-    there : torch.Tensor, (B,)
-        1 for a sample, 0 for what fills up the batch.
+        The inputs of the head.
+    present : torch.Tensor, (B,)
+        1 for a sample, 0 for a row that fills up the batch.
     """
     i, j = torch.triu_indices(len(features), len(features), 1, device=features.device)
     if not len(i):
         return features.new_zeros(())
-    # Not from a matrix product: in its rounding equal features would differ.
+    # A matrix product would round, so that equal features differ.
     distances = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")[i, j].square()
-    pairs = there[i] * there[j]
-    known = (pairs > 0) & (distances > 0)
-    ordered = torch.where(known, distances, torch.inf).sort().values  # without any they are infinite, and all alike
-    median = ordered.gather(0, ((known.sum() - 1) // 2).clamp_min(0).unsqueeze(0))
+    pairs = present[i] * present[j]
+    counted = (pairs > 0) & (distances > 0)
+    ordered = torch.where(counted, distances, torch.inf).sort().values  # all are infinite if none is counted
+    median = ordered.gather(0, ((counted.sum() - 1) // 2).clamp_min(0).unsqueeze(0))
     return (pairs * torch.exp(-distances / median)).sum() / pairs.sum().clamp_min(1)

@@ -1,4 +1,4 @@
-"""MOON's client: features are to resemble the global model's more than those of its own previous model."""
+"""MOON's client: its features should resemble the global model's more than its previous model's."""
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,8 @@ from posy.strategies.replies import Update
 class MOONClient(PersonalClient):
     """Minimise cross-entropy + μ times the contrastive term (MOON, Algorithm 1).
 
-    What the two other models make of a sample does not change during a round. It is computed once, of the samples as
-    they are, also where those that are trained on are augmented, and with BatchNorm by its running statistics.
+    The features of the two other models do not change during a round. They are computed once, in evaluation mode and
+    without augmentation.
     """
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
@@ -31,7 +31,7 @@ class MOONClient(PersonalClient):
 
 
 def contrastive(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return cross-entropy − μ log of the global model's share in the similarities.
+    """Return cross-entropy − μ times the logarithm of the global model's share in the similarities.
 
     ``batch.notes`` ``(B, 2, D)`` are the features of the global and of the previous model.
     """

@@ -1,9 +1,7 @@
 """FedAS (Yang et al., 2024): received bodies are aligned with the client's own, and weighted by Fisher information.
 
-A client first trains the body that it receives towards the class prototypes of its own model of its last round, then
-the whole network. The server weighs bodies by the trace of the Fisher information. As in the authors' program it is
-taken over mini-batches, so that it depends on `batch-size`: the squared norm of the gradient of each one's mean
-log-likelihood. The program adds these up. Here the client sends their mean, and the server multiplies it by n_i.
+A client first trains the body that it receives towards the class prototypes of its latest model. It then trains the
+whole network. The server weighs bodies by the trace of the Fisher information of the trained models.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from flwr.common.typing import NDArrays
 
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
 
@@ -21,14 +20,68 @@ if TYPE_CHECKING:
 
 
 class FedASSettings(
-    MethodSettings, noise=ALLOWED, sums=Refused("it weighs bodies by what each client tells of its own training")
+    MethodSettings, noise=ALLOWED, sums=Refused("it weighs bodies by the Fisher information of single clients")
 ):
     """Settings of FedAS."""
 
-    align_epochs: int = setting(1, "epochs of alignment before local training; 0: none", minimum=0, search=Search(0, 3))
+    align_epochs: int = setting(
+        1,
+        "epochs of alignment before local training; 0: none",
+        source="clientas.py of the authors' program: 1 epoch",
+        minimum=0,
+        search=Search(0, 3),
+    )
+    align_lr: float = setting(
+        0.01,
+        "learning rate of the alignment, which makes plain SGD steps",
+        source="clientas.py of the authors' program: SGD with lr=0.01",
+        needs="fedas-align-epochs > 0",
+        above=0,
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Yang et al.",
+            2024,
+            "FedAS: Bridging Inconsistency in Personalized Federated Learning",
+            "CVPR",
+            "https://openaccess.thecvf.com/content/CVPR2024/html/"
+            "Yang_FedAS_Bridging_Inconsistency_in_Personalized_Federated_Learning_CVPR_2024_paper.html",
+        ),
+        equations=(
+            "alignment: θ ← θ − η_a ∇ Σ_c mean_{x of class c} mean_d (f_θ(x) − p_c)²; p_c is the mean feature of class "
+            "c under the client's latest body (clientas.py, set_parameters)",
+            "F_i = Σ_b ‖∇ mean_{x in b} log p(y | x)‖² over mini-batches b (clientas.py, train)",
+            "θ ← Σ_i F_i θ_i / Σ_i F_i (serveras.py, aggregate_wrt_fisher)",
+        ),
+        sent={"body (b,)": "the shared body θ"},
+        returned={
+            "body (b,)": "the trained body θ_i",
+            "trace ()": "mean of ‖∇ mean log p‖² over mini-batches, weighted by their samples",
+        },
+        server_state={"model": "the shared body θ (b,)"},
+        client_state={
+            "personal": "the client's head (h,)",
+            "prototypes": "class means of the latest trained body's features (C, D)",
+        },
+        scored="The local model: the authors' program tests each client's trained model.",
+        deviations=(
+            "The program adds the squared norms of all mini-batches. Posy sends their mean and multiplies it by n_i. "
+            "The weights are equal if all clients have full batches.",
+            "The alignment uses mini-batches of `batch-size` samples. The program uses 16.",
+            "The program aligns one shared model for all clients in turn, so a client's alignment starts from its "
+            "predecessors' result. In Posy every client aligns its own copy.",
+        ),
+        program=Program(
+            "xiyuanyang45/FedAS",
+            "1a4f5fdb0111a11e92559f6caaa1392e4c181ac1",
+            "system/flcore: clientAS.set_parameters, clientAS.train, FedAS.aggregate_wrt_fisher",
+            1e-6,
+        ),
+    )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Keep the head."""
+        """Keep the head on the client."""
         return ("head",)
 
 
@@ -40,12 +93,12 @@ class FedAS(PersonalisedStrategy):
         return [*super().expected_shapes(client), ()]
 
     def check(self, arrays: NDArrays) -> None:
-        """Refuse a trace that cannot be."""
+        """Refuse a negative trace."""
         if arrays[1] < 0:
             raise BadReplyError(f"trace of the Fisher information {float(arrays[1])}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the bodies; if no client has any Fisher information, by samples alone."""
+        """Average the bodies; weigh them by samples alone if every trace is 0."""
         n = num_examples(updates)
         weights = n * stacked(updates, 1)
         weights = weights if weights.any() else n

@@ -1,31 +1,80 @@
-"""FedNH (Dai et al., 2023): a head of class prototypes, spread evenly at first, then drawn to what clients see.
+"""FedNH (Dai et al., 2023): a head of class prototypes, spread evenly at first, then drawn to the clients' features.
 
 The prototypes are directions: the logits are the scaled cosines between them and the features. Clients train the body
-under prototypes that stand still, and send with it, in place of the head, the mean directions of their classes. Where
-it is not the authors' program: bodies are weighed by n_i, not alike; and where there is room the first prototypes are a
-simplex, which solves the paper's problem, not an orthonormal set. The scale is fixed, as the program offers.
+under fixed prototypes. In place of the head they send the mean directions of their classes.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import Update, mean_of, sample_counts, stacked, weighted_mean
+
+if TYPE_CHECKING:
+    from posy.strategies.settings import Settings
 
 
 class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedNH."""
 
     rho: float = setting(
-        0.9, "rho: what is kept of the prototypes in a round", minimum=0, maximum=1, search=Search(0.1, 0.99)
+        0.9,
+        "rho: weight of the prototypes of the round before",
+        source="experiments/*.yaml of the authors' program: FedNH_smoothing 0.9",
+        minimum=0,
+        maximum=1,
+        search=Search(0.1, 0.99),
     )
-    scale: float = setting(30.0, "what the cosines are multiplied by", above=0, search=Search(5.0, 50.0, log=True))
+    scale: float = setting(
+        30.0,
+        "factor of the cosines in the logits",
+        source="FedUH.py of the authors' program: 30 with FedNH_fix_scaling",
+        above=0,
+        search=Search(5.0, 50.0, log=True),
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Dai et al.",
+            2023,
+            "Tackling Data Heterogeneity in Federated Learning with Class Prototypes",
+            "AAAI",
+            "https://arxiv.org/abs/2212.02758",
+        ),
+        equations=(
+            "logits: s · cos(f_θ(x), W_c)",
+            "client: θ_i ← θ_i − η ∇ℓ(θ_i, W), with W fixed; μ_ic is the direction of the mean normalised feature of "
+            "class c (Algorithm 1, client)",
+            "server: θ ← mean_i θ_i,  W_c ← ρ W_c + (1 − ρ) μ_c / ‖μ_c‖ with μ_c = Σ_i n_ic μ_ic / Σ_i n_ic, then "
+            "normalised (Algorithm 1, server)",
+        ),
+        sent={"model (d,)": "the body θ, and the prototypes W as its head"},
+        returned={"model (d,)": "the trained body θ_i, and n_ic / n_i · μ_ic in the rows of the head"},
+        server_state={"model": "the body θ, and the prototypes W as its head (d,)"},
+        client_state={},
+        scored="The local model: the trained body under the prototypes of its training. The paper reports it as the "
+        "personalised model, and the served model as the global one.",
+        deviations=(
+            "Bodies are weighted by n_i. They have equal weights in the program; `client-weights=uniform`.",
+            "For up to D + 1 classes the first prototypes are the vertices of a simplex, which minimises the paper's "
+            "largest cosine. The program draws an orthonormal set.",
+            "The scale s is fixed, as with the program's option FedNH_fix_scaling. By default the program trains it.",
+        ),
+        program=Program(
+            "Yutong-Dai/FedNH",
+            "60c3161412d576cddc8187af318cdc8a91a8709f",
+            "src/flbase/strategies: FedNHClient.training, FedNHClient.upload, FedNHServer.aggregate",
+            1e-5,
+        ),
+    )
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
         """Return the network with a head that compares directions."""
@@ -36,6 +85,16 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
                 "it must be a network with more layers"
             )
         return replace(plain, cosine=self.scale)
+
+    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
+        """Return the served body, and zeros for the head: the mean directions are not a change of the prototypes."""
+        base = sent[0].copy()
+        head = network.layout.part(("head",))
+        return [head.put(base, np.zeros(head.size, np.float32))]
+
+    def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
+        """Warn if the prototypes never change."""
+        return ("fednh-rho = 1: the prototypes stay as they were drawn",) if self.rho == 1 else ()
 
 
 class FedNH(PersonalisedStrategy):
@@ -51,15 +110,18 @@ class FedNH(PersonalisedStrategy):
             )
         super().initialise()
 
+    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
+        """Return the served body with the reply's mean directions, which are outside ``max-update-norm``."""
+        head = self.architecture.layout.part(("head",))
+        return [head.put(self.model.copy(), head.take(arrays[0]))]
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average both; a client sends each class's direction with its share n_ic / n_i of the samples as length."""
-        model, views = mean_of(updates), self.architecture.layout.views
-        prototypes = views(model)["head.weight"]
-        if self.settings.run.client_weights == "uniform":  # the prototypes count samples all the same
-            means = weighted_mean(stacked(updates), sample_counts(updates))
-            prototypes[:] = views(means)["head.weight"]
-        prototypes[:] = drawn(views(self.model)["head.weight"], prototypes, self.method.rho)
-        self.model = model
+        """Average the bodies, and draw each prototype to the mean direction over the samples of its class."""
+        model, head = mean_of(updates), self.architecture.layout.part(("head",))
+        shape = (self.architecture.task.num_classes, -1)
+        means = weighted_mean(head.take(stacked(updates)), sample_counts(updates))
+        prototypes = drawn(head.take(self.model).reshape(shape), means.reshape(shape), self.method.rho)
+        self.model = head.put(model, prototypes.ravel())
         cosines = prototypes @ prototypes.T - 2 * np.eye(len(prototypes))
         return {"largest_cosine": float(cosines.max())}
 
@@ -72,15 +134,15 @@ def drawn(prototypes: FloatArray, means: FloatArray, rho: float) -> FloatArray:
     prototypes : numpy.ndarray, float32, (C, D)
         W, of length 1.
     means : numpy.ndarray, float32, (C, D)
-        μ; a class that no client had has 0, and its prototype stays.
+        μ. A row of zeros is a class without samples, whose prototype stays.
     rho : float
-        How much stays of W.
+        The weight of W.
     """
     fresh = np.where(means.any(axis=1, keepdims=True), directions(means), prototypes)
     return directions((rho * prototypes + (1 - rho) * fresh).astype(np.float32))
 
 
 def directions(rows: FloatArray) -> FloatArray:
-    """Return the rows ``(C, D)`` brought to length 1; those of zeros stay."""
+    """Return the rows ``(C, D)`` normalised to length 1; rows of zeros stay."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0)

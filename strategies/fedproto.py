@@ -1,15 +1,13 @@
 """FedProto (Tan et al., 2022): clients share class prototypes, and no model.
 
-A prototype is the mean of what the head sees of a class (Eq. 3). The server averages those of a class, weighted by
-samples: Eq. 6 without its further factor 1/|N_j|, which would shorten the means of many clients. A client pulls its
-features towards the prototypes (Eq. 7), and predicts by the nearest one (Eq. 4). The distance is that of each sample to
-its prototype, the mean square over samples and features, where the paper has that of the client's own prototypes.
+A prototype is the mean feature of a class, the head's input (Eq. 3). The server averages the clients' prototypes of a
+class. A client pulls its features towards them (Eq. 7), and predicts the class of the nearest prototype (Eq. 4).
 
-``served`` reports a client's own network with the prototypes just received; ``local`` with those it had received
-before training, and its own of classes that were not known yet.
+``served`` scores a client's network with the prototypes just received. ``local`` scores it with the prototypes that it
+received before training; classes without one use the client's own prototype.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.common.typing import NDArrays
@@ -18,34 +16,96 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.prototypes import check_counts, mean_prototypes
 from posy.strategies.replies import Update, stacked
+
+if TYPE_CHECKING:
+    from posy.strategies.settings import Settings
 
 
 class FedProtoSettings(
     MethodSettings,
     noise=ALLOWED,
     sums=Refused("it weighs each client's prototypes by that client's samples of the class"),
+    point="served",
 ):
     """Settings of FedProto."""
 
     strength: float = setting(
-        1.0, "lambda: weight of the distance to the prototypes", minimum=0, search=Search(0.1, 10.0, log=True)
+        1.0,
+        "lambda: weight of the distance to the prototypes",
+        source="README of the authors' program: --ld 1 for MNIST and FEMNIST (0.1 for CIFAR-10)",
+        minimum=0,
+        search=Search(0.1, 10.0, log=True),
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Tan et al.",
+            2022,
+            "FedProto: Federated Prototype Learning across Heterogeneous Clients",
+            "AAAI",
+            "https://arxiv.org/abs/2105.00243",
+        ),
+        equations=(
+            "c_ij = mean of f_i(x) over the samples of class j (Eq. 3)",
+            "ŷ = argmin_j ‖f_i(x) − c_j‖ (Eq. 4)",
+            "c_j = Σ_i n_ij c_ij / Σ_i n_ij over the clients that have class j (Eq. 6 without its factor 1 / |N_j|)",
+            "ℓ + λ · mean square of f_i(x) − c_y over samples and features (Eq. 7)",
+        ),
+        sent={"prototypes (C, D)": "the global prototypes c", "known (C,)": "1 for each class that has a prototype"},
+        returned={
+            "prototypes (C, D)": "the client's prototypes c_ij; the served one for a class that it lacks",
+            "counts (C,)": "training samples n_ij by class",
+        },
+        server_state={
+            "prototypes": "the global prototypes c (C, D)",
+            "known": "1 for each class that has a prototype (C,)",
+        },
+        client_state={
+            "model": "the client's network (d,)",
+            "prototypes": "the prototypes that the local model predicts with (C, D)",
+            "known": "1 for each class that has one of them (C,)",
+        },
+        scored="The served model: the authors' program tests the trained networks with the new global prototypes.",
+        deviations=(
+            "Eq. 6 has a further factor 1 / |N_j|, which would shorten the prototypes of classes with many clients. "
+            "The program has a uniform mean over clients.",
+            "The distance is taken for each sample, as in the program. Eq. 7 takes it for each class mean.",
+            "Prototypes are features of the trained network. The program collects them during the last epoch.",
+            "Clients predict among all classes with a prototype. The program predicts among the client's classes.",
+        ),
+        program=Program(
+            "TsingZ0/PFLlib",
+            "d832e76f6a23b833038949ec1e4fdefe63a4d350",
+            "system/flcore: clientProto.train, clientProto.collect_protos, serverproto.proto_aggregation",
+            1e-6,
+            by_authors=False,
+        ),
     )
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return the prototypes that were sent; the numbers of samples are changes of nothing."""
+        """Return the served prototypes, all that the method shares; sample counts are not a change."""
         return [sent[0]]
+
+    def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
+        """Warn if the clients learn nothing from each other's prototypes."""
+        if not network.layer_names[:-1]:
+            return (f"model = {settings.train.model}: no layer below the head can follow the prototypes",)
+        if not self.strength:
+            return ("fedproto-strength = 0: clients train alone, and share prototypes for predictions only",)
+        return ()
 
 
 class FedProto(PersonalisedStrategy):
-    """Keep the prototypes ``(C, D)``, and which of the classes have one ``(C,)`` (Algorithm 1)."""
+    """Store the prototypes ``(C, D)``, and which of the classes have one ``(C,)`` (Algorithm 1)."""
 
     state = ("prototypes", "known")
 
     def initialise(self) -> None:
-        """Know no class."""
+        """Start without prototypes."""
         head = ("head.weight", "head.bias")
         self.architecture.require(head, "fedproto writes the prototypes into the head")
         classes = self.architecture.task.num_classes
@@ -57,7 +117,7 @@ class FedProto(PersonalisedStrategy):
         return [self.prototypes, self.known]
 
     def check(self, arrays: NDArrays) -> None:
-        """Refuse numbers of samples that cannot be."""
+        """Refuse impossible sample counts."""
         check_counts(arrays[1])
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:

@@ -1,17 +1,78 @@
 """MOON (Li et al., 2021): features are drawn to the global model's, away from the client's previous ones.
 
-Where the paper compares the outputs of a projection head, this takes what the classifier sees, so that the network is
-that of the other methods. In a client's first round the previous model is the global one: the term is then constant.
+The contrast compares features, the head's inputs, where the paper compares the outputs of a projection head. All
+methods therefore train the same network. In a client's first round the previous model is the global one, so the term
+is constant.
 """
 
+from typing import TYPE_CHECKING
+
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class MOONSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of MOON."""
 
-    mu: float = setting(1.0, "weight of the contrastive term", minimum=0, search=Search(0.1, 10.0, log=True))
-    temperature: float = setting(
-        0.5, "tau: temperature of the similarities", above=0, search=Search(0.1, 1.0, log=True)
+    mu: float = setting(
+        1.0,
+        "weight of the contrastive term",
+        source="main.py of the authors' program: --mu 1 (its README has 5 for CIFAR-10)",
+        minimum=0,
+        search=Search(0.1, 10.0, log=True),
     )
+    temperature: float = setting(
+        0.5,
+        "tau: temperature of the similarities",
+        source="main.py of the authors' program: --temperature 0.5",
+        needs="moon-mu > 0",
+        above=0,
+        search=Search(0.1, 1.0, log=True),
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Li et al.",
+            2021,
+            "Model-Contrastive Federated Learning",
+            "CVPR",
+            "https://arxiv.org/abs/2103.16257",
+        ),
+        equations=(
+            "ℓ_con = −log(exp(cos(z, z_glob) / τ) / (exp(cos(z, z_glob) / τ) + exp(cos(z, z_prev) / τ))) (Eq. 3)",
+            "client: w_i ← w_i − η ∇(ℓ + μ ℓ_con);  server: w ← Σ_i (n_i / n) w_i (Algorithm 1)",
+        ),
+        sent={"model (d,)": "the server's model w"},
+        returned={"model (d,)": "the trained model w_i"},
+        server_state={"model": "the server's model w (d,)"},
+        client_state={"model": "the client's model of its last training (d,)"},
+        scored="The served model: the authors' program tests the averaged model.",
+        deviations=(
+            "z is the head's input, as with the program's option --use_project_head 0. The paper adds a projection "
+            "head of two layers.",
+            "The features of the global and the previous model are computed once a round, from samples without "
+            "augmentation. The program computes them for each augmented batch.",
+            "Until a client's first training its previous model is the global one. In the program, from round 2 on, it "
+            "is a random network.",
+            "The program fixes SGD's momentum at 0.9. Posy has a setting.",
+        ),
+        program=Program(
+            "QinbinLi/MOON",
+            "8fcba3c4efc9a47eb24687a91ba94cfb2005103f",
+            "main.py: train_net_fedcon, and its weighted mean for alg = moon",
+            1e-6,
+        ),
+    )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn if the contrast has no gradient."""
+        if not self.mu:
+            return ("moon-mu = 0: this is FedAvg",)
+        if not network.layer_names[:-1]:
+            return (f"model = {settings.train.model}: there is no layer below the head, so this is FedAvg",)
+        return ()

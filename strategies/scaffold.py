@@ -5,7 +5,7 @@ server's variate c estimates the gradient of all clients.
 
 The server stores c and never a c_i. It therefore keeps c equal to the mean of the members' c_i in three steps:
 
-* A round that `min-train-replies` refuses also leaves the clients at the c_i that they had before it.
+* A refused round changes neither c nor any c_i: clients start from their earlier states.
 * A member that the server has never reached has c_i = 0. It enters the mean in the round that first reaches it.
 * The server cannot subtract the c_i of a client that has lost its state. All variates then restart at 0.
 """

@@ -423,19 +423,19 @@ def test_a_variance_below_zero(make_strategy):
 
 
 def test_fedas_client_by_hand(make_client):
-    """The second body is drawn to the prototypes of the first model, then all is trained; then comes the trace."""
-    client = make_client("fedas", batch_size=100, fedas_align_epochs=2)
+    """The body is drawn to the prototypes of the latest model, then all is trained; then the trace is measured."""
+    client = make_client("fedas", batch_size=100, fedas_align_epochs=2, fedas_align_lr=0.3, momentum=0.5)
     x, y = client.data.x_train.double(), client.data.y_train
     body, head = client.layout.without(["head"]), client.layout.part(["head"])
-    first, second = client.initial(), client.initial(1)
-    model = module_of(client, first)
-    for number, start in ((1, first), (2, second)):
+    model = module_of(client, client.initial())
+    for number, start in ((1, client.initial()), (2, client.initial(1))):
         sent, _, _ = client.fit([body.take(start).numpy()], {**CONFIG, "server-round": number})
-        if number == 2:
-            target, flat = means_of(model.body(x), y), torch.from_numpy(flat_of(model))
-            model = module_of(client, body.put(flat.clone(), body.take(second)))
-            for _ in range(2):
-                descend(model, (model.body(x) - target[y]).square().mean(), list(model.blocks.parameters()))
+        target, flat = means_of(model.body(x), y), torch.from_numpy(flat_of(model))
+        model = module_of(client, body.put(flat.clone(), body.take(start)))
+        for _ in range(2):  # plain steps, without momentum
+            squares = (model.body(x) - target[y]).square().mean(dim=1)
+            distance = sum(squares[y == label].mean() for label in range(3))
+            descend(model, distance, list(model.blocks.parameters()), 0.3)
         descend(model, torch.nn.functional.cross_entropy(model(x), y))
         gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(model(x), y), list(model.parameters()))
         np.testing.assert_allclose(sent[0], body.take(flat_of(model)), atol=1e-5)
@@ -473,8 +473,7 @@ def test_fedas_without_alignment_trains_body_and_head_together(make_client):
         local.fit([], config)
         sent = {client: client.fit(arrays[:1], config)[0] for client, arrays in sent.items()}
         np.testing.assert_allclose(sent[plain][0], body.take(local.state["model"]), atol=1e-6)
-        different = np.abs(sent[aligned][0] - sent[plain][0]).max()
-        assert (different == 0) == (number == 1)
+        assert np.abs(sent[aligned][0] - sent[plain][0]).max() > 1e-5
 
 
 # -- FedCP ---------------------------------------------------------------------------------------------

@@ -1,11 +1,25 @@
 """FedPAC, FedProto, FedNH, FedUV, MOON and FedAS: details of the papers and programs, and limits on updates."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from posy.client_app.fedas import FISHER, alignment
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Train
+from posy.randomness import torch_generator
+from posy.strategies.methods import settings_class
 
 LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
+
+
+def dropping(task):
+    """Return a perceptron with dropout."""
+    return nn.Sequential(nn.Linear(task.input_shape[0], 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, task.num_classes))
 
 
 def module_of(client, flat):
@@ -58,3 +72,133 @@ def test_a_single_client_a_round_has_no_heads_to_combine(make_config, federate, 
     warnings.clear()
     federate(make_config("fedpac", num_server_rounds=1))
     assert "no heads are combined" not in warnings.text
+
+
+# -- FedProto ----------------------------------------------------------------------------------------------
+
+
+def test_fedproto_is_scored_with_the_new_prototypes():
+    assert settings_class("fedproto").point == "served"
+
+
+@pytest.mark.parametrize(
+    ("settings", "notice"),
+    [({"fedproto_strength": 0.0}, "clients train alone"), ({"model": "linear"}, "no layer below the head")],
+)
+def test_fedproto_without_a_pull_warns(settings, notice, make_config, federate, warnings):
+    federate(make_config("fedproto", num_server_rounds=1, **settings))
+    assert notice in warnings.text
+
+
+def test_fedproto_weighs_the_distance_by_class(make_client):
+    """With 18 samples of class 0 and 3 of class 1, balanced weights are 21/36 and 21/6, in both terms of the loss."""
+    client = make_client("fedproto", client=0, class_weights="balanced", batch_size=100)
+    client.data = replace(client.data, y_train=torch.tensor([0] * 18 + [1] * 3))
+    x, y = client.data.x_train.double(), client.data.y_train
+    prototypes = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    client.fit([prototypes, np.ones(3, np.float32)], CONFIG)
+    weight = torch.where(y == 0, 21 / 36, 21 / 6).double()
+    model, target = module_of(client, client.initial()), torch.from_numpy(prototypes).double()
+    losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+    losses = losses + (model.body(x) - target[y]).square().mean(dim=1)
+    descend((weight * losses).mean(), list(model.parameters()))
+    np.testing.assert_allclose(client.state["model"], flat_of(model), atol=1e-5)
+
+
+# -- FedNH -------------------------------------------------------------------------------------------------
+
+
+def test_fednhs_limit_measures_the_body_alone(make_config, federate):
+    """The mean directions are about 1.5 from the prototypes, and the bodies move by less than 1."""
+    finished = federate(make_config("fednh", max_update_norm=1.0, lr=0.001))
+    assert not any(record.dropped for record in finished.records)
+    strict = federate(make_config("fednh", max_update_norm=1e-4, lr=0.001, num_server_rounds=1))
+    assert [client for client, _ in strict.records[0].dropped] == [0, 1, 2, 3]
+
+
+def test_fednhs_noise_is_for_the_mean_directions_themselves(make_client):
+    """Their norm is at most 1, whatever the prototypes are; a difference to the prototypes would be clipped by more."""
+    client = make_client("fednh", model="mlp")
+    start = client.initial().numpy().copy()
+    reply, _, _ = client.fit([start], CONFIG)
+    (base,) = client.method.reference(client.architecture, [start], reply)
+    head = client.layout.part(("head",))
+    assert not head.take(base).any() and np.linalg.norm(head.take(reply[0])) <= 1
+    body = client.layout.without(("head",))
+    np.testing.assert_array_equal(body.take(base), body.take(start))
+
+
+def test_fednh_without_smoothing_warns(make_config, federate, warnings):
+    federate(make_config("fednh", fednh_rho=1.0, num_server_rounds=1))
+    assert "fednh-rho = 1: the prototypes stay as they were drawn" in warnings.text
+
+
+# -- FedUV and MOON ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("feduv", {"feduv_variance": 0.0, "feduv_uniformity": 0.0}),
+        ("feduv", {"feduv_variance": 0.0, "model": "linear"}),
+        ("moon", {"moon_mu": 0.0}),
+        ("moon", {"model": "linear"}),
+    ],
+)
+def test_a_method_without_its_term_is_fedavg_and_says_so(method, settings, make_config, federate, warnings):
+    model = {"model": settings.get("model", "mlp")}
+    plain = federate(make_config("fedavg", **model)).strategy.model
+    warnings.clear()
+    finished = federate(make_config(method, **{**model, **settings}))
+    assert "this is FedAvg" in warnings.text
+    np.testing.assert_allclose(finished.strategy.model, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["feduv", "moon"])
+def test_a_method_with_its_term_is_silent(method, make_config, federate, warnings):
+    federate(make_config(method, num_server_rounds=1))
+    assert "this is FedAvg" not in warnings.text
+
+
+# -- FedAS -------------------------------------------------------------------------------------------------
+
+
+def test_fedas_measures_the_fisher_information_of_the_plain_model(make_client):
+    """The trace is of the unweighted loss, without dropout, over batches of 4; its samples are not in the count."""
+    settings = {"model": f"{__file__}:dropping", "class_weights": "balanced", "batch_size": 4, "local_epochs": 3}
+    client = make_client("fedas", client=0, **settings)
+    (body, trace), _, metrics = client.fit([client.shared.take(client.initial()).numpy()], CONFIG)
+    assert metrics["samples"] == 21 * (1 + 3)
+    model = torch.empty(client.layout.size)
+    client.personal.put(client.shared.put(model, torch.from_numpy(body)), torch.from_numpy(client.state["personal"]))
+    module = module_of(client, model).eval()
+    order = torch.randperm(21, generator=torch_generator(client.settings.run.seed, "batches", 1, 0, FISHER))
+    squares = 0.0
+    for batch in order.split(4):
+        x, y = client.data.x_train[batch].double(), client.data.y_train[batch]
+        loss = torch.nn.functional.cross_entropy(module(x), y)
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        squares += len(batch) / 21 * sum(float(gradient.square().sum()) for gradient in gradients)
+    assert float(trace) == pytest.approx(squares, rel=1e-4)
+
+
+def test_fedas_clients_are_trained_together_as_alone(make_config, federate):
+    """Neither dropout nor class weights enter the Fisher information of stacked models."""
+    settings = {"model": f"{__file__}:dropping", "class_weights": "balanced", "batch_size": 4, "num_server_rounds": 2}
+    alone, together = (federate(make_config("fedas", stack=stack, **settings)) for stack in ("loop", "vmap"))
+    np.testing.assert_allclose(together.strategy.model, alone.strategy.model, atol=1e-5)
+
+
+def test_fedas_aligns_each_class_alike(make_client):
+    """Client 0 has 7 samples of each class; a batch of padding and two classes has the mean of each, added."""
+    client = make_client("fedas")
+    net = client.network(Train(client.initial()))
+    net.stack(1)[0].copy_(client.initial())
+    x, y = client.data.x_train[:5], torch.tensor([0, 0, 0, 2, 2])
+    prototypes = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    features = net.nets[0].features(x)[0]
+    squares = (features - prototypes[y]).square().mean(dim=1)
+    expected = squares[:3].mean() + squares[3]
+    weight = torch.tensor([0.3, 0.3, 0.3, 2.0, 0.0])  # the last sample fills up the batch
+    loss = alignment(net.nets[0], Batch(x, y, weight), {"prototypes": prototypes})
+    torch.testing.assert_close(loss, expected)

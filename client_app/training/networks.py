@@ -129,11 +129,11 @@ class LoopedModels:
         moving = set(self._names)
         layer_of = {entry.name: entry.layer for entry in network.layout.entries}
         for net, resident in zip(self._nets, network.modules, strict=False):
-            resident.train()
+            resident.train(not work.measures)
             for name, module in resident.named_modules():
                 if isinstance(module, nn.modules.batchnorm._NormBase):  # a frozen one keeps its statistics
                     layer = layer_of.get(f"{name}.running_mean")
-                    module.train(layer is not None and work.rates.get(layer, 1.0) != 0)
+                    module.train(not work.measures and layer is not None and work.rates.get(layer, 1.0) != 0)
             for name, tensor in net.tensors.items():
                 if isinstance(tensor, nn.Parameter):
                     tensor.requires_grad_(name in moving)
@@ -141,6 +141,7 @@ class LoopedModels:
             (resident.get_submodule(name.removesuffix(".numbers")), columns)
             for resident in network.modules[: self.count]
             for name, columns in network.dropouts.items()
+            if not work.measures
         ]
         self._leaves = [[net[name] for name in self._names] for net in self._nets]
         self._closed = network.closed_form(work)
@@ -214,14 +215,14 @@ class StackedModels:
         self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]
         self.parameters = [self._tensors[name] for name in self._names]
         self.beside: list[Tensor] = []
-        self._module = network.template.train()
+        self._module = network.template.train(not first.measures)
         for module in self._module.modules():  # their statistics are fixed: a network with others is not stacked
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()
         self._criterion = network.criterion
         self._objective = first.objective
         self._context = {name: torch.stack([work.context[name] for work in works]) for name in first.context}
-        self._dropouts = network.dropouts
+        self._dropouts = {} if first.measures else network.dropouts
         fields = (first.notes is None, not self._dropouts)
         batches = Batch(0, 0, 0, *(None if absent else 0 for absent in fields))  # type: ignore[arg-type]
         self.count = starts.shape[1]

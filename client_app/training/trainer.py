@@ -105,7 +105,7 @@ class Trainer:
                 raise ValueError(
                     f"no mini-batch to train on: {job.samples.y.shape[0]} samples, and BatchNorm needs two in a batch"
                 )
-            if network.dropout_width and job.dropout is None:
+            if network.dropout_width and job.dropout is None and not job.work.measures:
                 raise ValueError(
                     "a network with dropout needs random numbers that tell what is dropped: there are none"
                 )

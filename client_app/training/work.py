@@ -138,6 +138,7 @@ class Train:
     notes: Tensor | None = None  # (n, ...), constants that go with the samples: the objective's ``batch.notes``
     bounds: tuple[float, float] | None = None  # between which the parameters are kept
     plain: bool = False  # without the settings momentum, weight-decay and max-grad-norm
+    measures: bool = False  # in evaluation mode, without augmentation, dropout and class weights; no sample is counted
     rates: Mapping[str, float] = field(default_factory=dict)  # factors on the learning rate by layer, else 1; 0 freezes
     mask: Tensor | None = None  # (d,) 0/1; parameters whose entry is 0 do not move
     epochs: int | None = None  # instead of the setting local-epochs
@@ -155,7 +156,7 @@ class Train:
             self.start.shape,
             tuple(sorted((name, value.shape, value.dtype) for name, value in self.context.items())),
             None if self.pull is None else (self.pull.strength, self.pull.anchor.dim()),
-            (self.rule, self.offset is None, self.bounds, self.plain, self.lr, self.own_batches),
+            (self.rule, self.offset is None, self.bounds, self.plain, self.measures, self.lr, self.own_batches),
             None if self.notes is None else self.notes.shape[1:],
             tuple(sorted(self.rates.items())),
             self.mask is None,
