@@ -62,7 +62,7 @@ class ConFREESettings(
             "StuZheng/ConFREE",
             "81ac152fac199a411abc6c99c35670c345ae60b3",
             "ConFREE.py: ParameterAggregator.aggregate_parameters_wise",
-            1e-5,
+            1e-6,
         ),
     )
     alpha: float = setting(

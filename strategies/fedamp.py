@@ -70,7 +70,7 @@ class FedAMPSettings(
             "d832e76f6a23b833038949ec1e4fdefe63a4d350",
             "system/flcore/servers/serveramp.py: FedAMP.send_models; "
             "system/flcore/clients/clientamp.py: clientAMP.train",
-            1e-5,
+            1e-6,
             by_authors=False,
         ),
     )

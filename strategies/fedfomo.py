@@ -77,7 +77,7 @@ class FedFomoSettings(
             "NVlabs/FedFomo",
             "fe04f6641407bce4fc58ea3fbf8cb314f9af8629",
             "federation.py: Federation.compute_client_weights, Federation.federate",
-            1e-5,
+            1e-6,
         ),
     )
     models: int = setting(

@@ -61,7 +61,7 @@ class FedMGDASettings(
             "WwZzz/easyFL",
             "ea07f1d082efacca2eff27ee401a7ab4ec604825",
             "flgo/algorithm/fedmgda.py: Server.aggregate",
-            1e-5,
+            1e-6,
             by_authors=False,
         ),
     )
