@@ -97,8 +97,9 @@ def test_statistics_follow_the_pass_at_the_parameters_alone(rule, samples):
     models = LoopedModels(network, Train(start, rule=rule))
     rule.gradients(models, batch)
     mean, variance = statistics_after_passes(start, network, batch.x[samples])
-    torch.testing.assert_close(models.statistics[0], mean)
-    torch.testing.assert_close(models.statistics[1], variance)
+    tensors = network.layout.views(models.flat[0, 0])
+    torch.testing.assert_close(tensors["1.running_mean"], mean)
+    torch.testing.assert_close(tensors["1.running_var"], variance)
 
 
 def test_a_measurement_changes_no_statistics():
@@ -118,8 +119,9 @@ def test_apfls_second_model_holds_the_statistics_of_the_mixture():
     Mixed(0.25).gradients(models, batch)
     for row, parameters in ((0, start), (1, 0.25 * other + 0.75 * start)):
         mean, variance = statistics_after_passes(parameters, network, batch.x)
-        torch.testing.assert_close(models.statistics[2 * row], mean)
-        torch.testing.assert_close(models.statistics[2 * row + 1], variance)
+        tensors = network.layout.views(models.flat[0, row])
+        torch.testing.assert_close(tensors["1.running_mean"], mean)
+        torch.testing.assert_close(tensors["1.running_var"], variance)
 
 
 def test_apfls_share_ignores_running_statistics(make_client, normalised):
@@ -136,10 +138,12 @@ def test_apfls_share_ignores_running_statistics(make_client, normalised):
 def test_apfls_mixture_has_the_statistics_of_its_own_passes(make_client, normalised):
     client = make_client("apfl", **WHOLE, model=normalised, apfl_alpha=0.25)
     start = client.initial()
+    client.keep("own", client.layout.trainable.put(start.clone(), client.layout.trainable.take(start) + 0.5))
     (sent,), _, _ = client.fit([start.numpy()], CONFIG)
     statistics, parameters = client.layout.select(lambda entry: not entry.trainable), client.layout.trainable
     personal, mixture = client.state["own"], client.state["model"]
     np.testing.assert_array_equal(statistics.take(mixture), statistics.take(personal))
+    assert np.abs(statistics.take(mixture) - statistics.take(sent)).max() > 1e-3
     mixed = 0.25 * parameters.take(personal) + 0.75 * parameters.take(sent)
     np.testing.assert_allclose(parameters.take(mixture), mixed, atol=1e-6)
 
