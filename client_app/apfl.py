@@ -1,4 +1,4 @@
-"""APFL's client: it trains the global model w, and its own v as part of the mixture of both."""
+"""APFL's client: it trains the global model w, and a personal v as a part of the mixture of both."""
 
 import torch
 from torch import Tensor
@@ -15,24 +15,32 @@ class APFLClient(PersonalClient):
     """Minimise F_i(w), and F_i(alpha v + (1 - alpha) w) over v (APFL, Algorithm 1)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train both over the same batches; send w, keep v and the mixture."""
-        kept = self.recall("own")
-        own = self.initial() if kept is None else kept
-        share = yield from self.share_of_own(own, received[0])
-        both: Trained = yield Train(torch.stack([received[0], own]), rule=Mixed(share), stream=TOGETHER)
-        shared, own = both.parameters
+        """Train both over the same batches, send w, and store v and the mixture."""
+        stored = self.recall("own")
+        personal = self.initial() if stored is None else stored
+        alpha = yield from self.mixing_share(personal, received[0])
+        start = torch.stack([received[0], personal])
+        both: Trained = yield Train(start, rule=Mixed(alpha), stream=TOGETHER)
+        shared, personal = both.parameters
         if self.method.adaptive:
-            self.keep("alpha", torch.tensor(share, dtype=torch.float64))
-        self.keep("own", own.clone())
-        return Update([shared], both.loss[1]), self.keep_model(torch.lerp(shared, own, share))
+            self.keep("alpha", torch.tensor(alpha, dtype=torch.float64))
+        self.keep("own", personal.clone())
+        return Update([shared], both.loss[1]), self.keep_model(self.mixture(personal, shared, alpha))
 
-    def share_of_own(self, own: Tensor, shared: Tensor) -> Steps[float]:
-        """Return alpha, after a step along its gradient <v - w, grad F_i(mixture)> where it is adaptive."""
-        kept = self.recall("alpha")
-        alpha = self.method.alpha if kept is None else float(kept)
+    def mixing_share(self, personal: Tensor, shared: Tensor) -> Steps[float]:
+        """Return alpha; if it is adaptive, after a step along its gradient <v - w, grad F_i(mixture)>."""
+        stored = self.recall("alpha")
+        alpha = self.method.alpha if stored is None else float(stored)
         if not self.method.adaptive:
             return alpha
-        mixture = torch.lerp(shared, own, alpha)
+        mixture, parameters = self.mixture(personal, shared, alpha), self.layout.trainable
         stepped: Trained = yield Train(mixture, steps=1, plain=True, stream=SHARE)
-        step = torch.dot(own - shared, stepped.parameters - mixture)  # the gradient times -lr
+        gradient_step = parameters.take(stepped.parameters - mixture)  # the gradient times -lr
+        step = torch.dot(parameters.take(personal - shared), gradient_step)
         return min(1.0, max(0.0, alpha + float(step)))
+
+    def mixture(self, personal: Tensor, shared: Tensor, alpha: float) -> Tensor:
+        """Return alpha v + (1 - alpha) w ``(d,)`` with the mixture's running statistics, which v's vector holds."""
+        parameters = self.layout.trainable
+        mixed = torch.lerp(parameters.take(shared), parameters.take(personal), alpha)
+        return parameters.put(personal.clone(), mixed)

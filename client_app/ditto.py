@@ -1,4 +1,4 @@
-"""Ditto's client: it trains the global model for the server and its own for itself."""
+"""Ditto's client: it trains the global model for the server and a personal one for itself."""
 
 from torch import Tensor
 
@@ -15,8 +15,9 @@ class DittoClient(PersonalClient):
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the global model, then the personal one towards the received model."""
         shared: Trained = yield Train(received[0], stream=GLOBAL)
+        first = self.initial() if self.method.start == "initial" else received[0]
         personal: Trained = yield Train(
-            self.kept_model(received[0]),
+            self.kept_model(first),
             pull=Pull(received[0], self.method.strength),
             epochs=self.method.epochs or None,
             stream=PERSONAL,

@@ -10,9 +10,10 @@ FINE_TUNING = 1  # its own stream of batches
 
 
 class FedAvgFTClient(PersonalClient):
-    """FedAvg's client; what it predicts with is the fine-tuned model, never sent.
+    """FedAvg's client, which predicts with a fine-tuned model that it never sends.
 
-    It is made anew in every evaluation, or, where the last rounds are for it, kept from round to round.
+    Each evaluation fine-tunes the served model again. If the last rounds are for fine-tuning, the client stores its
+    model between them.
     """
 
     personal_in_every_evaluation = True
@@ -20,16 +21,16 @@ class FedAvgFTClient(PersonalClient):
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train as FedAvg does, or fine-tune for a round."""
         if self.tuning_rounds and self.method.tunes(self.round, self.settings.run.num_server_rounds):
-            own: Trained = yield self.fine_tuning(self.kept_model(self.assembled(received)))
-            return Update([], own.loss), self.keep_model(own.parameters)
+            tuned: Trained = yield self.fine_tuning(self.kept_model(self.assembled(received)))
+            return Update([], tuned.loss), self.keep_model(tuned.parameters)
         update, _ = yield from super().local_round(received, config)
         return update, None
 
     def personal_model(self, received: list[Tensor], config: Config) -> Steps[Predictor | None]:
-        """Fine-tune the served model; where there are rounds for it, return what they have left so far, if anything."""
+        """Fine-tune the served model; with rounds of fine-tuning, return the stored model, if there is one."""
         if self.tuning_rounds:
-            kept = self.recall("model")
-            return None if kept is None else self.plain(kept)
+            stored = self.recall("model")
+            return None if stored is None else self.plain(stored)
         trained: Trained = yield self.fine_tuning(self.assembled(received))
         return self.plain(trained.parameters)
 
@@ -40,9 +41,9 @@ class FedAvgFTClient(PersonalClient):
         return rounds
 
     def fine_tuning(self, start: Tensor) -> Train:
-        """Return the training that makes the local model, or takes it on by a round."""
-        work = Train(start, lr=self.method.lr or None, stream=FINE_TUNING)
+        """Return the training from the served model to the local one, or of one round of fine-tuning."""
+        training = Train(start, lr=self.method.lr or None, stream=FINE_TUNING)
         if not self.tuning_rounds:
-            work.steps = self.method.steps or None
-            work.epochs = None if work.steps else self.method.epochs
-        return work
+            training.steps = self.method.steps or None
+            training.epochs = None if training.steps else self.method.epochs
+        return training

@@ -5,4 +5,4 @@ from posy.client_app.fedprox import FedProxClient
 
 
 class FedProxFTClient(FedAvgFTClient, FedProxClient):
-    """It trains as FedProx's client does, and fine-tunes."""
+    """Train as FedProx's client does, and fine-tune."""

@@ -1,4 +1,4 @@
-"""FedSAM with fine-tuning: its client takes the gradient where the loss near the parameters is worst."""
+"""FedSAM with fine-tuning: its client takes the gradient at the worst point near the parameters."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Local training: the client goes on with its own model."""
+"""Local training: the client continues to train its model."""
 
 from torch import Tensor
 
@@ -8,9 +8,9 @@ from posy.strategies.replies import Update
 
 
 class LocalClient(PersonalClient):
-    """Train the model that the client keeps, from the common initialisation on."""
+    """Train the client's stored model, which starts at the common initial model."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Go on with the kept model; nothing is sent."""
+        """Train the stored model and send nothing."""
         trained: Trained = yield Train(self.kept_model(self.initial()))
         return Update([], trained.loss), self.keep_model(trained.parameters)

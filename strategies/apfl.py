@@ -1,10 +1,17 @@
-"""APFL (Deng et al., 2020): each client predicts with a mixture of a model of its own and the global one.
+"""APFL (Deng et al., 2020): each client predicts with a mixture of a personal model and the global one.
 
-``served`` reports the global model, ``local`` the mixture of both as they are after the client's training.
+``served`` reports the global model, ``local`` the mixture of both after the client's training.
 """
 
+from typing import TYPE_CHECKING
+
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class APFLSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
@@ -12,9 +19,58 @@ class APFLSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
 
     alpha: float = setting(
         0.5,
-        "share of the client's own model in the mixture, or its start",
+        "share of the personal model in the mixture; with `apfl-adaptive`, its start",
+        source="README of the authors' program: -pa 0.5",
         minimum=0,
         maximum=1,
         search=Search(0.05, 0.95),
     )
-    adaptive: bool = setting(False, "each client adapts its share, by one gradient step a round")
+    adaptive: bool = setting(
+        False,
+        "each client adapts its share, by one gradient step a round",
+        source="README of the authors' program: a fixed share, unless fed_adaptive_alpha is set",
+    )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn about a fixed share of 0 or 1."""
+        if self.adaptive or 0 < self.alpha < 1:
+            return ()
+        other = "local training" if self.alpha else "FedAvg's model after local training"
+        return (f"apfl-alpha = {self.alpha:g}: the mixture is one of its two models, so `local` is that of {other}",)
+
+    card = MethodCard(
+        paper=Paper(
+            "Deng, Kamani and Mahdavi",
+            2020,
+            "Adaptive Personalized Federated Learning",
+            "arXiv",
+            "https://arxiv.org/abs/2003.13461",
+        ),
+        equations=(
+            "w_i ← w_i − η ∇f_i(w_i; ξ) (Algorithm 1)",
+            "v_i ← v_i − η ∇_v f_i(α_i v_i + (1 − α_i) w_i; ξ), at the same w_i and mini-batch (Algorithm 1)",
+            "α_i ← α_i − η ⟨v_i − w_i, ∇f_i(α_i v_i + (1 − α_i) w_i; ξ)⟩, once a round, kept in [0, 1] (adaptive α)",
+            "w ← Σ_i (n_i / n) w_i over the clients of the round (Algorithm 1, with `client-weights`)",
+        ),
+        sent={"model (d,)": "the server's model w"},
+        returned={"model (d,)": "the trained global model w_i"},
+        server_state={"model": "the server's model w (d,)"},
+        client_state={
+            "own": "the personal model v_i (d,)",
+            "model": "the mixture after the last training (d,)",
+            "alpha": "the share α_i (), with `apfl-adaptive`",
+        },
+        scored="The local model: the paper reports the mixture on each client's data after its training.",
+        deviations=(
+            "The mean of the clients is weighted by samples; it is uniform in the paper (`client-weights=uniform`).",
+            "All v_i start at the common initial model, because the paper gives no start.",
+            "The step of α uses one mini-batch of the round's start. The authors' program also adds 0.02 α to its "
+            "gradient, which the paper does not have.",
+            "BatchNorm's running statistics are not interpolated: the mixture's statistics follow its forward passes.",
+        ),
+        no_program=(
+            "Published programs compute another v_i. The authors' program (MLOPTPSU/FedTorch), which FL-bench follows, "
+            "steps w_i first, then differentiates a mixture of both models' outputs, not of their parameters. PFLlib "
+            "trains v_i alone. A test computes Algorithm 1 in NumPy."
+        ),
+    )

@@ -3,14 +3,74 @@
 ``served`` reports the global model, ``local`` the personal one.
 """
 
+from typing import TYPE_CHECKING
+
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class DittoSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of Ditto."""
 
     strength: float = setting(
-        0.1, "lambda: strength of the pull of the personal model", minimum=0, search=Search(0.01, 10.0, log=True)
+        0.1,
+        "lambda: strength of the pull of the personal model",
+        source="choice: a weak pull; the README of the authors' program has 1, the paper tunes 0.05 to 2",
+        minimum=0,
+        search=Search(0.01, 10.0, log=True),
     )
-    epochs: int = setting(0, "epochs on the personal model; 0: as many as on the global one", minimum=0)
+    epochs: int = setting(
+        0,
+        "epochs on the personal model; 0: the length of the training of the global one",
+        source="trainers_MTL/ditto.py of the authors' program: both models take local_iters steps",
+        minimum=0,
+    )
+    start: str = setting(
+        "initial",
+        "personal model before a client's first training: the common initial model, or the first received one",
+        source="Algorithm 1: v_k starts at v_k^0; trainers_MTL/fedbase.py of the authors' program: the initial model",
+        choices=("initial", "received"),
+        earlier="received",
+    )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn about a pull of 0."""
+        if self.strength:
+            return ()
+        return ("ditto-strength = 0: nothing ties the personal models to the global one, so `local` is local training",)
+
+    card = MethodCard(
+        paper=Paper(
+            "Li, Hu, Beirami and Smith",
+            2021,
+            "Ditto: Fair and Robust Federated Learning Through Personalization",
+            "ICML",
+            "https://proceedings.mlr.press/v139/li21h.html",
+        ),
+        equations=(
+            "v_k ← v_k − η (∇F_k(v_k) + λ (v_k − w^t)) (Algorithm 1, personal model)",
+            "w_k ← w_k − η ∇F_k(w_k) from w^t, then w^{t+1} ← Σ_k (n_k / n) w_k (Algorithm 1, with FedAvg as G)",
+        ),
+        sent={"model (d,)": "the global model w^t"},
+        returned={"model (d,)": "the trained global model w_k"},
+        server_state={"model": "the global model w (d,)"},
+        client_state={"model": "the personal model v_k (d,)"},
+        scored="The local model: the paper and its program score v_k.",
+        deviations=(
+            "The mean of the clients is weighted by samples; it is uniform in the paper (`client-weights=uniform`).",
+            "Clients are sampled uniformly; the authors' program samples them in proportion to their samples.",
+            "The two models see mini-batches in different orders; in the authors' program they share each mini-batch.",
+        ),
+        program=Program(
+            "TsingZ0/PFLlib",
+            "d832e76f6a23b833038949ec1e4fdefe63a4d350",
+            "system/flcore: clientDitto.ptrain and train, Server.send_models and aggregate_parameters",
+            1e-6,
+            by_authors=False,
+        ),
+    )

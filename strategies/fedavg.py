@@ -4,7 +4,7 @@ FedAvg needs no strategy and no client class: :class:`~posy.strategies.base.Pers
 :class:`~posy.client_app.base.PersonalClient` implement it, and other methods override their hooks.
 """
 
-from posy.strategies.card import MethodCard, Paper
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 
@@ -29,5 +29,11 @@ class FedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
         client_state={},
         scored="The served model: the paper evaluates the averaged model on test data, before any local training.",
         deviations=("BatchNorm's running statistics are averaged with the same weights; the paper has no BatchNorm.",),
-        no_program="The authors published no program. tests/programs compares with gradient descent in plain PyTorch.",
+        program=Program(
+            "TsingZ0/PFLlib",
+            "d832e76f6a23b833038949ec1e4fdefe63a4d350",
+            "system/flcore: clientAVG.train, Server.send_models and aggregate_parameters",
+            1e-6,
+            by_authors=False,
+        ),
     )

@@ -4,24 +4,72 @@ from typing import Any
 
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import Update
+
+PROGRAM = Program(
+    "zijianwang0510/FedDRM",
+    "3479abf07c8c4eb50e9aa47c5719b4b6cfa0a00e",
+    "algorithms/fedavgft.py: FedAvgFT.local_train, aggregate and spread_model",
+    1e-6,
+    by_authors=False,
+)
+CARD = MethodCard(
+    paper=Paper(
+        "McMahan et al.",
+        2017,
+        "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+        "AISTATS",
+        "https://proceedings.mlr.press/v54/mcmahan17a.html",
+    ),
+    equations=(
+        "w ← w − η ∇f_i(w; b) for each mini-batch b (Algorithm 1, ClientUpdate)",
+        "w ← Σ_i (n_i / n) w_i over the clients of the round (Algorithm 1, server)",
+        "w_i ← w_i − η ∇f_i(w_i; b) from the served w, before each evaluation or in the last rounds (fine-tuning)",
+    ),
+    sent={"model (d,)": "the server's model w"},
+    returned={"model (d,)": "the trained model w_i; nothing in the rounds of fine-tuning"},
+    server_state={"model": "the server's model w (d,)"},
+    client_state={"model": "the fine-tuned model w_i (d,), in the rounds of fine-tuning"},
+    scored="The local model: FedDRM, PPFE and cwFedAvg score the model after fine-tuning.",
+    deviations=("The paper does not fine-tune. FedDRM (2025, Section 3.1) fine-tunes in the last rounds.",),
+    program=PROGRAM,
+)
 
 
 class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of FedAvg with fine-tuning."""
 
-    epochs: int = setting(1, "passes of fine-tuning over the client's training data", minimum=1, search=Search(1, 10))
-    steps: int = setting(0, "SGD steps of fine-tuning instead of epochs; 0: use the epochs", minimum=0)
+    epochs: int = setting(
+        1,
+        "passes of fine-tuning over the client's training data",
+        source="choice: one pass",
+        minimum=1,
+        search=Search(1, 10),
+    )
+    steps: int = setting(
+        0,
+        "SGD steps of fine-tuning instead of epochs; 0: use the epochs",
+        source="choice: epochs, as in local training",
+        minimum=0,
+    )
     lr: float = setting(
-        0.0, "learning rate of fine-tuning; 0: that of the round", minimum=0, search=Search(0.0005, 0.2, log=True)
+        0.0,
+        "learning rate of fine-tuning; 0: the round's",
+        source="algorithms/fedavgft.py of FedDRM's program: fine-tuning follows the schedule of the rounds",
+        minimum=0,
+        search=Search(0.0005, 0.2, log=True),
     )
     rounds: int = setting(
         0,
-        "the last rounds of the run are fine-tuning, in which clients go on with their own models and nothing is "
-        "averaged; 0: none, each evaluation fine-tunes the served model",
+        "last rounds of the run in which clients fine-tune their personal models and the server averages nothing; "
+        "0: none, each evaluation fine-tunes the served model",
+        source="choice: fine-tuning at evaluation; FedDRM's Section 3.1 uses the last 100 of 800 rounds",
         minimum=0,
     )
+
+    card = CARD
 
     @property
     def follows_number_of_rounds(self) -> bool:
@@ -29,7 +77,7 @@ class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
         return self.rounds > 0
 
     def tunes(self, server_round: int, num_rounds: int) -> bool:
-        """Tell whether a round is one of the last ones, in which clients fine-tune."""
+        """Return whether a round is one of the last ones, in which clients fine-tune."""
         return server_round > num_rounds - self.rounds
 
 
@@ -37,7 +85,7 @@ class FedAvgFT(PersonalisedStrategy):
     """Average as FedAvg does; the model stays as it is while the clients fine-tune their own (FedDRM, Section 3.1)."""
 
     def initialise(self) -> None:
-        """Set up the model; raise :class:`SettingsError` for rounds of fine-tuning that cannot be."""
+        """Set up the model; raise :class:`SettingsError` for an impossible number of rounds of fine-tuning."""
         run, key = self.settings.run, f"{self.settings.run.method}-rounds = {self.method.rounds}"
         if self.method.rounds >= run.num_server_rounds:
             raise SettingsError(f"{key}: it must be less than num-server-rounds = {run.num_server_rounds}")
@@ -48,8 +96,8 @@ class FedAvgFT(PersonalisedStrategy):
             )
         if 0 < self.method.rounds < run.average_rounds:
             raise SettingsError(
-                f"average-rounds = {run.average_rounds}: it must be at most {key}, for before these rounds the clients "
-                "have no models of their own"
+                f"average-rounds = {run.average_rounds}: it must be at most {key}, because before these rounds the "
+                "clients have no personal models"
             )
         super().initialise()
 
@@ -58,7 +106,7 @@ class FedAvgFT(PersonalisedStrategy):
         return [] if self._tuning else super().expected_shapes(client)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the models, where there are any."""
+        """Average the models, except in the rounds of fine-tuning."""
         return {} if self._tuning else super().aggregate(server_round, updates)
 
     @property

@@ -1,13 +1,26 @@
 """FedProx with fine-tuning: FedProx's model, adapted by every client before it is used."""
 
-from posy.strategies.fedavg_ft import FedAvgFT, FedAvgFTSettings
-from posy.strategies.fedprox import FedProxSettings
+from dataclasses import replace
+
+from posy.strategies.fedavg_ft import CARD, PROGRAM, FedAvgFT, FedAvgFTSettings
+from posy.strategies.fedprox import EQUATION, PAPER, FedProxSettings
 from posy.strategies.method_settings import ALLOWED
 
 
 class FedProxFTSettings(FedProxSettings, FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED):
-    """Settings of FedProx and of the fine-tuning, which is without the proximal term."""
+    """Settings of FedProx and of the fine-tuning, which has no proximal term."""
+
+    card = replace(
+        CARD,
+        paper=PAPER,
+        equations=(EQUATION, *CARD.equations[1:]),
+        deviations=("The paper does not fine-tune. FedDRM (2025, Section 3.1) adds it, without the proximal term.",),
+        program=replace(
+            PROGRAM,
+            entry="algorithms/fedproxft.py: FedProxFT.local_train, finetune and aggregate",
+        ),
+    )
 
 
 class FedProxFT(FedAvgFT):
-    """FedAvg's server, which leaves the last rounds to the clients on demand."""
+    """FedAvg's server, which on request leaves the last rounds to the clients."""

@@ -1,20 +1,55 @@
 """FedSAM with fine-tuning (Qu et al., 2022): clients seek flat minima, and adapt the mean model before it is used."""
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from posy.settings import Search, setting
-from posy.strategies.fedavg_ft import FedAvgFT, FedAvgFTSettings
+from posy.strategies.card import Paper
+from posy.strategies.fedavg_ft import CARD, PROGRAM, FedAvgFT, FedAvgFTSettings
 from posy.strategies.method_settings import ALLOWED
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class FedSAMFTSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED):
-    """Settings of FedSAM and of the fine-tuning, which is plain SGD."""
+    """Settings of FedSAM and of the fine-tuning, which takes the gradient at the parameters."""
 
     rho: float = setting(
         0.05,
-        "how far SAM climbs before it takes the gradient; 0: plain SGD",
+        "distance to the point where SAM takes the gradient; 0: the gradient at the parameters",
+        source="configs/fedsamft.yaml of FedDRM's program: fedsam_rho: 0.05",
         minimum=0,
         search=Search(0.01, 0.5, log=True),
     )
 
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn about a distance of 0."""
+        return () if self.rho else ("fedsam-ft-rho = 0: training is FedAvg's, and the method is fedavg-ft",)
+
+    card = replace(
+        CARD,
+        paper=Paper(
+            "Qu, Li, Duan, Liu, Tang and Lu",
+            2022,
+            "Generalized Federated Learning via Sharpness Aware Minimization",
+            "ICML",
+            "https://proceedings.mlr.press/v162/qu22a.html",
+        ),
+        equations=(
+            "w̃ = w + ρ ∇f_i(w; ξ) / ||∇f_i(w; ξ)||, then w ← w − η ∇f_i(w̃; ξ) (Algorithm 1, FedSAM)",
+            *CARD.equations[1:],
+        ),
+        deviations=(
+            "The paper does not fine-tune. FedDRM (2025, Section 3.1) adds it.",
+            "The mean of the clients is weighted by samples, as in FedDRM's program; it is uniform in the paper "
+            "(`client-weights=uniform`). The server's learning rate is 1.",
+            "BatchNorm's running statistics follow the passes at w, not those at w̃, as in published programs of SAM.",
+        ),
+        program=replace(PROGRAM, entry="algorithms/fedsamft.py: FedSAMFT.local_train, finetune and aggregate"),
+    )
+
 
 class FedSAMFT(FedAvgFT):
-    """FedAvg's server, which leaves the last rounds to the clients on demand."""
+    """FedAvg's server, which on request leaves the last rounds to the clients."""

@@ -1,6 +1,6 @@
 """Local only: every client trains alone; the server sends and receives no model.
 
-There is no served model, so only ``local`` is reported.
+Only ``local`` is reported, because the server serves no model.
 """
 
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from flwr.common.typing import NDArrays
 
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Program
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import Update
 
@@ -15,16 +16,33 @@ from posy.strategies.replies import Update
 class LocalSettings(
     MethodSettings, noise=Refused("its clients send no model"), sums=Refused("its clients send no model")
 ):
-    """Local training has no settings of its own."""
+    """Local training has no settings."""
+
+    card = MethodCard(
+        paper=None,
+        equations=("w_i ← w_i − η ∇f_i(w_i; b) for each mini-batch b, in every round from the last w_i",),
+        sent={},
+        returned={},
+        server_state={},
+        client_state={"model": "the client's model w_i (d,)"},
+        scored="The local model, the only one.",
+        program=Program(
+            "TsingZ0/PFLlib",
+            "d832e76f6a23b833038949ec1e4fdefe63a4d350",
+            "system/flcore: clientAVG.train without a server, as in servers/serverlocal.py",
+            1e-6,
+            by_authors=False,
+        ),
+    )
 
 
 class Local(PersonalisedStrategy):
-    """Tell the clients when to train."""
+    """Start the clients' training."""
 
     state = ()
 
     def initialise(self) -> None:
-        """Hold no model."""
+        """Set up nothing."""
 
     def serve(self, client: int) -> NDArrays:
         """Send nothing."""

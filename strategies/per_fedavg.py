@@ -1,10 +1,17 @@
-"""Per-FedAvg (Fallah et al., 2020): one model from which a gradient step or two lead to each client's own.
+"""Per-FedAvg (Fallah et al., 2020): one model from which a gradient step or two lead to each client's personal model.
 
-The learning rate of the run is the paper's beta. Clients count by their samples, not all alike as in the paper.
+The learning rate of the run is the paper's β.
 """
 
+from typing import TYPE_CHECKING
+
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class PerFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
@@ -13,13 +20,76 @@ class PerFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     alpha: float = setting(
         0.01,
         "learning rate of the adaptation, in training and in evaluation",
+        source="choice: a fifth of the default lr, the paper's β",
         minimum=0,
         search=Search(0.001, 0.2, log=True),
     )
     hessian: str = setting(
         "fo",
-        "product with the Hessian in the meta-gradient: left out (`fo`), or a difference of gradients (`hf`)",
+        "product with the Hessian in the meta-gradient: omitted (`fo`, which divides each mini-batch of `batch-size` "
+        "samples into 2 parts), or a difference of gradients (`hf`, 3 parts); other programs load 2 or 3 whole batches",
+        source="Section 5: both approximations; `fo` costs half as much",
         choices=("fo", "hf"),
     )
-    hessian_delta: float = setting(0.001, "`hf`: step of the difference, in units of the gradient", above=0)
-    steps: int = setting(1, "SGD steps of adaptation that make the local model", minimum=1, search=Search(1, 10))
+    hessian_delta: float = setting(
+        0.001,
+        "`hf`: step of the difference, in units of the gradient",
+        source="choice: small, but above the rounding of float32",
+        needs="per-fedavg-hessian = hf",
+        above=0,
+    )
+    steps: int = setting(
+        1,
+        "SGD steps of adaptation that make the local model",
+        source="Section 3: one step of gradient descent",
+        minimum=1,
+        search=Search(1, 10),
+    )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn about an adaptation of length 0, and mini-batches that cannot be divided."""
+        parts = 3 if self.hessian == "hf" else 2
+        warnings = []
+        if not self.alpha:
+            warnings.append(f"per-fedavg-alpha = 0: this is FedAvg on one of {parts} parts of each mini-batch")
+        if settings.train.batch_size < parts:
+            warnings.append(
+                f"batch-size = {settings.train.batch_size}: a mini-batch has fewer samples than the {parts} parts, so "
+                "the adaptation and the loss after it share samples"
+            )
+        return tuple(warnings)
+
+    card = MethodCard(
+        paper=Paper(
+            "Fallah, Mokhtari and Ozdaglar",
+            2020,
+            "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach",
+            "NeurIPS",
+            "https://proceedings.neurips.cc/paper/2020/hash/24389bfe4fe2eba8bf9aa9203a44cdad-Abstract.html",
+        ),
+        equations=(
+            "F_i(w) = f_i(w − α ∇f_i(w)) (Eq. 5)",
+            "w̃ = w − α ∇f_i(w; D), then w ← w − β (I − α ∇²f_i(w; D″)) ∇f_i(w̃; D′) (Algorithm 1)",
+            "FO omits the Hessian; HF: ∇²f(w) g ≈ (∇f(w + δ g) − ∇f(w − δ g)) / (2 δ) (Section 5)",
+            "w ← Σ_i (n_i / n) w_i over the clients of the round (Algorithm 1, with `client-weights`)",
+        ),
+        sent={"model (d,)": "the server's model w"},
+        returned={"model (d,)": "the trained model w_i"},
+        server_state={"model": "the server's model w (d,)"},
+        client_state={},
+        scored="The local model: the paper scores w after one step on the client's data.",
+        deviations=(
+            "The mean of the clients is weighted by samples; it is uniform in the paper (`client-weights=uniform`).",
+            "D, D′ and D″ are parts of one mini-batch of `batch-size` samples, not one mini-batch each.",
+            "Momentum, weight decay, clipping and Adam act on the meta-gradient; the adaptation is plain SGD.",
+            "The adaptation before evaluation uses training data; the pFedMe authors' program uses test data.",
+            "BatchNorm's running statistics follow the passes at w, before the adaptation.",
+        ),
+        program=Program(
+            "CharlieDinh/pFedMe",
+            "caf24b1f954d4381bd9b4d104ee7eff389e1489b",
+            "FLAlgorithms: UserPerAvg.train, Server.send_parameters and aggregate_parameters",
+            1e-6,
+            by_authors=False,
+        ),
+    )

@@ -1,35 +1,164 @@
-"""pFedMe (Dinh et al., 2020): personal models near a global one, which follows their Moreau envelopes.
+"""pFedMe (T. Dinh et al., 2020): personal models near a global one, which follows their Moreau envelopes.
 
-The learning rate of the run is the paper's eta. Clients count by their samples, not all alike as in the paper.
-``served`` reports the global model w, ``local`` the personal one.
+The learning rate of the run is the paper's η. ``served`` reports the global model w, ``local`` the personal θ.
 """
 
-from typing import Any
+from logging import WARNING
+from typing import TYPE_CHECKING, Any
+
+from flwr.common.logger import log
 
 from posy.models.parameters import FloatArray
-from posy.settings import Search, setting
+from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 from posy.strategies.replies import Update, mean_of
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class PFedMeSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
     """Settings of pFedMe."""
 
     strength: float = setting(
-        15.0, "lambda: strength of the pull of the personal model", above=0, search=Search(1.0, 50.0, log=True)
+        15.0,
+        "lambda: strength of the pull of the personal model",
+        source="README of the authors' program: --lamda 15 on MNIST",
+        above=0,
+        search=Search(1.0, 50.0, log=True),
     )
-    steps: int = setting(5, "K: steps that find the personal model, for each mini-batch", minimum=1)
-    personal_lr: float = setting(0.09, "learning rate of these steps", above=0, search=Search(0.005, 0.2, log=True))
-    beta: float = setting(1.0, "beta: how far the server goes from its model to the clients' mean", above=0)
+    steps: int = setting(
+        5,
+        "K: steps that approximate the personal model, for each mini-batch",
+        source="main.py of the authors' program: --K 5",
+        minimum=1,
+    )
+    personal_lr: float = setting(
+        0.09,
+        "learning rate of these steps",
+        source="README of the authors' program: --personal_learning_rate 0.09 for the MNIST network",
+        above=0,
+        search=Search(0.005, 0.2, log=True),
+    )
+    beta: float = setting(
+        1.0,
+        "beta: step of the server from its model towards the clients' mean, or beyond it",
+        source="README of the authors' program: --beta 1",
+        above=0,
+    )
+    clients: str = setting(
+        "all",
+        "clients that train in a round of which `fraction-train` are aggregated: all, which updates every personal "
+        "model at the cost of 1 / fraction-train as much training, or the cohort alone",
+        source="Algorithm 1: all clients train, and a uniform sample sends its model",
+        needs="fraction-train < 1",
+        choices=("all", "cohort"),
+        earlier="cohort",
+    )
+    scored: str = setting(
+        "theta",
+        "local model: the personal `theta` of the last mini-batch, or the client's `w`, which the authors' program "
+        "scores as the personal model",
+        source="Section 3: θ_i is the personalized model",
+        choices=("theta", "w"),
+    )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn about steps that overshoot the proximal term."""
+        if self.strength * self.personal_lr < 2:
+            return ()
+        return (
+            f"pfedme-strength * pfedme-personal-lr = {self.strength * self.personal_lr:g}: from 2 on the steps to the "
+            "personal model diverge; lower one of them",
+        )
+
+    card = MethodCard(
+        paper=Paper(
+            "T. Dinh, Tran and Nguyen",
+            2020,
+            "Personalized Federated Learning with Moreau Envelopes",
+            "NeurIPS",
+            "https://proceedings.neurips.cc/paper/2020/hash/f4f1f13c8289ac1b1ee0ff176b56fc60-Abstract.html",
+        ),
+        equations=(
+            "θ ← θ − η_p (∇f_i(θ; D) + λ (θ − w)), K times on each mini-batch D (Eqs. 7, 8)",
+            "w_i ← w_i − η λ (w_i − θ) for each mini-batch (Algorithm 1, line 8)",
+            "w ← (1 − β) w + β Σ_i (n_i / n) w_i over the sampled clients (Algorithm 1, line 12)",
+        ),
+        sent={"model (d,)": "the global model w"},
+        returned={"model (d,)": "the client's w_i; nothing, if the client is not in the round's sample"},
+        server_state={"model": "the global model w (d,)"},
+        client_state={"model": "the personal model θ_i (d,), or w_i with `pfedme-scored=w`"},
+        scored=(
+            "The local model θ_i: the paper scores the personalized model. The variable that the authors' program "
+            "scores refers to w_i at that point (`pfedme-scored=w`)."
+        ),
+        deviations=(
+            "The mean of the clients is weighted by samples, as in the authors' program; it is uniform in the paper "
+            "(`client-weights=uniform`).",
+            "θ starts at w and continues from mini-batch to mini-batch, as in the authors' program; the paper leaves "
+            "its start open.",
+            "`weight-decay` is a part of f_i. The authors' program decays θ with 0.001, the paper with 0, as here.",
+            "`local-epochs` count passes over the data; in the paper and its program R counts mini-batches "
+            "(`local-steps`).",
+            "With BatchNorm, w_i takes θ's running statistics, because no forward pass is at w_i.",
+        ),
+        program=Program(
+            "CharlieDinh/pFedMe",
+            "caf24b1f954d4381bd9b4d104ee7eff389e1489b",
+            "FLAlgorithms: UserpFedMe.train, Server.send_parameters and persionalized_aggregate_parameters",
+            1e-6,
+        ),
+    )
 
 
 class PFedMe(PersonalisedStrategy):
-    """Go from the model to the clients' mean, or beyond it (Algorithm 1)."""
+    """Step from the model to the clients' mean, or beyond it (Algorithm 1)."""
+
+    def initialise(self) -> None:
+        """Set up the model; raise :class:`SettingsError` where masks forbid a sample of the clients that train."""
+        run = self.settings.run
+        if run.secure_aggregation and self.trains_all:
+            raise SettingsError(
+                f"pfedme-clients = 'all' with secure-aggregation = true and fraction-train = {run.fraction_train:g}: "
+                "the server cannot choose whose masked models it adds up; set pfedme-clients = 'cohort' or "
+                "fraction-train = 1"
+            )
+        super().initialise()
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether more clients train than the server aggregates."""
+        return bool(self.method.clients == "all" and self.settings.run.fraction_train < 1)
+
+    def cohort(self, server_round: int) -> list[int]:
+        """Return the clients that train: all members, or the sample whose models are aggregated."""
+        return list(self.members) if self.trains_all else super().cohort(server_round)
+
+    def sample(self, server_round: int) -> list[int]:
+        """Return the clients that send their models in a round."""
+        return super().cohort(server_round)
+
+    def train_config(self, server_round: int, client: int) -> dict[str, Any]:
+        """Return whether a client sends its model."""
+        return {"sampled": client in self.sample(server_round)} if self.trains_all else {}
+
+    def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
+        """Expect a model from the sampled clients and nothing from the others."""
+        sampled = not self.trains_all or client in self.sample(self.record.number)
+        return super().expected_shapes(client) if sampled else []
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Change the model; BatchNorm's running statistics, which may not be negative, are the clients' mean."""
-        mean, parameters = mean_of(updates), self.architecture.layout.trainable
+        sent = [update for update in updates if update.arrays]
+        if len(sent) < (least := self.settings.run.min_train_replies):
+            text = "round %s: %s sampled clients replied, min-train-replies is %s: the model stays as it is"
+            log(WARNING, text, server_round, len(sent), least)
+            return {}
+        mean, parameters = mean_of(sent), self.architecture.layout.trainable
         moved = relaxed(parameters.take(self.model), parameters.take(mean), self.method.beta)
         self.model = parameters.put(mean, moved)
         return {}
@@ -42,5 +171,7 @@ def relaxed(before: FloatArray, mean: FloatArray, beta: float) -> FloatArray:
     ----------
     before, mean : numpy.ndarray, float32, (d,)
         The server's model w, and the mean of the clients'.
+    beta : float
+        β.
     """
     return (1 - beta) * before + beta * mean

@@ -234,7 +234,7 @@ def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
 
 def test_ditto_by_hand(make_client, gradient_of):
     """The global model as FedAvg; the personal one pulled towards what was served, over two rounds."""
-    client = make_client("ditto", **WHOLE, ditto_strength=0.7)
+    client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_start="received")
     first, second = start_of(client), start_of(client, 1)
     (sent,), _, _ = client.fit([first], CONFIG)
     np.testing.assert_allclose(sent, first - LR * gradient_of(client, first), atol=1e-5)
@@ -247,7 +247,7 @@ def test_ditto_by_hand(make_client, gradient_of):
 
 
 def test_dittos_personal_epochs(make_client, gradient_of):
-    client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_epochs=2)
+    client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_epochs=2, ditto_start="received")
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
     np.testing.assert_allclose(sent, start - LR * gradient_of(client, start), atol=1e-5)
@@ -257,7 +257,7 @@ def test_dittos_personal_epochs(make_client, gradient_of):
 
 
 def test_dittos_models_both_take_the_local_steps(make_client, gradient_of):
-    client = make_client("ditto", **WHOLE, local_steps=2, ditto_strength=0.7)
+    client = make_client("ditto", **WHOLE, local_steps=2, ditto_strength=0.7, ditto_start="received")
     start = start_of(client)
     (sent,), _, metrics = client.fit([start], CONFIG)
     once = start - LR * gradient_of(client, start)

@@ -147,6 +147,8 @@ class LoopedModels:
         self._closed = network.closed_form(work)
         self.parameters = [tensor for leaves in self._leaves for tensor in leaves]
         self.beside: list[Tensor] = []
+        buffers = [entry.name for entry in network.layout.entries if not entry.trainable]
+        self.statistics = [net[name] for net in self._nets for name in buffers]
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -215,6 +217,7 @@ class StackedModels:
         self.rates = [first.rates.get(layer_of[name], 1.0) for name in self._names]
         self.parameters = [self._tensors[name] for name in self._names]
         self.beside: list[Tensor] = []
+        self.statistics: list[Tensor] = []  # a network with buffers is never stacked
         self._module = network.template.train(not first.measures)
         for module in self._module.modules():  # their statistics are fixed: a network with others is not stacked
             if isinstance(module, nn.modules.batchnorm._NormBase):

@@ -12,19 +12,24 @@ from posy.strategies.settings import TrainSettings
 
 
 class Optimiser:
-    """SGD with momentum, Adam or AdamW over lists of tensors, with clipping, decay, and a factor on the rate of each.
+    """SGD with momentum, Adam or AdamW over lists of tensors, with clipping, decay and one learning rate per tensor.
 
-    A training that is ``plain`` is SGD without momentum, decay and clipping: its method prescribes the steps.
+    A step clips the gradient of the loss, adds the weight decay, the gradient of the proximal term
+    (:class:`~posy.client_app.training.work.Pull`) and the offset, and applies the mask. Momentum or Adam's moments
+    then take the sum, so the decay and the proximal term are parts of the objective. AdamW alone decays separately.
 
-    One fused call a step and group: the stock optimiser costs more than a small model's backward pass.
-    Of stacked models the first A take a step where the gradients are those of A clients. Jobs with moments go on with
-    these.
+    A ``plain`` training is SGD without momentum, decay and clipping, because its method prescribes the steps. A rule
+    that ``regularises`` applies decay and clipping itself.
+
+    Each step is one fused call per group, because PyTorch's optimiser takes longer than a small model's backward pass.
+    With the gradients of A clients, the first A stacked models take a step. Jobs with moments continue from them.
     """
 
     def __init__(self, settings: TrainSettings, models: Models, jobs: Sequence[Job]) -> None:
         work = jobs[0].work
-        self._norm = 0.0 if work.plain else settings.max_grad_norm
-        self._decay = 0.0 if work.plain else settings.weight_decay
+        without = work.plain or (work.rule is not None and work.rule.regularises)
+        self._norm = 0.0 if without else settings.max_grad_norm
+        self._decay = 0.0 if without else settings.weight_decay
         self._momentum = 0.0 if work.plain else settings.momentum
         self._adaptive = not work.plain and settings.optimizer != "sgd"
         self._decoupled = settings.optimizer == "adamw"
@@ -43,16 +48,18 @@ class Optimiser:
         self._anchors = models.parts([pull.anchor for pull in pulls]) if self._strength else []
         self._masks = models.parts(masks) if masks else []
         self._offsets = models.parts(offsets) if offsets else []
-        kept = [job.moments for job in jobs if job.moments is not None]
-        earlier = [moments.steps for moments in kept]
-        self._earlier = torch.tensor(earlier, dtype=torch.float64) if len(set(earlier)) > 1 else max(earlier, default=0)
+        stored = [job.moments for job in jobs if job.moments is not None]
+        counts = [moments.steps for moments in stored]
+        self._earlier = torch.tensor(counts, dtype=torch.float64) if len(set(counts)) > 1 else max(counts, default=0)
         self._steps = 0
-        self._buffers = _copied(models, [moments.means for moments in kept])
-        self._squares = _copied(models, [moments.squares for moments in kept])
+        self._buffers = _copied(models, [moments.means for moments in stored])
+        self._squares = _copied(models, [moments.squares for moments in stored])
+        if self._masks and self._buffers:  # moments from a round in which the mask was another one
+            torch._foreach_mul_(self._buffers, self._masks)
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether every step does the same to the same memory, after the first: Adam's depend on their number."""
+        """Whether all steps after the first are the same computation; Adam's steps depend on their number."""
         return not self._adaptive
 
     @torch.no_grad()
@@ -89,14 +96,14 @@ class Optimiser:
             torch._foreach_clamp_max_(parameters, self._bounds[1])
 
     def moments(self, models: Models, single: bool) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Return the means and squares of each of the P clients' models, of a single one or of K."""
-        found = [models.joined(tensors) if tensors else None for tensors in (self._buffers, self._squares)]
-        own = [None if rows is None else rows[:, 0] if single else rows for rows in found]
-        means, squares = ([None] * len(models.flat) if rows is None else list(rows) for rows in own)
+        """Return the means and squares for each client's model ``(d,)`` or K models ``(K, d)``."""
+        stacks = [models.joined(tensors) if tensors else None for tensors in (self._buffers, self._squares)]
+        rows = [None if stack is None else stack[:, 0] if single else stack for stack in stacks]
+        means, squares = ([None] * len(models.flat) if row is None else list(row) for row in rows)
         return list(zip(means, squares, strict=True))
 
     def _adapted(self, gradients: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), in AdamW with the decay beside it."""
+        """Return the direction of Adam (Kingma & Ba, 2015, Algorithm 1), for AdamW with the separate decay."""
         if not self._buffers:
             self._buffers, self._squares = ([torch.zeros_like(g) for g in gradients] for _ in range(2))
         self._steps += 1
@@ -111,7 +118,7 @@ class Optimiser:
         torch._foreach_add_(divisors, self._epsilon)
         directions = list(torch._foreach_div(means, divisors))
         _divide(directions, 1 - first**steps)
-        if self._decoupled and self._decay:  # what is masked does not decay either
+        if self._decoupled and self._decay:  # a masked parameter does not decay
             masks = leading(self._masks, gradients)
             decaying = torch._foreach_mul(parameters, masks) if masks else parameters
             torch._foreach_add_(directions, decaying, alpha=self._decay)
@@ -119,18 +126,18 @@ class Optimiser:
 
 
 def _divide(tensors: list[Tensor], divisor: Tensor | float) -> None:
-    """Divide in place by a number, or by one for each of the clients that come first in the tensors."""
+    """Divide in place by a number, or by one number for each client, in the order of the rows."""
     if isinstance(divisor, float):
         torch._foreach_div_(tensors, divisor)
         return
-    own = divisor[: len(tensors[0])].to(tensors[0])
-    torch._foreach_div_(tensors, [own.view(-1, *[1] * (tensor.dim() - 1)) for tensor in tensors])
+    divisors = divisor[: len(tensors[0])].to(tensors[0])
+    torch._foreach_div_(tensors, [divisors.view(-1, *[1] * (tensor.dim() - 1)) for tensor in tensors])
 
 
 def _copied(models: Models, rows: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the tensors of some rows, one a client, to be written to; none if no client has any yet."""
+    """Return writable tensors with the clients' rows, zeros for a client without one; empty if no client has one."""
     present = [row for row in rows if row is not None]
     if not present:
         return []
-    whole = [torch.zeros_like(present[0]) if row is None else row for row in rows]
-    return [tensor.clone() for tensor in models.parts(whole)]
+    filled = [torch.zeros_like(present[0]) if row is None else row for row in rows]
+    return [tensor.clone() for tensor in models.parts(filled)]

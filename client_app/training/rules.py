@@ -1,8 +1,13 @@
-"""What a step descends along, where it is not the gradient at the parameters."""
+"""Directions of a step that are not the gradient at the parameters.
+
+BatchNorm's running statistics follow the forward passes at the parameters of a model. A pass at displaced parameters
+(:func:`displaced`) does not change them.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,12 +20,16 @@ Gradients = tuple[Tensor, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class SharpnessAware:
-    """The gradient at the worst point near the parameters, w + ρ g / ||g|| (SAM, Foret et al., 2021, Eqs. 2, 3)."""
+    """The gradient at the worst point near the parameters, w + ρ g / ||g|| (SAM, Foret et al., 2021, Eqs. 2, 3).
 
+    Clipping, weight decay and the optimiser act on this gradient at w.
+    """
+
+    regularises: ClassVar[bool] = False
     radius: float
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Climb, and return the gradient there with the losses at the parameters."""
+        """Return the gradient at the displaced point and the losses at the parameters."""
         losses, uphill = models.gradients(batch)
         with displaced(models, models.resized(uphill, self.radius, enlarge=True)):
             return losses, models.gradients(batch)[1]
@@ -30,11 +39,13 @@ class SharpnessAware:
 class MetaGradient:
     """The gradient of the loss after one step of adaptation (Per-FedAvg, Fallah et al., 2020, Eqs. 5, 7 and Section 5).
 
-    Each mini-batch is divided: one part to adapt on, one for the loss after it, and, for the product with the Hessian,
-    a third. Without ``hessian`` the product is left out (FO); with it, it is the difference of two gradients over
-    2 ``hessian`` times their distance (HF).
+    Each mini-batch is divided into one part for the adaptation, one for the loss after it, and, for the product with
+    the Hessian, a third. Without ``hessian`` the product is omitted (FO). Otherwise it is the difference of two
+    gradients over 2 ``hessian`` times their distance (HF). Clipping, weight decay and the optimiser act on the
+    meta-gradient, and the adaptation is a plain step.
     """
 
+    regularises: ClassVar[bool] = False
     rate: float
     hessian: float = 0.0
 
@@ -58,16 +69,22 @@ class MetaGradient:
 class MoreauEnvelope:
     """The gradient λ (w − θ) of the Moreau envelope (pFedMe, T. Dinh et al., 2020, Eqs. 3, 5 and 8).
 
-    θ is what some steps on the mini-batch come to in minimising f(θ) + λ/2 ||θ − w||². Where they begin is open in the
-    paper; in the authors' program it is the θ of the mini-batch before, and w at first.
+    θ is the result of some steps on the mini-batch that minimise f(θ) + λ/2 ||θ − w||². The paper does not say where
+    they start. As in the authors' program they start at the θ of the previous mini-batch, and first at w.
+
+    Weight decay is a part of f, and clipping applies to the gradient of f, so this rule takes both over from the
+    optimiser. All forward passes are at θ. The running statistics therefore belong to θ, and w takes them from it.
     """
 
+    regularises: ClassVar[bool] = True
     strength: float
     steps: int
     rate: float
+    decay: float = 0.0
+    max_norm: float = 0.0
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
-        """Return the gradient, and the losses before the last of the steps; θ is kept beside the models."""
+        """Return the gradient and the losses before the last step; ``models.beside`` holds θ."""
         parameters = models.parameters
         with torch.no_grad():
             w = [parameter.clone() for parameter in parameters]
@@ -77,68 +94,92 @@ class MoreauEnvelope:
             losses, gradients = models.gradients(batch)
             with torch.no_grad():
                 theta, near = leading(parameters, gradients), leading(w, gradients)
-                away = torch._foreach_sub(theta, near)
-                pulled = torch._foreach_add(list(gradients), away, alpha=self.strength)
+                slope = models.resized(gradients, self.max_norm) if self.max_norm else list(gradients)
+                if self.decay:
+                    slope = list(torch._foreach_add(slope, theta, alpha=self.decay))
+                distance = torch._foreach_sub(theta, near)
+                pulled = torch._foreach_add(slope, distance, alpha=self.strength)
                 torch._foreach_sub_(theta, pulled, alpha=self.rate)
         with torch.no_grad():
-            found = torch._foreach_sub(near, theta)
-            torch._foreach_mul_(found, self.strength)
-            if models.beside:  # in place: a captured step finds θ where it was
+            envelope = torch._foreach_sub(near, theta)
+            torch._foreach_mul_(envelope, self.strength)
+            if models.beside:  # in place: a captured step reads θ from the same memory
                 torch._foreach_copy_(models.beside, parameters)
             else:
                 models.beside = [parameter.clone() for parameter in parameters]
             torch._foreach_copy_(parameters, w)
-        return losses, list(found)
+        return losses, list(envelope)
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Of two models w and v, the gradients of f(w) and of f(α v + (1 − α) w) by v (APFL, Deng et al., 2020, Eq. 5)."""
+    """Of two models w and v, the gradients of f(w) and of f(α v + (1 − α) w) by v (APFL, Deng et al., 2020, Eq. 5).
 
+    The second model holds the parameters v and the running statistics of the mixture, the model that predicts.
+    """
+
+    regularises: ClassVar[bool] = False
     share: float
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
         """Return the gradients and losses of w and of the mixture."""
-        shared, own = (models.of_model(models.parameters, number) for number in (0, 1))
+        shared, personal = (models.of_model(models.parameters, number) for number in (0, 1))
         with torch.no_grad():
-            before = [tensor.clone() for tensor in own]
-            torch._foreach_lerp_(own, shared, 1 - self.share)
+            before = [tensor.clone() for tensor in personal]
+            torch._foreach_lerp_(personal, shared, 1 - self.share)
         losses, gradients = models.gradients(batch)
         with torch.no_grad():
-            torch._foreach_copy_(own, before)
+            torch._foreach_copy_(personal, before)
             torch._foreach_mul_(models.of_model(gradients, 1), self.share)
         return losses, gradients
 
 
 @dataclass(frozen=True)
 class FisherTrace:
-    """No step at all: the loss is the squared norm of the gradient (FedAS, Yang et al., 2024).
+    """A measurement without a step: the loss is the squared norm of the gradient (FedAS, Yang et al., 2024).
 
-    Its mean over mini-batches is the trace of the empirical Fisher information, of mini-batches.
+    The mean over mini-batches is the trace of the empirical Fisher information of mini-batches. The running statistics
+    stay as they are too.
     """
+
+    regularises: ClassVar[bool] = False
 
     def gradients(self, models: Models, batch: Batch) -> Gradients:
         """Return gradients of zero and the squared norms."""
-        _, gradients = models.gradients(batch)
+        with frozen_statistics(models):
+            _, gradients = models.gradients(batch)
         return models.norms(gradients).square(), [torch.zeros_like(gradient) for gradient in gradients]
 
 
 @contextmanager
 def displaced(models: Models, by: Sequence[Tensor], scale: float = 1.0) -> Iterator[None]:
-    """Move the parameters for a while."""
+    """Move the parameters within a context; a forward pass in it leaves the running statistics as they are."""
     parameters = leading(models.parameters, by)
     with torch.no_grad():
         before = [parameter.clone() for parameter in parameters]
         torch._foreach_add_(parameters, list(by), alpha=scale)
     try:
-        yield
+        with frozen_statistics(models):
+            yield
     finally:
         with torch.no_grad():
             torch._foreach_copy_(parameters, before)
 
 
+@contextmanager
+def frozen_statistics(models: Models) -> Iterator[None]:
+    """Undo at the end of a context what its forward passes change in BatchNorm's running statistics."""
+    before = [tensor.clone() for tensor in models.statistics]
+    try:
+        yield
+    finally:
+        if before:
+            with torch.no_grad():
+                torch._foreach_copy_(models.statistics, before)
+
+
 def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the part of stacked tensors that belongs to the clients of which others are: those still training."""
+    """Return the leading rows of stacked tensors, whose clients still train; ``like`` has only these rows."""
     if not tensors or tensors[0].shape == like[0].shape:
         return tensors
     return [tensor[: len(like[0])] for tensor in tensors]
@@ -147,28 +188,37 @@ def leading(tensors: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 def divided(batch: Batch, parts: int) -> list[Batch]:
     """Divide mini-batches ``(B, ...)`` or ``(A, B, ...)`` into parts, sample by sample in turn.
 
-    A part that would have no sample is the first one.
+    A part without samples is a copy of the first part. A sample keeps its weight in the loss. In stacked mini-batches,
+    whose rows are filled up with samples of weight 0, the weights are scaled so that the mean over a part's row stays
+    the mean over its samples.
     """
     axis = batch.y.dim() - 1
     index = torch.arange(batch.y.shape[axis], device=batch.y.device)
-    found: list[Batch] = []
+    pieces: list[Batch] = []
     for number in range(parts):
-        if not len(own := index[number::parts]):
-            found.append(found[0])
+        chosen = index[number::parts]
+        if not len(chosen):
+            pieces.append(pieces[0])
             continue
-        part = [None if tensor is None else tensor.index_select(axis, own) for tensor in batch]
-        if (weight := part[2]) is not None:
-            if number and axis:  # what fills up the batch of a client is no sample
-                empty = weight.sum(dim=axis) == 0
-                part = [
-                    t if t is None or f is None else _where(empty, f, t) for f, t in zip(found[0], part, strict=True)
-                ]
-            assert part[2] is not None
-            part[2] = part[2] / part[2].mean(dim=axis, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-        found.append(Batch(*part))  # type: ignore[arg-type]
-    return found
+        piece = Batch(*(None if t is None else t.index_select(axis, chosen) for t in batch))  # type: ignore[arg-type]
+        if number and axis and piece.weight is not None:
+            empty = (piece.weight == 0).all(dim=axis)
+            pairs = zip(pieces[0], piece, strict=True)
+            piece = Batch(*(t if t is None or f is None else _where(empty, f, t) for f, t in pairs))  # type: ignore[arg-type]
+        pieces.append(piece)
+    if not axis or batch.weight is None:
+        return pieces
+    fraction = (batch.weight > 0).to(batch.weight).mean(dim=axis, keepdim=True)
+    return [_rescaled(piece, fraction) for piece in pieces]
 
 
 def _where(empty: Tensor, first: Tensor, part: Tensor) -> Tensor:
-    """Return a part ``(A, B, ...)`` with the first one's samples for some clients ``(A,)``."""
+    """Return a part ``(A, B, ...)`` with the first part's samples for the clients without any ``(A,)``."""
     return torch.where(empty.view(-1, *[1] * (part.dim() - 1)), first[:, : part.shape[1]], part)
+
+
+def _rescaled(piece: Batch, fraction: Tensor) -> Batch:
+    """Return a part whose weights are for its own row; ``fraction`` ``(A, 1)`` of the undivided row are samples."""
+    assert piece.weight is not None
+    present = (piece.weight > 0).to(piece.weight).mean(dim=1, keepdim=True)
+    return piece._replace(weight=piece.weight * (fraction / present.clamp_min(torch.finfo(present.dtype).tiny)))

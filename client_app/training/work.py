@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +90,8 @@ class Models(Protocol):
     parameters: list[Tensor]
     beside: list[Tensor]
     """What a rule keeps from batch to batch, in the shapes of ``parameters``; empty at first."""
+    statistics: list[Tensor]
+    """BatchNorm's running statistics, which a forward pass changes in place; empty where there are none."""
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
@@ -106,6 +108,9 @@ class Models(Protocol):
 
 class Rule(Protocol):
     """What a step descends along, where it is not the gradient at the parameters; hashable."""
+
+    regularises: ClassVar[bool]
+    """Whether the rule itself applies ``weight-decay`` and ``max-grad-norm``, in place of the optimiser."""
 
     def gradients(self, models: Models, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return what :meth:`Models.gradients` returns; the parameters are as they were."""
