@@ -61,7 +61,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "batch_size": 2 * plain.BATCH,  # a mini-batch of Posy's holds both of a step
     },
     "fedfomo": {"fedfomo_models": plain.FOMO_MODELS, "fedfomo_epsilon": plain.FOMO_EPSILON},
-    "fedala": {"fedala_layers": 1, "fedala_eta": plain.ALA_ETA, "fedala_sample": plain.ALA_SAMPLE},
+    "fedala": {
+        "fedala_layers": 1,
+        "fedala_eta": plain.ALA_ETA,
+        "fedala_sample": plain.ALA_SAMPLE,
+        "fedala_threshold": 0.1,  # PFLlib's
+    },
     "lg-fedavg": {"lg_fedavg_layers": 1},
     "scaffold": {"scaffold_server_lr": plain.SCAFFOLD_LR},
     "fedproto": {"fedproto_strength": plain.PROTO_LAMBDA},

@@ -1,8 +1,4 @@
-"""FedALA's client: it learns weights with which it aggregates its own model and the global one, and trains the result.
-
-It departs from the paper where a pass ends: each sees samples of its own, and what has to settle is the mean loss of
-the passes, which are not more than 50.
-"""
+"""FedALA's client: it learns the weights that mix its model with the global one, and trains the mixture."""
 
 import torch
 from torch import Tensor
@@ -10,18 +6,22 @@ from torch import Tensor
 from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
 from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Net, Train, Trained
+from posy.models.parameters import Entry, Part
 from posy.strategies.replies import Update
 
-SETTLED, LAST = 0.1, 10
-"""The weights have settled when the losses of so many passes after the first have a smaller standard deviation."""
+LAST = 10
+"""Passes whose losses show whether the weights have settled."""
 MOST_PASSES = 50
+"""Passes after which a client stops learning its weights."""
+LEARNING = 1
+"""Stream of batches of the passes: all passes of a round see the same samples in the same order."""
 
 
 class FedALAClient(PersonalClient):
-    """Train from theta_i + (theta - theta_i) * W with W in [0, 1] (FedALA, Algorithm 1)."""
+    """Train from θ_i + (θ − θ_i) ⊙ W with W in [0, 1] (FedALA, Algorithm 1)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Aggregate, train and send the whole model; keep it and the weights."""
+        """Aggregate, train and send the model; store the model and the weights."""
         start, weights = yield from self.aggregated(received[0])
         trained: Trained = yield self.work(start)
         if weights is not None:
@@ -29,25 +29,31 @@ class FedALAClient(PersonalClient):
         return Update([trained.parameters], trained.loss), self.keep_model(trained.parameters)
 
     def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
-        """Aggregate, with weights that are learned anew next time."""
+        """Aggregate with weights that are learned for this evaluation alone."""
         start, _ = yield from self.aggregated(received[0])
         return self.plain(start)
 
-    def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
-        """Return where training begins ``(d,)`` and the weights; before the first round that is the global model."""
-        own, kept = self.recall("model"), self.recall("weights")
-        if own is None:
-            return shared, None
+    def mixed_part(self) -> tuple[Part, list[Entry]]:
+        """Return the parameters that are mixed; BatchNorm's running statistics are the global model's."""
         upper = self.method.mixed(self.architecture)
-        part = self.layout.part(upper)
-        names = [entry.name for entry in self.layout.entries if entry.layer in upper]
-        views = {"global": self.layout.views(shared), "gap": self.layout.views(shared - own)}
-        context = {f"{which} {name}": views[which][name] for which in views for name in names}
+        entries = [entry for entry in self.layout.entries if entry.layer in upper and entry.trainable]
+        return self.layout.select(lambda entry: entry in entries), entries
+
+    def aggregated(self, shared: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
+        """Return the start of the training ``(d,)`` and the weights; before the first round it is the global model."""
+        model, weights = self.recall("model"), self.recall("weights")
+        if model is None:
+            return shared, None
+        part, entries = self.mixed_part()
+        views = {"global": self.layout.views(shared), "gap": self.layout.views(shared - model)}
+        context = {f"{which} {entry.name}": views[which][entry.name] for which in views for entry in entries}
+        upper = {entry.layer for entry in entries}
         fixed = {layer: 0.0 for layer in self.layout.layers if layer not in upper}
         steps = max(1, round(self.method.sample * len(self.data.y_train) / self.settings.train.batch_size))
-        weights = torch.ones(part.size, device=self.device) if kept is None else kept
+        passes = MOST_PASSES if weights is None else 1
+        weights = torch.ones(part.size, device=self.device) if weights is None else weights
         losses: list[Tensor] = []
-        while len(losses) < (MOST_PASSES if kept is None else 1) and not settled(losses):
+        while len(losses) < passes and not settled(losses, self.method.threshold):
             trained: Trained = yield Train(
                 part.put(shared.clone(), weights),
                 mixture,
@@ -57,16 +63,16 @@ class FedALAClient(PersonalClient):
                 plain=True,
                 lr=self.method.eta,
                 steps=steps,
-                stream=1 + len(losses),
+                stream=LEARNING,
             )
             weights = part.take(trained.parameters)
             losses.append(trained.loss)
-        mixed = part.take(shared) - (1 - weights) * part.take(shared - own)
+        mixed = part.take(shared) - (1 - weights) * part.take(shared - model)
         return part.put(shared.clone(), mixed), weights
 
 
 def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the cross-entropy of theta - (1 - W) * (theta - theta_i), where the parameters of some layers are W."""
+    """Return the loss of θ − (1 − W) ⊙ (θ − θ_i); the parameters of the mixed layers are W."""
     mixed = {
         name: context[f"global {name}"] - (1 - tensor) * context[f"gap {name}"] if f"gap {name}" in context else tensor
         for name, tensor in net.tensors.items()
@@ -74,6 +80,6 @@ def mixture(net: Net, batch: Batch, context: Context) -> Tensor:
     return net.loss(net.at(mixed)(batch.x), batch)
 
 
-def settled(losses: list[Tensor]) -> bool:
-    """Tell whether the last losses hardly differ."""
-    return len(losses) > LAST and bool(torch.stack(losses[-LAST:]).std(correction=0) < SETTLED)
+def settled(losses: list[Tensor], threshold: float) -> bool:
+    """Return whether more than ten passes are done and the last ten losses deviate by less than the threshold."""
+    return len(losses) > LAST and bool(torch.stack(losses[-LAST:]).std(correction=0) < threshold)

@@ -1,4 +1,4 @@
-"""FedBABU's client: it trains the body on the head that all share, and fine-tunes both."""
+"""FedBABU's client: it trains the body on the common initial head, and fine-tunes both."""
 
 from torch import Tensor
 
@@ -21,4 +21,4 @@ class FedBABUClient(FedAvgFTClient):
         return work
 
     def keep_personal(self, parameters: Tensor) -> None:
-        """Keep nothing: the head is that of the common initialisation."""
+        """Store nothing: all clients have the initial head."""

@@ -1,4 +1,4 @@
-"""FedCP's client: it trains all but the global head, with features near those of the served body."""
+"""FedCP's client: it trains all layers but the global head, with features near the served body's features."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from posy.client_app.training.batches import Batch
 from posy.client_app.training.work import Context, Forward, Net, Train, Trained
 
 WIDTHS = (10.0, 15.0, 20.0, 50.0)
-"""Squared widths of the Gaussian kernels."""
+"""Squared widths of the Gaussian kernels, from the authors' program (clientcp.py, MMD)."""
 
 
 class FedCPClient(PersonalClient):
     """Minimise cross-entropy + λ times the discrepancy of features (FedCP).
 
-    The features of the served body are constants of a round. They are of the samples as they are, also where those
-    that are trained on are augmented, and with BatchNorm by its running statistics.
+    The features of the served body are constant in a round. They are computed without augmentation and, in a network
+    with BatchNorm, from its running statistics.
     """
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
@@ -27,11 +27,11 @@ class FedCPClient(PersonalClient):
             work.objective, work.notes = near_the_served_body, features
             work.context = {"lambda": torch.tensor(self.method.strength, device=self.device)}
         trained: Trained = yield work
-        both = [self.layout.part((layer,)) for layer in ("head", "global-head")]
-        whole = trained.parameters.clone()
-        both[1].put(whole, sum(part.take(trained.parameters) for part in both) / 2)
-        update, _ = self.share(Trained(whole, trained.loss))
-        return update, self.plain(trained.parameters)
+        heads = [self.layout.part((layer,)) for layer in ("head", "global-head")]
+        update = trained.parameters.clone()
+        heads[1].put(update, sum(part.take(trained.parameters) for part in heads) / 2)
+        reply, _ = self.share(Trained(update, trained.loss))
+        return reply, self.plain(trained.parameters)
 
 
 def near_the_served_body(net: Net, batch: Batch, context: Context) -> Tensor:
@@ -44,7 +44,7 @@ def near_the_served_body(net: Net, batch: Batch, context: Context) -> Tensor:
 def discrepancy(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the squared maximum mean discrepancy of two samples ``(B, D)``, summed over the kernels.
 
-    Weights ``(B,)`` of mean 1 are those of the rows of both.
+    Weights ``(B,)`` of mean 1 weigh the rows of both samples.
     """
 
     def kernels(a: Tensor, b: Tensor) -> Tensor:

@@ -7,18 +7,19 @@ from torch import Tensor
 from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.training.work import Train, Trained
 
-HEAD, BODY = 0, 1  # streams of batches
+HEAD, BODY = 0, 1
+"""Streams of batches: the two trainings of a round draw their batches independently."""
 
 
 class FedRepClient(PersonalClient):
-    """Alternate head and body (FedRep, Algorithm 1, lines 6-13)."""
+    """Alternate head and body (FedRep, Algorithm 1, client update)."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train the head, then the body; send the body."""
         return self.share((yield from self.alternated(Train(self.assembled(received), stream=BODY))))
 
     def alternated(self, work: Train) -> Steps[Trained]:
-        """Train the head by itself from where some work starts, then do the work on the body."""
+        """Train the head alone from the start of ``work``, then run ``work`` on the body alone."""
         body = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
         epochs = None if self.settings.train.local_steps else self.method.head_epochs
         head: Trained = yield Train(work.start, rates=body, epochs=epochs, stream=HEAD)

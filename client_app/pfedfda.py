@@ -1,19 +1,24 @@
-"""pFedFDA's client: it trains the body under the global discriminant, and predicts with one of its own."""
+"""pFedFDA's client: it trains the body under the global discriminant, and predicts with a discriminant that it fits."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
-from posy.client_app.training.work import Forward, Train, Trained
+from posy.client_app.training.batches import Batch
+from posy.client_app.training.work import Context, Forward, Net, Train, Trained
+from posy.strategies.pfedfda import AUTO
 from posy.strategies.replies import Update
 
 RARE = 1e-4
-"""Is added to the share of each class: one that a client has never seen is improbable, not impossible."""
-FEW = 2
-"""Samples of a class up to which its global mean is used."""
+"""Added to the share of each class, so that a class without samples is improbable, not impossible."""
 SHARES = 11
-"""Values of beta that are tried, from 0 to 1."""
+"""Number of values of β that are tried, from 0 to 1."""
+
+Gaussians = tuple[Tensor, Tensor]
+"""Class means μ ``(C, D)`` and the covariance Σ ``(D, D)`` that all classes share."""
 
 
 class PFedFDAClient(PersonalClient):
@@ -21,40 +26,64 @@ class PFedFDAClient(PersonalClient):
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Train under the global discriminant; send the body, and the Gaussians that fit its features."""
-        body, means, covariance = self.method.parts(self.architecture, received[0])
-        start = self.with_head(body, means.double(), covariance.double())
-        trained: Trained = yield Train(start, rates={"head": 0.0})
+        body, *statistics = received
+        overall = statistics[0].double(), statistics[1].double()
+        work = Train(self.with_head(body, overall), rates={"head": 0.0})
+        collected = CollectedFeatures()
+        if self.method.features == "training":
+            work.objective = collected
+        trained: Trained = yield work
         body = self.shared.take(trained.parameters)
-        means, covariance = yield from self.fitted(trained.parameters, means, covariance)
-        sent = torch.cat([body, means.flatten().float(), covariance.flatten().float()])
-        return Update([sent], trained.loss), self.plain(self.with_head(body, means, covariance))
+        if self.method.features == "training":
+            features, labels = torch.cat(collected.features).double(), torch.cat(collected.labels)
+        else:
+            features, labels = yield from self.training_features(trained.parameters)
+        means, covariance = self.fitted(features, labels, overall)
+        predictor = self.plain(self.with_head(body, (means, covariance)))
+        return Update([body, means.float(), covariance.float()], trained.loss), predictor
 
     def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
         """Fit the head to the served body's features."""
-        body, means, covariance = self.method.parts(self.architecture, received[0])
-        whole = self.with_head(body, means.double(), covariance.double())
-        means, covariance = yield from self.fitted(whole, means, covariance)
-        return self.plain(self.with_head(body, means, covariance))
+        body, *statistics = received
+        overall = statistics[0].double(), statistics[1].double()
+        features, labels = yield from self.training_features(self.with_head(body, overall))
+        return self.plain(self.with_head(body, self.fitted(features, labels, overall)))
 
-    def fitted(self, whole: Tensor, means: Tensor, covariance: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-        """Return the Gaussians between those of a model's features and the global ones."""
-        features, _ = yield Forward(whole, "train", features=True)
-        features, labels, count = features.double(), self.data.y_train, self.method.folds
-        overall = means.double(), covariance.double()
-        fold = folds_of(labels, count)
-        parts = [
-            (gaussians(features[train], labels[train], overall[0], self.method.ridge), features[test], labels[test])
-            for train, test in (((fold != k) & (fold >= 0), fold == k) for k in range(count))
-        ]
-        share = best_share(parts, overall, self.log_prior())
-        own = gaussians(features, labels, overall[0], self.method.ridge)
-        return torch.lerp(overall[0], own[0], share), torch.lerp(overall[1], own[1], share)
+    def training_features(self, model: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+        """Return a model's features ``(n, D)`` of the training samples, and their labels ``(n,)``."""
+        features, _ = yield Forward(model, "train", features=True)
+        return features.double(), self.data.y_train
 
-    def with_head(self, body: Tensor, means: Tensor, covariance: Tensor) -> Tensor:
-        """Return the whole model ``(d,)``: a body with the discriminant as its head."""
-        weight, bias = discriminant(means, covariance, self.log_prior())
-        whole = self.shared.put(torch.empty(self.layout.size, device=self.device), body)
-        return self.personal.put(whole, torch.cat([weight.flatten(), bias]).float())
+    def fitted(self, features: Tensor, labels: Tensor, overall: Gaussians) -> Gaussians:
+        """Return the Gaussians between the estimates from features and the global ones.
+
+        Parameters
+        ----------
+        features : torch.Tensor, (n, D)
+            Features of the training samples.
+        labels : torch.Tensor, (n,)
+            Classes of the samples.
+        overall : tuple of torch.Tensor
+            The global Gaussians.
+        """
+        count, ridge = self.method.folds, self.method.ridge
+        if self.method.beta == AUTO:
+            fold = folds_of(labels, count)
+            parts = [
+                (gaussians(features[train], labels[train], overall[0], ridge, count), features[test], labels[test])
+                for train, test in (((fold != k) & (fold >= 0), fold == k) for k in range(count))
+            ]
+            shares = best_shares(parts, overall, self.log_prior(), two=self.method.betas == "two")
+        else:
+            shares = (float(self.method.beta), float(self.method.beta))
+        local = gaussians(features, labels, overall[0], ridge, count)
+        return torch.lerp(overall[0], local[0], shares[0]), torch.lerp(overall[1], local[1], shares[1])
+
+    def with_head(self, body: Tensor, parameters: Gaussians) -> Tensor:
+        """Return a model ``(d,)``: a body with the discriminant of Gaussians as its head."""
+        weight, bias = discriminant(*parameters, self.log_prior())
+        model = self.shared.put(torch.empty(self.layout.size, device=self.device), body)
+        return self.personal.put(model, torch.cat([weight.flatten(), bias]).float())
 
     def log_prior(self) -> Tensor:
         """Return the logarithms of the classes' shares ``(C,)``."""
@@ -62,29 +91,50 @@ class PFedFDAClient(PersonalClient):
         return (shares / shares.sum()).log()
 
 
-def gaussians(features: Tensor, labels: Tensor, means: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+class CollectedFeatures:
+    """The plain objective, which also collects the features and labels of every mini-batch.
+
+    Each client has an instance. Trainings with different objectives are never one stacked computation, so an instance
+    collects the mini-batches of a single client.
+    """
+
+    def __init__(self) -> None:
+        self.features: list[Tensor] = []
+        self.labels: list[Tensor] = []
+
+    def __call__(self, net: Net, batch: Batch, context: Context) -> Tensor:
+        """Return the loss of the labels."""
+        features, logits = net.features(batch.x)
+        self.features.append(features.detach())
+        self.labels.append(batch.y)
+        return net.loss(logits, batch)
+
+
+def gaussians(features: Tensor, labels: Tensor, means: Tensor, ridge: float, few: int) -> Gaussians:
     """Return the classes' means ``(C, D)`` and the covariance about them ``(D, D)``.
 
-    As in the authors' program a class with few samples has its global mean, and the ridge (there 1) is added to the
-    diagonal, which keeps the estimate from few samples well conditioned.
+    As in the authors' program, a class with few samples has its global mean. The ridge keeps the estimate from few
+    samples well conditioned.
 
     Parameters
     ----------
     features : torch.Tensor, (n, D)
-        What the head sees of the samples.
+        Inputs of the head.
     labels : torch.Tensor, (n,)
-        Their classes.
+        Classes of the samples.
     means : torch.Tensor, (C, D)
         The global means.
     ridge : float
-        What is added to the diagonal of the covariance.
+        Number added to the diagonal of the covariance.
+    few : int
+        Samples of a class up to which its global mean is taken.
     """
     members = F.one_hot(labels, len(means)).to(features.dtype)
     counts = members.sum(dim=0)[:, None]
-    own = torch.where(counts > FEW, members.T @ features / counts.clamp_min(1), means)
-    centred = features - own[labels]
+    local = torch.where(counts > few, members.T @ features / counts.clamp_min(1), means)
+    centred = features - local[labels]
     covariance = centred.T @ centred / max(len(labels) - 1, 1)
-    return own, covariance + ridge * torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
+    return local, covariance + ridge * torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
 
 
 def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +145,7 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
     means : torch.Tensor, (..., C, D)
         μ.
     covariance : torch.Tensor, (..., D, D)
-        Σ; its symmetric part counts.
+        Σ, of which the symmetric part is taken.
     log_prior : torch.Tensor, (C,)
         log π.
 
@@ -108,37 +158,46 @@ def discriminant(means: Tensor, covariance: Tensor, log_prior: Tensor) -> tuple[
 
 
 def folds_of(labels: Tensor, count: int) -> Tensor:
-    """Return the part ``(n,)`` of each sample, the classes dealt out in turn; −1 where a class has fewer than parts."""
+    """Return the fold ``(n,)`` of each sample, each class dealt out in turn; −1 for classes too small for all folds."""
     order = labels.argsort(stable=True)
     counts = labels.bincount()
-    places = torch.empty_like(labels)
+    ranks = torch.empty_like(labels)
     starts = counts.cumsum(0) - counts
-    places[order] = torch.arange(len(labels), device=labels.device) - starts[labels[order]]
-    return torch.where(counts[labels] >= count, places % count, -1)
+    ranks[order] = torch.arange(len(labels), device=labels.device) - starts[labels[order]]
+    return torch.where(counts[labels] >= count, ranks % count, -1)
 
 
-def best_share(
-    parts: list[tuple[tuple[Tensor, Tensor], Tensor, Tensor]], overall: tuple[Tensor, Tensor], log_prior: Tensor
-) -> float:
-    """Return the β at which the discriminant fits data best that its local Gaussians have not seen.
+def best_shares(
+    parts: Sequence[tuple[Gaussians, Tensor, Tensor]], overall: Gaussians, log_prior: Tensor, *, two: bool = False
+) -> tuple[float, float]:
+    """Return the β of the means and the β of the covariance with the lowest cross-entropy on held-out folds.
 
-    The authors' program descends on β; here some values are tried, which ends in no local minimum. Means and covariance
-    have one β, which the paper finds enough as a rule. Without any data it is 0.
+    The candidates are :data:`SHARES` values, the same β for both, or with ``two`` all pairs of them. A search over
+    fixed values cannot end in a local minimum. Without any held-out sample both are 0.
 
     Parameters
     ----------
-    parts : list
-        Of each part the Gaussians of all others, its features ``(n, D)`` and its labels ``(n,)``.
+    parts : sequence
+        For each fold the Gaussians of all other folds, the fold's features ``(n, D)`` and its labels ``(n,)``.
     overall : tuple of torch.Tensor
         The global means ``(C, D)`` and covariance ``(D, D)``.
     log_prior : torch.Tensor, (C,)
         log π.
+    two : bool
+        Whether means and covariance may have different shares.
     """
-    shares = torch.linspace(0, 1, SHARES, dtype=log_prior.dtype, device=log_prior.device)[:, None, None]
-    losses = torch.zeros_like(shares[:, 0, 0])
-    for own, features, labels in parts:
-        mixed = [here + shares * (there - here) for here, there in zip(overall, own, strict=True)]
-        weight, bias = discriminant(mixed[0], mixed[1], log_prior)
-        outputs = features @ weight.mT + bias[:, None]
-        losses += F.cross_entropy(outputs.mT, labels.expand(SHARES, -1), reduction="none").sum(dim=1)
-    return float(shares[losses.argmin(), 0, 0])
+    values = torch.linspace(0, 1, SHARES, dtype=log_prior.dtype, device=log_prior.device)
+    losses = torch.zeros(SHARES, SHARES, dtype=values.dtype, device=values.device)  # by β of Σ, then β of μ
+    for local, features, labels in parts:
+        means = torch.lerp(overall[0], local[0], values[:, None, None])
+        for number, share in enumerate(values):
+            chosen = slice(None) if two else slice(number, number + 1)
+            weight, bias = discriminant(means[chosen], torch.lerp(overall[1], local[1], share), log_prior)
+            outputs = features @ weight.mT + bias[:, None]
+            targets = labels.expand(len(outputs), -1)
+            losses[number, chosen] += F.cross_entropy(outputs.mT, targets, reduction="none").sum(dim=1)
+    if two:
+        best = int(losses.argmin())
+        return float(values[best % SHARES]), float(values[best // SHARES])
+    share = float(values[losses.diagonal().argmin()])
+    return share, share

@@ -1,31 +1,105 @@
-"""FedALA (Zhang et al., 2023): each client learns, entry by entry, how much of the global model to take over.
+"""FedALA (Zhang et al., 2023): each client learns, entry by entry, how far it moves from its model to the global one.
 
-Only the upper layers are mixed; the lower ones are the global model's. ``served`` reports the model after that.
+Only the upper layers are mixed; the lower layers are the global model's. ``served`` scores the mixture.
 """
 
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class FedALASettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of FedALA."""
 
-    layers: int = setting(1, "p: number of layers that are mixed, counted from the output", minimum=1)
+    card = MethodCard(
+        paper=Paper(
+            "Zhang et al.",
+            2023,
+            "FedALA: Adaptive Local Aggregation for Personalized Federated Learning",
+            "AAAI",
+            "https://doi.org/10.1609/aaai.v37i9.26330",
+        ),
+        equations=(
+            "Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ [1^(|Θ_i|−p); W_i] (Eq. 4)",
+            "W_i ← clip(W_i − η ∇_{W_i} L(Θ̂_i), 0, 1), repeated until the loss settles (Eq. 5, Algorithm 1)",
+            "Θ_i ← SGD from Θ̂_i;  Θ ← Σ_i (n_i / n) Θ_i (Algorithm 1)",
+        ),
+        sent={"model (d,)": "the global model Θ"},
+        returned={"model (d,)": "the client's model Θ_i after training"},
+        server_state={"model": "the global model Θ (d,)"},
+        client_state={
+            "model": "the client's model Θ_i after its last training (d,)",
+            "weights": "the weights W_i of the parameters in the mixed layers, flat",
+        },
+        scored="The served model: the authors' program tests after local aggregation, before training (serverALA.py).",
+        deviations=(
+            "Only the clients of a round run ALA, as in Algorithm 1. In the authors' program all clients run it in "
+            "every round, also the clients that do not train.",
+            "The loss that has to settle is the mean over a pass. The authors' program takes the last mini-batch.",
+            "A client stops after 50 passes. The authors' README warns that a small threshold may never be reached.",
+            "A pass takes full mini-batches of the sampled share, in a random order that all passes of a round repeat.",
+            "The evaluation learns the weights again and does not store them.",
+            "`max-update-norm` and `dp-clip` measure from the global model. Training starts from the mixture, and only "
+            "the client knows its weights.",
+        ),
+        program=Program(
+            "TsingZ0/FedALA",
+            "a7a9b21342859005f22fc0bffbdb1846975de53b",
+            "system/flcore/servers/serverALA.py, FedALA.train, with ALA in system/utils/ALA.py",
+            1e-6,
+        ),
+    )
+
+    layers: int = setting(
+        1,
+        "p: number of layers that are mixed, counted from the output",
+        minimum=1,
+        source="authors' program, run_me.sh: p = 2 tensors, the last layer's weight and bias",
+    )
     eta: float = setting(
         1.0,
         "learning rate of the weights; 0: they stay 1, which is FedAvg",
         minimum=0,
         search=Search(0.1, 2.0, log=True),
+        source="authors' program, run_me.sh",
     )
     sample: float = setting(
-        0.8, "share of the training samples, in whole batches, that a pass over the weights sees", above=0, maximum=1
+        0.8,
+        "share of the training samples, in full batches, that every pass over the weights sees",
+        above=0,
+        maximum=1,
+        source="authors' program, run_me.sh: s = 80",
+        needs="fedala-eta > 0",
+    )
+    threshold: float = setting(
+        0.01,
+        "standard deviation of the losses of ten passes below which the weights have settled; a client's first ALA "
+        "takes 11 to 50 passes",
+        above=0,
+        source="authors' README: 0.01 in the paper",
+        needs="fedala-eta > 0",
+        earlier=0.1,
     )
 
     def mixed(self, network: "Architecture") -> tuple[str, ...]:
         """Return the layers that are mixed."""
         return network.layer_names[-self.layers :]
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn that the weights stay 1, or that fewer layers exist than are to be mixed."""
+        notices = []
+        depth = len(network.layer_names)
+        if self.layers > depth:
+            notices.append(
+                f"fedala-layers = {self.layers} with model = {network.model!r}: the network has {depth} layers, all of "
+                f"which are mixed; set it to at most {depth}"
+            )
+        if not self.eta:
+            notices.append("fedala-eta = 0 leaves all weights at 1, which is FedAvg; set it above 0")
+        return tuple(notices)

@@ -1,11 +1,12 @@
-"""FedBABU (Oh et al., 2022): only the body is trained and averaged, and each client fine-tunes the whole network.
+"""FedBABU (Oh et al., 2022): only the body is trained and averaged, and each client fine-tunes the network.
 
 The head stays as it was initialised until then. A newcomer is served and fine-tunes like the others.
 """
 
 from typing import TYPE_CHECKING
 
-from posy.settings import setting
+from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedavg_ft import FedAvgFT, FedAvgFTSettings
 from posy.strategies.method_settings import ALLOWED
 
@@ -14,10 +15,78 @@ if TYPE_CHECKING:
 
 
 class FedBABUSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED):
-    """Settings of FedBABU: those of the fine-tuning."""
+    """Settings of FedBABU's fine-tuning."""
 
+    card = MethodCard(
+        paper=Paper(
+            "Oh et al.",
+            2022,
+            "FedBABU: Toward Enhanced Representation for Federated Image Classification",
+            "ICLR",
+            "https://openreview.net/forum?id=HuaYQfggn5u",
+        ),
+        equations=(
+            "θ_ext ← SGD on the body, with rate 0 for the head θ_cls (Algorithm 1, client update)",
+            "θ_ext ← mean of the clients' bodies (Algorithm 1, server)",
+            "(θ_ext, θ_cls) ← SGD on the client's samples: fine-tuning before prediction (personalisation)",
+        ),
+        sent={"body (s,)": "the shared body: all layers but the head"},
+        returned={"body (s,)": "the client's body after training; nothing in rounds of `fedbabu-rounds`"},
+        server_state={"model": "the shared body (s,)"},
+        client_state={},
+        scored=(
+            "The local model: the authors report personalised accuracy, after fine-tuning (analysis.ipynb). Their "
+            "initial accuracy is the accuracy of the served model."
+        ),
+        deviations=(
+            "The mean over clients is weighted by training samples: uniform in the paper's program; "
+            "`client-weights=uniform`.",
+            "Fine-tuning runs in every evaluation. The authors fine-tune once, from the round with the best test "
+            "accuracy; Posy does not select on test data.",
+            "With `fedbabu-rounds`, clients store their model and fine-tune it in the last rounds (FedDRM's paper).",
+        ),
+        program=Program(
+            "jhoon-oh/FedBABU",
+            "e34c15b4288224f0af1bc13670bc0cdc373c9576",
+            "main_fed.py --local_upt_part body --aggr_part body, with LocalUpdate.train in models/Update.py",
+            1e-6,
+        ),
+    )
+
+    epochs: int = setting(
+        5,
+        "passes of fine-tuning over the client's training data",
+        minimum=1,
+        search=Search(1, 10),
+        source="authors' program, analysis.ipynb: personalization_epoch = 5",
+        needs="fedbabu-steps = 0 and fedbabu-rounds = 0",
+    )
+    steps: int = setting(
+        0,
+        "SGD steps of fine-tuning instead of epochs; 0: use the epochs",
+        minimum=0,
+        source="choice: epochs, as in the authors' program",
+        needs="fedbabu-rounds = 0",
+    )
+    lr: float = setting(
+        0.0,
+        "learning rate of fine-tuning; 0: the round's rate",
+        minimum=0,
+        search=Search(0.0005, 0.2, log=True),
+        source="authors' program, analysis.ipynb: 0.001, the last rate of their schedule",
+    )
+    rounds: int = setting(
+        0,
+        "number of last rounds in which each client fine-tunes its own model and the server averages nothing; 0: each "
+        "evaluation fine-tunes the served model",
+        minimum=0,
+        source="choice: fine-tune at evaluation, as the paper does",
+    )
     tuned: str = setting(
-        "network", "what is fine-tuned: the whole network, or the head (FedDRM)", choices=("network", "head")
+        "network",
+        "layers that are fine-tuned: all of the network, or the head (FedDRM)",
+        choices=("network", "head"),
+        source="authors' program, analysis.ipynb: body and head",
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:

@@ -1,20 +1,62 @@
-"""FedBN (Li et al., 2021): all is averaged but normalisation, which stays with the clients.
+"""FedBN (Li et al., 2021): the server averages everything except normalisation layers, which stay with the clients.
 
-That is each tensor of a BatchNorm, GroupNorm or LayerNorm, running statistics included. In a network without any it is
-FedAvg.
+Normalisation layers are BatchNorm, GroupNorm and LayerNorm; BatchNorm's running statistics belong to them.
 """
 
 from typing import TYPE_CHECKING
 
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
-class FedBNSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
-    """FedBN has no settings of its own."""
+class FedBNSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
+    """FedBN has no settings."""
+
+    card = MethodCard(
+        paper=Paper(
+            "Li et al.",
+            2021,
+            "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
+            "ICLR",
+            "https://openreview.net/forum?id=6YEQUn0QICG",
+        ),
+        equations=(
+            "w_k ← SGD on client k's loss, all layers together (FedBN, client)",
+            "w^(l) ← mean over k of w_k^(l) for each layer l that is not BatchNorm (FedBN, server)",
+        ),
+        sent={"shared (s,)": "all tensors outside of normalisation layers"},
+        returned={"shared (s,)": "the same tensors after training"},
+        server_state={"model": "the shared tensors (s,)"},
+        client_state={"personal": "the client's normalisation tensors, flat"},
+        scored=(
+            "The served model: the authors' program tests after aggregation, with averaged layers and the client's own "
+            "normalisation (federated/fed_digits.py)."
+        ),
+        deviations=(
+            "The mean over clients is weighted by training samples: uniform in the paper; `client-weights=uniform`.",
+            "GroupNorm and LayerNorm stay with the clients as well; the paper has BatchNorm only.",
+        ),
+        program=Program(
+            "med-air/FedBN",
+            "2fa38adf627a8c8ba71c5fb515b1f2ba00aa8812",
+            "federated/fed_digits.py, train and communication",
+            1e-6,
+        ),
+    )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Keep the tensors of normalisation."""
+        """Keep the normalisation tensors."""
         return network.normalisation
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn that the network has no normalisation layer."""
+        if network.normalisation:
+            return ()
+        return (
+            f"model = {network.model!r} has no normalisation layer to keep on the clients, so FedBN is FedAvg; choose "
+            "a network with BatchNorm, such as resnet18-bn",
+        )

@@ -1,30 +1,66 @@
 """FedCP (Zhang et al., 2023): a policy divides each sample's features between a personal and a global head.
 
-Body, policy and global head are shared, the personal head stays. A client holds the global head fixed and sends the
-mean of both heads in its place. Its features are kept near those of the served body by their maximum mean discrepancy,
-with the kernels of the authors' program. The program draws the policy's shares at random (Gumbel-softmax); here they
-are the softmax itself. v, by which the policy knows the client, is that of the head as it is now, not as it was when
-the round began.
+Body, policy and global head are shared, the personal head stays. A client holds the global head fixed while it trains,
+and sends the mean of both heads in its place. The loss draws the features to the served body's features.
 """
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedCPSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class FedCPSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of FedCP."""
+
+    card = MethodCard(
+        paper=Paper(
+            "Zhang et al.",
+            2023,
+            "FedCP: Separating Feature Information for Personalized Federated Learning via Conditional Policy",
+            "KDD",
+            "https://arxiv.org/abs/2307.01217",
+        ),
+        equations=(
+            "v_i = Σ_c row c of the personal head's weight; the policy's input is h ⊙ v_i / ||v_i||",
+            "(r, s) = softmax over two outputs of the policy for each feature, r + s = 1",
+            "logits = personal head(r ⊙ h) + global head(s ⊙ h)",
+            "loss = cross-entropy + λ MMD²(h, features of the served body)",
+            "sent in place of the global head: (personal head + global head) / 2; all means have weights n_i / n",
+        ),
+        sent={"shared (s,)": "body, policy and global head"},
+        returned={"shared (s,)": "trained body and policy, and the mean of both heads"},
+        server_state={"model": "body, policy and global head (s,)"},
+        client_state={"personal": "the client's personal head, flat"},
+        scored="The served model: the authors' program evaluates before local training (servercp.py, FedCP.train).",
+        deviations=(
+            "The shares r and s are a softmax. The authors' program draws them with Gumbel noise, also when it tests.",
+            "v_i follows the head; the authors' program sets it once a round, in round 1 to random numbers. SGD on the "
+            "cross-entropy does not move v_i, because the gradient's rows sum to 0: only Adam or a custom loss differ.",
+            "The served body's features are computed once a round, from samples without augmentation, with BatchNorm's "
+            "running statistics. The authors' program computes them for every mini-batch in training mode.",
+            "All clients of a round receive policy and global head. The authors' program sends them to the clients "
+            "of the round before only.",
+        ),
+        program=Program(
+            "TsingZ0/FedCP",
+            "7110e973a4069db7b05904cde6e76ca6795d7ab8",
+            "system/flcore/servers/servercp.py, FedCP.train, with its Gumbel noise drawn as 0",
+            1e-6,
+        ),
+    )
 
     strength: float = setting(
         5.0,
         "lambda: weight of the discrepancy to the served body's features",
         minimum=0,
         search=Search(0.1, 20.0, log=True),
+        source="authors' program, run_me.sh: lam 5",
     )
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":

@@ -1,22 +1,66 @@
-"""FedRep (Collins et al., 2021): a shared body and personal heads (Algorithm 1)."""
+"""FedRep (Collins et al., 2021): a shared body and personal heads.
+
+Every round a client first trains its head on the served body, then the body on its new head.
+"""
 
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
 
 
-class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class FedRepSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of FedRep."""
 
+    card = MethodCard(
+        paper=Paper(
+            "Collins et al.",
+            2021,
+            "Exploiting Shared Representations for Personalized Federated Learning",
+            "ICML",
+            "https://proceedings.mlr.press/v139/collins21a.html",
+        ),
+        equations=(
+            "h_i ← GRD(f_i(h_i, φ), h_i, α), repeated on the fixed body φ (Algorithm 1, client update of the head)",
+            "φ_i ← GRD(f_i(h_i, φ), φ, α) on the fixed new head (Algorithm 1, client update of the representation)",
+            "φ ← mean of φ_i over the clients of the round (Algorithm 1, server update)",
+        ),
+        sent={"body (s,)": "the shared body φ: all layers but the head"},
+        returned={"body (s,)": "the client's body φ_i after training"},
+        server_state={"model": "the shared body φ (s,)"},
+        client_state={"personal": "the client's head h_i, flat"},
+        scored=(
+            "The served model: the authors' program tests the averaged body with each client's head, without further "
+            "training (main_fedrep.py, test_img_local_all)."
+        ),
+        deviations=(
+            "The mean over clients is weighted by training samples: uniform in the paper; `client-weights=uniform`.",
+            "Head and body are two trainings: each begins without momentum. The authors' program has one optimiser for "
+            "both phases, in which a frozen layer takes no step.",
+            "While the head trains, BatchNorm layers of the body use their running statistics and keep them. The "
+            "authors' networks have no BatchNorm.",
+            "After the last round, the authors' program trains every client's head for ten more epochs and reports "
+            "that accuracy as well. `full-last-round` lets all clients take part in the last round instead.",
+        ),
+        program=Program(
+            "lgcollins/FedRep",
+            "d82e62982e107bb3322541604f059c0ff28bd289",
+            "main_fedrep.py --alg fedrep, with LocalUpdate.train in models/Update.py",
+            5e-6,
+        ),
+    )
+
     head_epochs: int = setting(
-        1,
+        10,
         "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
         minimum=1,
         search=Search(1, 10),
+        source="authors' program, scripts/FedRep_cifar10_2shards.sh: local_ep 11 less local_rep_ep 1",
+        needs="local-steps = 0",
     )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:

@@ -1,22 +1,76 @@
 """LG-FedAvg (Liang et al., 2020): local representations, and a shared model on top of them.
 
-Local and shared layers are trained together. The paper begins with a model of FedAvg's; here all begin alike.
+A client trains local and shared layers together.
 """
 
 from typing import TYPE_CHECKING
 
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
-class LGFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
+class LGFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
     """Settings of LG-FedAvg."""
 
-    layers: int = setting(1, "number of shared layers, counted from the output", minimum=1, search=Search(1, 2))
+    card = MethodCard(
+        paper=Paper(
+            "Liang et al.",
+            2020,
+            "Think Locally, Act Globally: Federated Learning with Local and Global Representations",
+            "arXiv (NeurIPS 2019 Workshop on Federated Learning)",
+            "https://arxiv.org/abs/2001.01523",
+        ),
+        equations=(
+            "(θ_ℓ, θ_g) ← SGD on the client's loss, local and global layers together (Algorithm 1, ClientUpdate)",
+            "θ_g ← mean of the clients' θ_g over the round (Algorithm 1, server)",
+        ),
+        sent={"top (s,)": "the shared top layers θ_g"},
+        returned={"top (s,)": "the client's top layers after training"},
+        server_state={"model": "the shared top layers θ_g (s,)"},
+        client_state={"personal": "the client's lower layers θ_ℓ, flat"},
+        scored=(
+            "The served model: the authors' program copies the averaged layers to every client before it tests "
+            "(main_lg.py). It keeps each client's best model by test accuracy; Posy does not select on test data."
+        ),
+        deviations=(
+            "The mean over clients is weighted by training samples: uniform in the paper's program; "
+            "`client-weights=uniform`.",
+            "The authors start from a model that FedAvg trained for hundreds of rounds. Here all clients start from "
+            "the run's initial model; `weights` can name a trained one.",
+            "The shared layers are the last ones, as in the paper. The authors' network for CIFAR lists its layers in "
+            "another order, so that their program shares its two convolutions.",
+        ),
+        program=Program(
+            "pliang279/LG-FedAvg",
+            "7af0568b2cae88922ebeacc021b1679815092f4e",
+            "main_lg.py, with LocalUpdate.train in models/Update.py",
+            1e-6,
+        ),
+    )
+
+    layers: int = setting(
+        2,
+        "number of shared layers, counted from the output",
+        minimum=1,
+        search=Search(1, 2),
+        source="authors' README: num_layers_keep 2 on CIFAR-10, 3 on MNIST",
+    )
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Keep all but the last layers."""
         return network.layer_names[: -self.layers]
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn that no layer is local."""
+        depth = len(network.layer_names)
+        if self.layers < depth:
+            return ()
+        return (
+            f"lg-fedavg-layers = {self.layers} shares all {depth} layers of model = {network.model!r}: that is FedAvg; "
+            + (f"set it to at most {depth - 1}" if depth > 1 else "choose a network with more layers"),
+        )

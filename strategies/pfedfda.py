@@ -1,49 +1,136 @@
 """pFedFDA (McLaughlin and Su, 2024): Gaussians of the classes' features make up the head, between global and local.
 
 All classes share one covariance Σ, so that the Gaussians' classifier is a linear head. Clients train the body under the
-global one's, and each predicts with its own, between its own estimates and the global ones. ``served`` is the served
-body with the head that the client fits to it without training.
+global Gaussians' head. Each predicts with its own head, from Gaussians between its estimates and the global ones.
+``served`` scores the served body with the head that the client fits to it without training.
 """
 
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
+from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import BadReplyError
+from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked, weighted_mean
+
+AUTO = "auto"
+"""The word in place of a number for β: cross-validation chooses it."""
 
 
-class PFedFDASettings(MethodSettings, noise=Refused("a covariance with noise is none"), sums=ALLOWED):
+class PFedFDASettings(
+    MethodSettings, noise=Refused("noise makes the covariance unusable"), sums=ALLOWED, point="served"
+):
     """Settings of pFedFDA."""
+
+    card = MethodCard(
+        paper=Paper(
+            "McLaughlin and Su",
+            2024,
+            "Personalized Federated Learning via Feature Distribution Adaptation",
+            "NeurIPS",
+            "https://openreview.net/forum?id=Wl2optQcng",
+        ),
+        equations=(
+            "h(z) = argmax_c of z·Σ⁻¹μ_c − μ_cᵀΣ⁻¹μ_c / 2 + log π_c, with the client's class shares π",
+            "body ← SGD on the cross-entropy under h of the global (μ, Σ), which is fixed (Algorithm 1, client)",
+            "μ = β μ_i + (1 − β) μ_g,  Σ = β Σ_i + (1 − β) Σ_g, with β by cross-validation (Algorithm 1, client)",
+            "body, μ_g and Σ_g ← means of the clients' with weights n_i / n (Algorithm 1, server)",
+        ),
+        sent={
+            "body (s,)": "the shared body",
+            "means (C, D)": "the global class means μ_g",
+            "covariance (D, D)": "the global covariance Σ_g",
+        },
+        returned={
+            "body (s,)": "the client's body after training",
+            "means (C, D)": "the client's class means μ, between local and global",
+            "covariance (D, D)": "the client's covariance Σ, between local and global",
+        },
+        server_state={
+            "model": "the shared body (s,)",
+            "means": "the global class means μ_g (C, D)",
+            "covariance": "the global covariance Σ_g (D, D)",
+        },
+        client_state={},
+        scored=(
+            "The served model: the authors' program fits every client's head to the averaged body, without training "
+            "(server_fedfda.py, evaluate_personalized)."
+        ),
+        deviations=(
+            "Local Gaussians come from the features of the trained body. The authors' program takes the features of "
+            "every mini-batch in all epochs, before each step; `pfedfda-features=training`.",
+            "One β serves means and covariance. The authors' program has one for each by default; `pfedfda-betas=two`.",
+            "β is the best of 11 values from 0 to 1 (of 121 pairs with two). The authors' program uses L-BFGS.",
+            "A class of at most `pfedfda-folds` samples takes its global mean. While it trains, the authors' program "
+            "compares the number of all samples instead, so that nearly every class takes its local mean.",
+            "`pfedfda-ridge` is added to the diagonal of Σ_i. The authors' program adds 1, and 1e-4 to every element; "
+            "its discriminant also shrinks Σ by 1e-4 towards a multiple of the identity.",
+            "`class-weights` apply to the training loss; the Gaussians and class shares are unweighted estimates.",
+        ),
+        program=Program(
+            "cj-mclaughlin/pFedFDA",
+            "73c7c407a49575636bcda222968a2a4ddf73a68a",
+            "servers/server_fedfda.py, ServerFedFDA.train with --local_beta",
+            2e-6,
+        ),
+    )
 
     ridge: float = setting(
         1.0,
-        "what is added to the diagonal of a client's covariance",
+        "number added to the diagonal of a client's covariance",
         minimum=1e-6,
         maximum=1e6,
         search=Search(0.01, 10.0, log=True),
+        source="authors' program, client_fedfda.py: the identity",
     )
-    folds: int = setting(2, "parts of the training data on which beta is cross-validated", minimum=2, maximum=100)
+    folds: int = setting(
+        2,
+        "folds of the cross-validation of beta; classes with at most as many samples take their global mean",
+        minimum=2,
+        maximum=100,
+        source="authors' program, client_fedfda.py: num_cv_folds and min_samples",
+    )
+    beta: float = setting(
+        AUTO,
+        "share of the client's own estimates in its Gaussians; `auto` cross-validates it",
+        minimum=0,
+        maximum=1,
+        number_or=AUTO,
+        source="paper: cross-validated; 1 is the program's --local_beta",
+    )
+    betas: str = setting(
+        "one",
+        "`one` beta for means and covariance, or `two`",
+        choices=("one", "two"),
+        source="paper: one beta; the program's default is two",
+        needs="pfedfda-beta = auto",
+    )
+    features: str = setting(
+        "trained",
+        "features that the local Gaussians describe: of the `trained` body, or of all mini-batches during `training`",
+        choices=("trained", "training"),
+        source="choice: the body that is sent; the authors' program has training",
+    )
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
         """Keep the head."""
         return ("head",)
 
-    def parts(self, network: Architecture, flat: Any) -> tuple[Any, Any, Any]:
-        """Return what a message holds: the body, the means ``(C, D)`` and the covariance ``(D, D)``."""
-        classes, size = network.task.num_classes, network.embedding_dim
-        start = len(flat) - (classes + size) * size
-        body, means, covariance = flat[:start], flat[start : start + classes * size], flat[start + classes * size :]
-        return body, means.reshape(classes, size), covariance.reshape(size, size)
+    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
+        """Return the body that was sent; means and covariance are statistics of features."""
+        return [sent[0]]
 
 
 class PFedFDA(PersonalisedStrategy):
-    """Average body, means and covariances, all with weights n_i (Algorithm 1)."""
+    """Average body, means and covariances, all with the same weights (Algorithm 1)."""
+
+    state: ClassVar[tuple[str, ...]] = ("model", "means", "covariance")
 
     def initialise(self) -> None:
         """Start from means drawn from [0, 1) and the identity, as the authors' program does."""
@@ -51,17 +138,32 @@ class PFedFDA(PersonalisedStrategy):
         self.architecture.require(head, "pfedfda writes the discriminant into the head")
         super().initialise()
         classes, size = self.architecture.task.num_classes, self.architecture.embedding_dim
-        means = numpy_generator(self.settings.run.seed, "means").random(classes * size, np.float32)
-        self.model = np.concatenate([self.model, means, np.eye(size, dtype=np.float32).ravel()])
+        drawn = numpy_generator(self.settings.run.seed, "means").random(classes * size, np.float32)
+        self.means: FloatArray = drawn.reshape(classes, size)
+        self.covariance: FloatArray = np.eye(size, dtype=np.float32)
+
+    def serve(self, client: int) -> NDArrays:
+        """Send the body and the global Gaussians."""
+        return [self.model, self.means, self.covariance]
 
     def check(self, arrays: NDArrays) -> None:
-        """Refuse a covariance that is none."""
-        _, _, covariance = self.method.parts(self.architecture, np.asarray(arrays[0], np.float64))
+        """Raise :class:`BadReplyError` for a covariance that is not symmetric or not positive semi-definite."""
+        covariance = np.asarray(arrays[2], np.float64)
         size = np.abs(covariance).max()
         try:
-            np.linalg.cholesky(covariance + 1e-6 * size * np.eye(len(covariance)))  # as fast as can be
+            np.linalg.cholesky(covariance + 1e-6 * size * np.eye(len(covariance)))
             symmetric = np.allclose(covariance, covariance.T, atol=1e-4 * size)
         except np.linalg.LinAlgError:
             symmetric = False
         if not symmetric:
-            raise BadReplyError("a covariance that is none")
+            raise BadReplyError("an invalid covariance: it must be symmetric and positive semi-definite")
+
+    def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, float]:
+        """Average the clients' bodies, means and covariances."""
+        self.model = mean_of(updates)
+        classes, size = self.means.shape
+        weights = num_examples(updates)
+        rows = [stacked(updates, position).reshape(len(updates), -1) for position in (1, 2)]
+        means, covariance = (weighted_mean(matrix, weights) for matrix in rows)
+        self.means, self.covariance = means.reshape(classes, size), covariance.reshape(size, size)
+        return {}

@@ -10,7 +10,7 @@ from scipy.stats import multivariate_normal
 
 from posy.client_app.fednh import mean_directions
 from posy.client_app.feduv import closeness, too_little_variance
-from posy.client_app.pfedfda import best_share, discriminant, folds_of, gaussians
+from posy.client_app.pfedfda import best_shares, discriminant, folds_of, gaussians
 from posy.models.layers import spread_directions
 from posy.settings import SettingsError
 from posy.strategies.confree import best_for_the_worst, guidance
@@ -363,7 +363,7 @@ def clouds():
 
 def test_gaussians_by_hand(clouds):
     features, labels, overall = clouds
-    means, covariance = gaussians(*(torch.tensor(a) for a in clouds), ridge=0.5)
+    means, covariance = gaussians(*(torch.tensor(a) for a in clouds), ridge=0.5, few=2)
     expected = np.stack([features[labels == 0].mean(axis=0), overall[1], overall[2]])
     centred = features - expected[labels]
     np.testing.assert_allclose(means, expected, atol=1e-12)
@@ -386,15 +386,15 @@ def test_classes_are_dealt_out_over_the_parts():
     assert folds_of(labels, 3).tolist() == [0, 0, 1, 1, 2, -1, 2]
 
 
-def test_the_share_is_that_which_fits_held_out_data():
+def test_the_share_fits_held_out_data_best():
     local = torch.tensor([[2.0, 0.0], [-2.0, 0.0]]).double(), torch.eye(2).double()
     labels = torch.tensor([0, 1, 0, 1])
     prior = torch.tensor([0.5, 0.5]).double().log()
     parts = [(local, local[0][labels], labels)]
-    assert best_share(parts, (-local[0], local[1]), prior) == 1.0  # the global means are the wrong way round
-    assert best_share([((-local[0], local[1]), *parts[0][1:])], local, prior) == 0.0
+    assert best_shares(parts, (-local[0], local[1]), prior) == (1.0, 1.0)  # the global means are the wrong way round
+    assert best_shares([((-local[0], local[1]), *parts[0][1:])], local, prior) == (0.0, 0.0)
     nothing = [(local, local[0][:0], labels[:0])]
-    assert best_share(nothing, (-local[0], local[1]), prior) == 0.0
+    assert best_shares(nothing, (-local[0], local[1]), prior) == (0.0, 0.0)
 
 
 def reference_head(features, labels, means, covariance, shares, ridge):
@@ -430,41 +430,42 @@ def reference_head(features, labels, means, covariance, shares, ridge):
 def test_pfedfdas_client_by_hand(make_client, make_strategy):
     settings = {**MLP, "pfedfda_ridge": 0.3}
     client, strategy = make_client("pfedfda", **settings), make_strategy("pfedfda", **settings)
-    (received,) = strategy.serve(0)
-    size = 64
-    body = received[: len(received) - (3 + size) * size]
-    means, covariance = received[len(body) : len(body) + 3 * size].reshape(3, size), np.eye(size)
+    received = strategy.serve(0)
+    body, means, covariance = received
+    np.testing.assert_array_equal(covariance, np.eye(64))
     y = client.data.y_train.numpy()
     shares = np.bincount(y, minlength=3) / len(y)
     prior = (shares + 1e-4) / (shares + 1e-4).sum()
     weight = torch.from_numpy(means.astype(np.float32))
     bias = torch.tensor(np.log(prior) - (means**2).sum(axis=1) / 2, dtype=torch.float32)
-    whole = np.concatenate([body, np.zeros(3 * size + 3, np.float32)])
+    whole = np.concatenate([body, np.zeros(3 * 64 + 3, np.float32)])
     trained, features = body_step(client, whole, lambda f: f @ weight.T + bias)
-    (sent,), _, _ = client.fit([received], CONFIG)
-    np.testing.assert_allclose(sent[: len(body)], trained, atol=1e-5)
+    sent, _, _ = client.fit(received, CONFIG)
+    np.testing.assert_allclose(sent[0], trained, atol=1e-5)
     *_, mu, sigma = reference_head(features, y, means, covariance, shares, 0.3)
-    np.testing.assert_allclose(sent[len(body) : len(body) + 3 * size], mu.ravel(), atol=1e-4)
-    np.testing.assert_allclose(sent[len(body) + 3 * size :], sigma.ravel(), atol=1e-4)
+    np.testing.assert_allclose(sent[1], mu, atol=1e-4)
+    np.testing.assert_allclose(sent[2], sigma, atol=1e-4)
     assert not client.state
 
 
 def test_pfedfda_averages_bodies_and_gaussians_by_samples(make_strategy, update):
     strategy = make_strategy("pfedfda", model="mlp")
-    rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
-    strategy.aggregate(1, [update(0, [rows[0]], 1), update(1, [rows[1]], 3)])
-    np.testing.assert_allclose(strategy.model, 0.25 * rows[0] + 0.75 * rows[1], atol=1e-6)
+    rng = np.random.default_rng(0)
+    one, other = ([rng.normal(size=array.shape).astype(np.float32) for array in strategy.serve(0)] for _ in range(2))
+    strategy.aggregate(1, [update(0, one, 1), update(1, other, 3)])
+    for mean, first, second in zip(strategy.serve(0), one, other, strict=True):
+        np.testing.assert_allclose(mean, 0.25 * first + 0.75 * second, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", [-1, -2])
-def test_a_covariance_that_is_none_is_refused(make_strategy, place):
+def test_an_invalid_covariance_is_refused(make_strategy, place):
     """A negative variance; and a matrix that is not symmetric."""
     strategy = make_strategy("pfedfda", model="mlp")
     strategy.check(strategy.serve(0))
-    (spoilt,) = (array.copy() for array in strategy.serve(0))
-    spoilt[place] = -0.5
-    with pytest.raises(BadReplyError, match="a covariance that is none"):
-        strategy.check([spoilt])
+    body, means, covariance = (array.copy() for array in strategy.serve(0))
+    covariance[-1, place] = -0.5
+    with pytest.raises(BadReplyError, match="an invalid covariance"):
+        strategy.check([body, means, covariance])
 
 
 # -- ConFREE -------------------------------------------------------------------------------------------
@@ -520,6 +521,6 @@ def test_confree_with_one_client_and_no_radius_is_fedrep(make_config, federate):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2
     data = (x, y, [range(12)], [range(12, 20)])
-    free = federate(make_config("confree", data=data, confree_alpha=0.0))
-    plain = federate(make_config("fedrep", data=data))
+    free = federate(make_config("confree", data=data, confree_alpha=0.0, confree_head_epochs=1))
+    plain = federate(make_config("fedrep", data=data, fedrep_head_epochs=1))
     np.testing.assert_allclose(free.strategy.model, plain.strategy.model, atol=1e-6)

@@ -459,9 +459,8 @@ def pfedfda_served(ran: Ran, state: Arrays, client: int) -> Arrays:
     """Return the server's body with the discriminant of Gaussians between the global ones and the client's own."""
     x, y = ran.split(client, "train")
     size = ran.model["head.weight"].shape[1]
-    body, means, covariance = np.split(state["model"].astype(np.float64), [-(CLASSES + size) * size, -size * size])
-    overall = means.reshape(CLASSES, size), covariance.reshape(size, size)
-    model = with_shared(ran, client, body)
+    overall = state["means"].astype(np.float64), state["covariance"].astype(np.float64)
+    model = with_shared(ran, client, state["model"])
     z = embedded({name: array.astype(np.float64) for name, array in model.items()}, x)
     prior = np.bincount(y, minlength=CLASSES) / len(y) + 1e-4
 
@@ -550,7 +549,7 @@ def fedala_served(ran: Ran, state: Arrays, client: int) -> Arrays:
     identity = {"head.weight": np.eye(gap.shape[1] - 1), "head.bias": np.zeros(gap.shape[1] - 1)}
     seen = np.hstack([logits({**shared, **identity}, x), np.ones((len(x), 1))])
     losses: list[float] = []
-    while not losses if kept is not None else len(losses) < 11 or (np.std(losses[-10:]) >= 0.1 and len(losses) < 50):
+    while not losses if kept is not None else len(losses) < 11 or (np.std(losses[-10:]) >= 0.01 and len(losses) < 50):
         p = softmax(seen @ (heads[0] - (1 - weights) * gap).T)
         losses.append(cross_entropy(p, y))
         weights = np.clip(weights - eta * ((p - np.eye(CLASSES)[y]).T @ seen / len(x)) * gap, 0, 1)
