@@ -70,7 +70,7 @@ def card_of(method: str) -> MethodCard:
 
 
 def numbered(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for the names of stored arrays; ``personal-t`` stands for ``personal-1``, ``personal-2``, …."""
+    """Return a pattern for the names of stored arrays; ``personal-t`` matches ``personal-1``, ``personal-2``, …."""
     patterns = [re.sub(r"\\-[a-zA-Z]$", r"-\\d+", re.escape(name)) for name in names]
     return re.compile("|".join(patterns) or "(?!)")
 
