@@ -70,7 +70,7 @@ def speed(deployment: Deployment, nodes: int, rounds: int, data_dir: Path) -> di
     config: dict[str, Any] = {
         "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 2000,
         "model": "cnn", "batch-size": 50, "local-epochs": 1, "num-clients": nodes, "num-server-rounds": rounds,
-        "lr": 0.01, "device": "cpu",
+        "lr": 0.01, "device": "cpu", "test-set": "pooled",
     }  # fmt: skip
     words = [f"{key}={value}" for key, value in config.items()]
     cpu = {}

@@ -73,6 +73,7 @@ def methods(
     config: dict[str, Any] = {
         "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": samples, "num-clients": 20,
         "dirichlet-alpha": 0.1, "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "seed": 1,
+        "test-set": "pooled",
     }  # fmt: skip
     trained = sum(map(len, Workspace(read_settings(config)).partition.train))
     before = bare_speed(config)
@@ -110,7 +111,7 @@ def secure(data_dir: Path = Path("datasets"), clients: int = 5, neighbours: int 
     config: dict[str, Any] = {
         "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 40 * clients,
         "num-clients": clients, "partition": "iid", "model": "cnn", "local-steps": 1, "stack": "loop",
-        "secure-neighbours": neighbours,
+        "secure-neighbours": neighbours, "test-set": "pooled",
     }  # fmt: skip
     plain, secured = (federated(config | {"secure-aggregation": on}, rounds) for on in (False, True))
     report = {
@@ -179,6 +180,7 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, engines: S
     config = {
         "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
         "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,
+        "test-set": "pooled",
         **WORKLOADS[workload],
     }  # fmt: skip
     limits = [bare_speed(config)]

@@ -8,7 +8,7 @@ function.
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from logging import WARNING
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -44,7 +44,7 @@ Steps = Generator[Train | Forward, Any, R]
 class Member:
     """One model of an ensemble: parameters ``(d,)``, its network and its coefficient.
 
-    ``held`` are the tensors of frozen layers by name, where they have been read from a file.
+    ``held`` are the fixed tensors of the network by name, where they have been read from a file.
     """
 
     parameters: Tensor
@@ -165,8 +165,8 @@ class PersonalClient(NumPyClient):
         return update, self.plain(trained.parameters)
 
     def weight(self, config: Config) -> int:
-        """Return what the client counts in the mean of the round, as the strategy has it."""
-        return len(self.data.y_train)
+        """Return the client's weight in the mean of the round, the same as the strategy's."""
+        return 1 if self.settings.run.client_weights == "uniform" else len(self.data.y_train)
 
     # -- NumPyClient ---------------------------------------------------------------------------------
 
@@ -226,10 +226,17 @@ class PersonalClient(NumPyClient):
     @cached_property
     def class_weight(self) -> Tensor | None:
         """What each training sample ``(n,)`` counts in the loss by its class; 1 on average. None: all count alike."""
+        return self.class_weights("train")
+
+    def class_weights(self, split: Split) -> Tensor | None:
+        """Return the weights ``(n,)`` of a split's samples by class, with mean 1; None if all samples count alike.
+
+        A class weighs one over its number of training samples.
+        """
         if self.settings.train.class_weights == "none":
             return None
-        counts = torch.bincount(self.data.y_train).clamp_min(1)
-        weight = 1 / counts[self.data.y_train]
+        counts = torch.bincount(self.data.y_train, minlength=self.data.num_classes).clamp_min(1)
+        weight = 1 / counts[self.samples(split).y]
         return weight / weight.mean()
 
     def class_distribution(self) -> Tensor:
@@ -257,17 +264,17 @@ class PersonalClient(NumPyClient):
         return combined(torch.stack(outputs), coefficients, predictor.logarithms)
 
     def losses(self, models: Tensor, split: Split = "train") -> Steps[Tensor]:
-        """Return the loss of each of K models ``(K, d)`` on a split as ``(K,)``; a diverged model has an infinite loss.
+        """Return the loss ``(K,)`` of each of K models ``(K, d)`` on a split; a diverged model has an infinite loss.
 
-        It is the loss that training minimises: the setting ``loss``, with class weights on the training samples.
+        It is the loss that training minimises: the run's, with the run's class weights.
         """
         logits, labels = (yield Forward(models, split, self.architecture)), self.samples(split).y
         k, n, _ = logits.shape
-        criterion = self.workspace.criterion or partial(F.cross_entropy, reduction="none")
+        criterion = self.workspace.criterion or (lambda logits, y: F.cross_entropy(logits, y, reduction="none"))
         losses = criterion(logits.flatten(0, 1), labels.repeat(k)).view(k, n)
-        if split == "train" and self.class_weight is not None:
-            losses = losses * self.class_weight
-        return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        weight = self.class_weights(split)
+        losses = (losses if weight is None else losses * weight).mean(1)
+        return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     # -- one round -----------------------------------------------------------------------------------
 
@@ -292,6 +299,7 @@ class PersonalClient(NumPyClient):
                 arrays = noised(arrays, reference, self.settings.train)
             if self.masking:
                 limit = self.settings.run.secure_range
+                reference = [*reference, *parameters[len(reference) :]]  # statistics have what was sent as reference
                 arrays = [self.masking.put_on(arrays, reference, self.weight(config), limit)]
         return arrays, len(self.data.y_train), {**metrics, "samples": self.processed, **self.acknowledgement}
 
@@ -323,7 +331,9 @@ class PersonalClient(NumPyClient):
     def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
         """Return a predictor's scores by key, on the splits that hold samples; on training's if asked for."""
         found: dict[str, float] = {}
-        splits: dict[str, Split] = {point: "test", f"{point}-validation": "validation"}
+        splits: dict[str, Split] = {point: "test"}
+        if self.settings.data.validation_fraction:
+            splits[f"{point}-validation"] = "validation"
         if self.settings.run.evaluate_training:
             splits[f"{point}-training"] = "train"
         for key, split in splits.items():

@@ -1,48 +1,78 @@
-"""FedFomo's client: it moves its own model towards those of others that fit its data better, and trains it."""
+"""FedFomo's client: it moves from its model before training towards models with a lower validation loss."""
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from posy.client_app.base import Config, PersonalClient, Predictor, Result, Steps
 from posy.client_app.training.work import Split, Trained
+from posy.data.partitions import split
+from posy.randomness import numpy_generator
 from posy.strategies.replies import Update
 
 
 class FedFomoClient(PersonalClient):
-    """Go on with theta_i + sum_n w_n (theta_n - theta_i), w_n >= 0 with sum 1 (FedFomo, Eqs. 3-5)."""
+    """Train from theta + sum_n w_n (theta_n - theta), with w_n >= 0 that sum to 1 (FedFomo, Eqs. 3-5).
+
+    theta is the client's model before its last training. The first theta_n is its model after that training.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        fraction, count = self.method.validation, len(self.data.y_train)
+        if len(self.data.y_validation) or not fraction or count < 2:
+            return
+        generator = numpy_generator(self.settings.run.seed, "fedfomo-validation", self.client)
+        pairs = split([np.arange(count)], fraction, generator)
+        train, validation = (torch.from_numpy(np.sort(rows)).to(self.device) for rows in pairs[0])
+        x, y = self.data.x_train, self.data.y_train
+        self.data = replace(
+            self.data, x_train=x[train], y_train=y[train], x_validation=x[validation], y_validation=y[validation]
+        )
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Move towards the models received, and train; send the model and the weights as they are in Eq. 3."""
+        """Move towards the better models and train; send the trained model and the weights of Eq. 3."""
         start, weights = yield from self.moved(received[0])
         trained: Trained = yield self.work(start)
+        self.keep("start", start)
         return Update([trained.parameters, weights], trained.loss), self.keep_model(trained.parameters)
 
     def served_model(self, received: list[Tensor], config: Config) -> Steps[Predictor]:
-        """Move towards the models received."""
+        """Move towards the better models."""
         start, _ = yield from self.moved(received[0])
         return self.plain(start)
 
     def moved(self, others: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-        """Return the client's model, moved towards others ``(k, d)``, and their weights ``(k,)``."""
-        own = self.kept_model(self.initial())
-        if not len(others):
-            return own, others.new_zeros(0)
-        split: Split = "validation" if len(self.data.y_validation) else "train"
-        losses = yield from self.losses(torch.cat([own.unsqueeze(0), others]), split)
-        weights = first_order_weights(losses, self.layout.trainable.take(others - own).norm(dim=1))
-        return own + normalised(weights) @ (others - own), weights
+        """Return the next start of training ``(d,)``, and the weights ``(1 + k,)`` of the client's model and k others.
+
+        Parameters
+        ----------
+        others : torch.Tensor, (k, d)
+            Models of other clients.
+        """
+        previous, initial = self.recall("start"), self.initial()
+        start = initial if previous is None else previous
+        candidates = torch.cat([self.kept_model(initial).unsqueeze(0), others])
+        part: Split = "validation" if len(self.data.y_validation) else "train"
+        losses = yield from self.losses(torch.cat([start.unsqueeze(0), candidates]), part)
+        order = 1.0 if self.method.distance == "l1" else 2.0
+        weights = first_order_weights(losses, self.layout.trainable.take(candidates - start).norm(order, dim=1))
+        return start + normalised(weights) @ (candidates - start), weights
 
 
 def first_order_weights(losses: Tensor, distances: Tensor) -> Tensor:
-    """Return (L_own - L_n) / ||theta_n - theta_own|| ``(k,)`` of losses ``(1 + k,)``, the first of them the own one.
+    """Return (L - L_n) / ||theta_n - theta|| ``(k,)`` of losses ``(1 + k,)``, of which the first is L.
 
-    A model that is the same, or has diverged, has weight 0.
+    An equal model and a diverged model have weight 0.
     """
     weights = (losses[0] - losses[1:]) / distances
     return torch.where(weights.isfinite(), weights, 0.0)
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """Return the positive weights over their sum; where none is positive, zeros."""
+    """Return the positive weights over their sum, or zeros if no weight is positive."""
     positive = weights.clamp_min(0)
     return positive / positive.sum().clamp_min(torch.finfo(weights.dtype).tiny)

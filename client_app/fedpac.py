@@ -3,40 +3,44 @@
 import torch
 from torch import Tensor
 
-from posy.client_app.base import Config, Result, Steps
-from posy.client_app.fedrep import BODY, FedRepClient
+from posy.client_app.base import Config, PersonalClient, Result, Steps
 from posy.client_app.prototypes import class_means, towards_prototypes
-from posy.client_app.training.work import Forward, Train
+from posy.client_app.training.work import Forward, Train, Trained
 from posy.strategies.replies import Update
 
+HEAD, BODY = 0, 1  # streams of batches
 
-class FedPACClient(FedRepClient):
-    """Train as FedRep does, the body drawn to the global class means."""
+
+class FedPACClient(PersonalClient):
+    """Train the head, then the body with a pull towards the global class means (FedPAC, Algorithm 1)."""
 
     def assembled(self, received: list[Tensor]) -> Tensor:
         """Return the whole model ``(d,)``: the shared body with the head that was combined for the client."""
-        whole = torch.empty(self.layout.size, device=self.device)
-        return self.personal.put(self.shared.put(whole, received[0]), received[1])
+        model = torch.empty(self.layout.size, device=self.device)
+        return self.personal.put(self.shared.put(model, received[0]), received[1])
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Take the statistics of the served body, train head and body, and send all but the samples."""
+        """Measure the served body's features, train head and body, and send both with the statistics."""
         _, _, prototypes, known = received
         start = self.assembled(received)
         features, _ = yield Forward(start, "train", features=True)
         variance, products = statistics(features, self.data.y_train, self.data.num_classes)
+        fixed_body = dict.fromkeys((layer for layer in self.layout.layers if layer != "head"), 0.0)
+        epochs = None if self.settings.train.local_steps else self.method.head_epochs
+        head: Trained = yield Train(start, rates=fixed_body, epochs=epochs, lr=self.method.head_lr or None, stream=HEAD)
         strength = torch.tensor(self.method.strength, device=self.device)
         context = {"prototypes": prototypes, "known": known, "lambda": strength}
-        trained = yield from self.alternated(Train(start, towards_prototypes, context, stream=BODY))
+        trained: Trained = yield Train(head.parameters, towards_prototypes, context, rates={"head": 0.0}, stream=BODY)
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means, counts = class_means(features, self.data.y_train, self.data.num_classes)
-        body, head = self.shared.take(trained.parameters), self.personal.take(trained.parameters)
-        return Update([body, head, means, counts, variance, products], trained.loss), self.plain(trained.parameters)
+        arrays = [self.shared.take(trained.parameters), self.personal.take(trained.parameters)]
+        return Update([*arrays, means, counts, variance, products], trained.loss), self.plain(trained.parameters)
 
 
 def statistics(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return V ``()`` and h ``(C, D)`` of features ``(n, D)``.
 
-    h holds the mean of each class times its share of the samples, V the variance of that estimate:
+    h holds the mean of each class times its share of the samples. V is the variance of this estimate,
     (E ||f||² − ||h||²) / n.
     """
     means, counts = class_means(features, labels, num_classes)

@@ -10,7 +10,7 @@ from posy.client_app.training.work import Context, Net, mean_over
 def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return the means by class ``(C, D)`` of features ``(n, D)``, and the numbers of samples ``(C,)``.
 
-    The mean of a class without samples is zero. They are computed in double precision, on every device alike.
+    The mean of a class without samples is zero. Means are computed in double precision, so that devices agree.
     """
     members = F.one_hot(labels, num_classes).double()
     counts = members.sum(0)
@@ -21,8 +21,8 @@ def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Ten
 def distance_to_prototypes(features: Tensor, batch: Batch, context: Context) -> Tensor:
     """Return the mean square of f − c over the samples of a batch and their features.
 
-    c is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. Where ``context["known"]`` ``(C,)`` is 0
-    the class has none, and its samples count as if they were there.
+    c is the row of ``context["prototypes"]`` ``(C, D)`` for a sample's class. A class with 0 in ``context["known"]``
+    ``(C,)`` has no prototype. Its samples have distance 0.
     """
     squares = (features - context["prototypes"][batch.y]).square().mean(dim=-1)
     return mean_over(squares * context["known"][batch.y], batch)

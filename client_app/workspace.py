@@ -22,10 +22,10 @@ from posy.data.agreement import task_of
 from posy.data.augment import Change, Draw, augmentation
 from posy.data.client import ClientData, client_data
 from posy.data.dataset import Dataset
-from posy.data.datasets import load_dataset
+from posy.data.datasets import load_clients
 from posy.data.errors import DataError
 from posy.data.inputs import Preprocessing
-from posy.data.partitions import Partition, partition
+from posy.data.partitions import Partition
 from posy.data.settings import SITES
 from posy.data.sites import fingerprint, load_site, read_site
 from posy.data.task import Task
@@ -91,13 +91,12 @@ class Workspace:
     @cached_property
     def dataset(self) -> Dataset:
         """The data set, loaded once: that of all clients, or the site's own."""
-        data = self.settings.data
-        return self._own[0] if self.of_sites else load_dataset(data, Path(data.data_dir), self.settings.run.seed)
+        return self._loaded[0]
 
     @cached_property
     def partition(self) -> Partition:
         """Which samples each client has; a site's has one client."""
-        return self._own[1] if self.of_sites else partition(self.dataset, self.settings.data, self.settings.run.seed)
+        return self._loaded[1]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -207,9 +206,11 @@ class Workspace:
         return torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
 
     @cached_property
-    def _own(self) -> tuple[Dataset, Partition]:
-        content = read_site(data_path(self.site), self.settings.data, self.skip_unreadable)
-        return load_site(content, self.settings.data, self.settings.run.seed)
+    def _loaded(self) -> tuple[Dataset, Partition]:
+        data, seed = self.settings.data, self.settings.run.seed
+        if not self.of_sites:
+            return load_clients(data, Path(data.data_dir), seed)
+        return load_site(read_site(data_path(self.site), data, self.skip_unreadable), data, seed)
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from posy.report.recorded import client_rows
 from posy.server_app.resume import read_summary
 from posy.settings import SettingsError
 from posy.storage import replace
-from posy.strategies.registry import declared_for
+from posy.strategies.registry import current_keys, declared_for
 from posy.yaml12 import dump, read_yaml
 
 FILE = "cells.jsonl.gz"
@@ -117,6 +117,7 @@ def _line(cell: Place) -> bytes:
     summary = read_summary(cell.path)
     rows = client_rows(cell.path, summary["rounds"])
     config = read_yaml(cell.path / "config.yaml")
+    config["settings"] = current_keys(config["settings"])
     # Where and how it was carried out is of no use elsewhere.
     matter = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
     config["settings"] = {key: value for key, value in config["settings"].items() if key in matter}

@@ -345,7 +345,7 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
 
 def _meaning(item: Setting) -> str:
     """Return what a setting means, and where `posy tune` searches it."""
-    return item.help + (f"; `posy tune`: {item.search.low:g} to {item.search.high:g}" if item.search else "")
+    return item.described + (f"; `posy tune`: {item.search.low:g} to {item.search.high:g}" if item.search else "")
 
 
 @app.command()

@@ -28,7 +28,18 @@ from posy.server_app.resume import RAN_ON, StoredRun, read_summary
 from posy.settings import Scalar, SettingsError
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS
-from posy.strategies.registry import check_own, declared_for, owner, pertinent, read_settings, with_experiment
+from posy.strategies.registry import (
+    check_own,
+    declared_for,
+    effective,
+    no_effect,
+    normalised,
+    owner,
+    pertinent,
+    read_settings,
+    with_experiment,
+    without_effect,
+)
 from posy.strategies.settings import RunSettings
 from posy.yaml12 import dump, read_yaml
 
@@ -116,8 +127,11 @@ class Cell:
         return summary if self.fits(ran) and not lacks else None
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Tell whether a run had these very settings, as far as they decide its results."""
-        return all(ran.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
+        """Return whether a run had the same settings, as far as they decide its results."""
+        if ran.get("method") != self.decisive["method"][0]:
+            return False
+        decided = normalised(ran)
+        return all(decided.get(key, before) == wanted for key, (wanted, before) in self.decisive.items())
 
     @property
     def going_on(self) -> dict[str, Scalar] | None:
@@ -236,9 +250,17 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     It holds ``runs`` (rows: ``name`` and ``settings``, and ``variants``, which are settings by the names of variants;
     or ``all`` methods as they are), ``seeds``, and, if need be, ``variants`` (``name`` and ``settings``), ``settings``
     for all cells, ``title`` and ``output`` (directory; default ``results/`` and the file's name).
-    Settings of a row stand over those of a variant, and these over the common ones; those of a row in a variant over
-    all three. What was ``given`` on the command line stands over all of them, and ``output`` over the file's. What is
-    missing, misspelt or wrong raises :class:`SettingsError`.
+    A row's settings override a variant's, which override the common ones; a row's settings in a variant override all
+    three. The settings ``given`` on the command line override the file, and ``output`` overrides the file's.
+
+    Each group of settings applies to several cells. A cell leaves out the settings that have no effect in it, such as
+    ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in all of its cells is
+    an error.
+
+    Raises
+    ------
+    SettingsError
+        If something in the file is missing, misspelt or wrong, or a setting has no effect in any cell.
     """
     if not file.is_file():
         raise SettingsError(f"there is no table {file}")
@@ -263,27 +285,75 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
     if unknown := {name for own in special.values() for name in own} - variants.keys():
         raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is no variant of it")
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
-    cells, methods = [], set()
+    cells, methods, effects = [], set(), Effects()
     for (variant, below), (row, of_row) in itertools.product(variants.items(), rows.items()):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
+        groups = {
+            f"the settings of {file}": content.get("settings", {}),
+            f"the settings of variant {variant} in {file}": below,
+            f"the settings of {row} in {file}": of_row,
+            where: special[row].get(variant, {}),
+        }
         own = {**of_row, **special[row].get(variant, {})}
-        chosen = {**content.get("settings", {}), **below, **own, **given}
+        in_file = dict(itertools.chain(*(group.items() for group in groups.values())))
+        chosen = {**in_file, **given}
         if clash := chosen.keys() & {"seed", "output-dir", "run-name"}:
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
         # A cell without checkpoints is run anew if it is interrupted: most take minutes.
         config = {"checkpoint-every": 0} | with_experiment(chosen, where)
         method = str(config.get("method", RunSettings.method))
         check_own(own, method, where)
-        config = pertinent(config, method)  # what several rows share may hold settings of each of their methods
+        config = pertinent(config, method)  # rows share settings, which may belong to another row's method
+        reasons = without_effect(config)
+        # An override on the command line may leave a setting of the file without an effect.
+        reasons_in_file = without_effect(with_experiment(in_file, where)) if given else reasons
+        for place, group in groups.items():
+            effects.note(place, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
+        effects.note("the command line", given, config, reasons)
+        config = effective(config)
         for seed in seeds:
             place = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
             cells.append(cell := Cell(variant, row, seed, config | place, where))
             cell.decisive  # noqa: B018 - what cannot be read raises now
         methods.add(method)
+    effects.check()
     for key in sorted(given):
         if owner(key) not in (None, *methods):
             raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
     return Plan(content.get("title", file.stem), folder, tuple(cells), content)
+
+
+@dataclass
+class Effects:
+    """The settings of a table that have an effect in a cell, and those that have none, by place and key."""
+
+    useful: set[tuple[str, str]] = field(default_factory=set)
+    idle: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def note(self, place: str, group: Mapping[str, Any], config: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+        """Note which settings of a group have an effect in a cell.
+
+        Parameters
+        ----------
+        place : str
+            Where the group is, for an error message.
+        group : mapping
+            Settings that apply to several cells.
+        config : mapping
+            The settings of the cell, without those of other methods.
+        reasons : mapping
+            Why settings have no effect in the cell, by key.
+        """
+        for key in group.keys() & config.keys():
+            if key in reasons:
+                self.idle[place, key] = no_effect(key, group[key], place, reasons[key])
+            else:
+                self.useful.add((place, key))
+
+    def check(self) -> None:
+        """Raise :class:`SettingsError` for a setting that has no effect in any cell."""
+        for use in sorted(self.idle.keys() - self.useful):
+            raise SettingsError(self.idle[use])
 
 
 def plan_as_yaml(

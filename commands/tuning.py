@@ -18,7 +18,7 @@ from posy.commands.table import Cell, Plan, Running, alone, failure_of, plan_as_
 from posy.server_app.progress import duration
 from posy.settings import Scalar, SettingsError
 from posy.strategies.methods import settings_class
-from posy.strategies.registry import declared
+from posy.strategies.registry import declared, unmet_conditions
 
 FRACTION = 0.2
 """Fraction of the training samples that are for validation where a table does not say it."""
@@ -92,11 +92,12 @@ def fraction_of(plan: Plan) -> float:
     return found.pop()
 
 
-def space_of(method: str) -> dict[str, BaseDistribution]:
-    """Return what is tried of a row: the numbers that its method and the training declare a range of."""
+def space_of(method: str, config: Mapping[str, Scalar]) -> dict[str, BaseDistribution]:
+    """Return the search space of a row: the numbers with a declared range that have an effect in its runs."""
     space: dict[str, BaseDistribution] = {}
+    idle = unmet_conditions({**config, "method": method})
     for key, item in declared([method]).items():
-        if item.search is None:
+        if item.search is None or key in idle:
             continue
         low, high, log = item.search
         if item.kind is int:
@@ -108,7 +109,7 @@ def space_of(method: str) -> dict[str, BaseDistribution]:
 
 def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
     """Return the search of a cell, begun or taken up again."""
-    space = space_of(cell.method)
+    space = space_of(cell.method, cell.config)
     settings = {key: value for key, value in cell.config.items() if key not in ("output-dir", "run-name")}
     study = optuna.create_study(
         study_name=f"{cell.place} {json.dumps(settings, sort_keys=True)}",  # other settings are another study

@@ -1,7 +1,7 @@
 """A data set in memory: what a file or folder holds, and the task and samples that are made of it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ import numpy as np
 
 from posy.data.labels import distinct_labels, label_notes
 from posy.data.task import TASK_KINDS, Task
-from posy.data.values import deviation, moments
+from posy.data.text import UNKNOWN, tokenise
+from posy.data.values import check_scaled, deviation, moments
 
 Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 """(train, test) indices of each client."""
@@ -18,12 +19,13 @@ Indices = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """All samples of a data set, train and test pooled.
+    """All samples of a data set, for training and for tests.
 
     ``x``, which may be mapped from a file, are ``(N, H, W, C)`` images, uint8 or, already scaled, float32; ``(N, F)``
-    features, float32 or, where that would change one, float64; or ``(N, L)`` int64 tokens. ``mean`` is subtracted, and
-    what is left divided by ``std``: float32 per channel of pixels/255 for uint8 images, float64 per feature for
-    features; 0 and 1 for values that are taken as they are.
+    features, float32 or, where that would change one, float64; ``(N, L)`` int64 tokens; or ``(N,)`` texts, which
+    :func:`fitted` turns into tokens. A client subtracts ``mean`` and divides by ``std``: float32 per channel of
+    pixels/255 for uint8 images, float64 per feature for features. Both are 0 and 1 for values that stay as they are,
+    and for features before :func:`fitted`.
     """
 
     name: str  # or path that it was loaded under
@@ -33,6 +35,7 @@ class Dataset:
     mean: np.ndarray
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
+    is_test: np.ndarray | None = None  # (N,) bool: samples of the supplied test set, if there is one
     given: Indices | None = None  # when the data comes already partitioned
     notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
     skipped: int = 0  # files that could not be read and were left out
@@ -54,7 +57,7 @@ class Content:
     x: Any  # as in Dataset; of text the N texts
     labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
     groups: np.ndarray | None = None
-    is_test: np.ndarray | None = None  # (N,) bool: the samples of the data's own test set, if it has one
+    is_test: np.ndarray | None = None  # as in Dataset
     given: Indices | None = None
     class_names: tuple[str, ...] = ()  # where the data gives them; the labels are then their numbers 0..C-1
     columns: tuple[str, ...] = ()  # names of the features, where the data gives them
@@ -87,15 +90,17 @@ def make_dataset(
     class_names: Sequence[str],
     vocabulary: int = 0,
     scale: tuple[np.ndarray, np.ndarray] | None = None,
+    text_length: int = 0,
     **others: Any,
 ) -> Dataset:
     """Build a data set from samples and labels as :class:`Dataset` holds them, and the parts of its :class:`Task`.
 
     uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels and tokens stay.
-    ``scale`` is mean and standard deviation of features; ``None``: those of ``x``. A constant one is only centred.
-    The kind of the samples is as in :class:`Content`; ``others`` are further attributes of the data set.
+    ``scale`` is mean and standard deviation of features; without it, :func:`fitted` computes them. ``text_length`` is
+    the number of tokens of a text that :func:`fitted` has yet to make. The kind of the samples is as in
+    :class:`Content`; ``others`` are further attributes of the data set.
     """
-    shape: tuple[int, ...] = x.shape[1:]
+    shape: tuple[int, ...] = x.shape[1:] or (text_length,)
     kind = TASK_KINDS[sample_kind]
     if kind == "image":
         shape = (shape[2], *shape[:2])
@@ -104,7 +109,40 @@ def make_dataset(
     elif kind == "text":
         scale = np.zeros(1, np.float32), np.ones(1, np.float32)
     elif scale is None:
-        mean, squares = moments(x)
-        scale = mean, deviation(mean, squares / len(x))
+        scale = np.zeros(shape[0]), np.ones(shape[0])
     task = Task(kind, shape, tuple(class_names), vocabulary)
     return Dataset(name, task, x, y, *scale, sample_kind=sample_kind, **others)
+
+
+def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dataset:
+    """Return a data set whose statistics and vocabulary come from training samples alone.
+
+    Each feature gets mean and standard deviation over the training samples of all clients; a constant one is only
+    centred. Texts become tokens: the ``max_words`` most frequent words of the training texts get a number. Images and
+    tokens need no statistics.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        As :func:`posy.data.datasets.load_dataset` returns it.
+    train : sequence of numpy.ndarray
+        Indices ``(n_i,)`` of each client's training samples, without those for test and validation.
+    max_words : int
+        Words of the vocabulary at most.
+
+    Raises
+    ------
+    DataError
+        If a sample, standardised, exceeds the range of float32.
+    """
+    if dataset.sample_kind not in ("features", "text"):
+        return dataset
+    rows = np.unique(np.concatenate(train))
+    if dataset.sample_kind == "features":
+        mean, squares = moments(dataset.x, rows)
+        std = deviation(mean, squares / len(rows))
+        check_scaled(dataset.x, mean, std, dataset.name, dataset.columns)
+        return replace(dataset, mean=mean, std=std)
+    tokens, words = tokenise(dataset.x, dataset.task.input_shape[0], max_words, rows)
+    task = replace(dataset.task, vocabulary=len(words) + UNKNOWN + 1)
+    return replace(dataset, task=task, x=tokens, words=words)

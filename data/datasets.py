@@ -7,10 +7,11 @@ import numpy as np
 
 from posy.data.arrow import HUB, read_hub
 from posy.data.columns import Columns
-from posy.data.dataset import Dataset
+from posy.data.dataset import Dataset, fitted
 from posy.data.errors import DataError
 from posy.data.functions import read_function
 from posy.data.own import as_dataset, has_columns, read_own
+from posy.data.partitions import Partition, partition
 from posy.data.published import DATASETS
 from posy.data.read_published import load_published
 from posy.data.settings import DataSettings, path_of
@@ -21,8 +22,21 @@ from posy.randomness import numpy_generator
 from posy.settings import SettingsError
 
 
+def load_clients(settings: DataSettings, data_dir: Path, seed: int) -> tuple[Dataset, Partition]:
+    """Return a data set, ready for training, and its partition over the clients.
+
+    Statistics and vocabulary come from the training samples of the partition alone. It raises as
+    :func:`load_dataset` and :func:`posy.data.partitions.partition` do.
+    """
+    dataset = load_dataset(settings, data_dir, seed)
+    part = partition(dataset, settings, seed)
+    return fitted(dataset, part.train, settings.vocabulary), part
+
+
 def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
-    """Load a data set by name or path, train and test pooled; the seed draws the subset of ``max_samples``.
+    """Load a data set by name or path; the seed draws the subset of ``max_samples``.
+
+    Features are not standardised yet, and texts are still texts: :func:`posy.data.dataset.fitted` needs the partition.
 
     Raises
     ------
@@ -49,7 +63,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
                 path = path_of(name, data_dir)
                 _check_columns(columns, name, has_columns(path))
                 content = read_own(path, size, columns=columns)
-            found = as_dataset(content, name, settings.text_length or MAX_LENGTH, settings.vocabulary)
+            found = as_dataset(content, name, settings.text_length or MAX_LENGTH)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
     except MemoryError as error:
@@ -95,5 +109,5 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
     if size > len(dataset):
         raise SettingsError(f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; at most so many, or 0")
     keep = np.sort(numpy_generator(seed, "subset").choice(len(dataset), size, replace=False))
-    groups = None if dataset.groups is None else dataset.groups[keep]
-    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], groups=groups)
+    groups, is_test = (None if part is None else part[keep] for part in (dataset.groups, dataset.is_test))
+    return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], groups=groups, is_test=is_test)

@@ -17,17 +17,17 @@ from posy.data.labels import as_labels, joined_labels, known_labels, numbered
 from posy.data.npz import NpzFile
 from posy.data.pfllib import is_pfllib, read_pfllib
 from posy.data.tables import read_csv
-from posy.data.text import MAX_LENGTH, MAX_WORDS, UNKNOWN, tokenise
+from posy.data.text import MAX_LENGTH
 from posy.data.values import as_features, check_alike, check_lengths, check_shape, precision_notes
 from posy.paths import exists
 
 _LOG = getLogger("flwr")  # the logger of a run
 
 
-def as_dataset(content: Content, name: str, length: int = MAX_LENGTH, max_words: int = MAX_WORDS) -> Dataset:
-    """Make a data set of what was read; ``length`` is that of texts, ``max_words`` how many words get a number.
+def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
+    """Make a data set of what a reader returned; ``length`` is the number of tokens of a text.
 
-    Features are standardised; PFLlib's are taken as they are. What may be a mistake is logged.
+    Features and texts still need :func:`posy.data.dataset.fitted`. A note on the data is logged.
     """
     if content.class_names:
         names, notes = content.class_names, content.read_notes
@@ -36,21 +36,12 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH, max_words:
         (y, names), notes = content.distinct, content.notes
         if len(names) < 2:
             raise DataError(f"{content.path}: the only label is {names[0]!r:.60}; at least 2 classes are needed")
-    x, vocabulary, scale = content.x, 0, None
-    words: tuple[str, ...] = ()
-    if content.kind == "text":
-        x, words = tokenise(x, length, max_words)
-        vocabulary = len(words) + UNKNOWN + 1
-    elif content.kind == "tokens":
-        vocabulary = int(x.max()) + 1
-    elif content.kind == "features" and content.given is not None:
-        notes = (*notes, *precision_notes(x, np.float32, content.columns))
-        x, scale = x.astype(np.float32, copy=False), (np.zeros(x.shape[1]), np.ones(x.shape[1]))
+    x = np.array(content.x, object) if content.kind == "text" else content.x
+    vocabulary = int(x.max()) + 1 if content.kind == "tokens" else 0
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    others = {"groups": content.groups, "given": content.given, "notes": notes}
-    others |= {"words": words, "columns": content.columns}
-    return make_dataset(name, content.kind, x, y, names, vocabulary, scale, **others)
+    others = {key: getattr(content, key) for key in ("groups", "is_test", "given", "columns")}
+    return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, notes=notes, **others)
 
 
 def read_own(

@@ -1,7 +1,7 @@
 """Which client holds which samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import Any
 
@@ -51,11 +51,14 @@ def _class_counts(parts: Sequence[np.ndarray], y: np.ndarray, num_classes: int) 
 
 
 def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
-    """Assign the samples of a data set to clients and split each client's into train and test.
+    """Assign the samples of a data set to clients, and split them into train and test.
 
-    The same data, settings and seed give the same partition in every process. flwr-datasets
-    assigns samples by their labels alone, except where every client is to have so many samples
-    (``samples_per_client``); data that comes partitioned is taken as it is.
+    The same data, settings and seed give the same partition in every process. flwr-datasets assigns samples by their
+    labels alone, except with ``samples_per_client``; data that comes partitioned is taken as it is.
+
+    A supplied test set stays one, unless ``test_set`` pools it: the rule assigns the training samples, and each client
+    gets its share of the test set (see :func:`share_test_set`), or, with ``natural``, the test samples of its group.
+    Else each client's samples are split by ``test_fraction``.
 
     Raises
     ------
@@ -65,9 +68,18 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
         If a client is left without a training sample.
     """
     kind = "given" if dataset.given is not None else settings.partition
-    _check(kind, dataset, settings)
     rng = numpy_generator(seed, "partition")
-    pairs = _assigned(kind, dataset, settings, rng)
+    is_test = dataset.is_test if settings.test_set == "supplied" and kind != "given" else None
+    if is_test is None or not is_test.any():
+        _check(kind, dataset, settings)
+        pairs = _assigned(kind, dataset, settings, rng)
+    else:
+        rows = np.flatnonzero(~is_test)
+        groups = None if dataset.groups is None else dataset.groups[rows]
+        # Partition rules read labels and groups alone.
+        training = replace(dataset, y=dataset.y[rows], groups=groups, is_test=None)
+        _check(kind, training, settings)
+        pairs = _with_test_set(kind, dataset, is_test, training, settings, rng)
     if kind == "given" and settings.partition != "given":
         log(INFO, "%s comes partitioned over %s clients, which is used", dataset.name, len(pairs))
     for client, (train, _) in enumerate(pairs):
@@ -94,6 +106,11 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
     """Check what can be known before the work starts."""
     clients, num_classes = settings.num_clients, dataset.task.num_classes
     if kind == "given":
+        if settings.test_set == "pooled" and dataset.given is not None:
+            raise SettingsError(
+                f"test-set = 'pooled' does not go with {dataset.name}, which comes with a test set for each client; "
+                "leave it at 'supplied'"
+            )
         if dataset.given is None:
             raise SettingsError(
                 f"partition = 'given' needs data that comes partitioned (a PFLlib directory); {dataset.name} does not"
@@ -107,7 +124,8 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
             raise SettingsError(f"num-clients = {clients}: {dataset.name} comes with {len(dataset.given)} clients")
     elif kind != "file" and clients > len(dataset):
         raise SettingsError(
-            f"num-clients = {clients}: {dataset.name} has {len(dataset)} samples, and each client needs at least one"
+            f"num-clients = {clients}: {dataset.name} has {len(dataset)} samples for them, and each client needs at "
+            "least one"
         )
     if kind in ("classes", "pathological") and settings.classes_per_client > num_classes:
         raise SettingsError(
@@ -147,18 +165,97 @@ def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.rando
     return split(ASSIGN[kind](dataset, settings, rng), settings.test_fraction, rng)
 
 
-def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
+def _with_test_set(
+    kind: str,
+    dataset: Dataset,
+    is_test: np.ndarray,
+    training: Dataset,
+    settings: DataSettings,
+    rng: np.random.Generator,
+) -> Indices:
+    """Return (train, test) of each client; ``training`` holds the labels and groups of the other samples alone."""
+    rows, test = np.flatnonzero(~is_test), np.flatnonzero(is_test)
+    if kind == "file":
+        pairs = _from_file(dataset, settings, rng, is_test)
+        if any(len(part) for _, part in pairs):
+            return pairs
+        parts = [part for part, _ in pairs]
+    elif settings.samples_per_client:
+        parts = [rows[part] for part, _ in _equal(training, settings, rng, tested=False)]
+    else:
+        from posy.data.assign import ASSIGN  # noqa: PLC0415 - flwr_datasets takes seconds to import
+
+        parts = [rows[part] for part in ASSIGN[kind](training, settings, rng)]
+    if kind == "natural" and dataset.groups is not None:
+        groups = [dataset.groups[part[0]] for part in parts]
+        tests = [test[dataset.groups[test] == group] for group in groups]
+        if any(map(len, tests)):
+            return tuple(zip(parts, tests, strict=True))
+    return tuple(zip(parts, _divided(dataset, test, parts, rng), strict=True))
+
+
+def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return how many test samples of each class each client gets from one test set, ``(M, C)`` int64.
+
+    Each class is divided in proportion to the clients' training samples of it, so that a client is tested on the class
+    proportions that it trains on. Each sample goes to one client. The largest remainders get the samples that rounding
+    leaves; equal remainders do so in random order. A client without a sample takes one of its most frequent class from
+    the client that has most of that class.
+
+    Parameters
+    ----------
+    counts : numpy.ndarray
+        Training samples of each class on each client, ``(M, C)``.
+    available : numpy.ndarray
+        Samples of each class in the test set, ``(C,)``. Classes without a training sample are not used.
+    rng : numpy.random.Generator
+        Decides between equal remainders.
+    """
+    totals = np.maximum(counts.sum(0), 1)
+    shares, remainders = np.divmod(counts * available, totals)
+    rest = np.where(counts.any(0), available, 0) - shares.sum(0)
+    for label in np.flatnonzero(rest):
+        order = np.lexsort((rng.random(len(counts)), -remainders[:, label]))
+        shares[order[: rest[label]], label] += 1
+    for client in np.flatnonzero(~shares.any(1)):
+        for label in np.argsort(-counts[client], kind="stable")[: np.count_nonzero(counts[client])]:
+            giver = int(np.where(shares.sum(1) > 1, shares[:, label], 0).argmax())
+            if shares[giver, label] and shares[giver].sum() > 1:
+                shares[giver, label] -= 1
+                shares[client, label] += 1
+                break
+    return shares
+
+
+def _divided(
+    dataset: Dataset, test: np.ndarray, train: Sequence[np.ndarray], rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Divide the indices of a test set among clients with some training samples, by :func:`share_test_set`."""
+    num_classes, y = dataset.task.num_classes, dataset.y
+    available = np.bincount(y[test], minlength=num_classes)
+    shares = share_test_set(_class_counts(train, y, num_classes), available, rng)
+    if unused := int(available.sum() - shares.sum()):
+        log(WARNING, "%s: %s test samples are of classes that no client trains on; not used", dataset.name, unused)
+    parts: list[list[np.ndarray]] = [[test[:0]] for _ in train]
+    for label in np.flatnonzero(shares.any(0)):
+        pool = rng.permutation(test[y[test] == label])
+        for part, own in zip(parts, np.split(pool, np.cumsum(shares[:, label])[:-1]), strict=True):
+            part.append(own)
+    return [np.concatenate(part) for part in parts]
+
+
+def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *, tested: bool = True) -> Indices:
     """Give each client the same number of samples, equally from each of its S classes (PPFE, appendix A.2).
 
-    ``samples_per_client`` are for training; the test samples come on top, from the same classes: they are
-    ``test_fraction`` of the whole. Every class is given to nearly the same number of clients: each client
-    takes the classes given out least so far, in random order. With ``partition = "iid"`` there is one class.
+    ``samples_per_client`` are for training. Where they are ``tested`` on samples of the same pool, test samples come on
+    top, from the same classes: ``test_fraction`` of all samples. Each client takes the S classes that the fewest
+    clients have so far, in random order. With ``partition = "iid"`` there is one class.
     """
     by_class = settings.partition == "classes"
     y, num_classes = (dataset.y, dataset.task.num_classes) if by_class else (np.zeros(len(dataset)), 1)
     per_client = settings.classes_per_client if by_class else 1
     train = settings.samples_per_client
-    test = max(1, round(train * settings.test_fraction / (1 - settings.test_fraction)))
+    test = max(1, round(train * settings.test_fraction / (1 - settings.test_fraction))) if tested else 0
     if train < per_client:
         raise SettingsError(
             f"samples-per-client = {train} cannot hold classes-per-client = {per_client}; at least {per_client} needed"
@@ -183,16 +280,22 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
     for label, pool in enumerate(pools):
         if used[label] > len(pool):
             of_class = f" of class {dataset.task.class_names[label]}" if by_class else ""
+            tests = f" and test-fraction = {settings.test_fraction:g}" if tested else ""
             raise SettingsError(
-                f"samples-per-client = {train} with num-clients = {settings.num_clients} and test-fraction = "
-                f"{settings.test_fraction:g} needs {used[label]} samples (train and test){of_class}, {dataset.name} "
-                f"has {len(pool)}; lower one of them"
+                f"samples-per-client = {train} with num-clients = {settings.num_clients}{tests} needs {used[label]} "
+                f"samples ({'train and test' if tested else 'train'}){of_class}, {dataset.name} has {len(pool)}; lower "
+                "one of them"
             )
     return tuple(pairs)
 
 
-def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:
-    """Read a list of index lists, or {"train": [...], "test": [...]} with one of each."""
+def _from_file(
+    dataset: Dataset, settings: DataSettings, rng: np.random.Generator, is_test: np.ndarray | None = None
+) -> Indices:
+    """Read a list of index lists, or {"train": [...], "test": [...]} with one of each.
+
+    Samples of the supplied test set, where ``is_test`` is given, are for tests only.
+    """
     path = expanded(settings.partition_file)
     if not settings.partition_file or not exists(path):
         raise SettingsError(
@@ -217,8 +320,16 @@ def _from_file(dataset: Dataset, settings: DataSettings, rng: np.random.Generato
             raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
         clients.append(parts)
     pairs: Indices = tuple(clients)
-    if "all" in splits:
+    if "all" in splits and is_test is not None:
+        pairs = tuple((part[~is_test[part]], part[is_test[part]]) for (part,) in clients)
+    elif "all" in splits:
         pairs = split([part for (part,) in clients], settings.test_fraction, rng)
+    for client, (train, _) in enumerate(pairs if is_test is not None else ()):
+        if (tested := train[is_test[train]]).size:
+            raise SettingsError(
+                f"partition-file = {settings.partition_file!r}: client {client} trains on sample {tested[0]}, which "
+                f"belongs to the test set of {dataset.name}; list it under test, or set test-set to 'pooled'"
+            )
     train, test = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     if both := len(np.intersect1d(train, test)):
         log(WARNING, "%s: %s samples are for the training of one client and the test of another", path, both)

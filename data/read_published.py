@@ -37,7 +37,7 @@ def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset
     if content is None:
         content = globals()[source.reader](name, data_dir, settings)
     content = replace(content, class_names=content.class_names or source.classes)
-    return as_dataset(content, name, settings.text_length or source.words or MAX_LENGTH, settings.vocabulary)
+    return as_dataset(content, name, settings.text_length or source.words or MAX_LENGTH)
 
 
 def _from_npz(name: str, data_dir: Path) -> Content | None:
@@ -86,7 +86,8 @@ def read_torchvision(
             ys.append(as_labels(np.asarray(part.targets), str(path)))
             check_lengths(f"{path}: {'train' if train else 'test'}", images=len(xs[-1]), labels=len(ys[-1]))
         x = np.concatenate(xs)
-        return Content(path, "image", x.reshape(*x.shape[:3], -1), np.concatenate(ys))
+        is_test = np.arange(len(x)) >= len(xs[0])
+        return Content(path, "image", x.reshape(*x.shape[:3], -1), np.concatenate(ys), is_test=is_test)
 
     is_there = path.is_dir() and any(path.iterdir())
     try:
@@ -136,7 +137,7 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
         absent = [folder / "*.json" for folder, paths in files.items() if not paths]
         what = "put there the .json files that LEAF's preprocessing writes, of train and of test"
         raise _missing(name, data_dir, absent, what)
-    images, labels, writers = [], [], []
+    images, labels, writers, tested = [], [], [], []
     for path in itertools.chain(*files.values()):
         for user, x, y in _leaf_users(path):
             where = f"{path}: user {user}"
@@ -156,9 +157,11 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
             images.append(np.rint(pixels * 255).astype(np.uint8).reshape(-1, 28, 28, 1))
             labels.append(known_labels(classes, len(DATASETS[name].classes), where))
             writers += [user] * len(y)
+            tested += [path.parent.name == "test"] * len(y)
     check_lengths(str(data_dir / "femnist"), samples=len(writers))
     groups = numbered(np.array(writers))
-    return Content(data_dir / "femnist", "image", np.concatenate(images), np.concatenate(labels), groups)
+    x, y = np.concatenate(images), np.concatenate(labels)
+    return Content(data_dir / "femnist", "image", x, y, groups, np.array(tested))
 
 
 def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
@@ -180,6 +183,7 @@ def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Con
     train = _first(name, data_dir, places, "unpack tiny-imagenet-200.zip there")
     wnids = sorted(folder.name for folder in train.iterdir() if folder.is_dir())
     found = [(path, wnid) for wnid in wnids for path in image_files(train / wnid / "images")]
+    num_train = len(found)
     places = [f"{train.parent.name}/val/val_annotations.txt"]
     annotations = _first(name, data_dir, places, "the archive's validation images belong there")
     for number, fields in rows_of(annotations, delimiter="\t"):
@@ -190,7 +194,7 @@ def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Con
         found.append((annotations.parent / "images" / fields[0], fields[1]))
     x = read_images([path for path, _ in found], _square(settings), "RGB")
     y = np.searchsorted(wnids, [wnid for _, wnid in found])
-    return Content(train.parent, "image", x, y, class_names=tuple(wnids))
+    return Content(train.parent, "image", x, y, is_test=np.arange(len(y)) >= num_train, class_names=tuple(wnids))
 
 
 def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -215,18 +219,20 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
     table, folder = _first(name, data_dir, tables, what), _first(name, data_dir, folders, what)
     rows = rows_of(table)
     _, header = next(rows, (0, []))
-    files, labels, centres = [], [], []
+    files, labels, centres, tested = [], [], [], []
     for number, fields in rows:
         row = dict(zip(header, fields, strict=False))
         try:
             labels.append(int(row["target"]))
             centres.append(int(row["center"]))
             files.append(folder / f"{row['image']}.jpg")
+            tested.append(row.get("fold", "train") == "test")
         except (KeyError, ValueError) as error:
             raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
     check_lengths(str(table), rows=len(files))
     y = known_labels(np.array(labels), len(DATASETS[name].classes), str(table))
-    return Content(table, "image", read_images(files, _square(settings), "RGB"), y, np.array(centres, np.int64))
+    x, groups = read_images(files, _square(settings), "RGB"), np.array(centres, np.int64)
+    return Content(table, "image", x, y, groups, np.array(tested))
 
 
 def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -236,7 +242,7 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
     files = [_first(name, data_dir, places, what)]
     if files[0].name != "agnews.csv":
         files = [_first(name, data_dir, [place], what) for place in places[:2]]
-    labels, texts = [], []
+    labels, texts, tested = [], [], []
     for path in files:
         for number, row in rows_of(path):
             if number == 1 and row[0].strip().lower() in ("class index", "class", "label"):
@@ -245,9 +251,10 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
                 raise DataError(f"{path}: row {number}: {row!r:.80}; needed are class 1 to 4, title, description")
             labels.append(int(row[0]) - 1)
             texts.append(f"{row[1]} {row[2]}")
+            tested.append(path.name == "test.csv")
     check_lengths(str(files[0]), rows=len(labels))
     names = ("World", "Sports", "Business", "Sci/Tech")
-    return Content(files[0], "text", texts, np.array(labels), class_names=names)
+    return Content(files[0], "text", texts, np.array(labels), is_test=np.array(tested), class_names=names)
 
 
 def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:

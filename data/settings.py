@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.data.pfllib import is_pfllib
 from posy.data.published import DATASETS
 from posy.paths import absolute, exists, expanded
-from posy.settings import SettingsError, as_config, setting, settings_of
+from posy.settings import SettingsError, setting
 
 SITES = "sites"
 """The `dataset` of a run whose nodes hold their own data."""
@@ -50,30 +50,69 @@ class DataSettings:
         "dirichlet",
         "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
         choices=("dirichlet", "iid", "classes", "pathological", "shards", "natural", "file", "given"),
+        needs="dataset != sites",
     )
     num_clients: int = setting(
         10, "number of clients M", minimum=1, maximum=1_000_000, synonyms=("clients", "n-clients")
     )
-    dirichlet_alpha: float = setting(0.5, "concentration of the Dirichlet partition", above=0, synonyms=("alpha",))
-    dirichlet_balanced: bool = setting(
-        False, "`dirichlet`: a client with its M-th part of all samples gets none of the classes that follow"
+    dirichlet_alpha: float = setting(
+        0.5,
+        "concentration of the Dirichlet partition",
+        needs="partition = dirichlet and dataset != sites",
+        above=0,
+        synonyms=("alpha",),
     )
-    classes_per_client: int = setting(2, "S of the partitions `classes` and `pathological`", minimum=1)
+    dirichlet_balanced: bool = setting(
+        False,
+        "`dirichlet`: a client with its M-th part of all samples gets none of the classes that follow",
+        needs="partition = dirichlet and dataset != sites",
+    )
+    classes_per_client: int = setting(
+        2,
+        "S of the partitions `classes` and `pathological`",
+        needs="partition = classes | pathological and dataset != sites",
+        minimum=1,
+    )
     samples_per_client: int = setting(
         0,
         "`classes` and `iid`: training samples of each client, with test samples on top; 0: all",
+        needs="partition = classes | iid and dataset != sites",
         minimum=0,
-        sites="never",
     )
-    shards_per_client: int = setting(2, "label-homogeneous shards per client of the partition `shards`", minimum=1)
+    shards_per_client: int = setting(
+        2,
+        "label-homogeneous shards per client of the partition `shards`",
+        needs="partition = shards and dataset != sites",
+        minimum=1,
+    )
     partition_file: str = setting(
-        "", "JSON file of the partition `file`: a list of sample indices for each client", place=True
+        "",
+        "JSON file of the partition `file`: a list of sample indices for each client",
+        needs="partition = file and dataset != sites",
+        place=True,
     )
     max_samples: int = setting(
-        0, "size of a random subset of the data set that is used in its place; 0: all", minimum=0, sites="never"
+        0,
+        "size of a random subset of the data set that is used in its place; 0: all",
+        minimum=0,
+        needs="dataset != sites",
     )
     train_samples: int = setting(0, "cap on the training samples of each client (FedACS: 50); 0: none", minimum=0)
-    test_fraction: float = setting(0.25, "fraction of each client's samples kept for its test", above=0, maximum=0.9)
+    test_set: str = setting(
+        "supplied",
+        "a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for tests and "
+        "divides it among the clients, each class in proportion to their training samples; `pooled` joins it with the "
+        "training samples before they are assigned",
+        choices=("supplied", "pooled"),
+        earlier="pooled",
+    )
+    test_fraction: float = setting(
+        0.25,
+        "fraction of each client's samples kept for its test, where no test set is supplied",
+        needs="partition != given",
+        above=0,
+        maximum=0.9,
+    )
     validation_fraction: float = setting(
         0.0,
         "fraction of each client's training samples on which it does not train: the best round is chosen on them",
@@ -85,7 +124,7 @@ class DataSettings:
         "none",
         "FedDRM's covariate shift of client i's images",
         choices=("none", "low", "mid", "high", "grid"),
-        sites="never",
+        needs="dataset != sites",
     )
     augment: str = setting(
         "none",
@@ -104,26 +143,30 @@ class DataSettings:
         "height and width that image files are resized to; 0: their own, or 64 where they differ",
         minimum=0,
         maximum=4096,
-        sites="never",
+        needs="dataset != sites",
     )
     text_length: int = setting(
-        0, "words of a text that are used; 0: as many as the data set has", minimum=0, maximum=10_000, sites="never"
+        0,
+        "words of a text that are used; 0: as many as the data set has",
+        minimum=0,
+        maximum=10_000,
+        needs="dataset != sites",
     )
     sample_kind: str = setting(
         "auto",
         "sites: what a sample is; image: whole-number pixels, tokens: numbers of words; `auto`: what most sites hold",
         choices=("auto", "image", "image-float", "features", "text", "tokens"),
-        sites="only",
+        needs="dataset = sites",
     )
     input_shape: str = setting(
         "",
         "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: what most sites hold",
-        sites="only",
+        needs="dataset = sites",
     )
     classes: str = setting(
         "",
         "sites: names of the classes with commas between, or a JSON list; empty: all that the sites know, sorted",
-        sites="only",
+        needs="dataset = sites",
     )
     vocabulary: int = setting(
         20_000,
@@ -134,32 +177,21 @@ class DataSettings:
     feature_mean: str = setting(
         "",
         "sites: what is subtracted from features, one number for all or one for each; empty: pooled over the sites",
-        sites="only",
+        needs="dataset = sites",
     )
     feature_std: str = setting(
         "",
         "sites: what features are divided by, one number for all or one for each; empty: pooled over the sites",
-        sites="only",
+        needs="dataset = sites",
     )
     feature_names: str = setting(
         "",
         "sites: names of the features in their order, with commas between, or a JSON list; empty: what .csv files say",
-        sites="only",
+        needs="dataset = sites",
     )
     share_class_counts: bool = setting(
-        False, "sites: tell the server how many samples of each class a site has", sites="only"
+        False, "sites: tell the server how many samples of each class a site has", needs="dataset = sites"
     )
-
-    def __post_init__(self) -> None:
-        """Check the settings that depend on whether the sites hold the data."""
-        excluded = "never" if self.dataset == SITES else "only"
-        values = as_config(self)
-        for key, declared in settings_of(type(self)).items():
-            if declared.sites == excluded and values[key] != declared.default:
-                raise SettingsError(
-                    f"{key} = {values[key]!r} does not go with dataset = {self.dataset!r}; "
-                    f"it must be {declared.default!r}"
-                )
 
 
 def path_of(name: str, data_dir: str | Path) -> Path:

@@ -18,7 +18,7 @@ from posy.data.partitions import Partition, finished, split
 from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
-from posy.data.values import FLOAT32_MAX, moments
+from posy.data.values import check_scaled, moments
 from posy.paths import exists
 from posy.randomness import numpy_generator
 
@@ -65,8 +65,8 @@ def describe_site(content: Content, settings: DataSettings, seed: int) -> Descri
 def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
     """Return the samples that a site trains on in the run, and a partition with this one client.
 
-    The data's own test set is used where it has one, else ``test_fraction`` of the samples, drawn by the seed of
-    the run. Columns are put into the order of the run.
+    The test samples are those of the supplied test set, unless ``test_set`` pools it; else ``test_fraction`` of the
+    samples, drawn by the seed of the run. Columns are put into the order of the run.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
     elif kind == "features":
         x = _in_columns(content, settings)
         scale = statistics_in(settings, task.input_shape[0])
-        _check_scaled(x, *scale, path)
+        check_scaled(x, *scale, str(path), columns_in(settings, task.input_shape[0]) or content.columns)
     y = _numbers_in_run(content, task.class_names)
     told = {"notes": content.notes, "skipped": len(content.unreadable)}
     if kind == "features":
@@ -128,7 +128,7 @@ def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
 
 def _partition(content: Content, settings: DataSettings, seed: int) -> Partition:
     rng = numpy_generator(seed, "site")
-    if content.is_test is None:
+    if content.is_test is None or settings.test_set == "pooled":
         pairs = split([np.arange(len(content.labels))], settings.test_fraction, rng)
     else:
         pairs = ((np.flatnonzero(~content.is_test), np.flatnonzero(content.is_test)),)
@@ -158,16 +158,3 @@ def _in_columns(content: Content, settings: DataSettings) -> np.ndarray:
     if unlike := difference(content.columns, names):
         raise DataError(f"{content.path}: its columns are not the run's feature-names ({unlike})")
     return x[:, [content.columns.index(name) for name in names]]
-
-
-def _check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, path: Path) -> None:
-    """Raise :class:`DataError` if a feature, centred and divided, is beyond float32."""
-    for extreme in (x.min(0), x.max(0)):
-        with np.errstate(over="ignore"):
-            bad = np.flatnonzero(~(np.abs((extreme - mean) / std) <= FLOAT32_MAX))
-        if bad.size:
-            place = int(bad[0])
-            raise DataError(
-                f"{path}: feature {place} reaches {extreme[place]}: less feature-mean ({mean[place]}), divided by "
-                f"feature-std ({std[place]}), it is beyond the range of float32"
-            )

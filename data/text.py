@@ -14,16 +14,18 @@ _WORD = re.compile(r"\w+(?:'\w+)?")
 
 
 def tokenise(
-    texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS
+    texts: Iterable[str], length: int = MAX_LENGTH, max_words: int = MAX_WORDS, rows: np.ndarray | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Turn N texts into numbers of lower-case words.
 
     Texts longer than L words are cut, shorter ones padded with 0. A text without words is one unknown word. The
-    vocabulary holds the ``max_words`` most frequent words, equally frequent ones in alphabetical order. Returned are
-    ``(N, L)`` int64 tokens, 0 padding, 1 unknown, words from 2; and the words in the order of their numbers.
+    vocabulary holds the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), equally frequent words
+    in alphabetical order. Returned are ``(N, L)`` int64 tokens, 0 padding, 1 unknown, words from 2; and the words in
+    the order of their numbers.
     """
     lines = [_words(text) for text in texts]
-    counts = Counter(word for line in lines for word in line)
+    counted = lines if rows is None else [lines[row] for row in rows.tolist()]
+    counts = Counter(word for line in counted for word in line)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
     return _padded(lines, length, _numbers(ranked)), tuple(ranked)
 

@@ -128,6 +128,19 @@ def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
     return np.where(std <= _ROUNDING * np.abs(mean), 1.0, std)
 
 
+def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, names: Sequence[str] = ()) -> None:
+    """Raise :class:`DataError` if one of the features ``(N, F)``, less its mean and divided by std, exceeds float32."""
+    for extreme in (x.min(0), x.max(0)):
+        with np.errstate(over="ignore"):
+            bad = np.flatnonzero(~(np.abs((extreme - mean) / std) <= FLOAT32_MAX))
+        if bad.size:
+            place = int(bad[0])
+            raise DataError(
+                f"{where}: feature {names[place] if names else place} exceeds the range of float32 less its mean "
+                f"{mean[place]} and divided by its standard deviation {std[place]}; remove its extreme values"
+            )
+
+
 def _check_range(x: np.ndarray, allowed: np.ndarray, where: str) -> None:
     """Raise :class:`DataError` for the first number that is not allowed."""
     if not allowed.all():

@@ -53,7 +53,8 @@ def settings() -> str:
     parts = []
     for title, group in groups(METHODS).items():
         rows = (
-            [f"`{key}`" + " ↻" * s.resumable, f"`{toml(s.default)}`", s.allowed(), s.help] for key, s in group.items()
+            [f"`{key}`" + " ↻" * s.resumable, f"`{toml(s.default)}`", s.allowed(), s.described]
+            for key, s in group.items()
         )
         if group:
             parts += [f"## {title}", table(["key", "default", "allowed", "meaning"], rows)]

@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import sha256
 
+import numpy as np
+import torch
 from torch import nn
 
 from posy.data.task import Task
@@ -31,7 +34,7 @@ class Architecture:
     conditional: bool = False  # with FedCP's policy and global head
     linear_init: str = "default"  # or kaiming: weights of the linear layers
     weights: Weights | None = None  # what it starts from in place of random weights
-    frozen: tuple[str, ...] = ()  # layers that are neither trained nor sent: no part of the flat vector
+    frozen: tuple[str, ...] = ()  # layers whose parameters are built without gradient
 
     def build(self, seed: int = 0) -> nn.Module:
         """Build the network; the same seed gives the same weights."""
@@ -43,6 +46,10 @@ class Architecture:
             load_weights(chain, self.weights, tuple(layer for layer, _ in self.ranks))
         for layer in self.frozen:
             chain.layer(layer).requires_grad_(False)
+        if self.ranks:  # a low-rank layer draws other random numbers, and shifts those of the layers after it
+            plain = replace(self, ranks=(), clients=0, cosine=0.0, conditional=False)
+            fixed = {name: torch.from_numpy(array) for name, array in plain.held.items()}
+            chain.load_state_dict(fixed, strict=False)
         if self.cosine:
             with seeded(seed_of(seed, "head")):
                 chain.head = CosineLinear(chain.embedding_dim, self.task.num_classes, self.cosine)
@@ -68,26 +75,53 @@ class Architecture:
 
         FedCP's further layers are ``policy`` and ``global-head``.
         """
-        return _layout(self)
+        return _layout(self)[0]
 
     @property
     def held(self) -> Mapping[str, FloatArray]:
-        """The tensors of frozen layers by name, which are no part of the flat vector."""
+        """The floating-point tensors by name that are neither trained nor sent, and not part of the flat vector.
+
+        These are the parameters without gradient and the statistics of frozen BatchNorm layers. Their values are those
+        that the network is built with from seed 0, whatever the run's seed is.
+        """
         return _held(self)
 
-    def divided(self, own: tuple[str, ...]) -> tuple[Part, Part]:
-        """Return the parts of the flat vector without, and with nothing but, some layers or single tensors."""
-        return _divided(self, own)
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the fixed tensors, which every process builds for itself; empty without any."""
+        return _fingerprint(self)
+
+    def divided(self, personal: tuple[str, ...]) -> tuple[Part, Part]:
+        """Return the parts of the flat vector that are shared and personal; ``personal`` names layers or tensors.
+
+        Raises
+        ------
+        SettingsError
+            If a personal layer has no trained tensor.
+        """
+        return _divided(self, personal)
+
+    def require(self, tensors: Sequence[str], use: str) -> None:
+        """Raise :class:`SettingsError` unless some tensors are trained; ``use`` says what the method does with them."""
+        trained = {entry.name for entry in self.layout.entries if entry.trainable}
+        if missing := [name for name in tensors if name not in trained]:
+            state = "has no gradient" if missing[0] in self.held else "does not exist"
+            raise SettingsError(
+                f"model = {self.model!r}: the tensor {missing[0]} {state}, but {use}; train this tensor, or choose "
+                "another method"
+            )
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """Blocks from input to output, then ``head``."""
-        return tuple(name for name in _chain(self).layer_names if name not in self.frozen)
+        """The layers that hold a trained tensor: blocks from input to output, then ``head``."""
+        trained = set(self.layout.layers)
+        return tuple(name for name in _chain(self).layer_names if name in trained)
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """Those of the layers that are fully connected."""
-        return tuple(name for name in _chain(self).fully_connected if name not in self.frozen)
+        """The fully connected layers all of whose parameters are trained."""
+        chain = _chain(self)
+        return tuple(name for name in chain.fully_connected if _is_trained(chain.layer(name)))
 
     @property
     def normalisation(self) -> tuple[str, ...]:
@@ -141,7 +175,10 @@ def architecture_for(
     start = weights_for(weights, name, digest, words, folder)
     plain = Architecture(name, task, linear_init=linear_init, weights=start)
     names = tuple(filter(None, (layer.strip() for layer in frozen.split(","))))
-    allowed = plain.layer_names[:-1]
+    if not names:
+        return plain
+    chain = _chain(plain)
+    allowed = tuple(layer for layer in chain.layer_names[:-1] if any(True for _ in chain.layer(layer).parameters()))
     if wrong := [layer for layer in names if layer not in allowed]:
         raise SettingsError(
             f"frozen = {frozen!r}: {wrong[0]!r} is not a layer of model = {name!r} that can be frozen; those are "
@@ -162,26 +199,52 @@ def layers_of(module: nn.Module) -> Mapping[str, nn.Module]:
 
 
 @lru_cache(maxsize=64)
-def _divided(architecture: Architecture, own: tuple[str, ...]) -> tuple[Part, Part]:
-    return architecture.layout.without(own), architecture.layout.part(own)
+def _divided(architecture: Architecture, personal: tuple[str, ...]) -> tuple[Part, Part]:
+    layout = architecture.layout
+    if untrained := [name for name in personal if name in set(_chain(architecture).layer_names) - set(layout.layers)]:
+        raise SettingsError(
+            f"model = {architecture.model!r}: no tensor of its layer {untrained[0]} has a gradient, but the method "
+            "trains this layer on each client; train one of its tensors, or choose another method, such as fedavg"
+        )
+    return layout.without(personal), layout.part(personal)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def _held(architecture: Architecture) -> Mapping[str, FloatArray]:
-    if not architecture.frozen:
-        return {}
-    kept = {entry.name for entry in architecture.layout.entries}
-    tensors = architecture.build().state_dict().items()
-    return {name: t.numpy() for name, t in tensors if t.is_floating_point() and name not in kept}
+    names = _layout(architecture)[1]
+    tensors = architecture.build().state_dict() if names else {}
+    return {name: tensors[name].numpy() for name in names}
+
+
+@lru_cache(maxsize=8)
+def _fingerprint(architecture: Architecture) -> str:
+    digest = sha256()
+    for name, array in architecture.held.items():
+        digest.update(f"{name} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array, np.float32).data)
+    return digest.hexdigest() if architecture.held else ""
 
 
 @lru_cache(maxsize=64)
-def _layout(architecture: Architecture) -> Layout:
+def _layout(architecture: Architecture) -> tuple[Layout, tuple[str, ...]]:
+    """Return the layout of the flat vector, and the names of the floating-point tensors that are not part of it."""
     module = architecture.build()
-    return layout_of(module, layers_of(module), architecture.frozen)
+    layout = layout_of(module, layers_of(module))
+    if not layout.trainable.size:
+        raise SettingsError(
+            f"model = {architecture.model!r}: none of its parameters has a gradient; leave at least one parameter "
+            "with requires_grad = True"
+        )
+    trained = {entry.name for entry in layout.entries}
+    fixed = [name for name, tensor in module.state_dict().items() if tensor.is_floating_point() and name not in trained]
+    return layout, tuple(fixed)
 
 
 @lru_cache(maxsize=64)
 def _chain(architecture: Architecture) -> ChainModel:
     module = architecture.build()
     return module.model if isinstance(module, TwoBranch | Conditional) else module  # type: ignore[return-value]
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in layer.parameters())

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posy.models.parameters import fixed_tensors
+
 
 class Convolution(nn.Module):
     """Square convolution without padding, optional GroupNorm, 2×2 max-pooling, ReLU.
@@ -159,19 +161,27 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def kaiming_linear(module: nn.Module) -> None:
     """Draw the weights of all linear layers from Kaiming's normal distribution (fan-in), and set their biases to 0.
 
-    It comes from the global generator. A head of directions keeps them.
+    The numbers come from the global generator. Parameters without gradient and cosine heads keep their values.
     """
     for part in module.modules():
         if type(part) is nn.Linear:
-            nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
-            if part.bias is not None:
+            if part.weight.requires_grad:
+                nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
+            if part.bias is not None and part.bias.requires_grad:
                 nn.init.zeros_(part.bias)
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Draw new initial parameters for a module and all its parts, from the global generator."""
-    # Parts come before what holds them, so that a block's own initialisation has the last word.
+    """Draw new initial values from the global generator for the parameters of a module that have a gradient."""
+    names = fixed_tensors(module)
+    fixed = [t for name, t in (*module.named_parameters(), *module.named_buffers()) if name in names]
+    values = [tensor.detach().clone() for tensor in fixed]
+    # Parts come before the module that holds them, so that a block's own initialisation has the last word.
     for part in reversed(list(module.modules())):
         reset = getattr(part, "reset_parameters", None)
-        if reset is not None:
+        parameters = list(part.parameters())
+        if reset is not None and (not parameters or any(parameter.requires_grad for parameter in parameters)):
             reset()
+    with torch.no_grad():
+        for tensor, value in zip(fixed, values, strict=True):
+            tensor.copy_(value)

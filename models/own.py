@@ -12,6 +12,7 @@ from posy.data.task import Task
 from posy.extensions import load, said
 from posy.models.chain import ChainModel
 from posy.models.layers import Dropout, LowRankLinear, linear
+from posy.models.parameters import fixed_tensors
 from posy.settings import SettingsError, nearest
 
 TORCHVISION = "torchvision:"
@@ -45,9 +46,9 @@ class OwnModel(ChainModel):
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """Names of the layers that are linear, the head included."""
+        """Names of the layers that are plain linear layers, the head included; an adapter's subclass is not plain."""
         kinds = (nn.Linear, LowRankLinear)
-        linears = [name for name, path in self._paths.items() if path and isinstance(self.layer(name), kinds)]
+        linears = [name for name, path in self._paths.items() if path and type(self.layer(name)) in kinds]
         return (*linears, "head")
 
     def layer(self, name: str) -> nn.Module:
@@ -96,11 +97,14 @@ def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> OwnModel:
         If it cannot be had or does not suit the task, with the reason.
     """
     what = f"model = {name!r}"
+    generator = torch.get_rng_state()
     module, layers, head = _given(name, task, what)
     _check_parameters(module, what)
+    tried = (name, task) in _SOUND
+    if not tried and (fixed := fixed_tensors(module)):
+        _check_constant(module, fixed, lambda: _given(name, task, what).module, generator, what)
     probe = _probe(task)
     _replace_dropout(module, probe, what)
-    tried = (name, task) in _SOUND
     before = None if tried else _logits(module, probe, task, what)
     head = head or next((path for path, part in reversed(list(module.named_modules())) if type(part) is nn.Linear), "")
     parts = dict(module.named_modules())
@@ -118,7 +122,7 @@ def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> OwnModel:
     for layer, path in named.items():
         rank = ranks.get(layer)
         part = module.get_submodule(path) if path else None
-        if rank is not None and isinstance(part, nn.Linear):
+        if rank is not None and type(part) is nn.Linear:
             _put(module, path, linear(part.in_features, part.out_features, rank))
     own = OwnModel(module, _head(last, ranks), named, head)
     if before is not None and not ranks:
@@ -174,12 +178,28 @@ def _check_parameters(module: nn.Module, what: str) -> None:
         )
     owners: dict[int, str] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
-        if (other := owners.setdefault(id(tensor), name)) != name:
+        if (other := owners.setdefault(id(tensor), name)) != name and tensor.requires_grad:
             raise SettingsError(
-                f"{what}: {other} and {name} are one tensor; tied weights cannot be told apart by layers"
+                f"{what}: {other} and {name} are one tensor, and methods choose what they share by layer; give each "
+                "layer a tensor of its own, or freeze the tensor with requires_grad_(False)"
             )
         if tensor.dtype != torch.float32:
             raise SettingsError(f"{what}: {name} is of {tensor.dtype}; parameters must be float32")
+
+
+def _check_constant(
+    module: nn.Module, fixed: set[str], build: Callable[[], nn.Module], generator: Tensor, what: str
+) -> None:
+    """Refuse fixed tensors that differ when the network is built again: every process builds them for itself."""
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(generator)
+        again = build().state_dict()
+    for name, tensor in module.state_dict().items():
+        if name in fixed and not torch.equal(tensor, again[name]):
+            raise SettingsError(
+                f"{what}: {name} has no gradient, and its values differ when the network is built again; Posy does "
+                "not send this tensor, so load it from a file or draw it from PyTorch's own generator"
+            )
 
 
 def _probe(task: Task) -> Tensor:

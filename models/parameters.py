@@ -118,19 +118,40 @@ class Layout:
         return np.concatenate([np.asarray(named[e.name], np.float32).ravel() for e in self.entries])
 
 
-def layout_of(module: nn.Module, layers: Mapping[str, nn.Module], frozen: Iterable[str] = ()) -> Layout:
-    """Describe a module's floating-point parameters and buffers as a flat vector.
+def layout_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> Layout:
+    """Describe a module's trained parameters and floating-point buffers as a flat vector.
 
-    Each tensor belongs to the layer whose module holds it. Integer buffers (BatchNorm's counter) are not part of it,
-    nor are the tensors of layers that are frozen.
+    Each tensor belongs to the layer whose module holds it. The vector holds neither fixed tensors
+    (:func:`fixed_tensors`) nor integer buffers (BatchNorm's counter).
     """
     owner = {id(tensor): name for name, layer in layers.items() for tensor in (*layer.parameters(), *layer.buffers())}
     parameters = {name for name, _ in module.named_parameters()}
+    fixed = fixed_tensors(module)
     entries: list[Entry] = []
     start = 0
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and owner[id(tensor)] not in frozen:
+        if tensor.is_floating_point() and name not in fixed:
             entry = Entry(name, owner[id(tensor)], tuple(tensor.shape), start, name in parameters)
             entries.append(entry)
             start = entry.stop
     return Layout(tuple(entries))
+
+
+def fixed_tensors(module: nn.Module) -> set[str]:
+    """Return the names of the parameters and buffers that training leaves alone.
+
+    These are the parameters without gradient (``requires_grad_(False)``), and buffers such as the statistics of a
+    frozen BatchNorm: a buffer follows the parameters of the module that holds it, or of the next module around it that
+    has any, and is fixed if none of them has a gradient.
+    """
+    modules = dict(module.named_modules())
+    fixed = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for name, _ in module.named_buffers():
+        holder = name
+        parameters: list[nn.Parameter] = []
+        while holder and not parameters:
+            holder = holder.rpartition(".")[0]
+            parameters = list(modules[holder].parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            fixed.add(name)
+    return fixed

@@ -13,6 +13,7 @@ from posy.extensions import said
 from posy.models.catalogue import PRETRAINED
 from posy.models.chain import ChainModel
 from posy.models.own import TORCHVISION
+from posy.models.parameters import fixed_tensors
 from posy.paths import found_at, sha256_of
 from posy.settings import SettingsError
 from posy.storage import load_arrays
@@ -81,8 +82,9 @@ def weights_for(
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
     """Let a network's tensors be those of a file; its names are those of the network's own module, or of Posy's files.
 
-    The layers ``fresh`` keep their random weights, and the head does if it has other outputs. Word vectors are the rows
-    of the network's one embedding; words that they lack, and padding, have zeros.
+    The layers ``fresh`` keep their random weights, and the head does if it has other outputs. In a network with fixed
+    tensors, trained tensors that the file lacks (adapters) keep their values too. Word vectors are the rows of the
+    network's one embedding; words that they lack, and padding, have zeros.
 
     Raises
     ------
@@ -105,6 +107,7 @@ def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) 
     kept = {id(t) for layer in fresh for t in _tensors(network, layer)}
     head = {id(t) for t in _tensors(network, "head")}
     own = dict(network.state_dict(keep_vars=True))
+    fixed = fixed_tensors(network)
     chosen: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if id(own[name]) in kept or not tensor.is_floating_point():
@@ -112,7 +115,7 @@ def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) 
         there = found.get(name, found.get(aliases[name]))
         if there is not None and there.shape == tensor.shape:
             chosen[name] = there.to(tensor.dtype)
-        elif id(own[name]) not in head:
+        elif id(own[name]) not in head and not (there is None and fixed and name not in fixed):
             told = "is not in it" if there is None else f"has the shape {tuple(there.shape)} there"
             held = ", ".join(list(found)[:8])
             raise SettingsError(f"{what}: {aliases[name]} of shape {tuple(tensor.shape)} {told}; it holds {held}, …")

@@ -22,6 +22,8 @@ MOST = 1_000_000_000
 """The largest whole number of a setting that names no other: what comes after may reckon in 32 bits."""
 OWN = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
 """How people name what is their own: ``file:function`` or ``package.module:function``."""
+COMPARISON = re.compile(r"([a-z][\w-]*) (=|!=|<|>) ([^\s|]+(?: \| [^\s|]+)*)")
+"""One comparison of a condition, for example ``optimizer = adam | adamw``."""
 LONGEST = 120
 """Characters of a value that a message repeats."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -47,6 +49,50 @@ class SettingsError(ValueError):
     """A setting is unknown, of the wrong type, or outside its range."""
 
 
+class Comparison(NamedTuple):
+    """A comparison of a setting with constants, as a condition in :attr:`Setting.needs` holds it."""
+
+    key: str
+    sign: str
+    """``=``, ``!=``, ``<`` or ``>``."""
+    alternatives: tuple[str, ...]
+    """The constants as text; several with ``=`` or ``!=`` only. ``""`` stands for the empty text."""
+
+    def holds(self, value: Scalar) -> bool:
+        """Return whether the comparison is true for a value of its setting."""
+        if self.sign in ("=", "!="):
+            return any(_equals(value, text) for text in self.alternatives) == (self.sign == "=")
+        if isinstance(value, str):  # a word in place of a number, such as `off`
+            return False
+        limit = float(self.alternatives[0])
+        return value > limit if self.sign == ">" else value < limit
+
+
+def _equals(value: Scalar, text: str) -> bool:
+    """Return whether a value equals a constant of a condition."""
+    if isinstance(value, str):
+        return value == ("" if text == '""' else text)
+    if isinstance(value, bool):
+        return text == str(value).lower()
+    try:
+        return value == float(text)
+    except ValueError:  # a word in place of a number, such as `off`
+        return False
+
+
+@lru_cache(maxsize=512)
+def parse_condition(condition: str) -> tuple[Comparison, ...]:
+    """Return the comparisons that a condition joins by ``and``; raise ``ValueError`` if it has another form."""
+    comparisons = []
+    for text in condition.split(" and ") if condition else ():
+        match = COMPARISON.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} in the condition {condition!r} is not a comparison such as `dp-clip > 0`")
+        key, sign, constants = match.groups()
+        comparisons.append(Comparison(key, sign, tuple(constants.split(" | "))))
+    return tuple(comparisons)
+
+
 class Search(NamedTuple):
     """Where good values of a number lie: what `posy tune` searches, on a logarithmic scale if ``log``."""
 
@@ -67,7 +113,8 @@ class Setting:
     needs: str = field(default="", kw_only=True)
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
     ``optimizer = adam | adamw and local-steps = 0``: comparisons of a key with ``=``, ``!=``, ``>`` or ``<``, joined by
-    ``and``; ``|`` separates alternatives of one comparison. Setting it while the condition is false is an error."""
+    ``and``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text. Setting it to another value
+    than its default while the condition is false is an error."""
     choices: tuple[str, ...] = ()
     """The only values that it may have, if there are any."""
     or_own: str = ""
@@ -86,8 +133,6 @@ class Setting:
     """A run may have another value of it when it is resumed."""
     once: bool = False
     """It is about one start of a run only; whatever resumes or repeats the run does not take it over."""
-    sites: str = ""
-    """``only``: it is for sites that hold their own data; ``never``: it is not for them."""
     synonyms: tuple[str, ...] = ()
     """What other tools call it, and people type for it."""
     search: Search | None = None
@@ -116,6 +161,24 @@ class Setting:
     def most(self) -> float:
         """The largest value that it may have."""
         return MOST if self.kind is int and self.maximum == math.inf else self.maximum
+
+    def unmet(self, values: Mapping[str, Scalar]) -> str:
+        """Return the assignments that make its condition false, such as ``dp-clip = 0.0``; empty if it holds.
+
+        Parameters
+        ----------
+        values : mapping
+            A value for each key that the condition names.
+        """
+        failed = (
+            comparison.key for comparison in parse_condition(self.needs) if not comparison.holds(values[comparison.key])
+        )
+        return " and ".join(f"{key} = {shown(values[key])}" for key in failed)
+
+    @property
+    def described(self) -> str:
+        """Its meaning, and the condition under which it has an effect."""
+        return self.help + (f"; needs {self.needs}" if self.needs else "")
 
     def allowed(self) -> str:
         """Return in words which values it may have."""
@@ -183,6 +246,43 @@ def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) 
             name = meant(key, known)
             hint = f"did you mean {name}?" if name else "`posy settings` lists all keys"
             raise SettingsError(f"{key if key.isprintable() else shown(key)} in {where} is not a setting; {hint}")
+
+
+def check_conditions(settings: Mapping[str, Setting], known: Mapping[str, Setting]) -> None:
+    """Check the conditions in :attr:`Setting.needs` of some settings.
+
+    Parameters
+    ----------
+    settings : mapping
+        The settings whose conditions are checked, by key.
+    known : mapping
+        The settings that a condition may name, by key.
+
+    Raises
+    ------
+    ValueError
+        For a condition of another form, or with an unknown key or a value that its setting cannot have.
+    """
+    for key, setting in settings.items():
+        for comparison in parse_condition(setting.needs):
+            if comparison.key not in known:
+                raise ValueError(f"{key} needs {setting.needs}: {comparison.key} is not a setting")
+            compared = known[comparison.key]
+            for text in comparison.alternatives:
+                if not _is_constant(text, compared, comparison.sign):
+                    raise ValueError(f"{key} needs {setting.needs}: {comparison.key} must be {compared.allowed()}")
+
+
+def _is_constant(text: str, setting: Setting, sign: str) -> bool:
+    """Return whether a condition may compare a setting with a constant."""
+    if setting.kind is bool:
+        return sign in ("=", "!=") and text in ("true", "false")
+    if setting.kind is str:
+        return sign in ("=", "!=") and setting.admits("" if text == '""' else text)
+    try:
+        return text == setting.number_or or setting.admits(setting.kind(text))
+    except ValueError:
+        return False
 
 
 def checked(config: Mapping[str, Any], known: Mapping[str, Setting], where: str) -> dict[str, Scalar]:

@@ -128,6 +128,7 @@ def run(
             stack.callback(directory.release)
             resumed = resumption(directory, stored, changed, settings, strategy, workspace)
             federation.restore(resumed.checkpoint.progress["sites"])
+        federation.fixed_tensors = workspace.architecture.fingerprint
         strategy.clients = federation.join()
         strategy.refresh = federation.refresh
         recorder = Recorder(settings, strategy, workspace, federation, resumed, status)

@@ -96,6 +96,8 @@ class Federation:
         self._status = status or RunStatus()
         self.clients: dict[int, ClientInfo] = {}
         """The clients that can be reached now, by index; :meth:`refresh` changes it in place."""
+        self.fixed_tensors = ""
+        """Fingerprint of the network's tensors that are not sent: a node must have built the same ones."""
         self.left_out: Counter[tuple[str, str]] = Counter()
         """Nodes that cannot take part, by name (empty if they have none) and reason."""
         self._num_clients = settings.data.num_clients
@@ -374,6 +376,11 @@ class Federation:
         name = node.registered or told
         if len(name) > MAX_NAME or not name.isprintable():
             raise BadReplyError(f"its name is not a line of at most {MAX_NAME} characters")
+        if self.fixed_tensors not in ("", fixed := answer.get("fixed-tensors", self.fixed_tensors)):
+            raise BadReplyError(
+                f"its network has other tensors without gradient (SHA-256 {fixed!s:.16}…, on the server "
+                f"{self.fixed_tensors:.16}…); the file that model loads them from must be the same on every node"
+            )
         node.told = name
         if self._of_sites:
             node.clients = (self._site(node, answer),)

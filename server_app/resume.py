@@ -10,7 +10,7 @@ from typing import Any
 from posy.paths import absolute
 from posy.settings import SettingsError
 from posy.storage import is_folder_name, plain, read_json
-from posy.strategies.registry import declared_for, with_experiment
+from posy.strategies.registry import current_keys, declared_for, with_experiment
 from posy.strategies.settings import RunSettings, Settings
 from posy.yaml12 import read_yaml
 
@@ -69,7 +69,7 @@ class StoredRun:
                     "which is written anew; what may change is given on the command line"
                 )
         ran_on = {} if damage else {key: written[key] for key in RAN_ON if key in written}
-        return cls(path, record["run"], record["settings"], record["resumed"], damage, ran_on)
+        return cls(path, record["run"], current_keys(record["settings"]), record["resumed"], damage, ran_on)
 
     def check(self, settings: Settings) -> dict[str, Any]:
         """Return those of a resumed run's settings that differ; raise :class:`SettingsError` if one must not change."""

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from posy.extensions import word_of
 from posy.flower import CLOCK_SECONDS, MAX_REASON, Array, content_of, failure, record_in, record_of, with_entries
 from posy.models.architecture import Architecture
-from posy.models.parameters import FloatArray
+from posy.models.parameters import FloatArray, Layout, Part
 from posy.randomness import model_seed, numpy_generator
 from posy.settings import SettingsError
 from posy.sharing import Once
@@ -120,6 +120,9 @@ class PersonalisedStrategy(Strategy):
     def check(self, arrays: NDArrays) -> None:
         """Raise :class:`BadReplyError` for arrays of the right shapes that mean nothing to the method."""
 
+    def check_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Raise :class:`BadReplyError` for metrics that the method cannot use, after training or evaluation."""
+
     def reference(self, client: int, arrays: NDArrays) -> NDArrays:
         """Return what a client's reply is a change of, for ``max-update-norm``; by default as both sides know it."""
         return self.method.reference(self.architecture, self.serve(client), arrays)
@@ -133,8 +136,8 @@ class PersonalisedStrategy(Strategy):
         return {}
 
     def weight(self, client: int) -> int:
-        """Return what a client counts in the mean of the round, where that is secure; the client must know it too."""
-        return self.clients[client].num_train
+        """Return the weight of a client in the server's means; with secure aggregation the client applies it."""
+        return 1 if self.settings.run.client_weights == "uniform" else self.clients[client].num_train
 
     def cohort(self, server_round: int) -> list[int]:
         """Return the clients that train in a round, drawn from (seed, round) alone."""
@@ -154,7 +157,7 @@ class PersonalisedStrategy(Strategy):
         return {}
 
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
-        """Take note of a good reply, after training or evaluation."""
+        """Update the server's notes on a client after an accepted reply to training or evaluation."""
 
     def lost(self, client: int) -> None:
         """Take note that a client has lost its own state and begins anew."""
@@ -257,18 +260,30 @@ class PersonalisedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies, change the server's state with the good ones, and record the round."""
+        """Check the replies, change the server's state with the accepted ones, and record the round.
+
+        A round without enough good replies leaves no trace: the server's state stays as it is, and the next message
+        names the version that each client had before the round.
+        """
         self._lap("train")
-        updates = self._collect(replies, self._read_update)
+        versions: dict[int, str] = {}
+        updates = self._collect(replies, self._read_update, versions)
         updates.sort(key=lambda update: update.client)
+        accepted = updates
         why = self.secure.refusal if self.secure else ""
         if not why and len(updates) < (least := self.settings.run.min_train_replies):
             why = f"{len(updates)} good replies, min-train-replies is {least}"
         if not why and self.secure:
             updates, why = self._summed(self.secure, updates)
         if why:
-            log(WARNING, "aggregate_train: %s: the state stays as it is", why)
+            log(WARNING, "aggregate_train: %s: the round is refused, server and clients keep their states", why)
+            for row in self.record.clients.values():  # these models are discarded
+                for column in [name for name in row if name == "train_loss" or name.startswith("local_")]:
+                    del row[column]
             return None, None
+        self.states.versions |= versions
+        for update in accepted:
+            self.acknowledged(update.client, update.metrics)
         self.record.quantities = self.aggregate(server_round, updates)
         self._lap("aggregate")
         return None, MetricRecord({"train-loss": float(np.mean([float(update.loss) for update in updates]))})
@@ -319,6 +334,7 @@ class PersonalisedStrategy(Strategy):
             metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
             row = self.newcomer_rows.setdefault(client, {"n_train": self.clients[client].num_train})
             row |= scores_of(metrics)
+            self.check_metrics(metrics)
             self.acknowledged(client, metrics)
 
         for kind, config, flag in (
@@ -404,11 +420,15 @@ class PersonalisedStrategy(Strategy):
         lives = min(self.settings.run.timeout, MAX_LIFE_SECONDS) + CLOCK_SECONDS
         return Message(content, self.clients[client].node_id, kind, ttl=lives, group_id=str(self.record.number))
 
-    def _collect(self, replies: Iterable[Message], read: Any, *, stateful: bool = True) -> list[Any]:
-        """Read the replies; drop and record those that are errors or must not be used.
+    def _collect(
+        self, replies: Iterable[Message], read: Any, versions: dict[int, str] | None = None, *, stateful: bool = True
+    ) -> list[Any]:
+        """Read the replies; drop and record errors and replies that must not be used.
 
-        ``stateful`` says whether they tell which version of its state a client has now.
+        ``stateful`` says whether a reply names the version of the client's state. The versions are written to
+        ``versions``, by default to the strategy's states.
         """
+        versions = self.states.versions if versions is None else versions
         good, dropped = [], []
         # A lost node's error comes from the SuperLink: only the message it answers tells whose it is.
         # A message that was never sent, for lack of time, has no id.
@@ -425,7 +445,7 @@ class PersonalisedStrategy(Strategy):
                 version = version_after(asked, reply) if stateful else None
                 good.append(read(client, reply.content))
                 if version is not None:
-                    self.states.versions[client] = version
+                    versions[client] = version
             except UNREADABLE as error:
                 if isinstance(error, LostStateError):
                     self.states.versions.pop(client, None)
@@ -455,18 +475,18 @@ class PersonalisedStrategy(Strategy):
     def _read_update(self, client: int, content: RecordDict) -> Update:
         shapes = self.expected_shapes(client)
         update = read_update(content, [masked_shape(shapes)] if self.secure else shapes)
-        update.client = client
+        update.client, update.weight = client, self.weight(client)
         if self.secure:
             check_masked(update, self.clients[client].num_train)
         else:
             self.check(update.arrays)
         if limit := self.settings.run.max_update_norm:  # beyond it an update is not clipped, which would hide it
-            reference = self.reference(client, update.arrays)
-            if not (norm := norm_of(changes(update.arrays, reference))) <= limit:
+            moved = changes(update.arrays, self.reference(client, update.arrays))
+            if not (norm := norm_of([self._parameters_of(array) for array in moved])) <= limit:
                 log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
                 raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
         scores, samples = scores_of(update.metrics), samples_of(update.metrics)
-        self.acknowledged(client, update.metrics)
+        self.check_metrics(update.metrics)
         # From here on the reply is good: one that is dropped leaves nothing in the client's row.
         size = sum(array.nbytes for array in update.arrays)
         self.record.bytes_up += size
@@ -476,6 +496,20 @@ class PersonalisedStrategy(Strategy):
         row |= {"n_train": update.num_examples, "n_test": tested, "train_loss": update.loss, **scores}
         self.record.samples += samples
         return update
+
+    def exchanged(self) -> tuple[Layout, Part]:
+        """Return the layout of the network that clients train now, and the part of it that they send."""
+        return self.architecture.layout, self.shared
+
+    def _parameters_of(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a model, or its shared part, without BatchNorm's running statistics; another array as it is."""
+        layout, shared = self.exchanged()
+        parameters = layout.trainable
+        is_parameter = parameters.put(np.zeros(layout.size, np.bool_), np.ones(parameters.size, np.bool_))
+        for mask in (is_parameter, shared.take(is_parameter)):
+            if array.shape[-1:] == mask.shape:
+                return array if mask.all() else array[..., mask]
+        return array
 
     # -- secure aggregation ----------------------------------------------------------------------------
 
@@ -508,7 +542,9 @@ class PersonalisedStrategy(Strategy):
         client = updates[0].client  # all are served the same
         shapes = self.expected_shapes(client)
         unknown = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
-        references = self.method.reference(self.architecture, self.serve(client), unknown)[: len(shapes)]
+        sent = self.serve(client)
+        references = self.method.reference(self.architecture, sent, unknown)[: len(shapes)]
+        references += sent[len(references) : len(shapes)]  # statistics are changes of the statistics that were sent
         rate = self.learning_rate(self.record.number)
         mean = secure.summed(updates, self._settings_json, rate, references)
         return ([], secure.refusal) if mean is None else ([mean], "")
@@ -527,6 +563,7 @@ class PersonalisedStrategy(Strategy):
         check_count("num-examples", tested, 0)
         scores, samples = scores_of(metrics), samples_of(metrics)
         chosen = record_in(content, "config", ConfigRecord).get("chosen", "")
+        self.check_metrics(metrics)
         self.acknowledged(client, metrics)
         row = self.record.row(client)
         row |= {"n_train": int(count), "n_test": int(tested)}

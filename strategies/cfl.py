@@ -1,20 +1,35 @@
-"""CFL (Sattler et al., 2020): clusters of clients, split in two where their updates point apart.
+"""CFL (Sattler et al., 2020): clusters of clients, split in two where the clients' updates diverge.
 
-As in the paper's experiments a cluster may split in any round; only one of which all clients have replied does.
+A cluster splits only in a round in which all its members reply, because the criterion compares updates of one model.
+In a round without some members, Posy warns if the other members alone meet the criterion.
+
+The splits form a binary tree. The server stores the tree if the run has hold-out clients: for each split the model
+before the split and the updates on both sides. At the end a newcomer descends from the root. At each split it trains
+from the stored model, and follows the side that holds the most similar update. Then Posy serves it its cluster's model.
 """
 
-from typing import Any
+import math
+from logging import WARNING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from flwr.app import ConfigRecord, MessageType, RecordDict
+from flwr.common.logger import log
 from flwr.common.typing import NDArrays
+from flwr.serverapp import Grid
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedacs import cosine_similarity
 from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.replies import Update, mean_of, num_examples, stacked, weighted_mean
+from posy.strategies.replies import Update, mean_of, num_examples, read_update, stacked, weighted_mean
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class CFLSettings(
@@ -25,90 +40,256 @@ class CFLSettings(
 ):
     """Settings of CFL."""
 
+    card = MethodCard(
+        paper=Paper(
+            "Sattler et al.",
+            2020,
+            "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy Constraints",
+            "IEEE Transactions on Neural Networks and Learning Systems",
+            "https://doi.org/10.1109/TNNLS.2020.3015958",
+        ),
+        equations=(
+            "θ_c ← θ_c + mean of Δθ_i over the clients i of cluster c (clustered aggregation)",
+            "α_ij = <Δθ_i, Δθ_j> / (||Δθ_i|| ||Δθ_j||) (cosine similarity of updates)",
+            "c splits only if ||mean of Δθ_i|| < ε1 and max_i ||Δθ_i|| > ε2 (stopping and splitting criterion)",
+            "c1, c2 = the bipartition of c with the smallest max α_ij over i in c1, j in c2",
+            "c splits only if γ_max < sqrt((1 − max α_ij) / 2) over i in c1, j in c2",
+            "A newcomer follows, at each split, the side with the largest α between a stored update and its update",
+        ),
+        sent={"model (d,)": "the model θ_c of the client's cluster"},
+        returned={"model (d,)": "the trained model θ_c + Δθ_i"},
+        server_state={
+            "model": "the model of cluster 0 (d,)",
+            "split_off": "the models of the other clusters (k, d), in the order of the splits that created them",
+            "cluster": "the cluster of each client (M,)",
+            "parents": "the cluster that each split divided (k,); split s created cluster s + 1",
+            "split_models": "with hold-out clients: the divided cluster's model before each split (k, d)",
+            "split_updates": "with hold-out clients: the updates before each split (r, p), without running statistics",
+            "split_sides": "the split of each of these updates, and 1 if its client left the old cluster (r, 2)",
+        },
+        client_state={},
+        scored="The served model: the authors' notebook scores the model of each client's cluster after aggregation.",
+        deviations=(
+            "The mean weighs clients by training samples; the authors' program has uniform means (`client-weights`).",
+            "A cluster may split in any round and at any size; the notebook waits 20 rounds and keeps pairs together.",
+            "`gamma-max` is 0 by default: the notebook does not test γ_max.",
+            "A cluster with an absent member does not split; the paper assumes that all members reply.",
+            "The norms and similarities exclude BatchNorm's running statistics, which are averaged as in FedAvg.",
+        ),
+        program=Program(
+            "felisat/clustered-federated-learning",
+            "23a1c3887ed151a9c6340370337804766d11c69c",
+            "fl_devices.py: Client.compute_weight_update, Server.cluster_clients, Server.aggregate_clusterwise",
+            1e-6,
+        ),
+    )
     eps1: float = setting(
         0.4,
-        "a cluster may split when the norm of its mean update is smaller",
+        "largest norm of a cluster's mean update at which the cluster may split",
+        source="the authors' notebook, EPS_1",
         minimum=0,
         search=Search(0.05, 2.0, log=True),
     )
     eps2: float = setting(
-        0.9, "and the largest norm of an update is larger", minimum=0, search=Search(0.1, 5.0, log=True)
+        0.9,
+        "norm that the largest update of a cluster must exceed for a split",
+        source="cwFedAvg's Table 5; the authors' notebook has 1.6 (EPS_2)",
+        minimum=0,
+        search=Search(0.1, 5.0, log=True),
     )
+    gamma_max: float = setting(
+        0.0,
+        "a cluster splits only if this bound on the clients' relative deviation is below sqrt((1 - a) / 2), where a is "
+        "the largest similarity between the two parts; 0 splits all parts that differ",
+        source="choice: the authors' notebook makes no such test",
+        minimum=0,
+        maximum=1,
+    )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn that no cluster can split if each round samples a part of the clients."""
+        run, clients = settings.run, settings.data.num_clients
+        members = clients - min(max(1, round(run.holdout_clients * clients)), clients - 1) * bool(run.holdout_clients)
+        if math.ceil(run.fraction_train * members - 1e-9) >= members:
+            return ()
+        return (
+            "a cluster splits only when all its clients reply in one round, and fraction-train = "
+            f"{run.fraction_train:g} excludes some clients: the run will equal FedAvg; set fraction-train = 1",
+        )
 
 
 class CFL(PersonalisedStrategy):
-    """Average every cluster by itself, and split those that have come to rest while their clients have not.
+    """Average each cluster separately, and split the clusters that meet the criterion."""
 
-    The state holds the first cluster's model ``(d,)``, those of the clusters that were split off ``(k, d)``, and the
-    cluster of every client ``(M,)``.
-    """
-
-    state = ("model", "split_off", "cluster")
+    state = ("model", "split_off", "cluster", "parents", "split_models", "split_updates", "split_sides")
 
     def initialise(self) -> None:
         """Start with one cluster."""
         super().initialise()
+        self.parameters = self.architecture.layout.trainable
         self.split_off: FloatArray = np.empty((0, self.size), np.float32)
         self.cluster: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
+        self.parents: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.split_models: FloatArray = np.empty((0, self.size), np.float32)
+        self.split_updates: FloatArray = np.empty((0, self.parameters.size), np.float32)
+        self.split_sides: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
+        self.descending: dict[int, int] = {}
+        """The split at which each newcomer trains during the descent."""
 
     def serve(self, client: int) -> NDArrays:
-        """Send the model of the client's cluster."""
+        """Send the model of the client's cluster, or the model before a split to a newcomer in its descent."""
+        if client in self.descending:
+            return [self.split_models[self.descending[client]]]
         return [self._models()[self.cluster[client]]]
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Split the clusters that are to be split, then average each."""
+        """Split the clusters that meet the criterion, then average each cluster."""
         models, cluster = self._models(), self.cluster.copy()
         for number in range(len(models)):
-            own = [update for update in updates if self.cluster[update.client] == number]
-            if len(own) == int((self.cluster == number).sum()):
-                moved = stacked(own) - models[number]
-                apart = split(self.architecture.layout.trainable.take(moved), num_examples(own), *self._limits)
-                cluster[[update.client for update, other in zip(own, apart, strict=True) if other]] = len(models)
-                if apart.any():
-                    models.append(models[number])
+            replies = [update for update in updates if self.cluster[update.client] == number]
+            absent = {c for c in self.members if self.cluster[c] == number} - {update.client for update in replies}
+            if not replies or not absent <= set(self.cohort(server_round)):
+                continue
+            changes = self.parameters.take(stacked(replies) - models[number])
+            leaving = split(changes, num_examples(replies), *self._limits)
+            if not leaving.any():
+                continue
+            if absent:
+                text = (
+                    "round %s: cluster %s does not split, because clients %s did not reply; the others would split it"
+                )
+                log(WARNING, text, server_round, number, sorted(absent))
+                continue
+            cluster[[update.client for update, leaves in zip(replies, leaving, strict=True) if leaves]] = len(models)
+            self._store_split(number, models[number], changes, leaving)
+            models.append(models[number])
         for number in range(len(models)):
-            if own := [update for update in updates if cluster[update.client] == number]:
-                models[number] = mean_of(own)
+            if replies := [update for update in updates if cluster[update.client] == number]:
+                models[number] = mean_of(replies)
         self.model, self.cluster = models[0], cluster
         self.split_off = np.array(models[1:], np.float32).reshape(-1, self.size)
-        return {"cluster_sizes": np.bincount(cluster, minlength=len(models)).tolist()}
+        return {"cluster_sizes": np.bincount(cluster[self.members], minlength=len(models)).tolist()}
+
+    def _store_split(self, number: int, model: FloatArray, changes: FloatArray, leaving: npt.NDArray[np.bool_]) -> None:
+        """Add a split of cluster ``number`` to the tree."""
+        index = len(self.parents)
+        self.parents = np.append(self.parents, number)
+        if self.newcomers:
+            sides = np.column_stack([np.full(len(leaving), index), leaving]).astype(np.int64)
+            self.split_models = np.concatenate([self.split_models, model[None]])
+            self.split_updates = np.concatenate([self.split_updates, changes])
+            self.split_sides = np.concatenate([self.split_sides, sides])
+
+    # -- newcomers -------------------------------------------------------------------------------------
+
+    def _try_newcomers(
+        self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
+    ) -> None:
+        """Assign each newcomer to a cluster by a descent through the tree, then serve and train it."""
+        last = self.record
+        self._begin_round(server_round, grid)
+        self.saving = False
+        reached = {client: 0 for client in self.newcomers if client in self.clients}
+        while descending := self._next_splits(reached):
+            self.descending = descending
+            messages = self._messages(MessageType.TRAIN, server_round, train_config, {c: {} for c in descending})
+            # Each training begins without a state: the newcomer has no part in the rounds yet.
+            self._collect(grid.send_and_receive(messages, timeout=timeout), self._read_side, stateful=False)
+            reached = {client: index + 1 for client, index in descending.items()}
+        self.descending, self.record = {}, last
+        super()._try_newcomers(server_round, train_config, evaluate_config, grid, timeout)
+
+    def _next_splits(self, reached: dict[int, int]) -> dict[int, int]:
+        """Return the next split of each newcomer's cluster, for the newcomers that have not reached a leaf."""
+        following = {}
+        for client, start in reached.items():
+            splits = np.flatnonzero(self.parents[start:] == self.cluster[client])
+            if len(splits):
+                following[client] = start + int(splits[0])
+        return following
+
+    def _read_side(self, client: int, content: RecordDict) -> None:
+        """Move a newcomer to the side of its split that holds the update most similar to its own."""
+        index, shapes = self.descending[client], self.expected_shapes(client)
+        change = self.parameters.take(read_update(content, shapes).arrays[0] - self.split_models[index])
+        rows = self.split_sides[:, 0] == index
+        if nearest_side(change, self.split_updates[rows], self.split_sides[rows, 1]):
+            self.cluster[client] = index + 1
 
     @property
-    def _limits(self) -> tuple[float, float]:
-        return self.method.eps1, self.method.eps2
+    def _limits(self) -> tuple[float, float, float]:
+        return self.method.eps1, self.method.eps2, self.method.gamma_max
 
     def _models(self) -> list[FloatArray]:
         return [self.model, *self.split_off]
 
 
-def split(moved: FloatArray, n: npt.NDArray[np.float64], eps1: float, eps2: float) -> npt.NDArray[np.bool_]:
-    """Return which clients of a cluster leave it: none, unless ||Σ (n_i / n) Δ_i|| < ε1 and max ||Δ_i|| > ε2.
+def split(
+    changes: FloatArray, n: npt.NDArray[np.float64], eps1: float, eps2: float, gamma_max: float = 0.0
+) -> npt.NDArray[np.bool_]:
+    """Return which clients leave a cluster: none, unless ||Σ (n_i / n) Δ_i|| < ε1 and max ||Δ_i|| > ε2.
 
     Parameters
     ----------
-    moved : numpy.ndarray, float32, (m, d)
-        Updates Δ_i of all its clients.
+    changes : numpy.ndarray, float32, (m, p)
+        Updates Δ_i of the clients.
     n : numpy.ndarray, (m,)
-        Numbers of training samples.
+        Weights of the clients in the mean.
+    eps1, eps2 : float
+        Bounds ε1 and ε2.
+    gamma_max : float
+        Bound γ_max, which must be below sqrt((1 − a) / 2), where a is the largest similarity between the two parts.
+
+    Returns
+    -------
+    numpy.ndarray, bool, (m,)
     """
-    at_rest = np.linalg.norm(weighted_mean(moved, n).astype(np.float64)) < eps1
-    if len(moved) < 2 or not at_rest or not np.linalg.norm(moved.astype(np.float64), axis=1).max() > eps2:
-        return np.zeros(len(moved), np.bool_)
-    return bipartition(cosine_similarity(moved))
+    stationary = np.linalg.norm(weighted_mean(changes, n).astype(np.float64)) < eps1
+    if len(changes) < 2 or not stationary or not np.linalg.norm(changes.astype(np.float64), axis=1).max() > eps2:
+        return np.zeros(len(changes), np.bool_)
+    similarity = cosine_similarity(changes)
+    leaving = bipartition(similarity)
+    between = float(similarity[np.ix_(leaving, ~leaving)].max())
+    return leaving if gamma_max < math.sqrt((1 - between) / 2) else np.zeros(len(changes), np.bool_)
 
 
 def bipartition(similarity: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Return the second of the two parts ``(m,)`` between which the largest similarity ``(m, m)`` is smallest.
+    """Return the second part ``(m,)`` of the bipartition with the smallest largest similarity between its parts.
 
-    The most similar pairs are joined until two parts are left; the first client is in the first part.
+    The function joins the most similar pairs until two parts remain. The first client is in the first part.
+
+    Parameters
+    ----------
+    similarity : numpy.ndarray, (m, m)
+        Symmetric similarities of the clients.
+
+    Returns
+    -------
+    numpy.ndarray, bool, (m,)
     """
     rows, columns = np.triu_indices(len(similarity), 1)
-    part, left = np.arange(len(similarity)), len(similarity)
+    part, parts = np.arange(len(similarity)), len(similarity)
     for pair in np.argsort(-similarity[rows, columns], kind="stable"):
-        if left == 2:
+        if parts == 2:
             break
-        one, other = part[rows[pair]], part[columns[pair]]
-        if one != other:
-            part[part == other] = one
-            left -= 1
+        first, second = part[rows[pair]], part[columns[pair]]
+        if first != second:
+            part[part == second] = first
+            parts -= 1
     return part != part[0]
+
+
+def nearest_side(change: FloatArray, updates: FloatArray, sides: npt.NDArray[np.int64]) -> bool:
+    """Return whether the update most similar to a newcomer's update is on side 1; ties go to side 0.
+
+    Parameters
+    ----------
+    change : numpy.ndarray, float32, (p,)
+        The newcomer's update.
+    updates : numpy.ndarray, float32, (m, p)
+        Updates of the cluster's clients before the split.
+    sides : numpy.ndarray, (m,)
+        0 or 1: the side of each update.
+    """
+    similarity = cosine_similarity(np.concatenate([change[None], updates]))[0, 1:]
+    return bool(similarity[sides == 1].max() > similarity[sides == 0].max())

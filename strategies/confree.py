@@ -1,9 +1,7 @@
-"""ConFREE (Zheng et al., 2025): the clients' updates of a shared body are rid of what conflicts, layer by layer.
+"""ConFREE (Zheng et al., 2025): the server removes conflicts between the clients' updates of a shared body.
 
-Heads are personal, and clients train as FedRep's do. The paper's text was not at hand: this follows the authors'
-description and program. The program projects without dividing by the squared length, which is no projection onto a
-normal plane, as they describe it; here it is divided. Their alpha is told in neither; 0.5 is usual for the second step,
-which is that of CAGrad (Liu et al., 2021).
+Heads are personal, and clients train as in FedRep. The equations are those of the authors' poster. Their program has
+other rules, which ``confree-rule=program`` selects.
 """
 
 import math
@@ -16,13 +14,14 @@ from scipy.optimize import minimize
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedrep import FedRepSettings
 from posy.strategies.method_settings import Refused
 from posy.strategies.replies import Update, gram, mean_of, stacked
 
 Float64 = npt.NDArray[np.float64]
 SMALLEST = 1e-6
-"""Is added to a length, beside one of 1, that is divided by."""
+"""Added to a length of about 1 before a division by it."""
 
 
 class ConFREESettings(
@@ -32,45 +31,126 @@ class ConFREESettings(
 ):
     """Settings of ConFREE."""
 
+    card = MethodCard(
+        paper=Paper(
+            "Zheng et al.",
+            2025,
+            "ConFREE: Conflict-free Client Update Aggregation for Personalized Federated Learning",
+            "AAAI",
+            "https://github.com/StuZheng/ConFREE",
+        ),
+        equations=(
+            "g = mean over i of (Δ_i − Σ_{j≠i, <Δ_i, Δ_j> < 0} <Δ_i, Δ_j> / ||Δ_j||² Δ_j) (Eq. 3)",
+            "w* = argmin over the simplex of <Δ_w, g> + c ||g|| ||Δ_w||, Δ_w = Σ_i w_i Δ_i (Eq. 5)",
+            "d* = g + c ||g|| Δ_{w*} / ||Δ_{w*}|| (Eq. 4)",
+            "θ ← θ + d* (Algorithm 1, line 14)",
+        ),
+        sent={"body (d,)": "the shared body θ"},
+        returned={"body (d,)": "the trained body θ + Δ_i"},
+        server_state={"model": "the shared body θ (d,)"},
+        client_state={"personal": "the client's head"},
+        scored="The local model: the clients' heads and bodies after training, as FedRep's `point`.",
+        deviations=(
+            "The client is FedRep's; the authors combine ConFREE with eight methods, FedRep among them.",
+            "The authors' program differs from the poster. It treats each tensor separately (`confree-parts=tensors`), "
+            "projects in a random order without division by the squared length, and divides the step by 1 + c² (both "
+            "`confree-rule=program`).",
+            "The authors give no value of c.",
+            "BatchNorm's running statistics have no part in the projections; they are averaged as in FedAvg.",
+        ),
+        program=Program(
+            "StuZheng/ConFREE",
+            "81ac152fac199a411abc6c99c35670c345ae60b3",
+            "ConFREE.py: ParameterAggregator.aggregate_parameters_wise",
+            1e-5,
+        ),
+    )
     alpha: float = setting(
         0.5,
-        "radius of the ball around the guidance vector, in its lengths",
+        "radius c of the ball around the guidance vector, in lengths of that vector",
+        source="choice: CAGrad's default (Liu et al., 2021), whose second step this is; the authors give no value",
         minimum=0,
         maximum=1,
         search=Search(0.1, 0.9),
     )
+    rule: str = setting(
+        "paper",
+        "Eqs. 3 and 5 with line 14 of Algorithm 1, or the rules of the authors' program",
+        source="the authors' poster, Eq. 3 and Algorithm 1",
+        choices=("paper", "program"),
+    )
+    parts: str = setting(
+        "body",
+        "what has conflicts of its own: the body as one vector, or each of its tensors",
+        source="the authors' poster, Algorithm 1; their program has tensors",
+        choices=("body", "tensors"),
+    )
 
 
 class ConFREE(PersonalisedStrategy):
-    """Add to each tensor of the body the conflict-free mix of the clients' updates, all of which count alike.
+    """Add the conflict-free mixture of the clients' updates to the body; all clients have the same weight.
 
-    BatchNorm's running statistics are no parameters; they are averaged as FedAvg does.
+    BatchNorm's running statistics are no parameters; they are averaged as in FedAvg.
     """
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Mix the updates of each tensor."""
+        """Mix the updates of each part."""
         changes, model = stacked(updates) - self.model, mean_of(updates)
         generator = numpy_generator(self.settings.run.seed, "projections", server_round)
-        places = self.shared.take(np.arange(self.size))
         conflicts = []
-        for entry in self.architecture.layout.entries:
-            start = int(np.searchsorted(places, entry.start))
-            if not entry.trainable or start == len(places) or places[start] != entry.start:
-                continue
-            own = slice(start, start + entry.stop - entry.start)
-            products = gram(changes[:, own])
-            weights = best_for_the_worst(products, guidance(products, generator), self.method.alpha)
-            model[own] = self.model[own] + weights.astype(np.float32) @ changes[:, own]
+        for part in self._parts():
+            products = np.sum([gram(changes[:, tensor]) for tensor in part], axis=0)
+            weights = self._weights(products, generator).astype(np.float32)
+            for tensor in part:
+                model[tensor] = self.model[tensor] + weights @ changes[:, tensor]
             conflicts.append(float((products < 0).mean()))
         self.model = model
         return {"conflicts": float(np.mean(conflicts))}
 
+    def _parts(self) -> list[list[slice]]:
+        """Return the trainable tensors of the shared body, as slices of it, together or each by itself."""
+        places = self.shared.take(np.arange(self.size))
+        tensors = []
+        for entry in self.architecture.layout.entries:
+            start = int(np.searchsorted(places, entry.start))
+            if entry.trainable and start < len(places) and places[start] == entry.start:
+                tensors.append(slice(start, start + entry.stop - entry.start))
+        return [tensors] if self.method.parts == "body" else [[tensor] for tensor in tensors]
 
-def guidance(products: Float64, generator: np.random.Generator) -> Float64:
-    """Return the mix of the updates that is the mean of what is left of each, rid of conflicts with the others.
+    def _weights(self, products: Float64, generator: np.random.Generator) -> Float64:
+        """Return the weight of each update in the step ``(M,)``."""
+        c = self.method.alpha
+        if self.method.rule == "paper":
+            return best_for_the_worst(products, guidance(products), c)
+        return best_for_the_worst(products, sequential_guidance(products, generator), c) / (1 + c**2)
 
-    Where an update has a negative inner product with another it is projected onto that one's normal plane, for each
-    other one in turn, in a random order.
+
+def guidance(products: Float64) -> Float64:
+    """Return the guidance vector g as a mixture of the updates (Eq. 3).
+
+    From each update the function subtracts its projections on all updates with which it has a negative inner product.
+    g is the mean of the differences.
+
+    Parameters
+    ----------
+    products : numpy.ndarray, (M, M)
+        Inner products of the updates.
+
+    Returns
+    -------
+    numpy.ndarray, (M,)
+        Weight of each update in g.
+    """
+    lengths = np.diag(products)
+    against = np.divide(np.minimum(products, 0.0), lengths, out=np.zeros_like(products), where=lengths > 0)
+    return (np.eye(len(products)) - against).mean(axis=0)
+
+
+def sequential_guidance(products: Float64, generator: np.random.Generator) -> Float64:
+    """Return the guidance vector of the authors' program as a mixture of the updates.
+
+    Each update meets the others in a random order. If its remainder r has a negative inner product with another update
+    Δ, then <r, Δ> Δ is subtracted from it, without division by ||Δ||².
 
     Parameters
     ----------
@@ -82,47 +162,51 @@ def guidance(products: Float64, generator: np.random.Generator) -> Float64:
     Returns
     -------
     numpy.ndarray, (M,)
-        How much of each update there is in the guidance vector.
+        Weight of each update in the guidance vector.
     """
-    count, lengths = len(products), np.diag(products)
-    left, rows = np.eye(count), np.arange(count)  # row i: the mix that is left of update i
-    others = np.array([np.delete(rows, i) for i in rows], np.int64).reshape(count, count - 1)
-    for other in generator.permuted(others, axis=1).T:
-        against = np.minimum(np.einsum("ij,ji->i", left, products[:, other]), 0.0)
-        left[rows, other] -= np.divide(against, lengths[other], out=np.zeros(count), where=lengths[other] > 0)
-    return left.mean(axis=0)
+    count = len(products)
+    remainders, rows = np.eye(count), np.arange(count)  # row i: the mixture that remains of update i
+    orders = np.empty((count, count - 1), np.int64)
+    for i in rows:
+        orders[i] = np.where(rows == i, rows[-1], rows)[:-1]
+        generator.shuffle(orders[i])
+    for other in orders.T:
+        against = np.minimum(np.einsum("ij,ji->i", remainders, products[:, other]), 0.0)
+        remainders[rows, other] -= against
+    return remainders.mean(axis=0)
 
 
-def best_for_the_worst(products: Float64, guide: Float64, alpha: float) -> Float64:
-    """Return the mix within α ||g|| of the guidance vector g that serves best the client that it serves worst.
+def best_for_the_worst(products: Float64, guide: Float64, c: float) -> Float64:
+    """Return the mixture d within c ||g|| of the guidance vector g that is best for the client with the least gain.
 
-    max_d min_i <Δ_i, d> over ||d − g|| ≤ α ||g|| is solved by d = g + α ||g|| Δ_w / ||Δ_w||, where w, on the simplex,
-    minimises <Δ_w, g> + α ||g|| ||Δ_w|| and Δ_w = Σ_i w_i Δ_i. As in the program d is divided by 1 + α².
+    The solution of max_d min_i <Δ_i, d> over ||d − g|| ≤ c ||g|| is d = g + c ||g|| Δ_w / ||Δ_w|| (Eq. 4). There w, on
+    the simplex, minimises <Δ_w, g> + c ||g|| ||Δ_w||, and Δ_w = Σ_i w_i Δ_i (Eq. 5).
 
     Parameters
     ----------
     products : numpy.ndarray, (M, M)
         Inner products of the updates.
     guide : numpy.ndarray, (M,)
-        How much of each update there is in g.
-    alpha : float
-        0 leaves g as it is.
+        Weight of each update in g.
+    c : float
+        Radius; 0 returns g.
 
     Returns
     -------
     numpy.ndarray, (M,)
+        Weight of each update in d.
     """
     length = norm_of_mix(products, guide)
-    if not alpha * length:
-        return guide / (1 + alpha**2)
+    if not c * length:
+        return guide
     scaled = products / length**2
 
     def objective(w: Float64) -> tuple[float, Float64]:
         mixed, norm = scaled @ w, norm_of_mix(scaled, w) + SMALLEST
-        return float(mixed @ guide + alpha * norm), scaled @ guide + alpha * mixed / norm
+        return float(mixed @ guide + c * norm), scaled @ guide + c * mixed / norm
 
     count = len(products)
-    found: Float64 = minimize(
+    worst: Float64 = minimize(
         objective,
         np.full(count, 1 / count),
         jac=True,
@@ -131,9 +215,9 @@ def best_for_the_worst(products: Float64, guide: Float64, alpha: float) -> Float
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": lambda w: np.ones(count)},
         options={"ftol": 1e-10, "maxiter": 200},
     ).x
-    return (guide + alpha * found / (norm_of_mix(scaled, found) + SMALLEST)) / (1 + alpha**2)
+    return guide + c * worst / (norm_of_mix(scaled, worst) + SMALLEST)
 
 
 def norm_of_mix(products: Float64, weights: Float64) -> float:
-    """Return the length of a mix ``(M,)`` of vectors, by their inner products ``(M, M)``."""
+    """Return the length of a mixture of vectors, from its weights ``(M,)`` and their inner products ``(M, M)``."""
     return math.sqrt(max(float(weights @ products @ weights), 0.0))

@@ -138,6 +138,7 @@ class CwFedAvg(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Start every class model from the common initialisation, with p̃_i = 1/C for every client."""
+        self.architecture.require(("head.weight",), "cwfedavg reads the clients' classes off the trained head")
         self.averaged, self.classwise = self.method.parts(self.architecture)
         self.output = self.architecture.weight("head")
         start = self.initial()

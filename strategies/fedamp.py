@@ -1,15 +1,26 @@
 """FedAMP (Huang et al., 2021): attentive message passing between similar clients."""
 
+import math
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
+from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.attention import AttentionStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
 
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
+
 SMALLEST = 1e-30
-"""The smallest sigma: below it only equal models attend to each other, as at 0, and a quotient might overflow."""
+"""Smallest sigma: below it only equal models attend to each other, as at 0, and a quotient might overflow."""
+NEGLIGIBLE = 1e-3
+"""Attention below which a notice calls two clients unconnected."""
 
 
 class FedAMPSettings(
@@ -19,21 +30,82 @@ class FedAMPSettings(
 ):
     """Settings of FedAMP."""
 
-    alpha: float = setting(1000.0, "step size alpha of the server's gradient step", above=0)
+    card = MethodCard(
+        paper=Paper(
+            "Huang et al.",
+            2021,
+            "Personalized Cross-Silo Federated Learning on Non-IID Data",
+            "AAAI",
+            "https://doi.org/10.1609/aaai.v35i9.16960",
+        ),
+        equations=(
+            "A(x) = 1 − exp(−x / σ), the attention-inducing function",
+            "ξ_ij = α A'(||w_i − w_j||²) for j ≠ i, and ξ_ii = 1 − Σ_j ξ_ij (Eq. 6)",
+            "u_i = Σ_j ξ_ij w_j (Eq. 6)",
+            "w_i minimises F_i(w) + λ / (2α) ||w − u_i||² (Eq. 4)",
+        ),
+        sent={"message (d,)": "u_i; to a client without a model the mean of all models, or the initial model"},
+        returned={"model (d,)": "the trained model w_i"},
+        server_state={
+            "seen": "the clients that have trained (m,)",
+            "models": "their latest models (m, d)",
+            "stateless": "whether each client has lost its own state since its last update (M,)",
+            "mixed": "the messages u_i (m, d)",
+            "pictures": "the attention ξ in the rounds of the picture (P, M, M)",
+            "pictured": "these rounds (P,)",
+        },
+        client_state={"model": "the trained model w_i (d,)"},
+        scored="The local model: the paper personalises w_i, which the clients train, and u_i only pulls it.",
+        deviations=(
+            "A row of ξ whose other entries exceed 1 is scaled to sum to 1, so u_i stays a convex combination; the "
+            "paper chooses α small enough.",
+            "Training starts from the client's own model. The message is the start of a first training only, and of "
+            "a training after the client lost its state.",
+            "Distances exclude BatchNorm's running statistics; u_i mixes them with the same weights.",
+            "PFLlib computes the pull from detached tensors. It has no gradient, so PFLlib's clients train alone; "
+            "`fedamp-strength = 0` repeats it.",
+        ),
+        program=Program(
+            "TsingZ0/PFLlib",
+            "d832e76f6a23b833038949ec1e4fdefe63a4d350",
+            "system/flcore/servers/serveramp.py: FedAMP.send_models; "
+            "system/flcore/clients/clientamp.py: clientAMP.train",
+            1e-5,
+            by_authors=False,
+        ),
+    )
+    alpha: float = setting(
+        1000.0, "step size alpha of the server's gradient step", source="cwFedAvg's Table 5", above=0
+    )
     strength: float = setting(
-        1.0, "lambda of the clients' proximal term", minimum=0, search=Search(0.01, 100.0, log=True)
+        1.0,
+        "lambda of the clients' proximal term",
+        source="cwFedAvg's Table 5",
+        minimum=0,
+        search=Search(0.01, 100.0, log=True),
     )
     distance: str = setting(
         "squared",
-        "distance in the proximal term: squared as in Eq. 4, or the plain norm as in PFLlib",
+        "distance in the proximal term: squared as in Eq. 4, or the norm as in PFLlib's formula",
+        source="Eq. 4",
+        needs="fedamp-strength > 0",
         choices=("squared", "norm"),
     )
     sigma: float = setting(
         0.1,
         "sigma of the attention-inducing function 1 - exp(-x / sigma)",
+        source="cwFedAvg's Table 5",
         above=0,
         search=Search(0.01, 100.0, log=True),
     )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Say from which distance on models do not attend to each other."""
+        limit = farthest(self.alpha, self.sigma)
+        return (
+            f"models at an L2 distance above {limit:.3g} do not attend to each other (fedamp-sigma sets it); if all "
+            "models are farther apart, this is local training, and attention_to_self in the record is 1",
+        )
 
 
 class FedAMP(AttentionStrategy):
@@ -43,17 +115,35 @@ class FedAMP(AttentionStrategy):
         """Return ξ ``(M, M)``."""
         return message_weights(models, self.method.alpha, self.method.sigma)
 
+    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
+        """Return the start of the client's training: its own model, or the message if it has none."""
+        return [self.client_model(client, self.serve(client)[0])]
+
+
+def farthest(alpha: float, sigma: float) -> float:
+    """Return the distance of two models at which α A'(distance²) is 1/1000; 0 if no distance has so much attention."""
+    sigma = max(sigma, SMALLEST)
+    return math.sqrt(max(sigma * math.log(alpha / sigma / NEGLIGIBLE), 0.0)) if alpha / sigma < math.inf else math.inf
+
 
 def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArray[np.float64]:
     """Return ξ_ij = α A'(||w_i − w_j||²) for j ≠ i and ξ_ii = 1 − Σ_j ξ_ij, with A(x) = 1 − exp(−x/σ).
 
-    The paper takes α small enough for ξ_ii ≥ 0; where a row's others exceed 1 they are scaled to 1, so
-    that u_i stays a convex combination.
+    The paper takes α small enough for ξ_ii ≥ 0. Here a row whose other entries exceed 1 is scaled to sum to 1, so that
+    u_i stays a convex combination.
 
     Parameters
     ----------
     models : numpy.ndarray, float32, (M, d)
         The clients' models.
+    alpha : float
+        Step size α.
+    sigma : float
+        σ.
+
+    Returns
+    -------
+    numpy.ndarray, float64, (M, M)
     """
     squared, sigma = squared_distances(models), max(sigma, SMALLEST)
     weights = alpha * np.exp(-squared / sigma) / sigma
@@ -67,8 +157,13 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
 def squared_distances(models: FloatArray) -> npt.NDArray[np.float64]:
     """Return ||w_i − w_j||² ``(M, M)``, never negative.
 
-    The mean is subtracted before the inner products: models that have hardly parted
-    would lose all digits of their distance in ||w_i||² + ||w_j||² − 2 <w_i, w_j>.
+    The function subtracts the mean before the inner products, because similar models would lose all digits of their
+    distance in ||w_i||² + ||w_j||² − 2 <w_i, w_j>.
+
+    Parameters
+    ----------
+    models : numpy.ndarray, float32, (M, d)
+        The clients' models.
     """
     centred = models - models.mean(axis=0)
     gram = (centred @ centred.T).astype(np.float64)

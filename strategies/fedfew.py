@@ -20,7 +20,7 @@ from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import Update, num_examples
+from posy.strategies.replies import Update, sample_counts
 
 if TYPE_CHECKING:
     from posy.strategies.settings import Settings
@@ -207,7 +207,7 @@ class FedFew(PersonalisedStrategy):
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
         """Weigh the updates and move the K models."""
         losses = np.stack([update.arrays[1] for update in updates]).astype(np.float64)
-        n = num_examples(updates)
+        n = sample_counts(updates)
         weights = stch_weights(weighted_losses(losses, n) if self.method.weigh_losses else losses, self.method.mu)
         deltas = [update.arrays[0] for update in updates]
         full = self.method.full_steps

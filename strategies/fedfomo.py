@@ -1,99 +1,247 @@
-"""FedFomo (Zhang et al., 2021): each client takes over from other clients' models what helps it.
+"""FedFomo (Zhang et al., 2021): each client moves towards the models that have a lower loss on its validation samples.
 
-The paper weighs models by their loss on a validation split of the client. Here that is where a run has one
-(``validation-fraction``); else it is the training split.
+A client compares its candidates with its model before its last training. The first candidate is its own trained model,
+the others are models of other clients. Clients need validation samples: those of the run (``validation-fraction``), or
+a part of their training samples (``fedfomo-validation``), on which they do not train.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from flwr.common.typing import NDArrays
 
+from posy.models.parameters import FloatArray
 from posy.randomness import numpy_generator
 from posy.settings import Search, setting
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.latest import LatestModels
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import Update
 
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
+
 NONE = -1
-"""Stands for no client."""
+"""Marks an unused entry in a row of clients."""
 
 
 class FedFomoSettings(
     MethodSettings,
     noise=Refused("its clients weigh each other's single models, and the weights they send cannot be noised"),
     sums=Refused("its clients are sent each other's models"),
+    point="served",
 ):
     """Settings of FedFomo."""
 
+    card = MethodCard(
+        paper=Paper(
+            "Zhang et al.",
+            2021,
+            "Personalized Federated Learning with First Order Model Optimization",
+            "ICLR",
+            "https://arxiv.org/abs/2012.08565",
+        ),
+        equations=(
+            "w_n = (L_i(θ_i before training) − L_i(θ_n)) / ||θ_n − θ_i before training|| on validation samples (Eq. 3)",
+            "w_n ← max(w_n, 0) / Σ_m max(w_m, 0) (Eq. 5)",
+            "θ_i ← θ_i before training + Σ_n w_n (θ_n − θ_i before training) (Eq. 4)",
+            "P_i ← P_i + w_i before normalisation; P starts as the identity (Section 3.3)",
+            "A client receives the models with the largest P_ij; with probability ε a random model (Section 3.3)",
+        ),
+        sent={"models (k, d)": "the latest models of other clients"},
+        returned={
+            "model (d,)": "the trained model",
+            "weights (1 + k,)": "the weights w_n of Eq. 3: the client's own model first, then the models it received",
+        },
+        server_state={
+            "seen": "the clients that have trained (m,)",
+            "models": "their latest models (m, d)",
+            "stateless": "whether each client has lost its own state since its last update (M,)",
+            "starts": "with `max-update-norm`: the model that each client's last training started from (M, d)",
+            "affinity": "the affinity matrix P (M, M)",
+            "sent": "the clients whose models each client receives next (M, k), -1 in unused entries",
+        },
+        client_state={"model": "the trained model (d,)", "start": "the model before the last training (d,)"},
+        scored="The served model: the authors' program scores the model after the federated update, before training.",
+        deviations=(
+            "A client that receives no model better than its model before training keeps that model, as in the "
+            "authors' program.",
+            "The authors' program adds the weights to P after a division by |Σ_n w_n|; Posy adds Eq. 3's weights.",
+            "`distance` is the L2 norm; the authors' program has the L1 norm by default (`fedfomo-distance=l1`).",
+            "With `validation-fraction` the best round is chosen on the samples that also weigh the models.",
+            "A client with a single training sample and no validation sample compares models on that sample.",
+        ),
+        program=Program(
+            "NVlabs/FedFomo",
+            "fe04f6641407bce4fc58ea3fbf8cb314f9af8629",
+            "federation.py: Federation.compute_client_weights, Federation.federate",
+            1e-5,
+        ),
+    )
     models: int = setting(
-        5,
-        "number of other clients' models that a client is sent, at most",
+        4,
+        "largest number of other clients' models that a client receives",
+        source="the authors' README, --num_update_clients 4: five models with the client's own",
         minimum=0,
         maximum=1000,
         search=Search(1, 10),
     )
-    epsilon: float = setting(0.3, "how often one of them is drawn at random, not by affinity", minimum=0, maximum=1)
+    epsilon: float = setting(
+        0.3,
+        "probability in round 0 that a model is drawn at random instead of by affinity",
+        source="the authors' README, --client_weight_epsilon 0.3",
+        needs="fedfomo-models > 0",
+        minimum=0,
+        maximum=1,
+    )
+    epsilon_decay: float = setting(
+        0.05,
+        "decrease of epsilon in each round, down to 0",
+        source="the authors' README, --client_weight_epsilon_decay 0.05",
+        needs="fedfomo-models > 0",
+        minimum=0,
+        maximum=1,
+    )
+    validation: float = setting(
+        0.2,
+        "fraction of each client's training samples on which it compares models and does not train; 0: compare models "
+        "on the training samples",
+        source="the authors' README, --train_split 0.8",
+        needs="validation-fraction = 0",
+        minimum=0,
+        maximum=0.9,
+    )
+    distance: str = setting(
+        "l2",
+        "norm of the distance between two models in Eq. 3",
+        source="Eq. 3; the authors' program has the L1 norm by default",
+        choices=("l2", "l1"),
+    )
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Say which samples weigh the models, and warn if the run is close to local training."""
+        notices = []
+        if not self.models:
+            notices.append("with fedfomo-models = 0 clients receive no models: this is local training")
+        if settings.data.validation_fraction:
+            return tuple(notices)
+        if self.validation:
+            notices.append(
+                f"validation-fraction = 0: each client compares models on {100 * self.validation:g} % of its training "
+                "samples (fedfomo-validation), and trains on the rest"
+            )
+        else:
+            notices.append(
+                "without validation samples clients compare models on their training samples, which favours their own "
+                "models: the run is close to local training; set validation-fraction or fedfomo-validation to 0.2"
+            )
+        return tuple(notices)
 
 
 class FedFomo(LatestModels):
-    """Send client i the models that have helped it most (Section 3.3).
+    """Send client i the models that have the largest affinity P_ij (Section 3.3)."""
 
-    The state holds besides the affinity P ``(M, M)``, and whose models each client is sent next ``(M, k)``.
-    """
-
-    state = (*LatestModels.state, "affinity", "sent")
+    state = (*LatestModels.state, "starts", "affinity", "sent")
 
     def initialise(self) -> None:
         """Start without models; P is the identity."""
         super().initialise()
+        rows = self.num_clients if self.settings.run.max_update_norm else 0
+        self.starts: FloatArray = np.tile(self.initial(), (rows, 1))
         self.affinity = np.eye(self.num_clients)
         width = min(self.method.models, self.num_clients - 1)
         self.sent: npt.NDArray[np.int64] = np.full((self.num_clients, width), NONE)
 
     def serve(self, client: int) -> NDArrays:
-        """Send others' models ``(k, d)``: none before there are any."""
+        """Send others' models ``(k, d)``; k is 0 before any client has trained."""
         return [self.latest(self._sent_to(client))]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the client's model ``(d,)``, and how much those that it was sent help it ``(k,)``."""
-        return [(self.size,), (len(self._sent_to(client)),)]
+        """Expect the client's model ``(d,)``, and the weights ``(1 + k,)`` of its own model and the received models."""
+        return [(self.size,), (1 + len(self._sent_to(client)),)]
 
     def reference(self, client: int, arrays: NDArrays) -> NDArrays:
-        """Return the client's latest model, which it was not sent: it has it."""
-        return [self.latest(np.array([client]))[0] if client in self.seen else self.initial()]
+        """Return the model that the client's training started from: the mix of its candidates (Eq. 4)."""
+        start = self.starts[client] if len(self.starts) else self.initial()
+        own = self.client_model(client, self.initial())
+        candidates = np.concatenate([own[None], self.latest(self._sent_to(client))])
+        return [mixed(start, candidates, np.asarray(arrays[1], np.float32))]
+
+    def lost(self, client: int) -> None:
+        """Record that the client starts again from the initial model."""
+        super().lost(client)
+        if len(self.starts):
+            self.starts[client] = self.initial()
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Take up models and weights, P_ij ← P_ij + w_ij, and choose whose models each client is sent next."""
+        """Store models, update affinities, P_ij ← P_ij + w_ij, and choose the models that each client receives next."""
+        if len(self.starts):
+            started = [self.reference(update.client, update.arrays)[0] for update in updates]
+            self.starts[[update.client for update in updates]] = started
         self.affinity = self.affinity.copy()
         for update in updates:
-            self.affinity[update.client, self._sent_to(update.client)] += update.arrays[1]
+            candidates = np.append(update.client, self._sent_to(update.client))
+            self.affinity[update.client, candidates] += update.arrays[1]
         self.take_up(updates)
         self.sent = np.full_like(self.sent, NONE)
+        epsilon = max(self.method.epsilon - server_round * self.method.epsilon_decay, 0.0)
         for client in range(self.num_clients):
             generator = numpy_generator(self.settings.run.seed, "fedfomo", server_round, client)
             others = self.seen[self.seen != client]
-            own = chosen(self.affinity[client, others], self.sent.shape[1], self.method.epsilon, generator)
-            self.sent[client, : len(own)] = others[own]
-        helpful = [float((update.arrays[1] > 0).mean()) for update in updates if len(update.arrays[1])]
+            picked = chosen(self.affinity[client, others], self.sent.shape[1], epsilon, generator)
+            self.sent[client, : len(picked)] = others[picked]
+        helpful = [float((update.arrays[1][1:] > 0).mean()) for update in updates if len(update.arrays[1]) > 1]
         return {"helpful_models": float(np.mean(helpful))} if helpful else {}
 
     def _sent_to(self, client: int) -> npt.NDArray[np.int64]:
-        """Return whose models a client is sent ``(k,)``."""
+        """Return the clients ``(k,)`` whose models a client receives."""
         row = self.sent[client]
         return row[row != NONE]
 
 
-def chosen(affinity: npt.NDArray[np.float64], count: int, epsilon: float, generator: np.random.Generator) -> list[int]:
-    """Return the places of the largest affinities ``(m,)``, each with probability ε any of the others instead.
+def mixed(start: FloatArray, candidates: FloatArray, weights: FloatArray) -> FloatArray:
+    """Return θ + Σ_n w_n (θ_n − θ) with positive weights that sum to 1; θ if no weight is positive (Eqs. 4 and 5).
 
-    Of equals any may come first.
+    Parameters
+    ----------
+    start : numpy.ndarray, float32, (d,)
+        θ, the client's model before its last training.
+    candidates : numpy.ndarray, float32, (k, d)
+        Models θ_n.
+    weights : numpy.ndarray, float32, (k,)
+        Weights of Eq. 3.
+    """
+    positive = np.maximum(weights, 0)
+    total = positive.sum()
+    return start + (positive / total) @ (candidates - start) if total > 0 else start
+
+
+def chosen(affinity: npt.NDArray[np.float64], count: int, epsilon: float, generator: np.random.Generator) -> list[int]:
+    """Return the indices of the largest affinities; each is replaced by a random index with probability ε.
+
+    Ties are broken at random.
+
+    Parameters
+    ----------
+    affinity : numpy.ndarray, (m,)
+        Affinities of a client to m others.
+    count : int
+        Largest number of indices.
+    epsilon : float
+        ε.
+    generator : numpy.random.Generator
+        Source of randomness.
+
+    Returns
+    -------
+    list of int
     """
     shuffled = generator.permutation(len(affinity))
     order = shuffled[np.argsort(-affinity[shuffled], kind="stable")].tolist()
-    found: list[int] = []
-    while order and len(found) < count:
-        any_of_them = generator.random() < epsilon
-        found.append(order.pop(int(generator.integers(len(order))) if any_of_them else 0))
-    return found
+    indices: list[int] = []
+    while order and len(indices) < count:
+        explores = generator.random() < epsilon
+        indices.append(order.pop(int(generator.integers(len(order))) if explores else 0))
+    return indices

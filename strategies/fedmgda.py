@@ -1,9 +1,9 @@
-"""FedMGDA+ (Hu et al., 2022): the clients' losses as many objectives; the server descends along what lowers them all.
+"""FedMGDA+ (Hu et al., 2022): the clients' losses are objectives, and the server descends along a direction for all.
 
-Of the mixes of the clients' updates near FedAvg's, it takes the shortest: one that all objectives agree on.
+Among the mixtures of the clients' updates near FedAvg's mean, it takes the shortest.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,18 @@ import numpy.typing as npt
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import Update, gram, mean_of, num_examples, stacked
 from posy.strategies.simplex import minimise_on_simplex
 
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
+
 Float64 = npt.NDArray[np.float64]
+STAIR = 100
+"""Rounds between two decreases of eta (Section 6.1)."""
 
 
 class FedMGDASettings(
@@ -26,45 +33,111 @@ class FedMGDASettings(
 ):
     """Settings of FedMGDA+."""
 
+    card = MethodCard(
+        paper=Paper(
+            "Hu et al.",
+            2022,
+            "Federated Learning Meets Multi-Objective Optimization",
+            "IEEE Transactions on Network Science and Engineering",
+            "https://arxiv.org/abs/2006.11489",
+        ),
+        equations=(
+            "g_i = (w − w_i) / ||w − w_i|| (Algorithm 1, line 5)",
+            "λ minimises ||Σ_i λ_i g_i||² over the simplex with |λ_i − λ_i⁰| ≤ ε (Algorithm 1, line 6)",
+            "w ← w − η_t Σ_i λ_i g_i (Algorithm 1, line 9)",
+            "η_t = η · decay^(100 ⌊t / 100⌋ / T) in round t of T (Section 6.1)",
+        ),
+        sent={"model (d,)": "the server's model w"},
+        returned={"model (d,)": "the trained model w_i"},
+        server_state={"model": "the server's model w (d,)"},
+        client_state={},
+        scored="The served model: the paper scores the server's model on each client's test samples.",
+        deviations=(
+            "λ⁰ is n_i / N; `client-weights=uniform` makes it uniform.",
+            "An update of length 0 is not normalised.",
+            "Lengths and inner products exclude BatchNorm's running statistics, which are averaged as in FedAvg.",
+        ),
+        program=Program(
+            "WwZzz/easyFL",
+            "ea07f1d082efacca2eff27ee401a7ab4ec604825",
+            "flgo/algorithm/fedmgda.py: Server.aggregate",
+            1e-5,
+            by_authors=False,
+        ),
+    )
     epsilon: float = setting(
         0.1,
-        "how far a client's weight may be from n_i / N: 0 is FedAvg's, 1 any",
+        "largest distance of a client's weight from n_i / N: 0 gives FedAvg's weights, 1 any weights",
+        source="easyFL's default; the paper tunes it",
         minimum=0,
         maximum=1,
         search=Search(0.01, 1.0, log=True),
     )
-    server_lr: float = setting(1.0, "global step size eta", above=0, search=Search(0.1, 10.0, log=True))
-    normalise: bool = setting(True, "bring all updates to length 1 first")
+    server_lr: float = setting(
+        1.0,
+        "global step size eta",
+        source="easyFL's default, one of the four values that the paper tunes (Table 5)",
+        above=0,
+        search=Search(0.1, 10.0, log=True),
+    )
+    decay: float = setting(
+        1.0,
+        "factor that eta has lost by the last round, in steps every 100 rounds; 1: constant",
+        source="choice: constant is one of the values that the paper tunes (Table 5)",
+        needs="num-server-rounds > 99",
+        above=0,
+        maximum=1,
+    )
+    normalise: bool = setting(
+        True, "divide each update by its length before the mixture", source="Algorithm 1, line 5: the + of FedMGDA+"
+    )
+
+    @property
+    def follows_number_of_rounds(self) -> bool:
+        """Whether eta depends on the number of rounds."""
+        return self.decay < 1
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn if the method is FedAvg."""
+        if self.epsilon or self.normalise or self.server_lr != 1 or self.decay != 1:
+            return ()
+        return ("with fedmgda-epsilon = 0, fedmgda-normalise = false and constant steps of 1 this is FedAvg",)
 
 
 class FedMGDA(PersonalisedStrategy):
-    """w ← w − η Σ_i λ_i g_i / ||g_i|| with g_i = w − w_i and λ of least norm (Algorithm 1, lines 6-8).
+    """w ← w − η_t Σ_i λ_i g_i / ||g_i|| with g_i = w − w_i and λ of least norm (Algorithm 1, lines 5-9).
 
-    BatchNorm's running statistics are no parameters; they are averaged as FedAvg does.
+    BatchNorm's running statistics are no parameters; they are averaged as in FedAvg.
     """
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Descend along the shortest mix of the updates."""
+        """Descend along the shortest mixture of the updates."""
         parameters = self.architecture.layout.trainable
         before = parameters.take(self.model)
         changes, n = before - parameters.take(stacked(updates)), num_examples(updates)
         weights, scale = common_descent(changes, n / n.sum(), self.method.epsilon, self.method.normalise)
         step = (weights / scale).astype(np.float32) @ changes
-        self.model = parameters.put(mean_of(updates), before - np.float32(self.method.server_lr) * step)
+        rate = step_size(self.method.server_lr, self.method.decay, server_round, self.settings.run.num_server_rounds)
+        self.model = parameters.put(mean_of(updates), before - np.float32(rate) * step)
         return {"smallest_weight": float(weights.min()), "largest_weight": float(weights.max())}
 
 
+def step_size(eta: float, decay: float, server_round: int, rounds: int) -> float:
+    """Return η_t = η · decay^(100 ⌊t / 100⌋ / T) for round t, from 1 on, of T."""
+    return eta * float(decay ** (STAIR * (server_round // STAIR) / rounds))
+
+
 def common_descent(changes: FloatArray, centre: Float64, epsilon: float, normalise: bool) -> tuple[Float64, Float64]:
-    """Return λ ``(M,)``, which minimises ||Σ_i λ_i g_i / s_i||², and s ``(M,)`` (Algorithm 1, line 6).
+    """Return the weights λ ``(M,)`` that minimise ||Σ_i λ_i g_i / s_i||², and s ``(M,)`` (Algorithm 1, line 6).
 
     Parameters
     ----------
     changes : numpy.ndarray, float32, (M, d)
-        g_i.
+        Updates g_i.
     centre : numpy.ndarray, (M,)
-        λ_0 = n_i / N, from which each λ_i is at most epsilon away.
+        λ⁰, normally n_i / N.
     epsilon : float
-        0 leaves no choice, 1 every one.
+        Largest |λ_i − λ_i⁰|.
     normalise : bool
         Whether s_i is ||g_i||, or 1.
     """

@@ -1,21 +1,26 @@
-"""FedMTL (Smith et al., 2017): a model for each client, tied to the others' by how their tasks are related.
+"""FedMTL (Smith et al., 2017): a model for each client, with ties that follow the relations between the tasks.
 
-Of MOCHA this is the objective, min Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ) over the clients' models W = (w_1 … w_M) (Eq. 1, with
-mean losses F_i and λ1 = λ/2; λ2 is the setting ``weight-decay``), and its alternation between W and Ω. The dual solver
-needs convex losses: for networks clients take SGD steps on w_i while the other models stand still. ``served`` and
-``local`` both report the client's own model: there is no other.
+It minimises MOCHA's objective, Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), over the clients' models W = (w_1 … w_M) and over Ω
+(Eq. 1, with mean losses F_i and λ1 = λ/2; λ2 is the setting ``weight-decay``). In each round the clients take SGD steps
+on w_i, and then the server updates Ω. ``served`` and ``local`` both score the client's own model.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from flwr.common.typing import NDArrays
 
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.attention import AttentionStrategy
+from posy.strategies.card import MethodCard, Paper
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.replies import gram
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 Float64 = npt.NDArray[np.float64]
 
@@ -27,20 +32,69 @@ class FedMTLSettings(
 ):
     """Settings of FedMTL."""
 
+    card = MethodCard(
+        paper=Paper(
+            "Smith et al.",
+            2017,
+            "Federated Multi-Task Learning",
+            "NeurIPS",
+            "https://papers.nips.cc/paper/7029-federated-multi-task-learning",
+        ),
+        equations=(
+            "min over W and Ω of Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), W = (w_1 … w_M) (Eq. 1 with λ1 = λ/2)",
+            "`relations=mean`: Ω = I − 11ᵀ / M, which ties each model to the mean of all",
+            "`relations=learnt`: Ω = (M Σ + I)⁻¹, Σ = (WᵀW)^{1/2} / tr (WᵀW)^{1/2} (the trace-norm relation of MOCHA)",
+        ),
+        sent={"tie (d,)": "−Σ_{j≠i} Ω_ij w_j / Ω_ii; λ Ω_ii travels in the message's config"},
+        returned={"model (d,)": "the trained model w_i"},
+        server_state={
+            "seen": "the clients that have trained (m,)",
+            "models": "their latest models (m, d)",
+            "stateless": "whether each client has lost its own state since its last update (M,)",
+            "mixed": "the ties sent to them (m, d)",
+            "pictures": "the attention −Ω_ij / Ω_ii in the rounds of the picture (P, M, M)",
+            "pictured": "these rounds (P,)",
+            "own": "Ω_ii of these clients (m,)",
+        },
+        client_state={"model": "the trained model w_i (d,)"},
+        scored="The local model: each task has one model, which its client trains.",
+        deviations=(
+            "The clients take SGD steps on w_i. MOCHA's dual solver needs convex losses.",
+            "F_i is a mean loss, and all clients count alike; the paper sums the losses of all samples.",
+            "The server updates Ω in each round; the paper alternates between W and Ω.",
+            "Σ has 1/M added to its diagonal before the inversion, because equal models make it singular.",
+            "λ2 of Eq. 1 is the setting `weight-decay`.",
+            "Ties and relations exclude BatchNorm's running statistics.",
+        ),
+        no_program=(
+            "The authors' program (gingsmith/fmtl) is MATLAB code for linear support vector machines. PFLlib computes "
+            "its regulariser from detached tensors; it has no gradient, so PFLlib's clients train alone."
+        ),
+    )
     strength: float = setting(
-        0.1, "lambda: strength of the ties between the clients' models", minimum=0, search=Search(0.001, 1.0, log=True)
+        0.1,
+        "lambda: strength of the ties between the clients' models",
+        source="choice: the paper tunes it by cross-validation",
+        minimum=0,
+        search=Search(0.001, 1.0, log=True),
     )
     relations: str = setting(
         "mean",
         "Omega: `mean` ties every model to the mean of all, `learnt` reads the relations off the models",
+        source="choice: PFLlib's relations are fixed too",
         choices=("mean", "learnt"),
     )
 
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn that clients without ties train alone."""
+        return () if self.strength else ("with fedmtl-strength = 0 no client has a tie: this is local training",)
+
 
 class FedMTL(AttentionStrategy):
-    """Send client i what the gradient λ Σ_j Ω_ij w_j of its tie needs: −Σ_{j≠i} Ω_ij w_j / Ω_ii, and λ Ω_ii.
+    """Send client i the anchor of its tie, −Σ_{j≠i} Ω_ij w_j / Ω_ii, and the strength λ Ω_ii.
 
-    Besides what the base keeps, the state holds Ω_ii of the clients seen ``(m,)``.
+    The gradient of the tie, λ Σ_j Ω_ij w_j, is λ Ω_ii (w_i − anchor). The state also holds Ω_ii of the clients that
+    have trained ``(m,)``.
     """
 
     state = (*AttentionStrategy.state, "own")
@@ -51,7 +105,7 @@ class FedMTL(AttentionStrategy):
         self.own: Float64 = np.empty(0)
 
     def attention(self, models: FloatArray) -> Float64:
-        """Return −Ω_ij / Ω_ii, on the diagonal 0."""
+        """Return −Ω_ij / Ω_ii ``(m, m)``, with zeros on the diagonal."""
         count = len(models)
         omega = learnt_relations(gram(models)) if self.method.relations == "learnt" else np.eye(count) - 1 / count
         self.own = np.diag(omega).copy()
@@ -59,24 +113,32 @@ class FedMTL(AttentionStrategy):
         np.fill_diagonal(weights, 0.0)
         return weights
 
+    def reference(self, client: int, arrays: NDArrays) -> NDArrays:
+        """Return the start of the client's training: its own model, or the initial model if it has none."""
+        return [self.client_model(client, self.initial())]
+
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Tell the strength λ Ω_ii; a client that has no model yet counts as one more in the mean."""
-        place, count = np.searchsorted(self.seen, client), len(self.seen)
-        own = self.own[place] if client in self.seen else 1 - 1 / (count + 1)
-        return {"tie": self.method.strength * float(own)}
+        """Return the strength λ Ω_ii; for a client without a model, Ω is that of the mean with one more client."""
+        row, count = np.searchsorted(self.seen, client), len(self.seen)
+        omega = self.own[row] if client in self.seen else 1 - 1 / (count + 1)
+        return {"tie": self.method.strength * float(omega)}
 
 
 def learnt_relations(products: Float64) -> Float64:
     """Return Ω = (M Σ + I)⁻¹ with Σ = (WᵀW)^{1/2} / tr (WᵀW)^{1/2} (after Zhang and Yeung, 2010).
 
-    MOCHA's Ω is Σ⁻¹, which models that are alike make infinite: 1/M is added to the diagonal first, and the inverse
-    divided by M, so that λ means the same for any number of clients. Equal models give I − 11ᵀ / (M + 1), nearly the
-    ties to their mean; those at right angles and of one length I / 2, no ties at all.
+    MOCHA's Ω is Σ⁻¹, which is infinite for equal models. Therefore the function adds 1/M to Σ's diagonal. It divides
+    the inverse by M, so that λ has the same meaning for any number of clients. Equal models give I − 11ᵀ / (M + 1),
+    almost the ties to the mean. Orthogonal models of equal length give I / 2: no ties.
 
     Parameters
     ----------
     products : numpy.ndarray, (M, M)
         WᵀW, the inner products of the clients' models.
+
+    Returns
+    -------
+    numpy.ndarray, float64, (M, M)
     """
     values, vectors = np.linalg.eigh(products)
     roots = np.sqrt(np.maximum(values, 0.0))

@@ -16,7 +16,7 @@ from posy.models.parameters import FloatArray
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.method_settings import ALLOWED, MethodSettings
-from posy.strategies.replies import Update, mean_of
+from posy.strategies.replies import Update, mean_of, sample_counts, stacked, weighted_mean
 
 
 class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
@@ -29,6 +29,7 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
 
     def network(self, plain: Architecture, num_clients: int) -> Architecture:
         """Return the network with a head that compares directions."""
+        plain.require(("head.weight",), "fednh puts prototypes in place of the head")
         if not plain.layer_names[:-1]:
             raise SettingsError(
                 f"model = {plain.model!r}: fednh trains all layers but the head, and it has no other; "
@@ -40,10 +41,23 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
 class FedNH(PersonalisedStrategy):
     """Average the bodies; draw the prototypes to the clients' mean directions (Algorithm 1)."""
 
+    def initialise(self) -> None:
+        """Set up the model; raise :class:`SettingsError` where one sum cannot hold two kinds of means."""
+        run = self.settings.run
+        if run.secure_aggregation and run.client_weights == "uniform":
+            raise SettingsError(
+                "client-weights = 'uniform' with method = 'fednh' and secure-aggregation = true: the prototypes count "
+                "samples, and the server sees one sum only; set one of them to its default"
+            )
+        super().initialise()
+
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Take in both: what clients send of a class is as long as its share of their samples."""
+        """Average both; a client sends each class's direction with its share n_ic / n_i of the samples as length."""
         model, views = mean_of(updates), self.architecture.layout.views
         prototypes = views(model)["head.weight"]
+        if self.settings.run.client_weights == "uniform":  # the prototypes count samples all the same
+            means = weighted_mean(stacked(updates), sample_counts(updates))
+            prototypes[:] = views(means)["head.weight"]
         prototypes[:] = drawn(views(self.model)["head.weight"], prototypes, self.method.rho)
         self.model = model
         cosines = prototypes @ prototypes.T - 2 * np.eye(len(prototypes))

@@ -1,15 +1,14 @@
 """FedPAC (Xu et al., 2023): a shared body, features drawn to global class means, and heads combined for each client.
 
-Each round a client trains the head that it is sent, then the body towards the class means. Of the heads of the round
-the server combines one for each of these clients, with the weights that minimise an estimate of its error. The
-statistics that it takes are those of the served body, which is the same for all clients. Unlike in the authors'
-program, the head is trained at the rate of the body, and no small weight is set to zero.
+Each round a client trains the head that it received, then the body towards the class means. For each client of the
+round the server combines these clients' heads. The weights minimise an estimate of the client's test error, which the
+server computes from statistics of the served body's features.
 
-A client that has not taken part yet is sent the mean of the heads; one that was left out of a round keeps the head that
-it was sent last.
+A client that has not taken part yet receives the mean of the last round's heads. A client that is absent from a round
+keeps its last head.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +18,14 @@ from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
 from posy.strategies.prototypes import check_counts, mean_prototypes
 from posy.strategies.replies import BadReplyError, Update, mean_of, num_examples, stacked, weighted_mean
 from posy.strategies.simplex import minimise_on_simplex
+
+if TYPE_CHECKING:
+    from posy.strategies.settings import Settings
 
 
 class FedPACSettings(
@@ -33,40 +36,115 @@ class FedPACSettings(
     """Settings of FedPAC."""
 
     strength: float = setting(
-        1.0, "lambda: weight of the distance to the global class means", minimum=0, search=Search(0.1, 10.0, log=True)
+        1.0,
+        "lambda: weight of the distance to the global class means",
+        source="options.py of the authors' program: --lam 1.0",
+        minimum=0,
+        search=Search(0.1, 10.0, log=True),
     )
     head_epochs: int = setting(
         1,
         "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
+        source="methods/fedpac.py of the authors' program: epoch_classifier = 1",
+        needs="local-steps = 0",
         minimum=1,
+    )
+    head_lr: float = setting(
+        0.1,
+        "learning rate of the head, the same in all rounds; 0: the rate of the body",
+        source="methods/fedpac.py of the authors' program: lr_g = 0.1",
+        minimum=0,
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Xu et al.",
+            2023,
+            "Personalized Federated Learning with Feature Alignment and Classifier Collaboration",
+            "ICLR",
+            "https://arxiv.org/abs/2306.11867",
+        ),
+        equations=(
+            "head: φ_i ← φ_i − η_g ∇ℓ(θ, φ_i), with the body fixed (Algorithm 1, client)",
+            "body: θ_i ← θ_i − η_f ∇(ℓ + λ R_i), with the head fixed; R_i is the mean square of f_θ(x) − c_y over samples "
+            "and features (Algorithm 1, client)",
+            "θ ← Σ_i (n_i / n) θ_i,  c_j ← Σ_i n_ij c_ij / Σ_i n_ij (Algorithm 1, server)",
+            "φ_i ← Σ_j α_ij φ_j; α_i minimises Σ_j α_j² V_j + Σ_jk α_j α_k tr((h_i − h_j)ᵀ (h_i − h_k)) on the simplex",
+        ),
+        sent={
+            "body (b,)": "the shared body θ",
+            "head (h,)": "the head φ_i that the server combined for the client",
+            "prototypes (C, D)": "the global class means c",
+            "known (C,)": "1 for each class that has a mean",
+        },
+        returned={
+            "body (b,)": "the trained body θ_i",
+            "head (h,)": "the trained head",
+            "means (C, D)": "class means c_ij of the trained body's features",
+            "counts (C,)": "training samples n_ij by class",
+            "variance ()": "V_i, the variance of the mean of (one-hot label) × feature, for the served body",
+            "products (C, D)": "h_i, class means times class shares, for the served body",
+        },
+        server_state={
+            "model": "the shared body θ (b,)",
+            "prototypes": "the global class means c (C, D)",
+            "known": "1 for each class that has a mean (C,)",
+            "heads": "each client's head (M, h)",
+            "seen": "1 for each client that has taken part (M,)",
+        },
+        client_state={},
+        scored="The local model. The authors' program prints accuracies before and after local training in each round.",
+        deviations=(
+            "The program sets weights α below 0.001 to zero. Posy keeps them.",
+            "Samples of a class without a global mean have no term in R_i. The program draws them, from round 2 on, to "
+            "the client's class mean before training.",
+            "The program fixes SGD's momentum at 0.5 and weight decay at 0.0005. Posy has settings for both.",
+        ),
+        program=Program(
+            "JianXu95/FedPAC",
+            "5770f4ff8f11ad3be61c2a62b038245fa3f25248",
+            "running.py: train_round_fedpac",
+            1e-6,
+        ),
     )
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
-        """Give every client a head of its own."""
+        """Give every client its own head."""
         return ("head",)
+
+    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
+        """Return the served body and head; the further arrays of a reply are means, counts and statistics."""
+        return sent[:2]
+
+    def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
+        """Warn if no round can have two heads to combine."""
+        run, clients = settings.run, settings.data.num_clients
+        if clients > 1 and run.fraction_train * (1 - run.holdout_clients) * clients > 1:
+            return ()
+        return ("one client trains in a round, so no heads are combined: this is FedRep with class means",)
 
 
 class FedPAC(PersonalisedStrategy):
     """Average bodies and class means; combine heads for each client (Algorithm 1).
 
-    The state holds the body, the class means ``(C, D)`` and which classes have one ``(C,)``, and the clients' heads
-    with whether they have taken part ``(M,)``.
+    The state holds the body, the class means ``(C, D)``, which classes have a mean ``(C,)``, each client's head, and
+    which clients have taken part ``(M,)``.
     """
 
     state = ("model", "prototypes", "known", "heads", "seen")
 
     def initialise(self) -> None:
-        """Start from the initial body and head, without any class mean."""
+        """Start from the initial body and head, without class means."""
         super().initialise()
-        self.own = self.architecture.layout.part(("head",))
+        head = self.architecture.layout.part(("head",))
         classes = self.architecture.task.num_classes
         self.prototypes: FloatArray = np.zeros((classes, self.architecture.embedding_dim), np.float32)
         self.known: FloatArray = np.zeros(classes, np.float32)
-        self.heads: FloatArray = np.tile(self.own.take(self.initial()), (self.num_clients, 1))
+        self.heads: FloatArray = np.tile(head.take(self.initial()), (self.num_clients, 1))
         self.seen = np.zeros(self.num_clients, np.int64)
 
     def serve(self, client: int) -> NDArrays:
-        """Send the body, the client's head, and the class means with 1 for each class that has one."""
+        """Send the body, the client's head, and the class means with 1 for each class that has a mean."""
         return [self.model, self.heads[client], self.prototypes, self.known]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
@@ -74,7 +152,7 @@ class FedPAC(PersonalisedStrategy):
         return [*super().expected_shapes(client), (), self.prototypes.shape]
 
     def check(self, arrays: NDArrays) -> None:
-        """Refuse numbers of samples or a variance that cannot be."""
+        """Refuse impossible sample counts and a negative variance."""
         check_counts(arrays[3])
         if arrays[4] < 0:
             raise BadReplyError(f"variance {float(arrays[4])}")
@@ -107,7 +185,7 @@ def combination(products: npt.ArrayLike, variances: npt.ArrayLike) -> npt.NDArra
         V_i: the variance of the mean of (one-hot label) × feature over its samples.
     """
     h = np.asarray(products, np.float64).reshape(len(np.asarray(products)), -1)
-    h = h - h.mean(axis=0)  # only differences count, and those of large numbers would lose their digits
+    h = h - h.mean(axis=0)  # only differences matter, and differences of large numbers would lose digits
     gram, spread = h @ h.T, np.diag(np.asarray(variances, np.float64))
     rows = []
     for i in range(len(h)):

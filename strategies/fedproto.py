@@ -46,6 +46,8 @@ class FedProto(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Know no class."""
+        head = ("head.weight", "head.bias")
+        self.architecture.require(head, "fedproto writes the prototypes into the head")
         classes = self.architecture.task.num_classes
         self.prototypes: FloatArray = np.zeros((classes, self.architecture.embedding_dim), np.float32)
         self.known: FloatArray = np.zeros(classes, np.float32)

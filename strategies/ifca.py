@@ -1,16 +1,21 @@
-"""IFCA (Ghosh et al., 2020): K cluster models; each client trains the one that fits it best."""
+"""IFCA (Ghosh et al., 2020): K cluster models; each client trains the one with the lowest loss on its data."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.common.typing import NDArrays
 
-from posy.models.architecture import Architecture
 from posy.models.parameters import FloatArray
+from posy.randomness import model_seed
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update, mean_of, stacked, weighted_mean
+from posy.strategies.replies import BadReplyError, Update, mean_of
+
+if TYPE_CHECKING:
+    from posy.models.architecture import Architecture
+    from posy.strategies.settings import Settings
 
 
 class IFCASettings(
@@ -21,16 +26,59 @@ class IFCASettings(
 ):
     """Settings of IFCA."""
 
-    clusters: int = setting(2, "number K of cluster models", minimum=1, maximum=1000, search=Search(2, 5))
-    mean: str = setting(
-        "weighted",
-        "mean of a cluster's models: weighted by training samples, or the paper's, in which all clients count alike",
-        choices=("weighted", "uniform"),
+    card = MethodCard(
+        paper=Paper(
+            "Ghosh et al.",
+            2020,
+            "An Efficient Framework for Clustered Federated Learning",
+            "NeurIPS",
+            "https://arxiv.org/abs/2006.04088",
+        ),
+        equations=(
+            "j_i = argmin_j F_i(θ_j) over the K models (Algorithm 1, cluster estimate)",
+            "θ̃_i = local updates from θ_{j_i} (Algorithm 1, model averaging)",
+            "θ_j ← mean of θ̃_i over the clients with j_i = j; a cluster without clients keeps its model",
+        ),
+        sent={"models (K, d)": "the cluster models θ_1 … θ_K"},
+        returned={"model (d,)": "the trained model of the chosen cluster", "cluster ()": "its number j_i"},
+        server_state={"models": "the cluster models (K, d)"},
+        client_state={},
+        scored="The served model: the authors' programs score the cluster model with the lowest loss of each client.",
+        deviations=(
+            "The mean weighs clients by training samples; the paper's mean is uniform (`client-weights=uniform`).",
+            "The K models start from independent random weights. The authors' program for CIFAR-10 draws them again "
+            "until each has a share of the clients.",
+            "Algorithm 1 also has gradient averaging, which divides by all clients; Posy has model averaging alone.",
+        ),
+        program=Program(
+            "pgg3/FedFew",
+            "1b29dec70b66d89b956d90e0da024897f698897a",
+            "PFLlib/system/flcore/servers/serverifca.py: IFCA; PFLlib/system/flcore/clients/clientifca.py: clientIFCA",
+            1e-6,
+            by_authors=False,
+        ),
+    )
+    clusters: int = setting(
+        2,
+        "number K of cluster models",
+        source="cwFedAvg's Table 5, CIFAR-10",
+        minimum=1,
+        maximum=1000,
+        search=Search(2, 5),
     )
 
-    def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
+    def reference(self, network: "Architecture", sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the model of the client's cluster."""
         return [sent[0][int(reply[1])]]
+
+    def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
+        """Warn if all cluster models are equal at the start, because then all clients stay in cluster 0."""
+        if self.clusters == 1:
+            return ("with ifca-clusters = 1 all clients share one model: this is FedAvg",)
+        first, second = (network.initial(model_seed(settings.run.seed, number)) for number in (0, 1))
+        if not np.array_equal(first, second):
+            return ()
+        return ("weights gives all cluster models the same start, so all clients stay in cluster 0: this is FedAvg",)
 
 
 class IFCA(PersonalisedStrategy):
@@ -56,14 +104,9 @@ class IFCA(PersonalisedStrategy):
             raise BadReplyError(f"cluster {arrays[1]} of {len(self.models)}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average every cluster's model over its clients; a cluster that nobody chose stays as it is."""
+        """Average every cluster's model over its clients; a cluster without clients keeps its model."""
         clusters: dict[int, list[Update]] = {k: [] for k in range(len(self.models))}
         for update in updates:
             clusters[int(update.arrays[1])].append(update)
-        self.models = np.stack([self._mean(own) if own else self.models[k] for k, own in clusters.items()])
-        return {"cluster_sizes": [len(own) for own in clusters.values()]}
-
-    def _mean(self, updates: list[Update]) -> FloatArray:
-        if self.method.mean == "uniform":
-            return weighted_mean(stacked(updates), np.ones(len(updates)))
-        return mean_of(updates)
+        self.models = np.stack([mean_of(part) if part else self.models[k] for k, part in clusters.items()])
+        return {"cluster_sizes": [len(part) for part in clusters.values()]}

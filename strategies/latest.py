@@ -1,4 +1,4 @@
-"""The part that methods share whose server knows each client's model."""
+"""The part that methods share whose server stores each client's model."""
 
 from typing import ClassVar
 
@@ -11,26 +11,42 @@ from posy.strategies.replies import Update
 
 
 class LatestModels(PersonalisedStrategy):
-    """Keep the latest model of every client seen: the clients ``(m,)``, sorted, and their models ``(m, d)``."""
+    """Store the latest model of every client that has trained.
 
-    state: ClassVar[tuple[str, ...]] = ("seen", "models")
+    The state holds these clients ``(m,)``, sorted, their models ``(m, d)``, and which clients have lost their own state
+    since their last update ``(M,)``.
+    """
+
+    state: ClassVar[tuple[str, ...]] = ("seen", "models", "stateless")
 
     def initialise(self) -> None:
         """Start without any client's model."""
         self.seen: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.models: FloatArray = np.empty((0, self.size), np.float32)
+        self.stateless: npt.NDArray[np.bool_] = np.zeros(self.num_clients, np.bool_)
+
+    def lost(self, client: int) -> None:
+        """Record that the client no longer has its model, although the server does."""
+        self.stateless[client] = True
 
     def take_up(self, updates: list[Update]) -> None:
-        """Take up the models that clients have sent."""
+        """Store the models in the updates."""
         clients = [update.client for update in updates]
         seen = np.union1d(self.seen, clients)
         if len(seen) > len(self.seen):
             models = np.empty((len(seen), self.size), np.float32)
             models[np.searchsorted(seen, self.seen)] = self.models
             self.seen, self.models = seen, models
-        for place, update in zip(np.searchsorted(self.seen, clients), updates, strict=True):
-            self.models[place] = update.arrays[0]
+        for row, update in zip(np.searchsorted(self.seen, clients), updates, strict=True):
+            self.models[row] = update.arrays[0]
+        self.stateless[clients] = False
 
     def latest(self, clients: npt.NDArray[np.int64]) -> FloatArray:
-        """Return the models of some clients seen ``(k, d)``."""
+        """Return the models ``(k, d)`` of some clients that have trained."""
         return self.models[np.searchsorted(self.seen, clients)]
+
+    def client_model(self, client: int, default: FloatArray) -> FloatArray:
+        """Return the model ``(d,)`` that the client stores, or a default if it has none."""
+        if client not in self.seen or self.stateless[client]:
+            return default
+        return self.models[np.searchsorted(self.seen, client)]

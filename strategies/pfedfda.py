@@ -47,6 +47,8 @@ class PFedFDA(PersonalisedStrategy):
 
     def initialise(self) -> None:
         """Start from means drawn from [0, 1) and the identity, as the authors' program does."""
+        head = ("head.weight", "head.bias")
+        self.architecture.require(head, "pfedfda writes the discriminant into the head")
         super().initialise()
         classes, size = self.architecture.task.num_classes, self.architecture.embedding_dim
         means = numpy_generator(self.settings.run.seed, "means").random(classes * size, np.float32)

@@ -26,7 +26,7 @@ from torch import Tensor
 from posy import figures
 from posy.models.architecture import Architecture
 from posy.models.layers import capped_rank, low_rank_factors
-from posy.models.parameters import FloatArray, Part
+from posy.models.parameters import FloatArray, Layout, Part
 from posy.settings import Search, SettingsError, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper
@@ -273,12 +273,17 @@ class PPFE(PersonalisedStrategy):
         """Expect the shared layers of this stage."""
         return [self.model.shape]
 
-    def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
-        """Record which finished stages a client has closed, and their coefficients."""
+    def check_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse a number of closed stages that is impossible, and a reply that lacks a coefficient."""
         closed = int(metrics["stages-closed"])
         if not 0 <= closed <= len(self.finished):
             raise BadReplyError(f"{closed} stages closed of {len(self.finished)}")
-        self.informed[client] = closed
+        for number in range(1, closed + 1):
+            float(metrics[f"beta-{number}"])
+
+    def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
+        """Record which finished stages a client has closed, and their coefficients."""
+        self.informed[client] = closed = int(metrics["stages-closed"])
         for number in range(1, closed + 1):
             self.betas[client, number - 1] = metrics[f"beta-{number}"]
 
@@ -302,6 +307,10 @@ class PPFE(PersonalisedStrategy):
                 begun = open_stage(before, self.stage, torch.from_numpy(model), torch.from_numpy(self.finished[0]))
                 self.model = np.ascontiguousarray(self.stage.shared_part.take(begun.numpy()))
         return quantities
+
+    def exchanged(self) -> tuple[Layout, Part]:
+        """Return the layout of the stage's network and its shared part."""
+        return self.stage.architecture.layout, self.stage.shared_part
 
     def weight(self, client: int) -> int:
         """Return 1 from stage 2 on: the mean is uniform."""

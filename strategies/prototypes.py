@@ -1,4 +1,4 @@
-"""Class prototypes on the server: means of what clients' features of a class are, weighted by their samples of it."""
+"""Class prototypes on the server: means of the clients' class means, weighted by their samples of the class."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,12 +8,12 @@ from posy.strategies.replies import BadReplyError
 
 
 def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: FloatArray) -> FloatArray:
-    """Return Σ_i n_ij c_ij / Σ_i n_ij for each class j; a class that no client has keeps its prototype.
+    """Return Σ_i n_ij c_ij / Σ_i n_ij for each class j; a class without samples keeps its prototype.
 
     Parameters
     ----------
     prototypes : numpy.ndarray, float32, (M, C, D)
-        c_ij; those of classes that a client lacks mean nothing.
+        c_ij; rows of classes that a client lacks are ignored.
     counts : array_like, (M, C)
         n_ij, the clients' samples by class.
     before : numpy.ndarray, float32, (C, D)
@@ -26,7 +26,7 @@ def mean_prototypes(prototypes: FloatArray, counts: npt.ArrayLike, before: Float
 
 
 def check_counts(counts: npt.ArrayLike) -> None:
-    """Raise :class:`BadReplyError` for numbers of samples by class ``(C,)`` that cannot be."""
+    """Raise :class:`BadReplyError` for impossible numbers of samples by class ``(C,)``."""
     n = np.asarray(counts, np.float64)
     if (n < 0).any() or (n != np.round(n)).any() or not n.any():
         raise BadReplyError(f"samples by class: {n.tolist()}")

@@ -14,13 +14,29 @@ from posy.extensions import is_own, word_of
 from posy.extensions import located as located_own
 from posy.models.catalogue import MODELS
 from posy.paths import absolute, is_file
-from posy.settings import Scalar, Setting, SettingsError, build, check_keys, checked, nearest, settings_of, shown
+from posy.settings import (
+    Scalar,
+    Setting,
+    SettingsError,
+    build,
+    check_conditions,
+    check_keys,
+    checked,
+    nearest,
+    settings_of,
+    shown,
+)
 from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.strategies.settings import RunSettings, Settings, TrainSettings, identified
 from posy.yaml12 import parse, read_yaml
 
 PAPERS = Path(__file__).resolve().parent.parent / "papers"
 """A folder for each paper: its tables and figures, and in ``settings/`` experiments, which are files of settings."""
+
+RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "ifca-mean": ("client-weights", {"weighted": "samples", "uniform": "uniform"}),
+}
+"""Settings of earlier versions: the present key, and the present value for each value."""
 
 
 def read_settings(
@@ -40,11 +56,12 @@ def read_settings(
     Raises
     ------
     SettingsError
-        For an unknown key or method, a wrong type, a value out of range, another method's setting, or settings that
-        do not go together.
+        For an unknown key or method, a wrong type, a value out of range, another method's setting, a setting without
+        an effect, or settings that contradict each other.
     """
     values = with_experiment(given, where)
     if stored is not None:
+        stored = current_keys(stored)
         known = declared_for(stored)
         older = {key: known[key].earlier for key in known.keys() - stored.keys() if known[key].earlier is not None}
         kept = pertinent(older, _method(stored)) | {k: v for k, v in stored.items() if k in known and not known[k].once}
@@ -59,24 +76,36 @@ def read_settings(
             values[key] = located_own(own)
     settings = _built(values)
     check_own(given, settings.run.method, where)
+    check_effect(given, settings.as_config(), where)
     return replace(settings, data=located(settings.data), train=identified(settings.train, settings.data.data_dir))
 
 
 def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what is given, checked, over the values of the experiment file that it names.
 
-    An experiment may be run with another method than the file's: the settings of other methods are left out of it.
-    Raises :class:`SettingsError` if there is no such file, or something in it or in ``given`` is wrong.
+    A run may override the file's method, partition or optimiser. Of the file it then leaves out the settings of other
+    methods, and the settings that the override leaves without an effect. A setting without an effect in the file alone
+    is an error, except in the ``config.yaml`` of a run, which an earlier version may have written.
+
+    Raises
+    ------
+    SettingsError
+        If there is no such file, or something in it or in ``given`` is wrong.
     """
     values = _checked(given, where)
     name = str(values.pop("experiment", ""))
     if not name:
         return values
     path = experiment_path(name)
+    content = read_yaml(path)
     from_file = _checked(read_experiment(path), str(path))
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
-    return pertinent(from_file, _method({**from_file, **values})) | values
+    both = pertinent(from_file, _method({**from_file, **values})) | values
+    idle = without_effect(both).keys() - values.keys()
+    if not _is_record(content):
+        check_effect(idle, from_file, str(path))
+    return {key: value for key, value in both.items() if key not in idle}
 
 
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
@@ -136,6 +165,10 @@ def declared(methods: Iterable[str] | None = None) -> dict[str, Setting]:
         if taken := next((key for key in own if key in known), None):
             raise SettingsError(f"method = {shown(method)}: there is a setting {taken} already; give it another name")
         known |= own
+        try:
+            check_conditions(own, known)
+        except ValueError as error:
+            raise SettingsError(f"method = {shown(method)}: {error}; correct `needs` in its settings") from None
     return known
 
 
@@ -175,6 +208,66 @@ def check_own(given: Iterable[str], method: str, where: str) -> None:
             raise SettingsError(f"{key} in {where} is a setting of {owner(key)}; the run's method is {method}")
 
 
+def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings, set or not, that have no effect in a run, by key, with the reason.
+
+    They are the settings of the run's method, and the settings that all methods share, whose condition
+    (``Setting.needs``) is false.
+
+    Parameters
+    ----------
+    config : mapping
+        Settings by key; a missing key counts as its default.
+    """
+    known = declared([_method(config)])
+    defaults = {key: setting.default for key, setting in known.items()}
+    values = defaults | config
+    values["partition"] = located(build(DataSettings, values)).partition
+    unmet: dict[str, str] = {}
+    for _ in known:  # a setting without an effect counts as its default in the conditions of others
+        current = values | {key: defaults[key] for key in unmet}
+        before, unmet = unmet, {key: text for key, setting in known.items() if (text := setting.unmet(current))}
+        if unmet.keys() == before.keys():
+            break
+    return {key: f"it needs {known[key].needs}, but {text}" for key, text in unmet.items()}
+
+
+def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a run that differ from their defaults and have no effect, by key, with the reason.
+
+    A setting at its default is accepted, because files and tables repeat defaults.
+    """
+    known = declared([_method(config)])
+    unmet = unmet_conditions(config)
+    return {key: unmet[key] for key in config if key in unmet and config[key] != known[key].default}
+
+
+def effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run without those that have no effect."""
+    idle = without_effect(config)
+    return {key: value for key, value in config.items() if key not in idle}
+
+
+def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with their current keys, and with the default in place of each value that has no effect."""
+    config = current_keys(config)
+    known = declared([_method(config)])
+    return {**config, **{key: known[key].default for key in without_effect(config)}}
+
+
+def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> None:
+    """Raise :class:`SettingsError` if one of some keys has no effect in a run with the settings ``config``."""
+    idle = without_effect(config)
+    for key in keys:
+        if key in idle:
+            raise SettingsError(no_effect(key, config[key], where, idle[key]))
+
+
+def no_effect(key: str, value: Any, where: str, why: str) -> str:
+    """Return the message about a setting without an effect."""
+    return f"{key} = {shown(value)} in {where} has no effect: {why}; change that, or leave {key} out"
+
+
 def experiment_path(name: str) -> Path:
     """Return the YAML file of an experiment, a path or a name in ``papers/*/settings/``.
 
@@ -209,12 +302,28 @@ def setting_of(word: str) -> str:
 def read_experiment(path: Path) -> dict[str, Any]:
     """Read a YAML file of flat settings; of the ``config.yaml`` of a run, what makes another run like it."""
     content = read_yaml(path)
-    if {"settings", "versions"} <= content.keys():
+    if _is_record(content):
         if not isinstance(content["settings"], dict):
             raise SettingsError(f"settings in {path}: it must hold `key: value` lines")
         known = settings_of(RunSettings)
-        return {key: value for key, value in content["settings"].items() if key not in known or not known[key].once}
+        settings = current_keys(content["settings"])
+        return {key: value for key, value in settings.items() if key not in known or not known[key].once}
     return content
+
+
+def current_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a stored run with the keys of this version; see :data:`RENAMED`."""
+    current = dict(stored)
+    for earlier, (key, values) in RENAMED.items():
+        if earlier in current and key not in current:
+            current[key] = values[current[earlier]]
+        current.pop(earlier, None)
+    return current
+
+
+def _is_record(content: Mapping[str, Any]) -> bool:
+    """Return whether the content of a file is the ``config.yaml`` of a run."""
+    return {"settings", "versions"} <= content.keys()
 
 
 def _method(config: Mapping[str, Any]) -> str:

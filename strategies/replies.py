@@ -56,6 +56,8 @@ class Update:
     client: int = -1
     num_examples: int = 0
     """Index of the client and its training samples n_i, filled in by the server."""
+    weight: int | None = None
+    """Weight of the client in the server's means, filled in by the server; None: ``num_examples``."""
 
 
 @dataclass
@@ -128,7 +130,7 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
 
 
 def mean_of(updates: list[Update]) -> FloatArray:
-    """Return the mean of the updates' first arrays, weighted by the clients' training samples, as FedAvg does."""
+    """Return the mean of the updates' first arrays, weighted as ``client-weights`` says."""
     return weighted_mean(stacked(updates), num_examples(updates))
 
 
@@ -161,7 +163,12 @@ def stacked(updates: list[Update], position: int = 0) -> FloatArray:
 
 
 def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the numbers of training samples n_i ``(M,)``."""
+    """Return the clients' weights in means ``(M,)``: training samples n_i, or 1 with ``client-weights=uniform``."""
+    return np.array([u.num_examples if u.weight is None else u.weight for u in updates], np.float64)
+
+
+def sample_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
+    """Return the numbers of training samples n_i ``(M,)``, whatever ``client-weights`` is."""
     return np.array([update.num_examples for update in updates], np.float64)
 
 

@@ -1,23 +1,30 @@
 """SCAFFOLD (Karimireddy et al., 2020): control variates correct the drift of the clients.
 
-Clients step along their gradient + c − c_i (Eq. 3); c_i estimates the gradient of client i, and c that of all. Both
-are those of option II (Eq. 4), from the distance that a client has come: with `momentum` that is farther than the
-gradients reach, so c_i is as much larger than they are, and with `weight-decay` it holds the decay too.
+Clients step along their gradient + c − c_i (Eq. 3). The variate c_i estimates the gradient of client i, and the
+server's variate c estimates the gradient of all clients.
 
-The paper's means count all clients alike. Here both are weighted by n_i, as the objective is: c stays Σ_i n_i c_i / N,
-with N the samples of all clients that can be reached.
+The server stores c and never a c_i. It therefore keeps c equal to the mean of the members' c_i in three steps:
+
+* A round that `min-train-replies` refuses also leaves the clients at the c_i that they had before it.
+* A member that the server has never reached has c_i = 0. It enters the mean in the round that first reaches it.
+* The server cannot subtract the c_i of a client that has lost its state. All variates then restart at 0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from logging import WARNING
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.common.logger import log
 from flwr.common.typing import NDArrays
 
 from posy.models.architecture import Architecture
-from posy.models.parameters import FloatArray
+from posy.models.parameters import FloatArray, Part
 from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
 from posy.strategies.replies import Update, num_examples, stacked, weighted_mean
 
@@ -31,41 +38,153 @@ class SCAFFOLDSettings(
     """Settings of SCAFFOLD."""
 
     server_lr: float = setting(
-        1.0, "eta_g: the server's step along the mean change of the model", above=0, search=Search(0.3, 1.5, log=True)
+        1.0,
+        "eta_g: the server's step along the mean change of the model",
+        source="Karimireddy et al. (2020), Section 7.1: a global step size of 1",
+        above=0,
+        search=Search(0.3, 1.5, log=True),
+    )
+
+    card = MethodCard(
+        paper=Paper(
+            "Karimireddy et al.",
+            2020,
+            "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
+            "ICML",
+            "https://proceedings.mlr.press/v119/karimireddy20a.html",
+        ),
+        equations=(
+            "y_i ← y_i − η (g_i(y_i) + c − c_i) (Eq. 3)",
+            "c_i⁺ = c_i − c + (x − y_i) / (K η) (Eq. 4, option II)",
+            "x ← x + η_g mean_i (y_i − x),  c ← c + |S| / N · mean_i (c_i⁺ − c_i) (Eq. 5)",
+        ),
+        sent={"model (d,)": "the server's model x", "control (d,)": "the server's control variate c"},
+        returned={"model (d,)": "the trained model y_i", "control (d,)": "the change c_i⁺ − c_i"},
+        server_state={
+            "model": "the server's model x (d,)",
+            "control": "the server's control variate c (d,)",
+            "weights": "each member's weight in c, 0 before the server first reaches it (M,)",
+        },
+        client_state={"control": "the client's control variate c_i (d,)"},
+        scored="The served model: the paper reports the test accuracy of x.",
+        deviations=(
+            "Both means weigh clients by n_i, because the objective does. They are uniform in the paper; "
+            "`client-weights=uniform`.",
+            "With `momentum` β, K in Eq. 4 becomes Σ_{k=1..K} (1 − β^k) / (1 − β): c_i⁺ remains a mean of gradients. "
+            "The paper has plain SGD. With K itself, training diverges for β > 0.5.",
+            "BatchNorm's running statistics have no control variate. `scaffold-server-lr` does not extrapolate them.",
+            "All variates restart at 0 when a client has lost its state. The paper does not treat lost states.",
+        ),
+        program=Program(
+            "TsingZ0/PFLlib",
+            "d832e76f6a23b833038949ec1e4fdefe63a4d350",
+            "system/flcore: clientSCAFFOLD.train, SCAFFOLD.aggregate_parameters",
+            1e-6,
+            by_authors=False,
+        ),
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse optimisers other than SGD."""
-        return {"optimizer": "the control variates are distances divided by the rate and the steps, as SGD makes them"}
+        """Refuse optimisers other than SGD with a fresh momentum."""
+        return {
+            "optimizer": "its control variates are distances divided by the rate and the steps, as SGD makes them",
+            "optimizer-state": "a stored momentum holds gradients of earlier rounds, which would enter the variates",
+        }
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
-        """Return the model that was sent; the second array is a change already."""
+        """Return the served model, and zeros for the second array, which is a change already."""
         return [sent[0], np.zeros_like(sent[1])]
 
 
 class SCAFFOLD(PersonalisedStrategy):
     """Send the model x and the control variate c; average both changes (Eq. 5)."""
 
-    state = ("model", "control")
+    state = ("model", "control", "weights")
 
     def initialise(self) -> None:
         """Start from the initial model, and from c = 0."""
         super().initialise()
         self.control: FloatArray = np.zeros_like(self.model)
+        self.weights: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
+        self._restarts = False
 
     def serve(self, client: int) -> NDArrays:
         """Send x and c, both ``(d,)``."""
         return [self.model, self.control]
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Move x along the models' mean change, and c along that of the variates, by the share of all samples here."""
+        """Move x along the models' mean change, and c with the variates of the clients that replied."""
         n = num_examples(updates)
-        total = max(n.sum(), sum(info.num_train for info in self.clients.values()))
-        self.model = moved(self.model, weighted_mean(stacked(updates), n), self.method.server_lr)
-        self.control = self.control + np.float32(n.sum() / total) * weighted_mean(stacked(updates, 1), n)
+        trainable = self.architecture.layout.trainable
+        self.model = moved(self.model, weighted_mean(stacked(updates), n), self.method.server_lr, trainable)
+        before = self.weights.sum()
+        self.weights = self.weights.copy()
+        for client in self.members:
+            if client in self.clients:
+                self.weights[client] = self.weight(client)
+        change = weighted_mean(stacked(updates, 1), n)
+        self.control = mean_variate(self.control, before, change, n.sum(), self.weights.sum())
         return {"control_norm": float(np.linalg.norm(self.control))}
 
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate the round, then restart the variates if a client has lost its own."""
+        aggregated = super().aggregate_train(server_round, replies)
+        self._restart()
+        return aggregated
 
-def moved(model: FloatArray, mean: FloatArray, rate: float) -> FloatArray:
-    """Return x + η (y − x), the mean y itself at η = 1."""
-    return mean if rate == 1 else (model + np.float32(rate) * (mean - model)).astype(np.float32)
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Record each client's scores."""
+        scores = super().aggregate_evaluate(server_round, replies)
+        self._restart()
+        return scores
+
+    def lost(self, client: int) -> None:
+        """Restart all variates after this phase: c still contains the c_i of the client that lost its state."""
+        self._restarts = True
+
+    def _restart(self) -> None:
+        """Restart c and every c_i at 0 if a client has lost its state: no client has a version to start from."""
+        if self._restarts:
+            log(WARNING, "scaffold: a client has lost its control variate, so all variates restart at 0")
+            self.control = np.zeros_like(self.control)
+            self.states.versions = {}
+        self._restarts = False
+
+
+def moved(model: FloatArray, mean: FloatArray, rate: float, trainable: Part) -> FloatArray:
+    """Return x + η (y − x) for the parameters, and y for running statistics; at η = 1 it is y itself.
+
+    Parameters
+    ----------
+    model, mean : numpy.ndarray, float32, (d,)
+        The server's model x, and the mean y of the trained models.
+    rate : float
+        η, the server's rate.
+    trainable : Part
+        The parameters, without running statistics.
+    """
+    if rate == 1:
+        return mean
+    step = (model + np.float32(rate) * (mean - model)).astype(np.float32)
+    return trainable.put(mean.copy(), trainable.take(step))
+
+
+def mean_variate(control: FloatArray, before: float, change: FloatArray, replied: float, total: float) -> FloatArray:
+    """Return the mean c of the members' variates after some of them changed theirs (Eq. 5).
+
+    Parameters
+    ----------
+    control : numpy.ndarray, float32, (d,)
+        c, the mean over members with the total weight ``before``.
+    before : float
+        That weight. It is 0 in the first round, and smaller than ``total`` if the server has reached further members.
+    change : numpy.ndarray, float32, (d,)
+        Mean of c_i⁺ − c_i over the clients that replied.
+    replied : float
+        Total weight of the clients that replied.
+    total : float
+        Total weight of all members that the server has reached so far. All others have c_i = 0.
+    """
+    return (np.float32(before / total) * control + np.float32(replied / total) * change).astype(np.float32)

@@ -160,7 +160,8 @@ class SecureRound:
             for reference, change in zip(references, np.split(mean, ends), strict=True)
         ]
         loss = float(np.mean([float(update.loss) for update in updates]))
-        return Update(arrays, loss, num_examples=sum(update.num_examples for update in updates))
+        weight = sum(self._weights[client] for client in masked)
+        return Update(arrays, loss, num_examples=sum(update.num_examples for update in updates), weight=weight)
 
     def _unmasked(self, masked: Mapping[int, Words]) -> Words:
         """Return the sum of masked updates without the masks."""

@@ -37,7 +37,9 @@ class TrainSettings:
         synonyms=("pretrained", "checkpoint"),
     )
     weights_sha256: str = setting(
-        "", "SHA-256 of that file, which a run finds out when it begins; nodes with another file are refused"
+        "",
+        "SHA-256 of that file, which a run computes when it begins; Posy refuses nodes with another file",
+        needs='weights != "" | torchvision',
     )
     frozen: str = setting(
         "", "layers that are neither trained nor sent, with commas between them", synonyms=("freeze",)
@@ -48,7 +50,11 @@ class TrainSettings:
         choices=("default", "kaiming"),
     )
     local_epochs: int = setting(
-        2, "passes over the client's training data a round", minimum=1, synonyms=("epochs", "num-epochs")
+        2,
+        "passes over the client's training data a round",
+        needs="local-steps = 0",
+        minimum=1,
+        synonyms=("epochs", "num-epochs"),
     )
     local_steps: int = setting(0, "SGD steps a round instead of epochs; 0: use local-epochs", minimum=0)
     batch_size: int = setting(10, "samples in a mini-batch", minimum=1, synonyms=("batch",))
@@ -60,8 +66,14 @@ class TrainSettings:
         "learning rate over the rounds; it is multiplied by lr-decay every round, or every lr-step rounds",
         choices=("constant", "cosine", "exponential", "step"),
     )
-    lr_decay: float = setting(0.99, "factor of the exponential and the step schedule", above=0, maximum=1)
-    lr_step: int = setting(10, "rounds between two steps of the step schedule", minimum=1)
+    lr_decay: float = setting(
+        0.99,
+        "factor of the exponential and the step schedule",
+        needs="lr-schedule = exponential | step",
+        above=0,
+        maximum=1,
+    )
+    lr_step: int = setting(10, "rounds between two steps of the step schedule", needs="lr-schedule = step", minimum=1)
     loss: str = setting(
         "cross-entropy",
         "what local training minimises for each sample; one's own is a function that takes logits (B, C) and labels "
@@ -88,13 +100,23 @@ class TrainSettings:
         choices=("fresh", "kept"),
         synonyms=("optimiser-state",),
     )
-    momentum: float = setting(0.0, "momentum of SGD", minimum=0, maximum=0.9999)
+    momentum: float = setting(0.0, "momentum of SGD", needs="optimizer = sgd", minimum=0, maximum=0.9999)
     weight_decay: float = setting(
         0.0, "L2 weight decay; AdamW's is apart from its moments", minimum=0, synonyms=("l2", "wd")
     )
-    adam_beta1: float = setting(0.9, "decay of Adam's mean of gradients", minimum=0, maximum=0.9999)
-    adam_beta2: float = setting(0.999, "decay of Adam's mean of squared gradients", minimum=0, maximum=0.999999)
-    adam_epsilon: float = setting(1e-8, "what Adam adds to the root of that mean", above=0)
+    adam_beta1: float = setting(
+        0.9, "decay of Adam's mean of gradients", needs="optimizer = adam | adamw", minimum=0, maximum=0.9999
+    )
+    adam_beta2: float = setting(
+        0.999,
+        "decay of Adam's mean of squared gradients",
+        needs="optimizer = adam | adamw",
+        minimum=0,
+        maximum=0.999999,
+    )
+    adam_epsilon: float = setting(
+        1e-8, "number that Adam adds to the root of that mean", needs="optimizer = adam | adamw", above=0
+    )
     max_grad_norm: float = setting(
         0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
     )
@@ -120,17 +142,14 @@ class TrainSettings:
     dp_clip: float = setting(
         0.0, "local differential privacy: L2 norm that a client's update is clipped to; 0: off", minimum=0
     )
-    dp_epsilon: float = setting(1.0, "epsilon of one reply's Gaussian noise", above=0)
-    dp_delta: float = setting(1e-5, "delta of one reply's Gaussian noise", above=0, maximum=0.5)
-    dp_sensitivity: float = setting(0.0, "L2 sensitivity that the noise is for; 0: twice dp-clip", minimum=0)
+    dp_epsilon: float = setting(1.0, "epsilon of one reply's Gaussian noise", needs="dp-clip > 0", above=0)
+    dp_delta: float = setting(1e-5, "delta of one reply's Gaussian noise", needs="dp-clip > 0", above=0, maximum=0.5)
+    dp_sensitivity: float = setting(
+        0.0, "L2 sensitivity that the noise is for; 0: twice dp-clip", needs="dp-clip > 0", minimum=0
+    )
 
     def __post_init__(self) -> None:
         """Check the settings that depend on each other."""
-        if self.momentum and self.optimizer != "sgd":
-            raise SettingsError(
-                f"momentum = {self.momentum:g} does not go with optimizer = {self.optimizer!r}, which has adam-beta1; "
-                "set it to 0"
-            )
         if self.optimizer_state == "kept" and self.optimizer == "sgd" and not self.momentum:
             raise SettingsError(
                 "optimizer-state = 'kept' does not go with optimizer = 'sgd' and momentum = 0, which leaves nothing to "
@@ -181,6 +200,14 @@ class RunSettings:
         maximum=0.9,
         synonyms=("held-out-clients", "new-clients", "unseen-clients"),
     )
+    client_weights: str = setting(
+        "samples",
+        "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
+        "over samples (class prototypes, FedFew's n_i / N of the losses) always count samples",
+        choices=("samples", "uniform"),
+        source="McMahan et al., 2017, Algorithm 1: n_i / n",
+        synonyms=("client-weighting", "weighted-average"),
+    )
     min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
     max_update_norm: float = setting(
         0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
@@ -193,15 +220,20 @@ class RunSettings:
     secure_threshold: float = setting(
         0.6,
         "secure aggregation: fraction of a client and its neighbours that must stay to the end of a round",
+        needs="secure-aggregation = true",
         above=0.5,
         maximum=1,
     )
     secure_neighbours: int = setting(
-        0, "secure aggregation: clients that each one shares secrets with; 0: all others", minimum=0
+        0,
+        "secure aggregation: number of clients that each client shares secrets with; 0: all others",
+        needs="secure-aggregation = true",
+        minimum=0,
     )
     secure_range: float = setting(
         16.0,
         "secure aggregation: the most that a parameter may change in a round, which sets the rounding",
+        needs="secure-aggregation = true",
         minimum=1e-9,
     )
     grace: float | str = setting(

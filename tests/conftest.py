@@ -32,7 +32,7 @@ from posy.server_app.members import Federation
 from posy.server_app.recorder import Recorder
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import pertinent, read_settings
+from posy.strategies.registry import pertinent, read_settings, without_effect
 from posy.strategies.replies import ClientInfo, RoundRecord, Update
 
 Parts = Sequence[Sequence[int]]
@@ -179,7 +179,9 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
             "run-name": f"run-{number}",
         }
         given = {key.replace("_", "-"): value for key, value in settings.items()}
-        return own | pertinent(given, method)  # a test of all methods may bring settings of several
+        given = pertinent(given, method)  # a test of all methods may bring settings of several
+        idle = without_effect(own | given).keys() - given.keys()
+        return {key: value for key, value in own.items() if key not in idle} | given
 
     return make
 

@@ -361,15 +361,6 @@ def test_clusters_are_averaged_by_hand_and_an_empty_one_stays(make_strategy, upd
     assert quantities == {"cluster_sizes": [1, 0, 2]}
 
 
-def test_clusters_are_averaged_with_equal_weights(make_strategy, update):
-    strategy = make_strategy("ifca", model="linear", ifca_clusters=2, ifca_mean="uniform")
-    before = strategy.models
-    rows = [np.full(strategy.size, value, np.float32) for value in (1, 5)]
-    strategy.aggregate(1, [update(c, [row, 1], n) for c, (row, n) in enumerate(zip(rows, (1, 3), strict=True))])
-    np.testing.assert_allclose(strategy.models[1], np.full(strategy.size, 3))
-    np.testing.assert_array_equal(strategy.models[0], before[0])
-
-
 @pytest.mark.parametrize("cluster", [-1, 2])
 def test_cluster_that_does_not_exist(make_strategy, cluster):
     strategy = make_strategy("ifca", ifca_clusters=2)

@@ -59,6 +59,7 @@ def test_scaffold_counts_the_steps_of_mini_batches(make_client):
 def test_scaffold_server_by_hand(make_strategy, update):
     """28 of the 42 samples are here, in two clients: c moves by two thirds of the mean change."""
     strategy = make_strategy("scaffold", model="linear", scaffold_server_lr=0.5)
+    strategy.weights[:] = 21, 12, 8, 1
     rng = np.random.default_rng(0)
     before = strategy.model.copy()
     strategy.control = rng.normal(size=strategy.size).astype(np.float32)
@@ -403,7 +404,7 @@ def test_fedpac_server_by_hand(make_strategy, update):
 def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, federate):
     rng = np.random.default_rng(0)
     data = (rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2, [range(12)], [range(12, 20)])
-    one = {"data": data, "fedpac_strength": 0.0}
+    one = {"data": data, "fedpac_strength": 0.0, "fedpac_head_lr": 0.0}
     pac, rep = (federate(make_config(method, **one)) for method in ("fedpac", "fedrep"))
     np.testing.assert_allclose(pac.strategy.model, rep.strategy.model, atol=1e-6)
     np.testing.assert_allclose(pac.strategy.heads[0], rep.kept(0)["personal"], atol=1e-6)

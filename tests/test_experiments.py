@@ -222,7 +222,7 @@ FEDDRM_ROWS: Rows = {
     "Ditto": {"method": "ditto", "ditto-strength": 1.0, "local-steps": 5},
     "FedRep": {"method": "fedrep", "local-steps": 5},
     "FedBABU": {"method": "fedbabu", **WHOLE, "fedbabu-rounds": 200, "fedbabu-lr": 0.0, "fedbabu-tuned": "head"},
-    "FedPAC": {"method": "fedpac", "local-steps": 5},
+    "FedPAC": {"method": "fedpac", "local-steps": 5, "fedpac-head-lr": 0.0},
     "FedALA": {"method": "fedala", "local-steps": 10, "num-server-rounds": 800},
     "FedAS": {"method": "fedas", "local-steps": 10, "num-server-rounds": 800},
     "ConFREE": {"method": "confree", "local-steps": 5},
@@ -237,10 +237,10 @@ PPFE_ROWS: Rows = {
     "FedBABU": {"method": "fedbabu", "fedbabu-epochs": 5},
     "FedRep": {"method": "fedrep", "fedrep-head-epochs": 10},
 }
-IFCA_OF_FEDFEW: Rows = {"IFCA": {"method": "ifca", "ifca-clusters": 3, "ifca-mean": "uniform"}}
+IFCA_OF_FEDFEW: Rows = {"IFCA": {"method": "ifca", "ifca-clusters": 3, "client-weights": "uniform"}}
 APFL: Rows = {"APFL": {"method": "apfl", "apfl-adaptive": True}}
 FEDAMP: Rows = {"FedAMP": {"method": "fedamp", "fedamp-distance": "norm"}}
-IFCA: Rows = {"IFCA": {"method": "ifca", "ifca-mean": "uniform"}}
+IFCA: Rows = {"IFCA": {"method": "ifca", "client-weights": "uniform"}}
 STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": True}}
 NO_STATISTICS: Rows = {"FedFew": {"fedfew-personal-statistics": False}}
 CIFAR_COLUMNS = [f"{name}, M = {m}" for name in ("CIFAR-10", "CIFAR-100", "CIFAR-100, 2 classes") for m in (10, 20)]

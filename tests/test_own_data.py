@@ -107,7 +107,7 @@ def test_images_features_and_texts() -> None:
     assert features.x[:4].tolist() == [[0, 1], [12, 13], [24, 25], [6, 7]]
     assert features.groups is not None and features.groups.tolist() == [0, 1] * 30
     texts = loaded("texts", text_length=2)
-    assert texts.task.kind == "text" and texts.x.shape == (60, 2)
+    assert texts.task.kind == "text" and texts.task.input_shape == (2,)
 
 
 def test_a_run_on_a_function_predicts_what_it_was_trained_on() -> None:

@@ -120,5 +120,5 @@ def test_what_is_wrong_about_a_loss_is_told_before_anything_is_run(losses: None,
 
 
 def test_adam_has_no_momentum_besides() -> None:
-    with pytest.raises(SettingsError, match="does not go with optimizer = 'adam'"):
+    with pytest.raises(SettingsError, match="it needs optimizer = sgd, but optimizer = 'adam'"):
         read_settings({"optimizer": "adam", "momentum": 0.9})

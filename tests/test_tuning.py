@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_is_tuned_within_its_ranges(method: str) -> None:
-    space = tuning.space_of(method)
+    space = tuning.space_of(method, {})
     assert isinstance(space["lr"], FloatDistribution) and space["lr"].log
     assert len(space) <= 4  # lr and what matters most
     known = declared([method])

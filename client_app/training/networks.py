@@ -47,14 +47,24 @@ class Network:
 
     @cached_property
     def smallest_batch(self) -> int:
-        """Samples that a training step needs: BatchNorm has no variance for one."""
-        return 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.template.modules()) else 1
+        """Samples that a training step needs: a BatchNorm that is trained has no variance for one."""
+        trained = {entry.name for entry in self.layout.entries}
+        kind = nn.modules.batchnorm._BatchNorm
+        norms = [(name, module) for name, module in self.template.named_modules() if isinstance(module, kind)]
+        fixed = all(norm.track_running_stats and f"{name}.running_mean" not in trained for name, norm in norms)
+        return 1 if fixed else 2
+
+    @cached_property
+    def size(self) -> int:
+        """Number of floating-point values of the network, fixed tensors included."""
+        return sum(tensor.numel() for tensor in self.template.state_dict().values() if tensor.is_floating_point())
 
     @cached_property
     def linear_layers(self) -> list[str]:
-        """The layers of a perceptron that minimises the cross-entropy and holds no tensor of its own, else none."""
-        found = linear_layers(self.template) if self.criterion is None else []
-        return found if {f"{layer}.weight" for layer in found} <= {entry.name for entry in self.layout.entries} else []
+        """The layers of a perceptron that minimises the cross-entropy and has no fixed tensor, else none."""
+        layers = linear_layers(self.template) if self.criterion is None else []
+        tensors = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+        return layers if tensors <= {entry.name for entry in self.layout.entries} else []
 
     def closed_form(self, work: Train) -> ClosedForm | None:
         """Return what differentiates a training without autograd, if there is a formula for it."""
@@ -121,7 +131,7 @@ class LoopedModels:
         for net, resident in zip(self._nets, network.modules, strict=False):
             resident.train()
             for name, module in resident.named_modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):  # a frozen one keeps its statistics
+                if isinstance(module, nn.modules.batchnorm._NormBase):  # a frozen one keeps its statistics
                     layer = layer_of.get(f"{name}.running_mean")
                     module.train(layer is not None and work.rates.get(layer, 1.0) != 0)
             for name, tensor in net.tensors.items():
@@ -205,8 +215,8 @@ class StackedModels:
         self.parameters = [self._tensors[name] for name in self._names]
         self.beside: list[Tensor] = []
         self._module = network.template.train()
-        for module in self._module.modules():  # those of frozen layers: a network with others is not stacked
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        for module in self._module.modules():  # their statistics are fixed: a network with others is not stacked
+            if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()
         self._criterion = network.criterion
         self._objective = first.objective

@@ -57,7 +57,7 @@ class Trainer:
         if self.settings.stack == "vmap" or self.device.type == "cuda":
             return True
         closed = network.linear_layers if work is None else network.is_closed(work)
-        return not network.convolves and network.layout.size <= (SMALL_PERCEPTRON if closed else SMALL)
+        return not network.convolves and network.size <= (SMALL_PERCEPTRON if closed else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
         """Return how many of some clients advance together: on a CPU no more than it takes to make stacking pay.
@@ -68,7 +68,7 @@ class Trainer:
         most = self.capacity(network)
         if self.device.type == "cuda":
             return most
-        return min(most, max(STACK, STACK_PARAMETERS // network.layout.size), max(2, -(-clients // 2)))
+        return min(most, max(STACK, STACK_PARAMETERS // network.size), max(2, -(-clients // 2)))
 
     def capacity(self, network: Network) -> int:
         """Return how many models of a network may be trained at once, by the memory that there is for them.
@@ -79,7 +79,7 @@ class Trainer:
         if self.device.type == "cuda":  # what PyTorch holds from earlier rounds, but does not use, is free to it
             held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + held
-        return max(1, int(0.8 * free) // (10 * 4 * network.layout.size))
+        return max(1, int(0.8 * free) // (10 * 4 * network.size))
 
     def train(self, job: Job, network: Network) -> Trained:
         """Run one client's local SGD, or raise :class:`TrainingDivergedError` if it leaves the finite numbers."""

@@ -12,7 +12,7 @@ from posy.commands import archive
 from posy.commands.papers.record import POINTS, check_measure, collect
 from posy.commands.table import Cell, Plan, plan_of
 from posy.settings import Scalar, SettingsError, nearest
-from posy.strategies.registry import PAPERS, read_settings, with_experiment
+from posy.strategies.registry import PAPERS, normalised, read_settings, with_experiment
 from posy.strategies.settings import Settings
 from posy.yaml12 import read_yaml
 
@@ -343,7 +343,9 @@ def _matching(cells: Iterable[Cell], folders: Iterable[Path]) -> Iterator[tuple[
     for folder in folders if wanted else ():
         for line in _lines(folder):
             ran = line["config"]["settings"]
-            known = earlier.get(ran["method"], {})
+            if ran["method"] not in earlier:
+                continue
+            known, ran = earlier[ran["method"]], normalised(ran)
             for cell in wanted.pop(frozenset((key, ran.get(key, known[key])) for key in known), []):
                 yield cell, line
 

@@ -1,0 +1,103 @@
+"""The setting `client-weights`: which means of the server it changes, and which numbers still count samples."""
+
+import numpy as np
+import pytest
+
+from posy.commands import archive
+from posy.commands.launch import APP
+from posy.commands.papers.item import item
+from posy.settings import SettingsError
+from posy.strategies.registry import read_experiment, read_settings
+from posy.strategies.replies import Update
+from posy.yaml12 import dump
+
+UNIFORM = {"client_weights": "uniform", "model": "linear", "num_server_rounds": 1}
+
+
+def captured(updates, strategy):
+    """Let a strategy append every round's updates to a list."""
+    aggregate = strategy.aggregate
+
+    def capture(server_round, replies):
+        updates.extend(replies)
+        return aggregate(server_round, replies)
+
+    strategy.aggregate = capture
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_the_models_are_averaged_with_the_weights_of_the_setting(make_config, federate, weights):
+    updates: list[Update] = []
+    config = make_config("fedavg", **UNIFORM | {"client_weights": weights})
+    finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
+    models = np.stack([update.arrays[0] for update in updates]).astype(np.float64)
+    counts = np.array([update.num_examples for update in updates], np.float64)
+    assert len(set(counts)) > 1
+    expected = models.mean(axis=0) if weights == "uniform" else counts @ models / counts.sum()
+    np.testing.assert_allclose(finished.strategy.model, expected, atol=1e-6)
+
+
+def test_clients_apply_uniform_weights_under_masks(make_config, federate):
+    plain, masked = (
+        federate(make_config("fedavg", **UNIFORM, secure_aggregation=secure)).strategy.model for secure in (False, True)
+    )
+    np.testing.assert_allclose(masked, plain, atol=1e-4)
+    by_samples = federate(make_config("fedavg", **UNIFORM | {"client_weights": "samples"})).strategy.model
+    assert np.abs(plain - by_samples).max() > 1e-2
+
+
+def test_clusters_are_averaged_with_equal_weights(make_config, federate):
+    updates: list[Update] = []
+    config = make_config("ifca", **UNIFORM, ifca_clusters=2)
+    finished = federate(config, prepare=lambda strategy: captured(updates, strategy))
+    for cluster, model in enumerate(finished.strategy.models):
+        models = [update.arrays[0] for update in updates if int(update.arrays[1]) == cluster]
+        if models:
+            np.testing.assert_allclose(model, np.mean(models, axis=0, dtype=np.float64), atol=1e-6)
+
+
+def test_fedfews_losses_count_samples_whatever_the_weights_are(make_config, federate):
+    models = [
+        federate(make_config("fedfew", **UNIFORM | {"client_weights": weights})).strategy.models
+        for weights in ("samples", "uniform")
+    ]
+    np.testing.assert_array_equal(*models)
+
+
+def test_fednhs_prototypes_count_samples_whatever_the_weights_are(make_strategy, make_config):
+    heads, bodies = [], []
+    for weights in ("samples", "uniform"):
+        strategy = make_strategy("fednh", model="mlp", client_weights=weights)
+        rng = np.random.default_rng(0)
+        updates = [Update([rng.normal(size=strategy.size).astype(np.float32)], 1.0, client=c) for c in range(2)]
+        for update, count in zip(updates, (1, 3), strict=True):
+            update.num_examples, update.weight = count, 1 if weights == "uniform" else count
+        strategy.aggregate(1, updates)
+        views = strategy.architecture.layout.views(strategy.model)
+        heads.append(views["head.weight"].copy())
+        bodies.append(next(view for name, view in views.items() if not name.startswith("head")).copy())
+    np.testing.assert_allclose(*heads, atol=1e-6)
+    assert np.abs(bodies[0] - bodies[1]).max() > 0.1
+
+
+def test_fednh_refuses_uniform_weights_in_one_masked_sum(make_strategy):
+    with pytest.raises(SettingsError, match="client-weights = 'uniform' with method = 'fednh'"):
+        make_strategy("fednh", model="mlp", client_weights="uniform", secure_aggregation=True)
+
+
+def test_archived_runs_with_ifcas_earlier_setting_are_still_those_of_their_tables():
+    table = item("cwfedavg", "table1")
+    archived = archive.read(APP / "papers/cwfedavg/results/table1-small")
+    cells = [c for c in table.plan("small").cells if c.method == "ifca" and c.name in archived]
+    assert {cell.config["client-weights"] for cell in cells} == {"uniform"}
+    lines = [archived[cell.name]["config"]["settings"] for cell in cells]
+    assert len(lines) == 9 and {stored["ifca-mean"] for stored in lines} == {"uniform"}
+    assert all(cell.fits(stored) for cell, stored in zip(cells, lines, strict=True))
+    assert read_settings({}, stored=lines[0]).run.client_weights == "uniform"
+
+
+@pytest.mark.parametrize(("earlier", "current"), [("uniform", "uniform"), ("weighted", "samples")])
+def test_the_config_of_a_run_with_ifcas_earlier_setting_is_an_experiment(tmp_path, earlier, current):
+    file = tmp_path / "config.yaml"
+    file.write_text(dump({"settings": {"method": "ifca", "ifca-mean": earlier}, "versions": {}}), encoding="utf-8")
+    assert read_experiment(file) == {"method": "ifca", "client-weights": current}

@@ -1,0 +1,343 @@
+"""Settings that have an effect under a condition only: the conditions, and what refuses a setting without an effect."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posy.commands.papers.item import items, papers
+from posy.commands.table import Cell, plan_of, read_plan
+from posy.commands.tuning import space_of
+from posy.settings import Scalar, Search, Setting, SettingsError, check_conditions, parse_condition
+from posy.strategies.registry import (
+    declared,
+    effective,
+    from_json,
+    normalised,
+    read_settings,
+    unmet_conditions,
+    with_experiment,
+    without_effect,
+)
+from posy.yaml12 import dump
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND_LINE = "the command line"
+
+# Each setting, a value of it, settings under which it has none and some effect.
+WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] = [
+    ("dp-epsilon", 0.5, {}, {"dp-clip": 1.0}),
+    ("dp-delta", 1e-6, {}, {"dp-clip": 1.0}),
+    ("dp-sensitivity", 1.0, {}, {"dp-clip": 1.0}),
+    ("lr-decay", 0.5, {}, {"lr-schedule": "exponential"}),
+    ("lr-decay", 0.5, {"lr-schedule": "cosine"}, {"lr-schedule": "step"}),
+    ("lr-step", 3, {"lr-schedule": "exponential"}, {"lr-schedule": "step"}),
+    ("momentum", 0.9, {"optimizer": "adamw"}, {}),
+    ("adam-beta1", 0.8, {}, {"optimizer": "adam"}),
+    ("adam-beta2", 0.9, {}, {"optimizer": "adamw"}),
+    ("adam-epsilon", 1e-3, {}, {"optimizer": "adam"}),
+    ("local-epochs", 3, {"local-steps": 4}, {}),
+    ("weights-sha256", "0" * 64, {}, {"weights": "w.safetensors"}),
+    ("weights-sha256", "0" * 64, {"weights": "torchvision", "model": "torchvision:resnet18"}, {"weights": "w"}),
+    ("secure-threshold", 0.7, {}, {"method": "fedavg", "secure-aggregation": True}),
+    ("secure-neighbours", 3, {}, {"method": "fedavg", "secure-aggregation": True}),
+    ("secure-range", 2.0, {}, {"method": "fedavg", "secure-aggregation": True}),
+    ("dirichlet-alpha", 0.1, {"partition": "iid"}, {}),
+    ("dirichlet-alpha", 0.1, {"dataset": "sites"}, {}),
+    ("dirichlet-balanced", True, {"partition": "shards"}, {}),
+    ("classes-per-client", 3, {}, {"partition": "pathological"}),
+    ("shards-per-client", 3, {"partition": "classes"}, {"partition": "shards"}),
+    ("samples-per-client", 30, {}, {"partition": "iid"}),
+    ("partition-file", "/p.json", {}, {"partition": "file"}),
+    ("test-fraction", 0.5, {"partition": "given"}, {"partition": "natural"}),
+    ("partition", "iid", {"dataset": "sites"}, {}),
+    ("max-samples", 100, {"dataset": "sites"}, {}),
+    ("shift", "low", {"dataset": "sites"}, {}),
+    ("image-size", 32, {"dataset": "sites"}, {}),
+    ("text-length", 20, {"dataset": "sites"}, {}),
+    ("sample-kind", "image", {}, {"dataset": "sites"}),
+    ("input-shape", "20", {}, {"dataset": "sites"}),
+    ("classes", "a,b", {}, {"dataset": "sites"}),
+    ("feature-mean", "1", {}, {"dataset": "sites"}),
+    ("feature-std", "2", {}, {"dataset": "sites"}),
+    ("feature-names", "a,b", {}, {"dataset": "sites"}),
+    ("share-class-counts", True, {}, {"dataset": "sites"}),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "without", "with_effect"), WITHOUT_EFFECT)
+def test_a_setting_without_an_effect_is_refused(
+    key: str, value: Scalar, without: dict[str, Scalar], with_effect: dict[str, Scalar]
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        read_settings({**without, key: value}, COMMAND_LINE)
+    message = str(raised.value)
+    assert message.startswith(
+        f"{key} = {value!r} in {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
+    )
+    assert message.endswith(f"; change that, or leave {key} out")
+    assert read_settings({**with_effect, key: value}, COMMAND_LINE).as_config()[key] == value
+
+
+@pytest.mark.parametrize("key", sorted({key for key, *_ in WITHOUT_EFFECT}))
+def test_its_default_is_accepted(key: str) -> None:
+    """Files and tables repeat defaults."""
+    default = declared()[key].default
+    without = next(without for other, _, without, _ in WITHOUT_EFFECT if other == key)
+    assert read_settings({**without, key: default}).as_config()[key] == default
+
+
+def test_the_message_names_what_is_unmet() -> None:
+    with pytest.raises(SettingsError) as raised:
+        read_settings({"dp-epsilon": 0.5}, COMMAND_LINE)
+    assert str(raised.value) == (
+        "dp-epsilon = 0.5 in the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or "
+        "leave dp-epsilon out"
+    )
+
+
+def test_every_shared_condition_has_a_case_above() -> None:
+    assert {key for key, item in declared([]).items() if item.needs} == {key for key, *_ in WITHOUT_EFFECT}
+
+
+# -- conditions ------------------------------------------------------------------------------------------
+
+
+def test_every_condition_names_settings_and_values_that_they_may_have() -> None:
+    check_conditions(declared(), declared())
+
+
+NUMBER = Setting(1, "a number", minimum=0, maximum=9)
+KNOWN = {
+    "number": NUMBER,
+    "word": Setting("a", "a word", choices=("a", "b")),
+    "flag": Setting(False, "a flag"),
+    "rate": Setting("off", "a rate", number_or="off", minimum=0),
+    "path": Setting("", "a path"),
+}
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["other = 1", "word = c", "word > a", "flag = True", "flag > 0", "number = a", "number > 10", "number = 0.5"],
+)
+def test_a_wrong_condition_is_found(condition: str) -> None:
+    with pytest.raises(ValueError, match=f"mine needs {condition}: "):
+        check_conditions({"mine": Setting(0, "mine", needs=condition)}, KNOWN)
+
+
+@pytest.mark.parametrize("condition", ["number", "number 3", "number >", "number > 3 or flag = true", "number >= 3"])
+def test_a_condition_of_another_form_is_found(condition: str) -> None:
+    with pytest.raises(ValueError, match="is not a comparison such as"):
+        parse_condition(condition)
+
+
+@pytest.mark.parametrize(
+    ("condition", "values", "holds"),
+    [
+        ("number > 3", {"number": 4}, True),
+        ("number > 3", {"number": 3}, False),
+        ("number < 3", {"number": 2}, True),
+        ("number < 3", {"number": 3}, False),
+        ("number = 3", {"number": 3}, True),
+        ("number != 3", {"number": 3}, False),
+        ("number != 3", {"number": 4}, True),
+        ("word = a | b", {"word": "b"}, True),
+        ("word = a | b", {"word": "c"}, False),
+        ("word != a | b", {"word": "b"}, False),
+        ("word != a | b", {"word": "c"}, True),
+        ("flag = true", {"flag": True}, True),
+        ("flag = true", {"flag": False}, False),
+        ("flag = false", {"flag": False}, True),
+        ("rate = off", {"rate": "off"}, True),
+        ("rate = off", {"rate": 1.0}, False),
+        ("rate > 0", {"rate": "off"}, False),
+        ("rate > 0", {"rate": 0.5}, True),
+        ('path != ""', {"path": ""}, False),
+        ('path != ""', {"path": "x"}, True),
+        ("word = a and number > 3", {"word": "a", "number": 4}, True),
+        ("word = a and number > 3", {"word": "a", "number": 3}, False),
+        ("word = a and number > 3", {"word": "b", "number": 4}, False),
+    ],
+)
+def test_conditions_are_evaluated(condition: str, values: dict[str, Scalar], holds: bool) -> None:
+    check_conditions({"mine": Setting(0, "mine", needs=condition)}, KNOWN)
+    assert (Setting(0, "mine", needs=condition).unmet(values) == "") == holds
+
+
+def test_what_is_unmet_is_named() -> None:
+    setting = Setting(0, "mine", needs="word = a and number > 3")
+    assert setting.unmet({"word": "a", "number": 3}) == "number = 3"
+    assert setting.unmet({"word": "b", "number": 3}) == "word = 'b' and number = 3"
+
+
+METHOD = """
+from posy.client_app.base import PersonalClient
+from posy.strategies.base import PersonalisedStrategy
+from posy.strategies.method_settings import ALLOWED, MethodSettings, setting
+
+
+class MineSettings(MethodSettings, noise=ALLOWED):
+    models: int = setting(1, "number of models", minimum=1)
+    mu: float = setting(0.5, "weight of the second model", needs="{needs}", above=0)
+"""
+
+
+def test_a_custom_method_has_conditions_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(METHOD.format(needs="mine-models > 1"), encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"mine-mu = 0.2 .* it needs mine-models > 1, but mine-models = 1"):
+        read_settings({"method": "mine:Mine", "mine-mu": 0.2})
+    assert read_settings({"method": "mine:Mine", "mine-mu": 0.2, "mine-models": 2}).method.mu == 0.2
+    Path("other.py").write_text(METHOD.format(needs="model > 1").replace("Mine", "Other"), encoding="utf-8")
+    with pytest.raises(
+        SettingsError, match=r"method = .*: other-mu needs model > 1: model must be .*; correct `needs`"
+    ):
+        read_settings({"method": "other:Other"})
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, **settings: Any) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(dump({key.replace("_", "-"): value for key, value in settings.items()}), encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_with_a_setting_without_an_effect_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, method="fedavg", dp_epsilon=0.5)
+    with pytest.raises(SettingsError) as raised:
+        read_settings({"experiment": file}, COMMAND_LINE)
+    assert f"dp-epsilon = 0.5 in {file} has no effect" in str(raised.value)
+    settings = read_settings({"experiment": file, "dp-clip": 1.0}, COMMAND_LINE)
+    assert (settings.train.dp_clip, settings.train.dp_epsilon) == (1.0, 0.5)
+
+
+def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) -> None:
+    file = write(tmp_path, method="fedavg", optimizer="adam", adam_beta1=0.8, partition="classes", classes_per_client=3)
+    given = {"experiment": file, "optimizer": "sgd", "partition": "iid"}
+    settings = read_settings(given, COMMAND_LINE)
+    assert (settings.train.adam_beta1, settings.data.classes_per_client) == (0.9, 2)
+    assert "adam-beta1" not in with_experiment(given, COMMAND_LINE)
+    with pytest.raises(SettingsError, match=r"adam-beta1 = 0.7 in the command line has no effect"):
+        read_settings(given | {"adam-beta1": 0.7}, COMMAND_LINE)
+
+
+def test_a_setting_without_an_effect_counts_as_its_default_in_conditions() -> None:
+    """Sites ignore the partition, and split their data by test-fraction, which needs ``partition != given``."""
+    config = {"dataset": "sites", "partition": "given", "test-fraction": 0.5}
+    assert effective(config) == {"dataset": "sites", "test-fraction": 0.5}
+    assert normalised(config) == {"dataset": "sites", "partition": "dirichlet", "test-fraction": 0.5}
+
+
+def test_the_record_of_an_earlier_run_is_read(tmp_path: Path) -> None:
+    """A run of an earlier version may have a setting without an effect; it is repeated without it."""
+    ran = read_settings({"method": "fedavg"}).as_config() | {"dp-epsilon": 0.5}
+    file = tmp_path / "config.yaml"
+    file.write_text(dump({"settings": ran, "versions": {}}), encoding="utf-8")
+    assert read_settings({"experiment": str(file)}).train.dp_epsilon == 1.0
+    assert read_settings({"experiment": str(file), "dp-clip": 1.0}).train.dp_epsilon == 0.5
+    assert read_settings({}, "the run config", ran).train.dp_epsilon == 0.5  # resumed, or a stored model
+
+
+def test_messages_to_clients_hold_all_keys() -> None:
+    settings = read_settings({"method": "fedavg", "optimizer": "adam", "adam-beta1": 0.8})
+    assert from_json(settings.to_json()) == settings
+
+
+# -- tables ----------------------------------------------------------------------------------------------
+
+FILE = Path("t.yaml")
+
+
+def table(**parts: Any) -> dict[str, Any]:
+    return {"seeds": [0], "runs": [{"name": "A", "settings": {"method": "fedavg"}}, {"name": "B"}], **parts}
+
+
+def cells(content: dict[str, Any], given: dict[str, Scalar] | None = None) -> dict[str, Cell]:
+    return {cell.place: cell for cell in plan_of(content, FILE, given or {}).cells}
+
+
+def test_rows_share_settings_that_some_of_them_do_not_need() -> None:
+    found = cells(
+        table(
+            settings={"adam-beta1": 0.8, "dirichlet-alpha": 0.1},
+            runs=[
+                {"name": "A", "settings": {"method": "fedavg", "optimizer": "adam"}},
+                {"name": "B", "settings": {"method": "fedavg"}},
+            ],
+            variants=[{"name": "dir"}, {"name": "iid", "settings": {"partition": "iid"}}],
+        )
+    )
+    assert found["dir / A"].config["adam-beta1"] == found["iid / A"].config["adam-beta1"] == 0.8
+    assert "adam-beta1" not in found["dir / B"].config
+    assert found["dir / A"].config["dirichlet-alpha"] == found["dir / B"].config["dirichlet-alpha"] == 0.1
+    assert "dirichlet-alpha" not in found["iid / A"].config
+
+
+@pytest.mark.parametrize(
+    ("parts", "place"),
+    [
+        ({"settings": {"dp-epsilon": 0.5}}, "the settings of t.yaml"),
+        ({"variants": [{"name": "v", "settings": {"dp-epsilon": 0.5}}]}, "the settings of variant v in t.yaml"),
+        ({"runs": [{"name": "A", "settings": {"dp-epsilon": 0.5}}]}, "the settings of A in t.yaml"),
+        (
+            {"variants": [{"name": "v"}], "runs": [{"name": "A", "variants": {"v": {"dp-epsilon": 0.5}}}]},
+            "t.yaml, v / A",
+        ),
+    ],
+)
+def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any], place: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        plan_of(table(**parts), FILE, {})
+    assert str(raised.value) == (
+        f"dp-epsilon = 0.5 in {place} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or leave "
+        "dp-epsilon out"
+    )
+    assert plan_of(table(**parts), FILE, {"dp-clip": 1.0}).cells[0].config["dp-epsilon"] == 0.5
+
+
+def test_the_command_line_may_make_settings_of_a_table_useless() -> None:
+    content = table(settings={"optimizer": "adam", "adam-beta1": 0.8})
+    assert "adam-beta1" not in cells(content, {"optimizer": "sgd"})["A"].config
+    with pytest.raises(SettingsError, match=r"adam-beta2 = 0.9 in the command line has no effect"):
+        cells(content, {"optimizer": "sgd", "adam-beta2": 0.9})
+    one_row = table(runs=[{"name": "A"}, {"name": "B", "settings": {"optimizer": "adam"}}])
+    assert cells(one_row, {"adam-beta2": 0.9})["B"].config["adam-beta2"] == 0.9
+
+
+def test_a_run_with_a_setting_without_an_effect_fits_its_cell() -> None:
+    """Archived runs of earlier versions hold the settings that a cell leaves out today."""
+    cell = cells(
+        table(
+            settings={"dirichlet-alpha": 0.1}, variants=[{"name": "d"}, {"name": "i", "settings": {"partition": "iid"}}]
+        )
+    )["i / A"]
+    ran = read_settings(cell.config).as_config() | {"dirichlet-alpha": 0.1}
+    assert cell.fits(ran)
+    assert normalised(ran)["dirichlet-alpha"] == 0.5
+    assert not cell.fits(ran | {"partition": "dirichlet"})
+
+
+def test_nothing_without_an_effect_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = declared(["fedavg"]) | {
+        "lr-decay": Setting(0.9, "x", needs="lr-schedule = step", above=0, search=Search(0.1, 0.9))
+    }
+    monkeypatch.setattr("posy.commands.tuning.declared", lambda methods: known)
+    assert "lr-decay" not in space_of("fedavg", {})
+    assert "lr-decay" in space_of("fedavg", {"lr-schedule": "step"})
+    assert "lr-decay" in unmet_conditions({"method": "fedavg"})
+    assert "lr-decay" not in without_effect({"method": "fedavg"})
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").rglob("*.yaml")), ids=lambda file: file.stem)
+def test_the_tables_of_the_project_hold_no_setting_without_an_effect(file: Path) -> None:
+    assert read_plan(file).cells
+
+
+@pytest.mark.parametrize("paper", papers())
+def test_the_papers_hold_no_setting_without_an_effect(paper: str) -> None:
+    for item in items(paper):
+        for scale in item.scales:
+            assert item.plan(scale).cells
