@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+import posy
 from posy.client_app.workspace import Workspace
+from posy.server_app.app import run
 from posy.strategies.fedacs import attention_weights, cosine_similarity, mixes_alone
 from posy.strategies.methods import settings_class
 from posy.strategies.registry import read_settings
@@ -136,6 +138,16 @@ def test_feddrms_prior_is_the_weight_in_the_mean(make_strategy: Make, monkeypatc
     assert strategy.choose(logits).tolist() == [3]
     monkeypatch.setattr(strategy, "weight", lambda client: 1)
     assert strategy.choose(logits).tolist() == [0]
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_stored_feddrm_models_route_as_the_server_does(make_config: Make, weights: str) -> None:
+    config = make_config("feddrm", model="mlp", system_accuracy="on", client_weights=weights)
+    done = run(None, config)
+    workspace = Workspace(read_settings(config))
+    x = workspace.dataset.x[np.concatenate(workspace.partition.test)]
+    chosen = [next(iter(answer.clients)) for answer in posy.load(done.directory.path).route(x)]
+    assert np.bincount(chosen, minlength=4).tolist() == done.strategy.routed.sum(axis=0).tolist()
 
 
 def test_local_models_of_fedacs_are_scored_after_rounds_without_training(make_config: Make, federate: Make) -> None:
