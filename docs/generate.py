@@ -1,10 +1,10 @@
-"""Write what the documentation repeats of the code: its settings, methods, networks and data sets.
+"""Write the parts of the documentation that repeat the code: settings, methods, networks and data sets.
 
 usage: python docs/generate.py [--check]
 
-In pyproject.toml, README.md and the pages of docs/, whatever stands between ``<!-- generated: NAME -->`` and
-``<!-- end -->`` (``# generated: NAME`` and ``# end`` in TOML) is replaced. With --check nothing is written: the files
-that are stale are listed, and the exit status is 1.
+In pyproject.toml, README.md and the pages of docs/, the text between ``<!-- generated: NAME -->`` and ``<!-- end -->``
+(``# generated: NAME`` and ``# end`` in TOML) is replaced. The pages in docs/methods are generated as a whole; a page of
+a method that does not exist is deleted. --check writes nothing: it lists the stale files, and the exit status is 1.
 """
 
 import json
@@ -22,18 +22,24 @@ from posy.commands.launch import toml
 from posy.commands.papers.page import told_of, verdicts
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
-from posy.strategies.methods import METHODS
+from posy.settings import MOST, settings_of
+from posy.strategies.card import MethodCard, Program
+from posy.strategies.method_settings import MethodSettings
+from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import defaults, groups
 from posy.yaml12 import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "methods"
+PLACES = r"Eqs?\.|Algorithm|Section|Appendix|Theorem|Lemma|Remark|Table|Figure|Fig\.|footnote|line"
+"""Words that begin a reference to a place in a paper."""
 FIVE = 5
 """The first methods, which are Posy's own."""
 ROUNDING = 2e-7
-"""The largest relative difference between models that needs no words."""
+"""Relative difference between models up to which a method is not listed."""
 COMPARED = {"digits": "digits", "mnist": "MNIST", "agnews": "AG News", "cifar10": "CIFAR-10, Dir(0.1)"}
-"""What all methods have been compared on, as it is told."""
+"""Data sets of the comparisons of all methods, with their titles."""
 MARKED = re.compile(r"(generated: (\w+)(?: -->)?\n).*?((?:<!--|#) end\b)", re.DOTALL)
 
 
@@ -43,7 +49,7 @@ def config() -> str:
 
 
 def settings() -> str:
-    """Return all settings, a table for each group; those that may change when a run is resumed are marked."""
+    """Return all settings, a table for each group; a mark shows which may change when a run is resumed."""
     parts = []
     for title, group in groups(METHODS).items():
         rows = (
@@ -56,13 +62,20 @@ def settings() -> str:
 
 
 def methods() -> str:
-    """Return the methods, as the docstrings of their modules tell of them."""
+    """Return the methods with the first sentence of their modules' docstrings, and links to their pages."""
     columns, *rows = described(METHODS)
-    return table(columns, rows)
+    for method, row in zip(METHODS, rows, strict=True):
+        if card_of(method):
+            row[1] = f"[{row[1]}](methods/{method}.md)"
+    return (
+        f"{table(columns, rows)}\n\nA method's page states its equations, messages, state, settings with their "
+        "sources, and deviations from the paper.\n[Checks against published programs](methods/README.md) lists the "
+        "programs and the largest differences."
+    )
 
 
 def overview() -> str:
-    """Return the five methods that Posy is about, with what came of their papers' claims here."""
+    """Return the five methods that Posy is about, with the verdicts on their papers' claims."""
     columns, *rows = described(list(METHODS)[:FIVE])
     return table(
         [*columns, "its paper's claims here; (small): at a laptop's scale"],
@@ -71,9 +84,9 @@ def overview() -> str:
 
 
 def claims(paper: str) -> str:
-    """Return how many of a paper's claims came out how, with a link to its page."""
-    found = told_of(verdicts(paper, ROOT / "papers" / paper / "results"))
-    return f"[{found}](docs/papers/{paper}.md)"
+    """Return the number of a paper's claims with each verdict, and a link to its page."""
+    counts = told_of(verdicts(paper, ROOT / "papers" / paper / "results"))
+    return f"[{counts}](docs/papers/{paper}.md)"
 
 
 def described(names: Iterable[str]) -> list[list[str]]:
@@ -87,6 +100,208 @@ def described(names: Iterable[str]) -> list[list[str]]:
     return rows
 
 
+def card_of(method: str) -> MethodCard | None:
+    """Return the card that a method's settings class declares itself, or None."""
+    card: MethodCard | None = vars(settings_class(method)).get("card")
+    return card
+
+
+def method_pages() -> dict[Path, str]:
+    """Return the contents of the pages in docs/methods: the checks, and a page for each method with a card."""
+    cards = {method: card for method in METHODS if (card := card_of(method))}
+    pages = {PAGES / f"{method}.md": method_page(method, card) for method, card in cards.items()}
+    return {PAGES / "README.md": program_checks(cards), **pages}
+
+
+def program_checks(cards: Mapping[str, MethodCard]) -> str:
+    """Return the page with the largest difference between each method and its published program."""
+    rows, missing = [], []
+    for method, card in cards.items():
+        link = f"[`{method}`]({method}.md)"
+        if (program := card.program) is None:
+            missing.append([link, card.no_program])
+            continue
+        publisher = "the paper's authors" if program.by_authors else "others"
+        rows.append(
+            [link, f"[{program.repository}]({address(program)})", publisher, program.commit[:10], exponent(program)]
+        )
+    parts = [
+        "<!-- Written by `python docs/generate.py`. -->",
+        "# Checks against published programs",
+        "Published programs and Posy solve the same tiny problem: three clients, two rounds, given weights and full "
+        "batches ([problem.py](../../tests/programs/problem.py)). The programs ran outside this repository, and tests "
+        "hold their numbers as constants. The largest difference is the tolerance of the test, over the server's "
+        "arrays and the clients' models after the last round.",
+        table(["`method`", "program", "published by", "commit", "largest difference"], rows),
+        "## Methods without a check",
+        table(["`method`", "reason"], missing),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def method_page(method: str, card: MethodCard) -> str:
+    """Return the page of a method, from its card, the docstring of its module and its settings class."""
+    cls: type[MethodSettings] = settings_class(method)
+    name = method.replace("-", "_")
+    docstring = import_module(f"posy.strategies.{name}").__doc__ or ""
+    _, (_, title, _, _) = described([method])
+    idea, *paragraphs = map(unwrapped, markdown(docstring).split("\n\n"))
+    idea = idea.partition(": ")[2] if ": " in idea else idea
+    files = [f"strategies/{name}.py", *(f for f in [f"client_app/{name}.py"] if (ROOT / f).is_file())]
+    code = " and ".join(f"[{file}](../../{file})" for file in files)
+    sections = {
+        "Paper": cited(card),
+        "Equations": equations(card),
+        "Messages": messages(card, cls),
+        "State": state(card),
+        "Settings": own_settings(method, cls),
+        "Model scored": f"{card.scored}\n\nTables and `posy tune` use the *{cls.point}* models "
+        "([two accuracies](../methods.md#two-accuracies)).",
+        "Deviations": bullets(card.deviations) or "None is known.",
+        "Refusals": refused(cls),
+        "Check against the published program": checked_with(method, card),
+    }
+    if warned := warns(cls):
+        sections["Refusals"] += f"\n\n{warned}"
+    parts = ["<!-- Written by `python docs/generate.py`. -->", f"# {title}", idea[:1].upper() + idea[1:], *paragraphs]
+    parts.append(f"`method={method}` selects it. The code is in {code}. [All methods](../methods.md)")
+    if (ROOT / "docs" / "papers" / f"{method}.md").is_file():
+        parts[-1] += f" · [the paper's experiments](../papers/{method}.md)"
+    for heading, text in sections.items():
+        parts += [f"## {heading}", re.sub(r"(?<!/)\bdocs/([\w-]+)\.md", r"[docs/\1.md](../\1.md)", text)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def markdown(docstring: str) -> str:
+    """Return a docstring in Markdown: literals in one pair of backticks, roles as the last part of their name."""
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", docstring.strip())
+    return text.replace("``", "`")
+
+
+def unwrapped(paragraph: str) -> str:
+    """Return a paragraph as one line, or a list with one line for each item."""
+    items = re.split(r"\n\s*[*-] ", f"\n{paragraph.strip()}")
+    lines = [" ".join(item.split()) for item in items]
+    return "\n".join([line for line in lines[:1] if line] + [f"- {line}" for line in lines[1:]])
+
+
+def address(program: Program) -> str:
+    """Return where GitHub shows the commit of a published program."""
+    return f"https://github.com/{program.repository}/tree/{program.commit}"
+
+
+def exponent(program: Program) -> str:
+    """Return the largest difference from a program, as in 3e-7."""
+    return f"{program.difference:.0e}".replace("e-0", "e-")
+
+
+def cited(card: MethodCard) -> str:
+    """Return the citation of a method's paper with its link."""
+    if (paper := card.paper) is None:
+        return "The method comes from no single paper."
+    dot = "" if paper.authors.endswith(".") else "."
+    return f"{paper.authors}{dot} [{paper.title}]({paper.url}). {paper.venue}, {paper.year}."
+
+
+def equations(card: MethodCard) -> str:
+    """Return a table of the equations with their numbers in the paper, or a list if the card gives no numbers."""
+    rows = []
+    for equation in card.equations:
+        parts = re.fullmatch(rf"(.*\S) \(([^()]*(?:{PLACES})[^()]*(?:\([^()]*\)[^()]*)*)\)", equation)
+        rows.append([parts[1], parts[2]] if parts else [equation, ""])
+    if not any(number for _, number in rows):
+        return bullets(card.equations)
+    return table(["equation", "in the paper"], rows)
+
+
+def messages(card: MethodCard, cls: type[MethodSettings]) -> str:
+    """Return the arrays of both messages, and which protections they support."""
+    parts = []
+    for direction, arrays in (
+        ("Before training and before an evaluation, the server sends a client", card.sent),
+        ("After training, a client returns", card.returned),
+    ):
+        rows = ([*array_and_shape(key), meaning] for key, meaning in arrays.items())
+        parts.append(
+            f"{direction}:\n\n{table(['array', 'shape', 'meaning'], rows)}" if arrays else f"{direction} no array."
+        )
+    supported = {"local differential privacy (`dp-clip`)": cls.noise, "`secure-aggregation`": cls.sums}
+    if card.sent or card.returned:
+        parts.append(
+            "d is the number of parameters, M of clients, C of classes. [privacy.md](../privacy.md) lists the "
+            "numbers in every reply."
+        )
+    if names := [name for name, refusal in supported.items() if refusal is None]:
+        parts.append(f"The messages support {' and '.join(names)}.")
+    return "\n\n".join(parts)
+
+
+def array_and_shape(key: str) -> tuple[str, str]:
+    """Return the name and the shape of an array, which a card's key has together: ``model (d,)``."""
+    name, _, shape = key.partition(" (")
+    return name, f"`({shape}`" if shape else ""
+
+
+def state(card: MethodCard) -> str:
+    """Return the arrays that server and clients store between rounds."""
+    parts = []
+    for side, arrays in (("The server stores", card.server_state), ("A client stores", card.client_state)):
+        rows = ([f"`{name}`", meaning] for name, meaning in arrays.items())
+        parts.append(f"{side}:\n\n{table(['name', 'meaning'], rows)}" if arrays else f"{side} nothing between rounds.")
+    parts.append("With `optimizer-state=kept` a client also stores its optimiser's moments.")
+    return "\n\n".join(parts)
+
+
+def own_settings(method: str, cls: type[MethodSettings]) -> str:
+    """Return the settings of a method with defaults, allowed values, meanings and the sources of the defaults."""
+    rows = []
+    for key, declared in settings_of(cls, method).items():
+        meaning = f"{declared.help} (needs {declared.needs})" if declared.needs else declared.help
+        allowed = declared.allowed().replace(f" and <= {MOST}", "")
+        rows.append([f"`{key}`", f"`{toml(declared.default)}`", allowed, meaning, declared.source])
+    if not rows:
+        return "The method has no settings besides the [shared ones](../settings.md)."
+    return table(["key", "default", "allowed", "meaning", "source of the default"], rows)
+
+
+def refused(cls: type[MethodSettings]) -> str:
+    """Return the shared settings that a method refuses, each with the reason."""
+    reasons = dict(cls().refusals())
+    for key, verdict in (("dp-clip", cls.noise), ("secure-aggregation", cls.sums)):
+        if verdict is not None:
+            reasons.setdefault(key, verdict.why)
+    if not reasons:
+        return "The method refuses no shared setting."
+    return table(["setting", "reason"], ([f"`{key}`", reason] for key, reason in reasons.items()))
+
+
+def warns(cls: type[MethodSettings]) -> str:
+    """Return when a method warns before round 1, as the docstring of its ``notices`` says."""
+    text = cls.notices.__doc__ or ""
+    if cls.notices is MethodSettings.notices or not text.startswith("Warn "):
+        return ""
+    words = " ".join(markdown(text).partition("\n\n")[0].split()).removeprefix("Warn ")
+    return f"Before round 1 Posy warns {words}"
+
+
+def checked_with(method: str, card: MethodCard) -> str:
+    """Return the program that a test compares the method with, or why no test does."""
+    if (program := card.program) is None:
+        return card.no_program
+    publisher = "the program of the paper's authors" if program.by_authors else "not by the paper's authors"
+    test = f"tests/programs/test_program_{method.replace('-', '_')}.py"
+    return (
+        f"[{program.repository}]({address(program)}), {publisher}, at commit {program.commit[:10]}: {program.entry}."
+        "\n\nOn the [tiny problem](../../tests/programs/problem.py) the arrays of the program and of Posy differ by at "
+        f"most {exponent(program)} ([test](../../{test}))."
+    )
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """Return a list."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
 def networks() -> str:
     """Return the networks."""
     rows = ([f"`{name}`", network.about, ", ".join(network.kinds)] for name, network in MODELS.items())
@@ -95,12 +310,12 @@ def networks() -> str:
 
 def datasets() -> str:
     """Return the data sets that have a name."""
-    rows = ([f"`{name}`", *others] for name, *others in describe())
+    rows = ([f"`{name}`", *cells] for name, *cells in describe())
     return table(["`dataset`", "what it holds", "what to put into `data-dir`", "downloads"], rows)
 
 
 def compared(name: str) -> str:
-    """Return a table of all methods that benchmarks/results holds, each at the point where it is to be used."""
+    """Return a table of all methods in benchmarks/results, each at its point."""
     clients, seeds = clients_of(f"compare-{name}"), _read(RESULTS / f"compare-{name}" / "table.csv")
     spread = {(row["variant"], row["method"]): row for row in seeds.to_dict("records")}
     variants = list(clients["variant"].unique())
@@ -118,25 +333,25 @@ def compared(name: str) -> str:
 
 
 def told_with(row: Mapping[Hashable, Any], std: float) -> str:
-    """Return a mean over the clients with its spread over the seeds, marked where it is like the best."""
+    """Return a mean over the clients with its spread over the seeds, and a mark if it equals the best."""
     spread = "" if pd.isna(std) else f" ± {100 * std:.1f}"  # of a single seed there is none
     return f"{100 * row['mean']:.1f}{spread}{' ≈' * bool(row['alike'])}"
 
 
 def beside_local(row: Mapping[Hashable, Any]) -> list[str]:
-    """Return what clients gain over local training, and how many lose; nothing in the row of local training."""
+    """Return the clients' gain over local training and how many lose; nothing in the row of local training."""
     gain = "" if pd.isna(row["gain-local"]) else f"{100 * row['gain-local']:+.1f}"
     return [gain, "" if pd.isna(row["losing-local"]) else row["losing-local"]]
 
 
-def beating(rows: pd.DataFrame, told: str) -> str:
-    """Return which methods gain over local training beyond chance, at each point."""
+def beating(rows: pd.DataFrame, opening: str) -> str:
+    """Return which methods gain significantly over local training, at each point."""
     beat = {point: ", ".join(rows["method"][rows[f"{point}-beats-local"]]) or "none" for point in ("served", "local")}
-    return f"{told} Local, served: {beat['served']}; local: {beat['local']}."
+    return f"{opening} Local, served: {beat['served']}; local: {beat['local']}."
 
 
 def clients_of(name: str) -> pd.DataFrame:
-    """Return what a comparison tells of the clients; a variant that is the only one has no name."""
+    """Return the clients' table of a comparison; a single variant has no name."""
     return _read(RESULTS / name / "clients.csv")
 
 
@@ -145,63 +360,63 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def headline() -> str:
-    """Return how Posy's own methods, Local, FedAvg and the best of the others did on all that has been compared."""
-    own = list(METHODS)[:FIVE]
-    found: dict[str, pd.DataFrame] = {}
+    """Return the results of Posy's five methods, Local, FedAvg and the best three others in all comparisons."""
+    five = list(METHODS)[:FIVE]
+    results: dict[str, pd.DataFrame] = {}
     for name, title in COMPARED.items():
         clients = clients_of(f"compare-{name}")
         for variant, rows in clients.groupby("variant", sort=False):
-            found[", ".join(filter(None, (title, variant)))] = rows.set_index("method")
-    ranks = pd.DataFrame({title: rows["mean"].rank(ascending=False) for title, rows in found.items()}).mean(axis=1)
-    best = [method for method in ranks.sort_values().index if method not in (*own, "local", "fedavg")][:3]
+            results[", ".join(filter(None, (title, variant)))] = rows.set_index("method")
+    ranks = pd.DataFrame({title: rows["mean"].rank(ascending=False) for title, rows in results.items()}).mean(axis=1)
+    best = [method for method in ranks.sort_values().index if method not in (*five, "local", "fedavg")][:3]
     lines = []
-    for method in ["local", "fedavg", *own, *best]:
+    for method in ["local", "fedavg", *five, *best]:
         cells = []
-        for rows in found.values():
+        for rows in results.values():
             row = rows.loc[method]
             gains = row[f"{row['point']}-beats-local"]
             cells.append(f"{100 * row['mean']:.1f}{' ▲' * bool(gains)}{' ≈' * bool(row['alike'])}")
         lines.append([f"`{method}`", str(rows.loc[method, "point"]), *cells])
-    return table(["`method`", "at", *found], lines)
+    return table(["`method`", "at", *results], lines)
 
 
 def tuned(name: str, variant: str) -> str:
-    """Return how methods did in one variant of a comparison as they are, and tuned, and at which learning rate."""
+    """Return the results of methods in one variant of a comparison, with defaults and tuned, and the tuned rate."""
     plain = clients_of(f"compare-{name}")
     rows, seeds = (
         _read(RESULTS / f"tune-{name}-tuned" / f"{file}.csv").set_index("method") for file in ("clients", "table")
     )
-    found = read_yaml(ROOT / "benchmarks" / "tables" / f"tune-{name}-tuned.yaml")["runs"]
-    rates = {row["name"]: row["settings"]["lr"] for row in found}
+    runs = read_yaml(ROOT / "benchmarks" / "tables" / f"tune-{name}-tuned.yaml")["runs"]
+    rates = {row["name"]: row["settings"]["lr"] for row in runs}
     lines = []
     for before in plain[plain["variant"] == variant].to_dict("records"):
         if (method := before["method"]) not in rates:
             continue
         row, std = rows.loc[method].to_dict(), seeds.loc[method, f"{before['point']}-last-seeds-std"]
-        told = [f"{100 * before['mean']:.1f}", told_with(row, std), f"{rates[method]:g}"]
-        lines.append([method, before["point"], *told, *beside_local(row)])
+        cells = [f"{100 * before['mean']:.1f}", told_with(row, std), f"{rates[method]:g}"]
+        lines.append([method, before["point"], *cells, *beside_local(row)])
     columns = ["method", "at", "not tuned", "tuned", "rate", "over Local", "lose"]
     return f"{table(columns, lines)}\n\n{textwrap.fill(beating(rows.reset_index(), 'Beat'), 120)}"
 
 
 def newcomers_digits() -> str:
-    """Return what clients get that come when training is over."""
+    """Return the results of clients that join after training."""
     clients = clients_of("newcomers-digits")
     columns, rows = ["method"], dict[str, list[str]]()
-    for variant, own in clients.groupby("variant", sort=False):
+    for variant, records in clients.groupby("variant", sort=False):
         columns += [f"{variant}: served", "after one training", "members"]
-        for row in own.to_dict("records"):
+        for row in records.to_dict("records"):
             values = (row["newcomers-served"], row["newcomers-local"], row["mean"])
-            told = ("" if pd.isna(value) else f"{100 * value:.1f}" for value in values)
-            rows.setdefault(row["method"], [row["method"]]).extend(told)
+            cells = ("" if pd.isna(value) else f"{100 * value:.1f}" for value in values)
+            rows.setdefault(row["method"], [row["method"]]).extend(cells)
     return table(columns, rows.values())
 
 
 def curves(dataset: str) -> str:
-    """Return how far Posy's curves lie from those of the plain programs."""
-    found = json.loads((RESULTS / f"curves-{dataset}.json").read_text(encoding="utf-8"))["methods"]
+    """Return the gaps between Posy's curves and the curves of the plain programs."""
+    measured = json.loads((RESULTS / f"curves-{dataset}.json").read_text(encoding="utf-8"))["methods"]
     rows = []
-    for method, row in found.items():
+    for method, row in measured.items():
         error = f" ± {100 * row['mean_gap_error']:.1f}" if "mean_gap_error" in row else ""
         ends = [f"{100 * row[side][-1]:.1f}" for side in ("plain", "posy")]
         rows.append(
@@ -256,22 +471,22 @@ def tuned_cifar10() -> str:
 
 
 def stacking() -> str:
-    """Return how far models that train side by side part from those that train one after the other."""
+    """Return the differences between models trained as one stacked computation and one after the other."""
     return parting("stacking.txt")
 
 
 def stacking_cuda() -> str:
-    """Return how far models that train side by side on a GPU part from those that train on a CPU."""
+    """Return the differences between models stacked on a GPU and models trained on a CPU."""
     return parting("stacking-cuda.txt")
 
 
 def parting(file: str) -> str:
-    """Return how far models part, as a run of ``benchmarks.stacking`` has printed it."""
+    """Return the differences between models, from the output of ``benchmarks.stacking``."""
     rows = [row.split() for row in (RESULTS / file).read_text(encoding="utf-8").splitlines()[1:]]
     worst = {method: max(map(float, values)) for method, *values in rows}
-    others = sorted((method for method in worst if worst[method] > ROUNDING), key=lambda method: worst[method])
-    told = ", ".join(f"{method} {worst[method]:.1e}" for method in others)
-    return textwrap.fill(f"{len(worst) - len(others)} methods: within {ROUNDING:.0e}; {told}.", 120)
+    apparent = sorted((method for method in worst if worst[method] > ROUNDING), key=lambda method: worst[method])
+    listed = ", ".join(f"{method} {worst[method]:.1e}" for method in apparent)
+    return textwrap.fill(f"{len(worst) - len(apparent)} methods: within {ROUNDING:.0e}; {listed}.", 120)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -304,21 +519,28 @@ MAKERS = (
 GENERATED = {make.__name__: make for make in MAKERS}
 
 
-def stale() -> dict[Path, str]:
-    """Return the files that are stale, with what they should hold."""
-    found = {}
+def stale() -> dict[Path, str | None]:
+    """Return the stale files with the contents that they should have; None: the file should not exist."""
+    contents: dict[Path, str | None] = {}
     for path in (ROOT / "pyproject.toml", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text(encoding="utf-8")
         wanted = MARKED.sub(lambda mark: f"{mark[1]}{GENERATED[mark[2]]()}\n{mark[3]}", text)
         if wanted != text:
-            found[path] = wanted
-    return found
+            contents[path] = wanted
+    pages = method_pages()
+    for path, content in pages.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != content:
+            contents[path] = content
+    return contents | {path: None for path in sorted(PAGES.glob("*.md")) if path not in pages}
 
 
 if __name__ == "__main__":
     for page, content in (old := stale()).items():
         if "--check" in sys.argv:
             print(f"{page.relative_to(ROOT)} is stale: run python docs/generate.py")
+        elif content is None:
+            page.unlink()
         else:
+            page.parent.mkdir(exist_ok=True)
             page.write_text(content, encoding="utf-8")
     sys.exit(1 if old and "--check" in sys.argv else 0)

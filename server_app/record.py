@@ -162,9 +162,12 @@ class Record:
     def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
         """Return FedDRM's answers; routing uses layers that all clients share."""
         logits = first.client_logits(first.prepare(samples))
-        sizes = np.ones(logits.shape[1])
-        for client, own in self.clients.groupby("partition")["n_train"]:
-            sizes[client] = own.iloc[-1]
+        sizes = np.ones(
+            logits.shape[1]
+        )  # weights of the clients in the mean, which are their priors in the client loss
+        if first.settings.run.client_weights == "samples":
+            for client, counts in self.clients.groupby("partition")["n_train"]:
+                sizes[client] = counts.iloc[-1]
         method: FedDRMSettings = first.settings.method
         others = torch.tensor([c for c in range(logits.shape[1]) if c not in members], dtype=torch.int64)
         found = routing_logits(logits.index_fill(-1, others, -torch.inf), sizes, method.routing).softmax(dim=-1)

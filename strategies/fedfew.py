@@ -45,14 +45,14 @@ class FedFewSettings(
         "number K of server models",
         minimum=1,
         maximum=1000,
-        source="Section 5.1; the authors' program defaults to 5",
+        source="Appendix B.1; the authors' option --num_server_models defaults to 5",
     )
     mu: float = setting(
         0.01,
         "smoothing parameter of STCH-Set",
         above=0,
         search=Search(0.001, 1.0, log=True),
-        source="Section 5.1; the authors' option --smooth_mu",
+        source="Appendix B.1; the authors' option --smooth_mu",
     )
     server_lr: float = setting(
         1.0,

@@ -47,7 +47,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         4,
         "stages T; at most one more than the network has layers to personalise",
         minimum=1,
-        source="Section 6.1",
+        source="Section 6.2.1",
     )
     stage_rounds: str = setting(
         "",
@@ -121,13 +121,13 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "epochs of the personal layers alone in the last round of a stage, as FedRep's program ends; 0: a round like "
         "the others",
         minimum=0,
-        source="Algorithm 1, which has no such epochs; FedRep's main_fedrep.py has 10",
+        source="Algorithm 1, which has no such epochs; FedRep's models/Update.py has 10",
     )
     fixed_head: int = setting(
         0,
         "0: one more personal layer a stage; h: the last h from stage 2 on (ablations WP, M1-M3)",
         minimum=0,
-        source="Algorithm 1; Tables 4 and 5 for the ablations",
+        source="Algorithm 1; the ablations are in Tables 4 and 5",
     )
 
     card = MethodCard(
@@ -154,7 +154,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         },
         returned={"shared (d_t,)": "the trained shared layers of the current stage"},
         server_state={
-            "rounds_done": "successful rounds of the current stage ()",
+            "rounds_done": "number of successful rounds of the current stage",
             "informed": "finished stages that each client has received (M,)",
             "betas": "coefficients that the clients have reported, for pictures (M, T)",
             "model": "shared layers of the current stage (d_t,)",
@@ -167,7 +167,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
             "shared-t": "shared layers of each finished stage t (d_t,)",
         },
         scored="The served ensemble: the paper reports the accuracy of the resulting ensemble, whose shared layers are "
-        "averages (Section 6.1).",
+        "averages (Section 6.2.5).",
         deviations=(
             "`ppfe-beta=samme` adds ½ log(C − 1) to the paper's coefficient and never lets it become negative. On "
             "digits the ensembles serve 95.6 % with it and 96.4 % with `ppfe-beta=adaboost` (docs/results.md). "

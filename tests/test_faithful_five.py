@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+import posy
 from posy.client_app.workspace import Workspace
+from posy.server_app.app import run
 from posy.strategies.fedacs import attention_weights, cosine_similarity, mixes_alone
 from posy.strategies.methods import settings_class
 from posy.strategies.registry import read_settings
@@ -62,8 +64,8 @@ def test_custom_loss_decides_the_choice_of_a_model(make_client: Make, two_models
     data = (np.arange(6, dtype=np.float32)[:, None], LABELS, *PARTS)
     settings = {"model": "linear", "data": data, "fedfew_models": 2, "loss": f"{tmp_path / 'losses.py'}:rare"}
     client = make_client("fedfew", **settings)
-    found = client.drive(client.losses(torch.from_numpy(two_models)))
-    np.testing.assert_allclose(found, [(3 * 0.126928 + 10 * 2.126928) / 4, 13 * 0.693147 / 4], rtol=1e-5)
+    losses = client.drive(client.losses(torch.from_numpy(two_models)))
+    np.testing.assert_allclose(losses, [(3 * 0.126928 + 10 * 2.126928) / 4, 13 * 0.693147 / 4], rtol=1e-5)
     assert client.evaluate([two_models], {"server-round": 1})[2]["chosen"] == "1"
 
 
@@ -138,6 +140,16 @@ def test_feddrms_prior_is_the_weight_in_the_mean(make_strategy: Make, monkeypatc
     assert strategy.choose(logits).tolist() == [0]
 
 
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_stored_feddrm_models_route_as_the_server_does(make_config: Make, weights: str) -> None:
+    config = make_config("feddrm", model="mlp", system_accuracy="on", client_weights=weights)
+    done = run(None, config)
+    workspace = Workspace(read_settings(config))
+    x = workspace.dataset.x[np.concatenate(workspace.partition.test)]
+    chosen = [next(iter(answer.clients)) for answer in posy.load(done.directory.path).route(x)]
+    assert np.bincount(chosen, minlength=4).tolist() == done.strategy.routed.sum(axis=0).tolist()
+
+
 def test_local_models_of_fedacs_are_scored_after_rounds_without_training(make_config: Make, federate: Make) -> None:
     config = make_config("fedacs", fraction_train=0.5, num_server_rounds=4)
     finished = federate(config)
@@ -186,16 +198,16 @@ def test_a_newcomers_training_replaces_its_last_stage_in_ppfe(
         model.load_state_dict({e.name: torch.from_numpy(stored[f"stage{number}.{e.name}"]) for e in layout.entries})
         with torch.no_grad():
             members.append(model.eval()(data.x_train).softmax(dim=1).numpy())
-        coefficient, later = reweighted(members[-1], weights)
+        coefficient, raised = reweighted(members[-1], weights)
         if betas:
             coefficients = np.array([*betas, coefficient])
             coefficients = coefficients if coefficients.any() else np.ones_like(coefficients)
             mixture = np.einsum("t,tnc->nc", coefficients, np.stack(members))
-            coefficient, later = reweighted(mixture, weights)
+            coefficient, raised = reweighted(mixture, weights)
         betas.append(coefficient)
-        weights = later
-    found = [stored[f"stage{number}.coefficient"].item() for number in (1, 2, 3)]
-    np.testing.assert_allclose(found, betas, rtol=1e-4, atol=1e-5)
+        weights = raised
+    coefficients_on_disk = [stored[f"stage{number}.coefficient"].item() for number in (1, 2, 3)]
+    np.testing.assert_allclose(coefficients_on_disk, betas, rtol=1e-4, atol=1e-5)
     finished_last = finished.strategy.finished[-1]
     shared = finished.strategy.stages[-1].shared_part
     trained = layout.flatten({e.name: stored[f"stage3.{e.name}"] for e in layout.entries})

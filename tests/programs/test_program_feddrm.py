@@ -65,8 +65,8 @@ def test_feddrm_computes_the_models_of_the_published_program(tmp_path: Path, fed
     }
     finished = federate(config("feddrm", tmp_path, **settings), prepare=start, models_folder=tmp_path)
     strategy = finished.strategy
-    kept = [finished.kept(client)["personal"] for client in range(3)]
-    check("feddrm", [(strategy.model, SHARED), *zip(kept, HEADS, strict=True)])
+    heads = [finished.kept(client)["personal"] for client in range(3)]
+    check("feddrm", [(strategy.model, SHARED), *zip(heads, HEADS, strict=True)])
 
     served = [load_file(tmp_path / f"served-{client}.safetensors") for client in range(3)]
     stored = sorted(served[0])
