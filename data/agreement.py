@@ -30,7 +30,7 @@ UNLIKE_MEAN, UNLIKE_SPREAD = 2.0, 10.0
 """Standard deviations between a site's mean of a feature and the other sites', and ratio of the standard deviations,
 beyond which the server warns."""
 MIN_SHOWN = 10
-"""Fewest training samples of a site whose mean a warning states: the mean of fewer could be a person's value."""
+"""Fewest training samples of a site for a warning with numbers: the mean of fewer could be a person's value."""
 MAX_UNLIKE = 20
 """Most features that are warned of."""
 
@@ -293,18 +293,18 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
         reference = np.where(spread > 0, spread, np.sqrt(variances[site]))
         distance = np.abs(means[site] - centre)
         for place in np.flatnonzero(distance > UNLIKE_MEAN * reference):
-            told = f"{name}'s mean"
-            if described.count >= MIN_SHOWN:
-                told += f" {means[site, place]:.3g}"
-            far = f" by {distance[place] / reference[place]:.2g} standard deviations" if reference[place] else ""
-            warnings.setdefault(int(place), []).append(f"{told} is not that of the other sites{far}")
+            text = f"{name}'s mean is far from the other sites' mean"
+            if described.count >= MIN_SHOWN and reference[place]:
+                deviations = f"{distance[place] / reference[place]:.2g} standard deviations"
+                text = f"{name}'s mean {means[site, place]:.3g} is {deviations} from the other sites' mean"
+            warnings.setdefault(int(place), []).append(text)
         varied = (variances > 0) & others[:, None]
         ratio = np.exp(logs[site] - logs.sum(0, where=varied) / np.maximum(varied.sum(0), 1))
         ratio[(variances[site] == 0) | ~varied.any(0)] = 1.0
         for place in np.flatnonzero((ratio > UNLIKE_SPREAD) | (ratio < 1 / UNLIKE_SPREAD)):
             if distance[place] <= UNLIKE_MEAN * reference[place]:
-                told = f"{name}'s standard deviation is {ratio[place]:.2g} times that of the other sites"
-                warnings.setdefault(int(place), []).append(told)
+                text = f"{name}'s standard deviation is {ratio[place]:.2g} times the other sites'"
+                warnings.setdefault(int(place), []).append(text)
     return [
         f"feature {columns[place] if columns else place}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Other "
         "units, or codes for missing values?"

@@ -10,6 +10,7 @@ import numpy as np
 
 from posy.data.agreement import (
     MAX_UNLIKE,
+    MIN_SHOWN,
     MODES,
     UNLIKE_MEAN,
     Description,
@@ -112,8 +113,9 @@ def _far_notes(
     """Return a note for each feature whose mean at this site is far from that of the run, as in other units."""
     far = np.abs(moments(x, train)[0] - mean) / std
     return [
-        f"feature {columns[place] if columns else place}: the mean of this site is {far[place]:.2g} standard "
-        "deviations from the mean of the run; other units?"
+        f"feature {columns[place] if columns else place}: the mean of this site is "
+        + (f"{far[place]:.2g} standard deviations" if len(train) >= MIN_SHOWN else "far")
+        + " from the mean of the run; other units?"
         for place in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]
     ]
 
