@@ -18,6 +18,9 @@ from posy.storage import DamagedFileError, read_arrays
 from posy.strategies.registry import read_settings
 from posy.strategies.settings import Settings
 
+FAR = 5.0
+"""Standard deviations from the mean of the training samples beyond which a feature is unusual."""
+
 
 class Prediction(NamedTuple):
     """The most probable class, and the probabilities of all by name."""
@@ -108,6 +111,31 @@ class ClientModel(nn.Module):
             If one is not of the kind that the network was trained on.
         """
         return torch.cat([self.preprocessing(sample) for sample in samples]).to(self.coefficients.device)
+
+    def unusual(self, samples: Iterable[Any]) -> list[tuple[int, str, float]]:
+        """Return the features of some samples that are far outside the range of the training samples.
+
+        Parameters
+        ----------
+        samples : iterable
+            As for :meth:`prepare`.
+
+        Returns
+        -------
+        list of (int, str, float)
+            Number of the sample, name (or number) of the feature, and its distance from the mean of the training
+            samples in their standard deviations, above :data:`FAR`. Empty for images and texts.
+        """
+        if self.preprocessing.task.kind != "features":
+            return []
+        distances = [self.preprocessing(sample)[0].abs().tolist() for sample in samples]
+        names = self.preprocessing.columns or tuple(map(str, range(self.preprocessing.task.input_shape[0])))
+        return [
+            (number, name, distance)
+            for number, row in enumerate(distances)
+            for name, distance in zip(names, row, strict=True)
+            if distance > FAR
+        ]
 
     def predict(self, sample: Any) -> Prediction:
         """Return the prediction for one sample; :class:`DataError` if it is not of the right kind."""

@@ -17,6 +17,7 @@ from posy.data.errors import DataError
 from posy.data.partitions import Partition
 from posy.data.settings import DataSettings
 from posy.data.sites import check_suits, describe_site, load_site, read_site
+from posy.data.values import moments
 from posy.listing import laid_out
 from posy.paths import expanded
 
@@ -40,6 +41,8 @@ class Report:
     """Training and test samples of each class that the site has."""
     features: list[tuple[str, str, str, str]]
     """Those worth a look: name or number of the column, smallest and largest value, and why."""
+    statistics: list[tuple[str, str, str]]
+    """Name or number, mean and standard deviation of each feature over the training samples."""
     warnings: tuple[str, ...]
     unreadable: tuple[str, ...]
     """Files left out, each with the reason."""
@@ -83,7 +86,8 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
         "agreed on in a run": ", ".join(open_settings(settings, content.kind)),
     }
     features = _worth_a_look(content, dataset) if content.kind == "features" else []
-    return Report(facts, classes, features, dataset.notes, content.unreadable)
+    statistics = _statistics(content, part) if content.kind == "features" else []
+    return Report(facts, classes, features, statistics, dataset.notes, content.unreadable)
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -94,6 +98,11 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(laid_out(f"{len(rows)} classes", ("class", "training", "test"), rows))
     if report.features:
         console.print(laid_out("features worth a look", ("feature", "from", "to", "why"), report.features))
+    if report.statistics:
+        title = "training samples, to compare with the other sites: other units show here"
+        console.print(laid_out(title, ("feature", "mean", "standard deviation"), report.statistics[:SHOWN]))
+        if more := _rest(report.statistics):
+            console.print(Text(f"  {more.strip()}"))
     count = len(report.unreadable)
     ones = "file that cannot be read, and is" if count == 1 else "files that cannot be read, and are"
     for title, lines in (("warnings", report.warnings), (f"{count} {ones} left out", report.unreadable)):
@@ -139,5 +148,12 @@ def _worth_a_look(content: Content, dataset: Dataset) -> list[tuple[str, str, st
     return found
 
 
-def _rest(lines: Sequence[str]) -> str:
+def _statistics(content: Content, part: Partition) -> list[tuple[str, str, str]]:
+    mean, squares = moments(content.x, part.train[0])
+    names = content.columns or tuple(map(str, range(len(mean))))
+    std = np.sqrt(squares / len(part.train[0]))
+    return [(n, f"{m:.4g}", f"{s:.3g}") for n, m, s in zip(names, mean.tolist(), std.tolist(), strict=True)]
+
+
+def _rest(lines: Sequence[Any]) -> str:
     return f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""

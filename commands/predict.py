@@ -1,6 +1,7 @@
 """`posy predict` and `posy route`: what the models of a finished run say of new samples."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posy import figures
-from posy.client_app.stored import Prediction
+from posy.client_app.stored import ClientModel, Prediction
 from posy.data.errors import DataError
 from posy.data.inputs import Preprocessing
 from posy.data.tables import rows_of
@@ -18,6 +19,8 @@ from posy.words import title
 
 MOST = 5
 """Probabilities that a row of a table shows."""
+MOST_WARNED = 10
+"""Values far from the training samples that are named."""
 SMALLEST = 0.0005
 """The smallest one."""
 
@@ -35,6 +38,7 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
     model = Record.find(run).predictor(client, point)
     names, samples = _samples(files, model.preprocessing)
     predictions = model.predict_all(samples)
+    _warn(model, names, samples)
     if as_json:
         _print_json([{"input": name, **_as_dict(p)} for name, p in zip(names, predictions, strict=True)])
         return
@@ -46,8 +50,10 @@ def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_
 def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_json: bool = False) -> None:
     """Print which client each sample is sent to and its prediction, or how the clients vote; raises as ``predict``."""
     record = Record.find(run)
-    names, samples = _samples(files, record.predictor(min(record.names)).preprocessing)
+    first = record.predictor(min(record.names))
+    names, samples = _samples(files, first.preprocessing)
     answers = record.route(samples)
+    _warn(first, names, samples)
     pairs = list(zip(names, answers, strict=True))
     routed = bool(answers[0].clients)
     titles = {client: title(client, name) for client, name in record.names.items()}
@@ -74,6 +80,20 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
     else:
         votes = [(name, a.prediction.label, _shares(a.prediction.probabilities)) for name, a in pairs]
         print_table("majority vote of the clients' local models", ("input", "class", "votes"), votes)
+
+
+def _warn(model: ClientModel, names: Sequence[str], samples: Sequence[Any]) -> None:
+    """Print which values are far outside the range of the training samples, as in other units; they may be errors."""
+    unusual = model.unusual(samples)
+    for number, feature, distance in unusual[:MOST_WARNED]:
+        print(
+            f"posy: warning: {names[number]}: {feature} is {distance:.3g} standard deviations from its mean in "
+            "training; check its unit, for the prediction may be meaningless",
+            file=sys.stderr,
+        )
+    if len(unusual) > MOST_WARNED:
+        more = len(unusual) - MOST_WARNED
+        print(f"posy: warning: {more} more values are far from the training samples", file=sys.stderr)
 
 
 def _samples(files: Sequence[str], preprocessing: Preprocessing) -> tuple[list[str], list[Any]]:

@@ -26,6 +26,13 @@ MODES = {1: "L", 3: "RGB"}
 """Pillow's mode for a number of channels."""
 _MAX_SIZE = 1 << 28  # numbers in one sample
 _MAX_NAME = 300
+UNLIKE_MEAN, UNLIKE_SPREAD = 2.0, 10.0
+"""Standard deviations between a site's mean of a feature and the other sites', and ratio of the standard deviations,
+beyond which the server warns."""
+MIN_SHOWN = 10
+"""Fewest training samples of a site for a warning with numbers: the mean of fewer could be a person's value."""
+MAX_UNLIKE = 20
+"""Most features that are warned of."""
 
 
 @dataclass(frozen=True)
@@ -187,15 +194,14 @@ def agreed(
 ) -> tuple[DataSettings, list[str]]:
     """Return the settings with the task that the sites agree on, and warnings that name sites, a sentence each.
 
-    What the settings give stands. Else the kind, the shape and the columns that most sites have are taken, the
-    classes of all sites that have them, sorted, and mean and standard deviation of each feature over their
-    training samples. Where as many sites have another, or the images of one would lose their colours, a person
-    must decide.
+    The settings override the sites. Else the run takes the kind, the shape and the columns that most sites have, the
+    classes of these sites, sorted, and mean and standard deviation of each feature over their training samples.
 
     Raises
     ------
     SettingsError
-        If there is no site of the kind and shape that the settings ask for, equally many sites have another, or
+        Where the user must decide: equally many sites have another kind, shape or set of columns, images of a site
+        would lose their colours, or a class exists at one of several sites only. Also if no site fits the settings, or
         there is only one class.
     """
     sites = _Sites(list(zip(names, descriptions, strict=True)))
@@ -203,10 +209,18 @@ def agreed(
     if kind == "auto":
         kind = sites.most("sample-kind", "hold different kinds of samples", lambda d: d.kind)
     sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, those of the run {kind}")
-    shape = shape or sites.shape()
+    tables = kind == "features" and all(d.columns for _, d in sites.told)
+    names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
+    names = names or (sites.most_columns() if tables and not shape else ())
+    shape = shape or (str(len(names)) if names else sites.shape())
+    names = names or next((d.columns for _, d in sites.told if d.columns and shape_text(d.shape) == shape), ())
     sites.keep(
         lambda d: not d.fixed or shape_text(d.shape) == shape,
-        lambda d: f"its samples have the shape {shape_text(d.shape)}, those of the run {shape}",
+        lambda d: (
+            f"its columns are not those of the run ({difference(d.columns, names)})"
+            if names and d.columns
+            else f"its samples have the shape {shape_text(d.shape)}, those of the run {shape}"
+        ),
     )
     if not sites.told:
         raise SettingsError(f"sample-kind = {kind!r} with input-shape = {shape!r}: no site has such samples")
@@ -223,10 +237,13 @@ def agreed(
                 f"classes that nearly agree are taken for different ones: {', '.join(found)}; if they are one, rename "
                 "it at a site"
             )
+        sites.check_classes(known)
     classes = settings.classes or _listed(sorted_names(known))
     result = replace(settings, sample_kind=kind, input_shape=shape, classes=classes, feature_names=_listed(columns))
     if kind == "features":
-        result = with_statistics(result, [_in_order(d, columns) for _, d in sites.told if d.mean.size])
+        told = [(name, _in_order(d, columns)) for name, d in sites.told if d.mean.size]
+        sites.warnings += unlike_features(told, columns)
+        result = with_statistics(result, [d for _, d in told])
     task_of(result)
     return result, sites.warnings
 
@@ -247,6 +264,52 @@ def with_statistics(settings: DataSettings, descriptions: Sequence[Description])
     return replace(
         settings, feature_mean=settings.feature_mean or texts[0], feature_std=settings.feature_std or texts[1]
     )
+
+
+def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[str] = ()) -> list[str]:
+    """Return a warning for each feature whose values at a site differ from those at the other sites, as in other units.
+
+    It compares the statistics that sites send: a site's mean with the mean of the other sites, in standard deviations
+    over these, and its standard deviation with the geometric mean of theirs. All sites have the same weight, so that a
+    large site with another unit does not hide itself.
+
+    Parameters
+    ----------
+    sites : sequence of (str, Description)
+        Names of the sites, and their mean and squares ``(F,)`` in one order of the features.
+    columns : sequence of str
+        Names of the features; without them, warnings number them from 0.
+    """
+    if len(sites) < 2:
+        return []
+    means = np.stack([d.mean for _, d in sites])
+    variances = np.stack([d.squares / d.count for _, d in sites])
+    logs = np.log(np.sqrt(variances), out=np.zeros_like(variances), where=variances > 0)
+    warnings: dict[int, list[str]] = {}
+    for site, (name, described) in enumerate(sites):
+        others = np.arange(len(sites)) != site
+        centre = means[others].mean(0)
+        spread = np.sqrt(variances[others].mean(0) + means[others].var(0))
+        reference = np.where(spread > 0, spread, np.sqrt(variances[site]))
+        distance = np.abs(means[site] - centre)
+        for place in np.flatnonzero(distance > UNLIKE_MEAN * reference):
+            text = f"{name}'s mean is far from the other sites' mean"
+            if described.count >= MIN_SHOWN and reference[place]:
+                deviations = f"{distance[place] / reference[place]:.2g} standard deviations"
+                text = f"{name}'s mean {means[site, place]:.3g} is {deviations} from the other sites' mean"
+            warnings.setdefault(int(place), []).append(text)
+        varied = (variances > 0) & others[:, None]
+        ratio = np.exp(logs[site] - logs.sum(0, where=varied) / np.maximum(varied.sum(0), 1))
+        ratio[(variances[site] == 0) | ~varied.any(0)] = 1.0
+        for place in np.flatnonzero((ratio > UNLIKE_SPREAD) | (ratio < 1 / UNLIKE_SPREAD)):
+            if distance[place] <= UNLIKE_MEAN * reference[place]:
+                text = f"{name}'s standard deviation is {ratio[place]:.2g} times the other sites'"
+                warnings.setdefault(int(place), []).append(text)
+    return [
+        f"feature {columns[place] if columns else place}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Other "
+        "units, or codes for missing values?"
+        for place, texts in sorted(warnings.items())
+    ][:MAX_UNLIKE]
 
 
 class _Sites:
@@ -281,19 +344,44 @@ class _Sites:
             )
         return shape
 
+    def check_classes(self, classes: Iterable[str]) -> None:
+        """Raise :class:`SettingsError` if one site alone has a class, which may be another name for a common class."""
+        alone: dict[str, list[str]] = {}
+        for label in sorted_names(set(classes)):
+            having = [name for name, d in self.told if label in d.classes]
+            if len(having) == 1 and len(self.told) > 1:
+                alone.setdefault(having[0], []).append(label)
+        if alone:
+            found = [
+                f"{listed(labels[:5])}{' …' * (len(labels) > 5)} at {site}" for site, labels in list(alone.items())[:5]
+            ]
+            raise SettingsError(
+                f"classes that one site alone has: {'; '.join(found)}{'; …' * (len(alone) > 5)}. Sites may name one "
+                "class differently, and classes is not set: rename it at the site, or confirm the classes with "
+                f"classes={_listed(sorted_names(set(classes)))!r}"
+            )
+
+    def most_columns(self) -> tuple[str, ...]:
+        """Return the columns that most sites have, in the order that most of these have; none without names.
+
+        Raises :class:`SettingsError` if as many sites have others.
+        """
+        named = [(name, d) for name, d in self.told if d.columns]
+        if not named:
+            return ()
+        orders = Counter(d.columns for _, d in named)
+        sets = Counter(frozenset(d.columns) for _, d in named).most_common()
+        if len(sets) > 1 and sets[0][1] == sets[1][1]:
+            (first, a), (second, b) = (next((n, d) for n, d in named if set(d.columns) == s) for s, _ in sets[:2])
+            raise SettingsError(
+                f"the columns of {second} differ from those of {first} ({difference(b.columns, a.columns)}), and "
+                "none are those of most sites: rename them, or set feature-names"
+            )
+        return next(order for order, _ in orders.most_common() if set(order) == sets[0][0])
+
     def columns(self, columns: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of the run's columns in their order, and leave out the sites that have others."""
-        named = [(name, d) for name, d in self.told if d.columns]
-        if not columns and named:
-            orders = Counter(d.columns for _, d in named)
-            sets = Counter(frozenset(d.columns) for _, d in named).most_common()
-            if len(sets) > 1 and sets[0][1] == sets[1][1]:
-                (first, a), (second, b) = (next((n, d) for n, d in named if set(d.columns) == s) for s, _ in sets[:2])
-                raise SettingsError(
-                    f"the columns of {second} differ from those of {first} ({difference(b.columns, a.columns)}), and "
-                    "none are those of most sites: rename them, or set feature-names"
-                )
-            columns = next(order for order, _ in orders.most_common() if set(order) == sets[0][0])
+        columns = columns or self.most_columns()
         self.keep(
             lambda d: not d.columns or set(d.columns) == set(columns),
             lambda d: f"its columns are not those of the run ({difference(d.columns, columns)})",

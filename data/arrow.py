@@ -15,7 +15,7 @@ from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
 from posy.data.functions import content_of
 from posy.data.image import Encoded, image_content
-from posy.data.labels import as_labels, label_name, numbered
+from posy.data.labels import as_labels, label_name, numbered_groups
 from posy.data.values import FLOAT32_MAX, precision_notes
 from posy.extensions import said
 
@@ -191,7 +191,8 @@ def _content(
     found = roles(header, columns, rows.where, coded, images)
     notes += found.notes
     y = _labels(rows, names[found.label])
-    groups = None if found.group is None else numbered(_labels(rows, names[found.group]))
+    group_labels = None if found.group is None else _labels(rows, names[found.group])
+    groups, group_names = (None, ()) if group_labels is None else numbered_groups(group_labels)
     inputs = [names[place] for place in found.inputs]
     many = [name for name in inputs if len(inputs) > 1 and not _is_number(_column(rows, name).type)]
     if many:
@@ -202,11 +203,16 @@ def _content(
     if found.inputs[0] in images:
         others = {"groups": groups, "is_test": is_test}
         content = image_content(path, _files(rows, inputs[0]), y, size, mode, skip_unreadable, **others)
-        return replace(content, read_notes=(*notes, *content.read_notes))
+        return replace(content, group_names=group_names, read_notes=(*notes, *content.read_notes))
     column = _column(rows, inputs[0])
     if _is_text(column.type):
-        return Content(path, "text", column.to_pylist(), y, groups, is_test, read_notes=tuple(notes))
-    parts = {"y": y} | ({} if groups is None else {"groups": groups}) | ({} if is_test is None else {"test": is_test})
+        texts = column.to_pylist()
+        return Content(path, "text", texts, y, groups, is_test, group_names=group_names, read_notes=tuple(notes))
+    parts = (
+        {"y": y}
+        | ({} if group_labels is None else {"groups": group_labels})
+        | ({} if is_test is None else {"test": is_test})
+    )
     check_fits(sum(_column(rows, name).nbytes for name in inputs), rows.where)
     if not _is_number(column.type):
         parts["x"] = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))

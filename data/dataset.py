@@ -35,6 +35,7 @@ class Dataset:
     mean: np.ndarray
     std: np.ndarray
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
+    group_names: tuple[str, ...] = ()  # by the group's number; none where the data has no names
     is_test: np.ndarray | None = None  # (N,) bool: samples of the supplied test set, if there is one
     given: Indices | None = None  # when the data comes already partitioned
     notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
@@ -57,10 +58,11 @@ class Content:
     x: Any  # as in Dataset; of text the N texts
     labels: np.ndarray  # (N,), as posy.data.labels.as_labels returns them
     groups: np.ndarray | None = None
-    is_test: np.ndarray | None = None  # as in Dataset
+    is_test: np.ndarray | None = None  # this and group_names are as in Dataset
     given: Indices | None = None
     class_names: tuple[str, ...] = ()  # where the data gives them; the labels are then their numbers 0..C-1
     columns: tuple[str, ...] = ()  # names of the features, where the data gives them
+    group_names: tuple[str, ...] = ()
     read_notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
     unreadable: tuple[str, ...] = ()  # what is wrong with each file that was left out
     resized: bool = False  # images that were brought to one size, and can be brought to any

@@ -9,7 +9,7 @@ import numpy as np
 from posy.data.dataset import Content
 from posy.data.errors import DataError
 from posy.data.image import as_images
-from posy.data.labels import as_labels, numbered
+from posy.data.labels import as_labels, numbered_groups
 from posy.data.values import as_features, check_lengths, check_shape, precision_notes
 from posy.extensions import load, said
 
@@ -59,7 +59,9 @@ def content_of(parts: Mapping[str, np.ndarray], what: str, path: Path) -> Conten
     x, test = parts["x"], parts.get("test")
     if test is not None and (test.dtype != bool or test.ndim != 1):
         raise DataError(f"{what}: test must be true or false for each sample, not {test.dtype} of shape {test.shape}")
-    groups = numbered(as_labels(parts["groups"], f"{what}: groups")) if "groups" in parts else None
+    groups, group_names = None, tuple[str, ...]()
+    if "groups" in parts:
+        groups, group_names = numbered_groups(as_labels(parts["groups"], f"{what}: groups"))
     labels = as_labels(parts["y"], f"{what}: y")
     notes: list[str] = []
     if x.ndim == 1 and x.dtype.kind == "U":
@@ -76,7 +78,7 @@ def content_of(parts: Mapping[str, np.ndarray], what: str, path: Path) -> Conten
             samples = as_images(x, f"{what}: x")
             kind = "image" if samples.dtype == np.uint8 else "image-float"
             notes = precision_notes(x.reshape(-1, 1), np.float32, ("pixels",)) if kind == "image-float" else []
-    return Content(path, kind, samples, labels, groups, test, read_notes=tuple(notes))
+    return Content(path, kind, samples, labels, groups, test, group_names=group_names, read_notes=tuple(notes))
 
 
 def _array(value: Any, what: str) -> np.ndarray:

@@ -107,9 +107,16 @@ def sorted_names(names: Collection[str]) -> list[str]:
     return sorted(names)
 
 
-def numbered(values: np.ndarray) -> np.ndarray:
-    """Return the place of each value among the distinct values in order, int64."""
-    return np.unique(values, return_inverse=True)[1].astype(np.int64)
+def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return natural groups ``(N,)`` as numbers from 0 in their order, int64, and their names.
+
+    Where all names are whole numbers, ``kind`` precedes them, as in ``group 3``: a number alone is a client's number.
+    """
+    names, numbers = np.unique(values, return_inverse=True)
+    texts = [str(name) for name in names]
+    if all(map(_INTEGER.fullmatch, texts)):
+        texts = [f"{kind} {text}" for text in texts]
+    return numbers.astype(np.int64), tuple(texts)
 
 
 def label_name(text: str) -> str:

@@ -13,7 +13,7 @@ from posy.data.errors import DataError
 from posy.data.files import check_regular
 from posy.data.functions import PARTS, content_of
 from posy.data.image import as_images, image_content, labelled_images
-from posy.data.labels import as_labels, joined_labels, known_labels, numbered
+from posy.data.labels import as_labels, joined_labels, known_labels, numbered_groups
 from posy.data.npz import NpzFile
 from posy.data.pfllib import is_pfllib, read_pfllib
 from posy.data.tables import read_csv
@@ -40,7 +40,7 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     vocabulary = int(x.max()) + 1 if content.kind == "tokens" else 0
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    others = {key: getattr(content, key) for key in ("groups", "is_test", "given", "columns")}
+    others = {key: getattr(content, key) for key in ("groups", "group_names", "is_test", "given", "columns")}
     return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, notes=notes, **others)
 
 
@@ -105,7 +105,8 @@ def read_npz(path: Path) -> Content:
         names = [f"{kind}_{split}" for split in splits]
         return joined_labels([as_labels(archive.read(name), f"{path}: {name}") for name in names])
 
-    groups = numbered(labels("groups")) if {f"groups_{split}" for split in splits} <= set(archive.names) else None
+    grouped = {f"groups_{split}" for split in splits} <= set(archive.names)
+    groups, group_names = numbered_groups(labels("groups")) if grouped else (None, ())
     names = [f"x_{split}" for split in splits]
     x = archive.pooled(names)
     tested = archive.shape("y_test")[0][0] if "test" in splits else 0
@@ -125,7 +126,8 @@ def read_npz(path: Path) -> Content:
         samples, notes = as_features(x, str(path))
     else:
         raise DataError(f"{path}: x of shape {x.shape} and type {x.dtype}; allowed are numbers in 2, 3 or 4 axes")
-    return Content(path, kind, samples, labels("y"), groups, is_test, read_notes=tuple(notes))
+    y = labels("y")
+    return Content(path, kind, samples, y, groups, is_test, group_names=group_names, read_notes=tuple(notes))
 
 
 def has_columns(path: Path) -> bool:

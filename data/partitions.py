@@ -30,6 +30,8 @@ class Partition:
     train: tuple[np.ndarray, ...]
     test: tuple[np.ndarray, ...]
     validation: tuple[np.ndarray, ...] = ()
+    names: tuple[str, ...] = ()
+    """Names of the clients' groups, where the partition is ``natural`` and the data names its groups."""
 
     def __post_init__(self) -> None:
         """Leave the validation splits empty where there are none."""
@@ -85,7 +87,10 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     for client, (train, _) in enumerate(pairs):
         if not len(train):
             raise DataError(f"partition {kind!r} of {dataset.name}: client {client} has no training sample")
-    return finished(pairs, settings, rng)
+    result = finished(pairs, settings, rng)
+    if kind != "natural" or dataset.groups is None or not dataset.group_names:
+        return result
+    return replace(result, names=tuple(dataset.group_names[dataset.groups[train[0]]] for train in result.train))
 
 
 def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:

@@ -15,7 +15,7 @@ from posy.data.dataset import Content, Dataset
 from posy.data.errors import DataError
 from posy.data.files import read_json
 from posy.data.image import DEFAULT_SIDE, image_files, read_images
-from posy.data.labels import as_labels, known_labels, numbered
+from posy.data.labels import as_labels, known_labels, numbered_groups
 from posy.data.own import as_dataset, read_npz
 from posy.data.published import CIFAR20, CIFAR100_NAMES, DATASETS, DIGITS, KVASIR
 from posy.data.settings import DataSettings
@@ -159,9 +159,9 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
             writers += [user] * len(y)
             tested += [path.parent.name == "test"] * len(y)
     check_lengths(str(data_dir / "femnist"), samples=len(writers))
-    groups = numbered(np.array(writers))
+    groups, group_names = numbered_groups(np.array(writers), "writer")
     x, y = np.concatenate(images), np.concatenate(labels)
-    return Content(data_dir / "femnist", "image", x, y, groups, np.array(tested))
+    return Content(data_dir / "femnist", "image", x, y, groups, np.array(tested), group_names=group_names)
 
 
 def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
@@ -231,8 +231,9 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
             raise DataError(f"{table}: row {number}: needed are image, target and center ({error})") from error
     check_lengths(str(table), rows=len(files))
     y = known_labels(np.array(labels), len(DATASETS[name].classes), str(table))
-    x, groups = read_images(files, _square(settings), "RGB"), np.array(centres, np.int64)
-    return Content(table, "image", x, y, groups, np.array(tested))
+    groups, names = numbered_groups(np.array(centres, np.int64), "centre")
+    x = read_images(files, _square(settings), "RGB")
+    return Content(table, "image", x, y, groups, np.array(tested), group_names=names)
 
 
 def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -279,8 +280,9 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
         fraction = settings.test_fraction
         raise DataError(f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {fraction}; raise it")
     users, labels, texts = zip(*rows, strict=True)
-    groups = numbered(np.array(users))
-    return Content(path, "text", texts, np.array(labels, np.int64), groups, class_names=("negative", "positive"))
+    groups, group_names = numbered_groups(np.array(users), "user")
+    names = {"class_names": ("negative", "positive"), "group_names": group_names}
+    return Content(path, "text", texts, np.array(labels, np.int64), groups, **names)
 
 
 def _square(settings: DataSettings) -> tuple[int, int]:

@@ -8,8 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
-from posy.data.agreement import MODES, Description, columns_in, difference, shape_in, shape_text, statistics_in, task_of
-from posy.data.columns import Columns
+from posy.data.agreement import (
+    MAX_UNLIKE,
+    MIN_SHOWN,
+    MODES,
+    UNLIKE_MEAN,
+    Description,
+    columns_in,
+    difference,
+    shape_in,
+    shape_text,
+    statistics_in,
+    task_of,
+)
+from posy.data.columns import Columns, names_in
 from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
 from posy.data.errors import DataError
 from posy.data.labels import renumbered
@@ -85,13 +97,27 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
     elif kind == "features":
         x = _in_columns(content, settings)
         scale = statistics_in(settings, task.input_shape[0])
-        check_scaled(x, *scale, str(path), columns_in(settings, task.input_shape[0]) or content.columns)
     y = _numbers_in_run(content, task.class_names)
-    told = {"notes": content.notes, "skipped": len(content.unreadable)}
-    if kind == "features":
-        told["columns"] = columns_in(settings, task.input_shape[0]) or content.columns
-    dataset = make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **told)
-    return dataset, _partition(content, settings, seed)
+    part = _partition(content, settings, seed)
+    others = {"notes": content.notes, "skipped": len(content.unreadable)}
+    if scale is not None:
+        columns = columns_in(settings, task.input_shape[0]) or content.columns
+        check_scaled(x, *scale, str(path), columns)
+        others |= {"columns": columns, "notes": (*content.notes, *_far_notes(x, part.train[0], *scale, columns))}
+    return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **others), part
+
+
+def _far_notes(
+    x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...]
+) -> list[str]:
+    """Return a note for each feature whose mean at this site is far from that of the run, as in other units."""
+    far = np.abs(moments(x, train)[0] - mean) / std
+    return [
+        f"feature {columns[place] if columns else place}: the mean of this site is "
+        + (f"{far[place]:.2g} standard deviations" if len(train) >= MIN_SHOWN else "far")
+        + " from the mean of the run; other units?"
+        for place in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]
+    ]
 
 
 def check_suits(content: Content, settings: DataSettings) -> None:
@@ -100,6 +126,10 @@ def check_suits(content: Content, settings: DataSettings) -> None:
         raise DataError(
             f"{content.path}: holds samples of the kind {content.kind}; the run's sample-kind is {settings.sample_kind}"
         )
+    if content.columns and settings.feature_names:
+        names = names_in("feature-names", settings.feature_names)
+        if unlike := difference(content.columns, names):
+            raise DataError(f"{content.path}: its columns are not the run's feature-names ({unlike})")
     if not settings.input_shape:
         return
     shape, wanted = _shape(content, settings), shape_in(settings, content.kind)
@@ -155,6 +185,4 @@ def _in_columns(content: Content, settings: DataSettings) -> np.ndarray:
     x: np.ndarray = content.x
     if not names or content.columns in ((), names):
         return x
-    if unlike := difference(content.columns, names):
-        raise DataError(f"{content.path}: its columns are not the run's feature-names ({unlike})")
     return x[:, [content.columns.index(name) for name in names]]

@@ -13,7 +13,7 @@ from posy.data.columns import Columns, name_notes, roles
 from posy.data.dataset import Content
 from posy.data.errors import DataError
 from posy.data.files import check_fits, check_regular
-from posy.data.labels import as_labels, label_name, numbered, written_label
+from posy.data.labels import as_labels, label_name, numbered_groups, written_label
 from posy.data.values import FLOAT32_MAX, LOST, as_features
 
 _GROWTH = 4  # least factor by which a table grows when its cells become Python's texts
@@ -58,17 +58,18 @@ def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008
     if wrong or not all((np.abs(cells[str(place)]) <= FLOAT32_MAX).all() for place in features):
         raise _problem(path, header, features, wrong)
     y = as_labels(np.array(labels), str(path))
-    numbers = None if groups is None else numbered(np.array(groups))
+    numbers, group_names = (None, ()) if groups is None else numbered_groups(np.array(groups))
     if not features:
         text = found.inputs[0]
         _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[label])
-        return Content(path, "text", cells[str(text)].tolist(), y, numbers, read_notes=tuple(notes))
+        samples = cells[str(text)].tolist()
+        return Content(path, "text", samples, y, numbers, group_names=group_names, read_notes=tuple(notes))
     _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[label])
     names = tuple(header[place] for place in features)
     notes += name_notes(names, header)
     notes += _lost_digits(path, header, cells, features)
     x, more = as_features(np.column_stack([cells[str(place)] for place in features]), str(path))
-    return Content(path, "features", x, y, numbers, columns=names, read_notes=(*notes, *more))
+    return Content(path, "features", x, y, numbers, columns=names, group_names=group_names, read_notes=(*notes, *more))
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:

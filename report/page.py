@@ -189,16 +189,19 @@ def _clients(groups: Sequence[Group]) -> str:
             for c in clients
         }
         mix = next((run.partition for run in runs.values() if run.partition), None)
+        named = next((run for run in runs.values() if run.summary.get("sites")), own[0].first)
         figures = []
         for client in sorted(clients, key=lambda client: last[client])[:MOST_CLIENTS]:
             lines = {one: [(n, y, 0.0) for n, y in found.get(client, [])] for one, found in curves.items()}
-            chart = charts.lines(lines, f"Accuracy of client {client}", percent=True, scale=(0, 1), size=SMALL)
+            name = named.client_name(client)
+            chart = charts.lines(lines, f"Accuracy of {name}", percent=True, scale=(0, 1), size=SMALL)
             samples, bars = "", ""
             if mix is not None and client < len(mix[1]):
                 counts = mix[1][client]
                 samples = f"{sum(counts)} samples"
-                bars = charts.bars(counts, mix[0], f"Samples of each class on client {client}")
-            figures.append(_framed(f"Client {client}", samples, chart + bars))
+                bars = charts.bars(counts, mix[0], f"Samples of each class on {name}")
+            caption = f"Client {client}" if name == f"client {client}" else name
+            figures.append(_framed(caption, samples, chart + bars))
         points = ", ".join(f"{one.letter} {run.point}" for one, run in runs.items())
         note = f"Seed {seed}, each run at the point where it is meant to be used ({points}); the lowest accuracy first."
         note += " Bars: samples of each class." if mix else ""
@@ -228,7 +231,8 @@ def _own(groups: Sequence[Group]) -> str:
         if 0 < len(chosen) <= MOST_ROWS:
             rounds = sorted({n for points in chosen.values() for n, _ in points})
             rows = [[dict(points).get(n, 0.0) for n in rounds] for points in chosen.values()]
-            chart = charts.heat_map(rows, [*map(str, rounds)], [f"cl. {c}" for c in chosen], "What each client chose")
+            names_of = [group.first.client_name(c).replace("client", "cl.") for c in chosen]
+            chart = charts.heat_map(rows, [*map(str, rounds)], names_of, "What each client chose")
             figures.append(_framed("Chosen for each client, by round", _of(group), chart))
     pictures = [
         _picture(group, file)
@@ -268,11 +272,10 @@ def _dropped(groups: Sequence[Group]) -> str:
         reasons: dict[tuple[str, str], list[int]] = {}
         for row in run.rounds:
             for one in row.get("dropped", []):
-                reasons.setdefault((f"client {one['client']}", one["reason"]), []).append(row["round"])
+                reasons.setdefault((run.client_name(one["client"]), one["reason"]), []).append(row["round"])
             for client in row.get("missing", []):
-                reasons.setdefault((f"client {client}", "not evaluated: no node, or its reply was dropped"), []).append(
-                    row["round"]
-                )
+                why = "not evaluated: no node, or its reply was dropped"
+                reasons.setdefault((run.client_name(client), why), []).append(row["round"])
         for who, reason in sorted(reasons, key=lambda key: reasons[key]):
             rows.append([_key(group.series), run.path.name, who, _ranges(reasons[who, reason]), reason])
         for one in run.summary.get("left-out", []):

@@ -54,6 +54,11 @@ class Recorded:
         """The evaluation point at which its method is meant to be used."""
         return point_of(self.summary)
 
+    def client_name(self, client: int) -> str:
+        """Return the name of a client's site or group, or its number as in ``client 3``."""
+        names = self.summary.get("sites") or []
+        return (names[client] if 0 <= client < len(names) else None) or f"client {client}"
+
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
         """Its finished rounds, as ``rounds.jsonl`` has them; none if that is not there."""

@@ -116,6 +116,8 @@ def run(
     client_class(settings.run.method)  # whatever is wrong with what people have brought is told here
     _ = workspace.criterion
     strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
+    if not workspace.of_sites:
+        strategy.client_names = dict(enumerate(workspace.partition.names))
     if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
         raise SettingsError(
             f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "

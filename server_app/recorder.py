@@ -324,8 +324,14 @@ class Recorder:
                 **self._newcomers(),
                 **self.strategy.extra_summary(),
                 **self.federation.summary(),
+                **self._client_names(),
             }
         )
+
+    def _client_names(self) -> dict[str, list[str | None]]:
+        """Return the names that the data gives to the clients, in their order, if it does."""
+        names = self.strategy.client_names
+        return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
 
     def _newcomers(self) -> dict[str, Any]:
         """Return what the clients that were set aside have scored at the end."""

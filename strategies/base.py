@@ -78,6 +78,8 @@ class PersonalisedStrategy(Strategy):
             )
         self.clients: dict[int, ClientInfo] = {}
         """The clients that can be reached, by index."""
+        self.client_names: Mapping[int, str] = {}
+        """Names of clients that the data gives, as a natural partition does; other clients have their node's name."""
         self.refresh: Callable[[], list[int]] | None = None
         """Brings :attr:`clients` up to date before a round."""
         self.newcomers = self._held_out()
@@ -407,10 +409,10 @@ class PersonalisedStrategy(Strategy):
             size = sum(array.nbytes for array in served)
             self.record.bytes_down += size
             row["bytes_down"] += size
-            if info.name:
-                row["site"] = info.name
+            if name := self.client_names.get(client, info.name):
+                row["site"] = name
                 if self.saving:
-                    told["site"] = info.name
+                    told["site"] = name
             content = content_of(arrays=arrays, config=with_entries(common, told))
             self._sent.append(self._message(content, client, kind))
         return self._sent

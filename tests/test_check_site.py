@@ -53,6 +53,26 @@ def test_features_worth_a_look(tmp_path: Path) -> None:
     assert [name for name, *_ in check_site({"data": str(path)}, run, 1).features] == ["f0", "f1", "f2"]
 
 
+def test_the_statistics_that_leave_the_site_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.column_stack([np.arange(8.0), np.full(8, 6.2)])
+    path = table(tmp_path / "s.csv", x, [0, 1] * 4)
+    found = check_site({"data": str(path)}, OPEN, 1)
+    rows = load_site(read_site(path, OPEN), replace(OPEN, sample_kind="features", input_shape="2", classes="0,1",
+                                                    feature_mean="0", feature_std="1"), 1)[1].train[0]  # fmt: skip
+    mean = sum(rows.tolist()) / 6
+    deviation = (sum((row - mean) ** 2 for row in rows.tolist()) / 6) ** 0.5
+    assert found.statistics == [("f0", f"{mean:.4g}", f"{deviation:.3g}"), ("f1", "6.2", "0")]
+    assert main(["check-site", f"data={path}"]) == 0
+    assert "standard deviation" in capsys.readouterr().out
+
+
+def test_columns_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(tmp_path / "s.csv", np.ones((4, 3)), [0, 1] * 2)
+    words = ["sample-kind=features", "input-shape=2", "feature-names=f0,f1", "classes=0,1"]
+    assert main(["check-site", f"data={path}", *words]) == 2
+    assert "its columns are not the run's feature-names (unknown: f2)" in capsys.readouterr().err
+
+
 def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
     path = table(tmp_path / "s.csv", np.ones((4, 2)), ["ill"] * 4)
     assert check_site({"data": str(path)}, OPEN, 1).classes == {"ill": (3, 1)}

@@ -164,6 +164,29 @@ def test_rows_by_name_whatever_their_order(tmp_path: Path) -> None:
         predictor.predict([1, 2, 3])
 
 
+def test_a_value_far_from_the_training_samples_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chol = [190.0, 290.0] * 20  # any training rows have a standard deviation below 50, and a mean between the two
+    table = tmp_path / "x.csv"
+    table.write_text("age,chol,label\n" + "".join(f"{50 + i % 9},{c},{i % 2}\n" for i, c in enumerate(chol)))
+    record, workspace = run_on(table, tmp_path, partition="iid")
+    rows = workspace.partition.train
+    trained = np.array(chol)[np.concatenate(rows)]
+    capsys.readouterr()
+    new = tmp_path / "new.csv"
+    new.write_text("age,chol\n54,240\n54,26000\n54,6.2\n1960,250\n")
+    assert cli.main(["predict", str(record.path), "0", str(new), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert len(json.loads(shown.out)) == 4
+    first, second = [line for line in shown.err.splitlines() if "warning" in line]
+    assert first.startswith(f"posy: warning: {new} row 3: chol is ")
+    distance = (26000 - trained.mean()) / trained.std()
+    assert f"chol is {distance:.3g} standard deviations from its mean in training" in first
+    assert second.startswith(f"posy: warning: {new} row 5: age is ")
+    assert cli.main(["route", str(record.path), str(new)]) == 0
+    assert "row 3: chol is" in capsys.readouterr().err
+    assert record.predictor(0).unusual([[54.0, 240.0]]) == []
+
+
 def test_texts_by_the_words_of_the_run(tmp_path: Path) -> None:
     texts = [f"{'good fine' if i % 2 else 'bad awful'} day number {i} don't" for i in range(20)]
     table = tmp_path / "x.csv"

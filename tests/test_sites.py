@@ -15,7 +15,7 @@ from nodes import NodeGrid, class_folders, pfllib, table
 import posy
 from posy.client_app.site import skips
 from posy.client_app.workspace import Workspace
-from posy.data.agreement import Description, is_complete, task_of, told_of, with_statistics
+from posy.data.agreement import Description, is_complete, task_of, told_of, unlike_features, with_statistics
 from posy.data.agreement import agreed as agreed_with_warnings
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
@@ -247,9 +247,12 @@ def agreed(settings: DataSettings, descriptions: list[Description]) -> DataSetti
 
 
 def test_classes_are_those_of_all_sites_in_order() -> None:
-    numbers = agreed(OPEN, [told("image", (1, 8, 8), "10", "2"), told("image", (1, 8, 8), "2", "0")])
+    some = [("10", "2"), ("2", "0"), ("10", "0")]
+    numbers = agreed(OPEN, [told("image", (1, 8, 8), *classes) for classes in some])
     assert numbers.classes == "0,2,10"
-    texts = agreed(OPEN, [told("image", (1, 8, 8), "dog", "cat"), told("image", (1, 8, 8), "a, b", "cat")])
+    texts = agreed(
+        OPEN, [told("image", (1, 8, 8), "dog", "a, b", "cat"), told("image", (1, 8, 8), "dog", "a, b", "cat")]
+    )
     assert task_of(texts).class_names == ("a, b", "cat", "dog")
     assert agreed(replace(OPEN, classes="x,y"), [told("image", (1, 8, 8))]).classes == "x,y"
     assert is_complete(numbers)
@@ -257,11 +260,11 @@ def test_classes_are_those_of_all_sites_in_order() -> None:
 
 
 def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
-    folders = [told("image", (3, 64, 64), "a", "c", fixed=False)] * 3
+    folders = [told("image", (3, 64, 64), "a", "b", "c", fixed=False)] * 3
     assert agreed(OPEN, [*folders, told("image", (3, 32, 32), "b")]).input_shape == "3x32x32"
     assert agreed(OPEN, [*folders, told("features", (4,), "b")]).input_shape == "3x64x64"
     assert agreed(replace(OPEN, classes="a,b"), folders).input_shape == "3x64x64"
-    few = [told("image", (1, 8, 8), "a", "b"), told("image", (1, 9, 9), "q"), told("image", (1, 9, 9), "r")]
+    few = [told("image", (1, 8, 8), "a", "b"), told("image", (1, 9, 9), "q", "r"), told("image", (1, 9, 9), "r", "q")]
     assert (agreed(OPEN, few).input_shape, agreed(OPEN, few).classes) == ("1x9x9", "q,r")  # not those left out
     assert agreed(replace(OPEN, input_shape="1x8x8"), few).classes == "a,b"
 
@@ -336,10 +339,10 @@ def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: lis
             ],
         ),
         (
-            [told("image", GREY, "Cat", "dog"), told("image", GREY, "cat", "dog")],
+            [told("image", GREY, "Cat", "dog")] * 2 + [told("image", GREY, "cat", "dog")] * 2,
             [
-                "classes that nearly agree are taken for different ones: 'Cat' (site-0), 'cat' (site-1); if they are "
-                "one, rename it at a site"
+                "classes that nearly agree are taken for different ones: 'Cat' (site-0, site-1), 'cat' (site-2, "
+                "site-3); if they are one, rename it at a site"
             ],
         ),
         (
@@ -412,17 +415,146 @@ def test_a_description_that_makes_no_sense_is_refused(change: dict[str, Any]) ->
         Description.from_answer(good | change)
 
 
+def hospital(root: Path, name: str, labels: list[Any], seed: int, **columns: Any) -> Config:
+    """Write a table of patients, with the columns that are given in place of age and cholesterol in mg/dl."""
+    rng = np.random.default_rng(seed)
+    values = {"age": rng.normal(55, 9, 60).round(), "chol": rng.normal(240, 50, 60).round()} | columns
+    lines = [[*row, labels[i % len(labels)]] for i, row in enumerate(zip(*values.values(), strict=True))]
+    text = "\n".join([",".join([*values, "num"]), *(",".join(map(str, line)) for line in lines)])
+    (root / f"{name}.csv").write_text(text + "\n", encoding="utf-8")
+    return {"data": str(root / f"{name}.csv"), "name": name}
+
+
+@pytest.fixture
+def hospitals(tmp_path: Path) -> list[Config]:
+    return [hospital(tmp_path, name, [0, 1], seed) for seed, name in enumerate(("cleveland", "hungary", "va"))]
+
+
+def described(configs: list[Config]) -> list[Description]:
+    return [describe_site(read_site(Path(site["data"]), OPEN), OPEN, 1) for site in configs]
+
+
+def test_sites_that_name_their_classes_differently_are_refused(config: Config, tmp_path: Path) -> None:
+    sites = [
+        hospital(tmp_path, "cleveland", [0, 1, 2], 0),
+        hospital(tmp_path, "hungary", [0, 1], 1),
+        hospital(tmp_path, "va", ["no", "yes"], 2),
+    ]
+    settings = config | {"method": "fedavg", "model": "linear"}
+    expected = "classes that one site alone has: '2' at cleveland; 'no' and 'yes' at va.*classes='0,1,2,no,yes'"
+    with pytest.raises(SettingsError, match=expected):
+        run(NodeGrid(*sites), settings)
+    rare = [*sites[:2], hospital(tmp_path, "va", [0, 1], 2)]
+    with pytest.raises(SettingsError, match="classes that one site alone has: '2' at cleveland"):
+        run(NodeGrid(*rare), settings)
+    done = run(NodeGrid(*rare), settings | {"classes": "0,1,2"})  # the class is rare, not another name
+    assert done.summary["status"] == "completed" and done.strategy.clients.keys() == {0, 1, 2}
+
+
+def test_one_site_may_have_any_classes(tmp_path: Path) -> None:
+    (description,) = described([hospital(tmp_path, "va", ["no", "yes"], 2)])
+    assert agreed(OPEN, [description]).classes == "no,yes"
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        (
+            "chol",
+            lambda rng: (rng.normal(240, 50, 60) / 38.67).round(1),
+            r"feature chol: va's mean [56]\.\d+ is \S+ standard dev",
+        ),
+        (
+            "age",
+            lambda rng: 1970 - rng.normal(0, 9, 60).round(),
+            "feature age: va's mean 1.97e.03 is .* the other sites' mean",
+        ),
+        ("chol", lambda rng: np.zeros(60), "feature chol: va's mean 0 is .* standard deviations from"),
+        (
+            "chol",
+            lambda rng: 240 + rng.normal(0, 1, 60).round(1),
+            r"feature chol: va's standard deviation is 0\.0\d+ tim",
+        ),
+    ],
+    ids=["mmol/l", "year of birth", "0 for missing", "centred"],
+)
+def test_a_feature_in_other_units_is_warned_of_before_the_first_round(
+    column: str,
+    values: Callable[[np.random.Generator], np.ndarray],
+    expected: str,
+    hospitals: list[Config],
+    config: Config,
+    tmp_path: Path,
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    odd = hospital(tmp_path, "va", [0, 1], 2, **{column: values(np.random.default_rng(5))})
+    run(NodeGrid(*hospitals[:2], odd), config | {"method": "fedavg", "model": "linear"})
+    messages = [record.getMessage() for record in warnings.records]
+    found = [message for message in dict.fromkeys(messages) if message.startswith("feature ")]
+    assert len(found) == 1 and re.match(expected, found[0])
+    assert "cleveland" not in found[0] and "hungary" not in found[0]
+
+
+def test_sites_of_one_kind_are_not_warned_of(hospitals: list[Config]) -> None:
+    names = [site["name"] for site in hospitals]
+    assert agreed_with_warnings(OPEN, described(hospitals), names)[1] == []
+
+
+def test_how_far_a_site_is_from_the_others() -> None:
+    def site(count: int, mean: float, std: float) -> Description:
+        return replace(
+            told("features", (1,), "a", "b", count=count), mean=np.array([mean]), squares=np.array([count * std**2])
+        )
+
+    # The other two have mean 10 and variance (4 + 4) / 2 + 0; 18 is (18 - 10) / 2 = 4 deviations away.
+    three = [("a", site(50, 10, 2)), ("b", site(5000, 10, 2)), ("c", site(20_000, 18, 2))]
+    (text,) = unlike_features(three, ("dose",))
+    assert text.startswith("feature dose: c's mean 18 is 4 standard deviations from the other sites' mean. ")
+    few = [*three[:2], ("c", site(9, 18, 2))]
+    assert unlike_features(few)[0].startswith("feature 0: c's mean is far from the other sites' mean. ")
+    assert unlike_features([*three[:2], ("c", site(50, 13.9, 2))]) == []  # 1.95
+    spread = unlike_features([*three[:2], ("c", site(50, 10, 30))])  # 30 / 2
+    text = "feature 0: c's standard deviation is 15 times the other sites'. "
+    assert spread == [f"{text}Other units, or codes for missing values?"]
+    assert unlike_features(three[:1]) == unlike_features([("a", site(5, 7, 0)), ("b", site(5, 7, 0))]) == []
+
+
+def test_a_site_far_from_the_mean_of_the_run_says_so(tmp_path: Path) -> None:
+    settings = replace(OPEN, sample_kind="features", input_shape="2", classes="0,1", feature_names="age,chol")
+    settings = replace(settings, feature_mean="55,240", feature_std="9,50")
+    other = hospital(tmp_path, "va", [0, 1], 2, chol=np.full(60, 6.0))
+    notes = loaded(Path(other["data"]), settings)[0].notes
+    assert [note for note in notes if "mean" in note] == [
+        "feature chol: the mean of this site is 4.7 standard deviations from the mean of the run; other units?"
+    ]
+    assert not [
+        note for note in loaded(Path(hospital(tmp_path, "a", [0, 1], 0)["data"]), settings)[0].notes if "mean" in note
+    ]
+
+
+def test_an_extra_column_is_named(hospitals: list[Config], config: Config, tmp_path: Path) -> None:
+    odd = hospital(tmp_path, "va", [0, 1], 2, weight=np.arange(60))
+    done = run(NodeGrid(*hospitals[:2], odd), config | {"method": "fedavg", "model": "linear", "min-clients": 2})
+    assert any("(unknown: weight)" in reason for _, reason in done.federation.left_out)
+    assert done.strategy.clients.keys() == {0, 1}
+    names = [site["name"] for site in (hospitals[0], odd)]
+    with pytest.raises(SettingsError, match=r"the columns of va differ from those of cleveland .unknown: weight."):
+        agreed_with_warnings(OPEN, described([hospitals[0], odd]), names)
+    fixed = agreed_with_warnings(replace(OPEN, input_shape="2"), described([hospitals[0], odd]), names)
+    assert fixed[1] == ["va: its columns are not those of the run (unknown: weight); it cannot take part"]
+
+
 # -- whole runs ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def sites(tmp_path: Path) -> list[Config]:
-    """Return the node configs of three sites with digits: an .npz, folders of seven classes, folders of one."""
+    """Return the node configs of three sites with digits: an .npz, folders of nine classes, folders of one."""
     digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x[..., 0], digits.y
-    seven, nine = np.flatnonzero(y[200:400] < 7) + 200, np.flatnonzero(y[400:700] == 9) + 400
+    others, nine = np.flatnonzero(y[200:400] < 9) + 200, np.flatnonzero(y[400:700] == 9) + 400
     npz(tmp_path / "a.npz", x[:120], y[:120], x_test=x[120:160], y_test=y[120:160])
-    class_folders(tmp_path / "b", x[seven], y[seven])
+    class_folders(tmp_path / "b", x[others], y[others])
     class_folders(tmp_path / "c" / "train", x[nine[:-3]], y[nine[:-3]])
     class_folders(tmp_path / "c" / "test", x[nine[-3:]], y[nine[-3:]])
     return [
@@ -464,11 +596,11 @@ def test_a_run_over_sites(
     assert summary["system-accuracy"] is None
     assert (summary["status"], summary["dropped"]) == ("completed", {})
     assert "left-out" not in summary
-    assert {tuple(row[1:4]) for row in rows_of(done)} == {("0", "120", "40"), ("1", "106", "36"), ("2", "28", "3")}
+    assert {tuple(row[1:4]) for row in rows_of(done)} == {("0", "120", "40"), ("1", "136", "45"), ("2", "28", "3")}
     data = done.settings.data
     assert (data.sample_kind, data.input_shape, data.classes) == ("image", "1x8x8", "0,1,2,3,4,5,6,7,8,9")
     shown = capsys.readouterr().out
-    assert re.search(r"^ *site-b +1 +106 +36 +image, shape 1x8x8 +7$", shown.partition("round 1/2")[0], re.MULTILINE)
+    assert re.search(r"^ *site-b +1 +136 +45 +image, shape 1x8x8 +9$", shown.partition("round 1/2")[0], re.MULTILINE)
     assert [row[-1] for row in rows_of(done)] == ["site-a", "site-b", "site-c"] * 2
     assert [path.name for path in done.directory.models.iterdir()] == ["server.safetensors"]
     (own,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
@@ -489,8 +621,8 @@ def test_class_counts_are_told_if_the_settings_say_so(sites: list[Config], confi
     done = run(NodeGrid(*sites), config | {"method": "fedavg", "share-class-counts": True})
     counts = done.strategy.class_counts
     assert counts is not None
-    assert counts.sum(1).tolist() == [160, 142, 31]
-    assert counts[1, 7:].tolist() == [0, 0, 0]
+    assert counts.sum(1).tolist() == [160, 181, 31]
+    assert counts[1, 9] == 0 and counts[1, :9].all()
     assert counts[2].tolist() == [0] * 9 + [31]
     assert (done.directory.path / "figures" / "partition.png").exists()
     done = run(NodeGrid(*sites), config | {"method": "fedavg"})
@@ -511,7 +643,8 @@ def test_a_site_with_bad_data_is_left_out(
     least: int, works: bool, sites: list[Config], config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "c" / "train" / "9" / "0.png").write_bytes(b"\x89PNG, but no more")
-    settings = config | {"min-clients": least, "method": "fedavg"}
+    # Without site-c, site-a alone has a nine.
+    settings = config | {"min-clients": least, "method": "fedavg", "classes": "0,1,2,3,4,5,6,7,8,9"}
     reason = str(tmp_path / "c" / "train" / "9" / "0.png")
     if not works:
         with pytest.raises(SettingsError, match="nodes host 2 of them") as caught:

@@ -1,18 +1,20 @@
 """Test samples: nothing is fitted on them, and a test set that comes with the data stays a test set."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import standins
 from nodes import class_folders, pfllib, table
 
 import posy
 from posy.client_app.workspace import Workspace
+from posy.commands.cli import main
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, share_test_set
@@ -273,3 +275,64 @@ def test_tables_and_experiments_of_papers_pool_explicitly() -> None:
             if line.strip().startswith("dataset: "):
                 assert following.strip() == "test-set: pooled", file
     assert declared()["test-set"].before == "pooled"
+
+
+# -- natural groups keep their names ------------------------------------------------------------------------
+
+HOSPITALS = ("cleveland", "hungary", "va")
+
+
+def write_hospitals(root: Path, names: Sequence[object] = HOSPITALS) -> Path:
+    rows = [f"{row % 7},{row % 5},{row % 2},{names[row % 3]}" for row in range(60)]
+    (root / "all.csv").write_text("\n".join(["age,chol,label,hospital", *rows]) + "\n", encoding="utf-8")
+    return root / "all.csv"
+
+
+def test_a_natural_partition_keeps_the_names_of_its_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_hospitals(tmp_path)
+    settings = {"dataset": str(path), "group_column": "hospital", "partition": "natural", "num_clients": 3}
+    record = posy.run(**QUICK, **settings, run_name="one")
+    assert record.summary["sites"] == list(HOSPITALS)
+    assert record.clients["site"].tolist() == list(HOSPITALS)
+    assert record.predictor("va").client == 2
+    (tmp_path / "new.csv").write_text("age,chol\n3,2\n", encoding="utf-8")
+    capsys.readouterr()
+    assert main(["predict", str(record.path), "va", "new.csv"]) == 0
+    assert "va (client 2), served model" in capsys.readouterr().out
+    assert main(["predict", str(record.path), "hungarian", "new.csv"]) == 2
+    assert "those of cleveland, hungary, va" in capsys.readouterr().err
+    page = tmp_path / "report.html"
+    assert main(["report", str(record.path), "--output", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "Accuracy of hungary" in text and "Accuracy of client 1" not in text
+
+
+def test_numbers_as_names_of_groups_are_told_from_clients(tmp_path: Path) -> None:
+    path = write_hospitals(tmp_path, [2, 0, 1])
+    settings = {"dataset": str(path), "group_column": "hospital", "partition": "natural", "num_clients": 2}
+    part = workspace(**settings, method="fedavg").partition
+    assert part.names == ("group 0", "group 1")  # of three groups of one size, the first two
+    assert workspace(**settings | {"partition": "iid"}, method="fedavg").partition.names == ()
+
+
+@pytest.mark.parametrize("form", ["npz", "arrays", "parquet", "function"])
+def test_all_readers_keep_the_names_of_groups(form: str, tmp_path: Path) -> None:
+    x, y, groups = np.arange(12.0)[:, None], np.arange(12) % 2, np.array(["north", "south", "east"] * 4)
+    name = str(tmp_path / f"data.{form}")
+    if form == "npz":
+        np.savez(name, x_train=x, y_train=y, groups_train=groups)
+    elif form == "arrays":
+        Path(name).mkdir()
+        for key, array in {"x": x, "y": y, "groups": groups}.items():
+            np.save(Path(name) / f"{key}.npy", array)
+    elif form == "parquet":
+        frame = pyarrow.table({"value": x[:, 0], "label": y, "group": groups})
+        pyarrow.parquet.write_table(frame, name)
+    else:
+        text = "def data():\n    return {'x': [[i] for i in range(12)], 'y': [0, 1] * 6, 'groups': "
+        Path("mine.py").write_text(text + f"{groups.tolist()!r}}}\n", encoding="utf-8")
+        name = "mine.py:data"
+    space = workspace(dataset=name, partition="natural", num_clients=3, method="fedavg")
+    assert space.partition.names == ("east", "north", "south")
+    rows = np.concatenate([space.partition.train[1], space.partition.test[1]])
+    assert set(groups[rows]) == {"north"}
