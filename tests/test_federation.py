@@ -280,6 +280,16 @@ def test_a_node_that_returns_under_its_id_is_asked_again(settings: Settings) -> 
     assert grid.sent.count(("query", 2)) == 2
 
 
+def test_a_stock_node_with_an_unknown_word_is_refused_before_it_takes_part(settings: Settings) -> None:
+    """Flower's own node hands any config to the ClientApp."""
+    nodes = parts(4)
+    nodes[1] |= {"state_dir": "/x"}
+    found = Script(*nodes).joined(replace(settings, run=replace(settings.run, min_clients=3)))
+    assert hosts(found) == {0: 1, 2: 3, 3: 4}
+    ((_, reason),) = found.left_out
+    assert "state_dir in the node config: a node does not read this word; did you mean state-dir?" in reason
+
+
 def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
     settings: Settings, warnings: pytest.LogCaptureFixture
 ) -> None:
