@@ -72,6 +72,23 @@ def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path
         make_certificates(tmp_path, [], [], 1)
 
 
+def test_a_site_makes_its_keys_and_no_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site, server = tmp_path / "site", tmp_path / "server"
+    assert main(["certificates", str(site), "va"]) == 0
+    assert sorted(path.name for path in site.iterdir()) == ["va.key", "va.pub"]
+    assert "ca.pem is missing: on a site, copy it from the server" in capsys.readouterr().err
+    assert main(["certificates", str(server), "--host", "server.example.org"]) == 0
+    (site / "ca.pem").write_bytes((server / "ca.pem").read_bytes())
+    assert main(["certificates", str(site), "va", "vb"]) == 0
+    assert sorted(path.name for path in site.iterdir()) == ["ca.pem", "va.key", "va.pub", "vb.key", "vb.pub"]
+    assert "missing" not in capsys.readouterr().err
+    assert main(["certificates", str(server), "vc"]) == 0  # it has the authority
+    names = ["ca.key", "ca.pem", "server.key", "server.pem", "vc.key", "vc.pub"]
+    assert sorted(path.name for path in server.iterdir()) == names
+    assert main(["certificates", str(tmp_path / "all")]) == 0
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == names[:4]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -28,7 +28,7 @@ def held(state: Path) -> Iterator[int]:
         descriptor = lock(state)
     except BlockingIOError:
         users = [str(process) for process in users_of(state)]
-        which = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; end it first"
+        which = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; end that first"
         raise SettingsError(f"--state {state}: a SuperLink is at work with it{which}") from None
     except OSError as error:
         raise SettingsError(f"--state {state}: it must be a directory that you own: {error}") from error

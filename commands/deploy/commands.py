@@ -48,7 +48,10 @@ def certificates(
     nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...")] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A name or IP address of the SuperLink besides localhost; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="On the server: a name or IP address of the SuperLink; may be repeated. localhost is always included.",
+        ),
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="How long they are valid.")] = 365,
     renew: Annotated[
@@ -60,9 +63,10 @@ def certificates(
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
-    Makes what DIR lacks: an authority (ca.pem, ca.key), the SuperLink's certificate (server.pem, server.key), and for
-    each NODE a private key (NODE.key, for that node alone) and a public one (NODE.pub, for `posy register`). Files that
-    are there stay as they are. What is renewed is replaced, and the file before it is kept, with the time in its name.
+    Makes the files that DIR lacks. For each NODE these are a private key (NODE.key, for that node alone) and a public
+    key (NODE.pub, for `posy register`). On the server, with --host or without any NODE, these are also an authority
+    (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files stay unchanged. --renew
+    replaces files and keeps the old ones, with the time in their names.
     """
     from posy.commands.deploy import certificates as made  # noqa: PLC0415 - what few commands need
 
@@ -71,7 +75,12 @@ def certificates(
     if renew or renew_authority:
         written = made.renew(folder, host or [], nodes or [], days, authority=renew_authority)
     else:
-        written = made.make_certificates(folder, host or [], nodes or [], days)
+        files = made.Files(folder)
+        on_server = bool(host) or not nodes or files.ca_key.exists()
+        written = made.make_certificates(folder, host or [], nodes or [], days, server=on_server)
+        if not on_server and not files.ca.exists():
+            hint = "on a site, copy it from the server; on the server, add --host NAME (localhost on a single machine)"
+            print(f"posy: {files.ca} is missing: {hint}", file=sys.stderr)
     for path in written:
         print(path)
     return 0
