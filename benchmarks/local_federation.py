@@ -36,7 +36,7 @@ class Deployment:
         self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._before: dict[str, int] = {}  # characters in a log when its process was started
-        self.posy("certificates", "certificates", *names, "stranger")
+        self.posy("certificates", "certificates", *names, "stranger", "--host", "localhost")
         words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet, *options]
         self.start("superlink", "superlink", *words)
         self.until(self._listens, "superlink")

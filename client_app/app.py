@@ -9,8 +9,8 @@ from flwr.clientapp import ClientApp
 
 from posy.client_app import secure_aggregation
 from posy.client_app.base import PersonalClient, Steps
+from posy.client_app.node_config import TRUSTED, check_node_config
 from posy.client_app.registry import client_class
-from posy.client_app.signatures import TRUSTED
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
 from posy.client_app.workspace import Workspace
@@ -60,6 +60,7 @@ def query(message: Message, context: Context) -> Message:
         answer = ConfigRecord({"answer": secure_aggregation.answer(message, context)})
         return Message(RecordDict({"config": answer}), reply_to=message)
     settings = str(config["settings"])
+    check_node_config(context.node_config)
     if config.get("describe"):
         told = describe(settings, context)
     else:

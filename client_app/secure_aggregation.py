@@ -11,6 +11,7 @@ The server relays all keys and shares and says who takes part. What protects the
 Between the messages of a round the secrets are in the node's Flower context: in the memory of the SuperNode, no file.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -36,7 +37,7 @@ from posy.strategies.masking import (
     split,
 )
 from posy.strategies.replies import changes
-from posy.strategies.secure_aggregation import KEY_TEXTS, KEYS, SHARES, UNMASK, context_of
+from posy.strategies.secure_aggregation import KEY_TEXTS, KEYS, REFUSAL, SHARES, UNMASK, context_of
 
 UNSIGNED = (b"", b"")
 
@@ -158,8 +159,12 @@ def _keys(held: Secrets, name: str) -> list[bytes]:
 
 
 def _shares(held: Secrets, session: Session, told: dict[int, list[bytes]], threshold: int) -> list[bytes]:
-    """Share the secrets out to the neighbours: sealed shares, in the order of the others."""
-    _check_signers(held, session, told)
+    """Share the secrets out to the neighbours: sealed shares in the order of the others, or a refusal of some keys.
+
+    A refusal shares nothing: the server may ask again without the neighbours that it names.
+    """
+    if refused := _refused(held, session, told):
+        return [REFUSAL, *(f"{client} {reason}".encode() for client, reason in refused.items())]
     public = {client: texts[:2] for client, texts in told.items()}
     keys = [key for pair in public.values() for key in pair]
     if session.sealed:
@@ -189,18 +194,25 @@ def _shares(held: Secrets, session: Session, told: dict[int, list[bytes]], thres
     return session.sealed
 
 
-def _check_signers(held: Secrets, session: Session, told: dict[int, list[bytes]]) -> None:
-    """Raise :class:`ProtocolError` where this site trusts some keys only, unless each client's are of another site."""
+def _refused(held: Secrets, session: Session, told: dict[int, list[bytes]]) -> dict[int, str]:
+    """Return the neighbours whose keys no trusted site has signed, with the reasons; none where this site signs none.
+
+    Nor may one site have signed the keys of two clients.
+    """
     if held.signatures is None:
-        return
+        return {}
+    refused, signers = {}, {held.client: held.signatures.own}
     for client, (*keys, signature, signer) in told.items():
+        if client == held.client:
+            continue
         try:
             held.signatures.check(held.signed(session, client, keys), signature, signer)
+            signers[client] = signer
         except UnknownSignerError as error:
-            raise ProtocolError(f"secure aggregation: the keys of client {client}: {error}") from error
-    signers = [texts[-1] for texts in told.values()]
-    if len(set(signers)) != len(signers):
-        raise ProtocolError("secure aggregation: one site has signed the keys of two clients")
+            refused[client] = str(error)
+    counts = Counter(signers.values())
+    double = [client for client, signer in signers.items() if counts[signer] > 1 and client != held.client]
+    return refused | dict.fromkeys(double, "one site has signed the keys of two clients")
 
 
 def _unmask(held: Secrets, session: Session, survivors: list[int]) -> list[bytes]:

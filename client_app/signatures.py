@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
+from posy.client_app.node_config import SIGNING, TRUSTED
 from posy.paths import absolute
 from posy.settings import SettingsError
 
-SIGNING, TRUSTED = "signing-key", "trusted-keys"
 _PURPOSE = b"posy secure aggregation, keys of "
 
 

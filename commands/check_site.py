@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from posy.client_app.signatures import SIGNING, TRUSTED
 from posy.client_app.site import skips
 from posy.data.agreement import Description, is_complete, open_settings, task_of, with_statistics
 from posy.data.dataset import Content, Dataset
@@ -21,10 +20,6 @@ from posy.data.values import moments
 from posy.listing import laid_out
 from posy.paths import expanded
 
-NODE_KEYS = (
-    "data", "name", "skip-unreadable", "state-dir", "models", "partition-id", "num-partitions", SIGNING, TRUSTED,
-)  # fmt: skip
-"""Words of the command that are node config; the others are settings."""
 FAR = 10.0
 """Standard deviations from the mean of its feature beyond which a value is worth a look."""
 SHOWN = 20

@@ -372,10 +372,12 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
     classes, split, warnings, files that cannot be read. Nothing is sent anywhere. The words are node config (data,
     name, skip-unreadable), and the settings of the run as far as they are known.
     """
+    from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
 
-    node_config = dict(word.split("=", 1) for word in words if word.partition("=")[0] in site.NODE_KEYS)
-    given = parse_words([word for word in words if word.partition("=")[0] not in site.NODE_KEYS], WHERE)
+    node_config = dict(word.split("=", 1) for word in words if word.partition("=")[0] in NODE_WORDS)
+    check_node_config(node_config)
+    given = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], WHERE)
     settings = read_settings({**given, "dataset": SITES}, WHERE)
     site.show(site.check_site(node_config, settings.data, settings.run.seed))
     return 0

@@ -6,12 +6,13 @@ answers, and the run goes on.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ HEALTHY_SECONDS = 30.0
 """Seconds after which a process counts as well started."""
 MAX_STARTS = 5
 """Number of starts in a row after which a process that never gets that far is given up."""
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl operation: the signal that a process gets when its parent dies."""
 STOP_SECONDS = 10.0
 """Seconds that a process has to end by itself."""
 
@@ -45,7 +48,11 @@ class _Kept:
         self.starts += 1
         # In a session of its own, so that a Ctrl-C reaches it only through this process, in the right order.
         self.process = subprocess.Popen(
-            self.command, env=dict(self.environment), start_new_session=True, pass_fds=[self.lock]
+            self.command,
+            env=dict(self.environment),
+            start_new_session=True,
+            pass_fds=[self.lock],
+            preexec_fn=end_with_parent(os.getpid()),  # noqa: PLW1509 - this process has one thread
         )
 
     def restart_if_dead(self) -> None:
@@ -104,6 +111,24 @@ def keep(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for one in reversed(kept):
             one.stop()
+
+
+def end_with_parent(parent: int) -> Callable[[], None] | None:
+    """Return what a child calls before its program, so that the kernel kills it when its parent dies.
+
+    A parent that is killed cannot end its children, which would keep the state locked. Only Linux can do it; elsewhere
+    the result is None.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def call() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before this call
+            os._exit(1)
+
+    return call
 
 
 def _version(file: Path | None) -> tuple[int, int] | None:

@@ -32,7 +32,7 @@ from posy.words import are, one_line, title
 ASK_SECONDS = 60.0
 """Seconds a node may leave a question unanswered before it is asked again; they double each time."""
 SILENT_SECONDS = 10.0
-"""Seconds that the first round waits for nodes that do not answer when the others host every client."""
+"""Seconds that the first round waits for connected nodes that do not answer when enough others have answered."""
 REFRESH_SECONDS = 2.0
 """Seconds a round waits for the answers of nodes that have just connected; later ones join in the next round."""
 
@@ -60,6 +60,8 @@ class Node:
     """Name that it answers under: the registered one, or else that of its node config."""
     question: str = ""
     """Id of the message that it has not answered yet."""
+    asked: float = 0.0
+    """Time, by the monotonic clock, at which it was first asked the question that it has not answered."""
     ask_at: float = 0.0
     """Time, by the monotonic clock, from which it may be asked."""
     patience: float = field(default_factory=lambda: ASK_SECONDS)
@@ -134,7 +136,8 @@ class Federation:
         task = f"{data.sample_kind} samples of shape {data.input_shape}; classes {data.classes}"
         log(INFO, "%s sites: %s", len(self._descriptions), task)
         self.settings = replace(self.settings, data=data)
-        self._nodes = {number: node for number, node in self._nodes.items() if not node.clients}  # ask the others again
+        # Ask all nodes about the agreed task, but those that were refused; an answer that is under way describes data.
+        self._nodes = {number: node for number, node in self._nodes.items() if node.reasons}
         return self.settings
 
     def join(self) -> dict[int, ClientInfo]:
@@ -257,33 +260,40 @@ class Federation:
         return self._of_sites and not is_complete(self.settings.data)
 
     def _gather(self) -> None:
-        """Wait until M clients are claimed, no more can come, or the time is up, then a moment for late answers."""
+        """Wait until enough clients are claimed: ``min-clients``, or all M if it is 0.
+
+        Nodes that are not connected are not waited for once there are enough. Connected nodes that have not answered
+        get another moment, for a description of their data as long as for an answer. ``join-timeout`` counts from the
+        first question of the run; a connected node has at least :data:`ASK_SECONDS` to answer.
+
+        Raises
+        ------
+        SettingsError
+            If too few clients can be had in time.
+        """
         clients, run, begun = self._num_clients, self.settings.run, time.monotonic()
-        complete = math.inf  # when every client was claimed
+        needed = run.min_clients or clients
+        patience = ASK_SECONDS if self._is_open() else SILENT_SECONDS
+        enough = math.inf  # when enough clients were claimed
         while True:
             self._look()
             now = time.monotonic()
             waited, silent = now - self._started, [node for node in self._nodes.values() if node.question]
-            found = sum(client < clients for client in self._claims())
-            complete = min(complete, now) if found >= clients else math.inf
-            if now - complete > SILENT_SECONDS:
+            claimed = sum(client < clients for client in self._claims())
+            late = waited > run.join_timeout and all(now - node.asked > ASK_SECONDS for node in silent)
+            enough = min(enough, now) if claimed >= needed else math.inf
+            if claimed >= needed and (not silent or late or now - enough > patience):
                 return
-            # A node that connects at the last moment has some time to answer.
-            late = waited > run.join_timeout and (not silent or now - begun > REFRESH_SECONDS)
             if late or not silent:
                 for node in silent:
                     self._leave_out(node, "no answer in time")
                 refused = sum(bool(node.reasons) for node in self._nodes.values())
                 # Benchmark clients are all needed, and their data is the same everywhere: one that fails is enough.
                 hopeless = refused and not self._of_sites and not run.min_clients
-                if found >= clients:
-                    return
-                if late or hopeless or refused + found >= clients:
-                    if 0 < run.min_clients <= found:
-                        return
-                    self._settle()  # which tells of nodes that claim the same client
-                    raise SettingsError(self._too_few(found, waited))
-            self._wait_for(found, clients, self._started)
+                if late or hopeless or refused + claimed >= clients:
+                    self._settle()  # which reports nodes that claim the same client
+                    raise SettingsError(self._too_few(claimed, waited))
+            self._wait_for(claimed, clients, self._started)
             time.sleep(pause(now - begun))
 
     def _wait_for(self, there: int, clients: int, since: float) -> None:
@@ -324,6 +334,7 @@ class Federation:
         if due := [node for node in self._nodes.values() if node.ask_at <= now]:
             questions = self.grid.push_messages([self._question(node) for node in due])
             for node, question in zip(due, questions, strict=False):
+                node.asked = node.asked if node.question else now
                 node.question, node.ask_at, node.patience = question, now + node.patience, 2 * node.patience
         if waiting := {node.question: node for node in self._nodes.values() if node.question}:
             for reply in self.grid.pull_messages(list(waiting)):

@@ -536,8 +536,13 @@ class PersonalisedStrategy(Strategy):
             replies = grid.send_and_receive(self._sent, timeout=self.settings.run.timeout)
             return dict(self._collect(replies, read, stateful=False))
 
+        def drop(client: int, reason: str) -> None:
+            dropped = client, one_line(reason, MAX_REASON)
+            self._tell_dropped({dropped} - set(self.record.dropped))
+            self.record.dropped.append(dropped)
+
         weights = {client: self.weight(client) for client in clients}
-        return SecureRound(name, self.settings.run, weights, ask)
+        return SecureRound(name, self.settings.run, weights, ask, drop)
 
     def _summed(self, secure: SecureRound, updates: list[Update]) -> tuple[list[Update], str]:
         """Return the mean of masked updates as that of one client, or why there is none."""

@@ -35,6 +35,10 @@ from posy.strategies.settings import RunSettings
 
 KEYS, SHARES, UNMASK = "keys", "shares", "unmask"
 """The stages of a round, besides the training."""
+REFUSAL = b"refused"
+"""First text of the answer of a client that does not trust the keys of some neighbours; a text for each follows."""
+MAX_REFUSAL = 300
+"""Most bytes of the text for a neighbour: its index, a space and the reason."""
 KEY_TEXTS, MAX_SIGNATURE = 4, 1000
 """Texts that a client's keys consist of: two keys, a signature, who signed; and the most bytes of the last two."""
 Answer = list[bytes]
@@ -87,13 +91,17 @@ class SecureRound:
         What each client of the cohort counts, by index.
     ask : callable
         Sends the messages of a stage.
+    drop : callable
+        Records that a client is left out of the round, with the reason.
     """
 
-    def __init__(self, name: str, run: RunSettings, weights: Mapping[int, int], ask: Ask) -> None:
+    def __init__(
+        self, name: str, run: RunSettings, weights: Mapping[int, int], ask: Ask, drop: Callable[[int, str], None]
+    ) -> None:
         self.name = name
         self.refusal = ""
         """Why the round has no result; empty as long as nothing is wrong."""
-        self._run, self._weights, self._ask = run, weights, ask
+        self._run, self._weights, self._ask, self._drop = run, weights, ask, drop
         self._public: dict[int, Answer] = {}
         self._rosters: dict[int, list[int]] = {}
         self._sharing: set[int] = set()
@@ -113,19 +121,7 @@ class SecureRound:
         if len(self._public) < 2:
             raise TooFewError(f"{len(self._public)} of {len(self._weights)} clients have told their keys, 2 are needed")
         self._rosters = neighbourhoods(sorted(self._public), self._run.secure_neighbours)
-        asked = {
-            client: {
-                "roster": roster,
-                "public-keys": [key for other in roster for key in self._public[other]],
-                "threshold": self._threshold(client),
-            }
-            for client, roster in self._rosters.items()
-        }
-
-        def check(client: int, answer: Answer) -> None:
-            _check(answer, len(self._rosters[client]) - 1, NONCE_BYTES + 2 * SECRET_BYTES + TAG_BYTES)
-
-        sealed = self._ask(SHARES, asked, check)
+        sealed = self._sealed()
         self._sharing = set(sealed)
         while alone := {c for c in self._sharing if len(self._near(c, self._sharing)) < self._threshold(c)}:
             self._sharing -= alone
@@ -141,6 +137,45 @@ class SecureRound:
             shares = [sent[source][client] for source in sources]
             told[client] = {"secure-round": self.name, "weights": self.total, "sources": sources, "shares": shares}
         return told
+
+    def _sealed(self) -> dict[int, Answer]:
+        """Return the sealed shares of each client's secrets, without the clients whose keys most neighbours refuse.
+
+        A client that refuses neighbours is asked again with a roster without those that most of their neighbours
+        refuse. A client that refuses others is left out itself: one vote excludes nobody.
+        """
+        refused: dict[int, dict[int, str]] = {}
+
+        def check(client: int, answer: Answer) -> None:
+            if isinstance(answer, list) and answer[:1] == [REFUSAL]:
+                refused[client] = _refusals(answer[1:], set(self._others(client, set(self._rosters))))
+                return
+            _check(answer, len(self._rosters[client]) - 1, NONCE_BYTES + 2 * SECRET_BYTES + TAG_BYTES)
+
+        sealed: dict[int, Answer] = {}
+        asking = set(self._rosters)
+        while asking := {client for client in asking if len(self._rosters[client]) > 1}:
+            refused.clear()
+            answers = self._ask(SHARES, {client: self._keys_for(client) for client in sorted(asking)}, check)
+            sealed |= {client: answer for client, answer in answers.items() if client not in refused}
+            excluded = excluded_by(refused, {c: self._others(c, {*sealed, *refused}) for c in self._rosters})
+            for client, reason in sorted(excluded.items()):
+                self._drop(client, reason)
+                sealed.pop(client, None)
+            asking = set(refused) - set(excluded)
+            for client in sorted(asking):
+                if accepted := sorted(set(refused[client]) - set(excluded)):
+                    reason = refused[client][accepted[0]]
+                    self._drop(client, f"it refuses the keys of client {accepted[0]}, which others accept: {reason}")
+                    asking.discard(client)
+                self._rosters[client] = [other for other in self._rosters[client] if other not in excluded]
+        return sealed
+
+    def _keys_for(self, client: int) -> dict[str, Any]:
+        """Return what a client is told of its neighbours' keys."""
+        roster = self._rosters[client]
+        keys = [key for other in roster for key in self._public[other]]
+        return {"roster": roster, "public-keys": keys, "threshold": self._threshold(client)}
 
     def summed(self, updates: Sequence[Update], settings: str, rate: float, references: NDArrays) -> Update | None:
         """Return the weighted mean of some masked updates as the update of one client; None for a refusal.
@@ -218,6 +253,28 @@ class SecureRound:
         return self._weights[client] / self.total
 
 
+def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[int, Sequence[int]]) -> dict[int, str]:
+    """Return the clients whose keys more than half of their neighbours refuse, each with the reason.
+
+    Parameters
+    ----------
+    refused : Mapping
+        For each refusing client, the clients that it refuses with its reasons.
+    neighbours : Mapping
+        The neighbours of each client that have answered.
+    """
+    excluded = {}
+    for client in sorted({client for reasons in refused.values() for client in reasons}):
+        by = [other for other in neighbours[client] if client in refused.get(other, {})]
+        if 2 * len(by) > len(neighbours[client]):
+            count = f"{len(by)} of {len(neighbours[client])} clients refuse its keys"
+            excluded[client] = (
+                f"{count}: {refused[by[0]][client]}; where sites sign their keys, its node config needs signing-key "
+                "and trusted-keys, and every site its public key"
+            )
+    return excluded
+
+
 def masked_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int]:
     """Return the shape of a masked update: a word for each parameter, and one for the weight."""
     return (sum(map(math.prod, shapes)) + 1,)
@@ -245,6 +302,19 @@ def _check(answer: Any, count: int, size: int) -> None:
         raise BadReplyError(f"an answer that does not hold {count} texts")
     if any(len(text) != size for text in answer):
         raise BadReplyError(f"texts of {[len(text) for text in answer]} bytes instead of {size}")
+
+
+def _refusals(texts: Sequence[Any], others: set[int]) -> dict[int, str]:
+    """Return the neighbours that an answer refuses, with the reasons; :class:`BadReplyError` if it is malformed."""
+    refused = {}
+    for text in texts:
+        number, _, reason = text.decode(errors="replace").partition(" ") if isinstance(text, bytes) else ("", "", "")
+        if not number.isdecimal() or int(number) not in others or len(text) > MAX_REFUSAL:
+            raise BadReplyError("a refusal of keys that names no neighbour")
+        refused[int(number)] = reason
+    if not refused:
+        raise BadReplyError("a refusal of keys that names no neighbour")
+    return refused
 
 
 def _check_keys(client: int, answer: Answer) -> None:

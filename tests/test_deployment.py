@@ -1,10 +1,14 @@
 """Certificates, keys and the node config of a federation, without processes."""
 
+import re
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from posy.client_app.node_config import NODE_WORDS
+from posy.commands.cli import main
 from posy.commands.deploy.certificates import Files, make_certificates
 from posy.commands.deploy.commands import node_config, node_configs
 from posy.deploy import addresses, node
@@ -68,12 +72,32 @@ def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path
         make_certificates(tmp_path, [], [], 1)
 
 
+def test_a_site_makes_its_keys_and_no_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site, server = tmp_path / "site", tmp_path / "server"
+    assert main(["certificates", str(site), "va"]) == 0
+    assert sorted(path.name for path in site.iterdir()) == ["va.key", "va.pub"]
+    assert "ca.pem is missing: on a site, copy it from the server" in capsys.readouterr().err
+    assert main(["certificates", str(server), "--host", "server.example.org"]) == 0
+    (site / "ca.pem").write_bytes((server / "ca.pem").read_bytes())
+    assert main(["certificates", str(site), "va", "vb"]) == 0
+    assert sorted(path.name for path in site.iterdir()) == ["ca.pem", "va.key", "va.pub", "vb.key", "vb.pub"]
+    assert "missing" not in capsys.readouterr().err
+    assert main(["certificates", str(server), "vc"]) == 0  # it has the authority
+    names = ["ca.key", "ca.pem", "server.key", "server.pem", "vc.key", "vc.pub"]
+    assert sorted(path.name for path in server.iterdir()) == names
+    assert main(["certificates", str(tmp_path / "all")]) == 0
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == names[:4]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["partition-id=0", "num-partitions=5"], "partition-id=0 num-partitions=5"),
         (["data=/srv/site a", 'name="site-a"'], 'data="/srv/site a" name="site-a"'),
-        (["on=true", "x=1.5", "day=2026-01-01"], 'on=true x=1.5 day="2026-01-01"'),
+        (
+            ["skip-unreadable=true", "state-dir=1.5", "name=2026-01-01"],
+            'skip-unreadable=true state-dir=1.5 name="2026-01-01"',
+        ),
     ],
 )
 def test_node_config_is_handed_on(words: list[str], told: str) -> None:
@@ -89,6 +113,51 @@ def test_node_config_is_handed_on(words: list[str], told: str) -> None:
 def test_node_config_must_be_key_and_value() -> None:
     with pytest.raises(SettingsError, match="'partition-id': node config is given as key=value"):
         node_config(["partition-id"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("state_dir=/x", "state_dir in the node config: a node does not read this word; did you mean state-dir?"),
+        ("partition_id=0", "did you mean partition-id?"),
+        ("local-epochs=50", "local-epochs in the node config: .* it is a setting of a run, for `posy run`"),
+        ("colour=red", "a node reads data, name, state-dir, models, skip-unreadable, partition-id, num-partitions, "),
+        ("partition-id=-1", "partition-id = '-1' in the node config: it must be a whole number >= 0"),
+        ("num-partitions=0", "num-partitions = '0' in the node config: it must be a whole number >= 1"),
+        ("state-dir=/srv/{name}", r"\{name\} is the name of a node's key, and no --key of `posy supernode` names this"),
+    ],
+)
+def test_a_node_refuses_a_word_that_it_does_not_read(
+    word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        node_config(["data=/srv/a", word])
+    assert main(["supernode", "--insecure", "data=/srv/a", word]) == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+    if "name}" not in word and "local-epochs" not in word and "colour" not in word:
+        np.savez(tmp_path / "a.npz", x_train=np.ones((8, 2)), y_train=np.arange(8) % 2)
+        assert main(["check-site", f"data={tmp_path / 'a.npz'}", word]) == 2
+
+
+def test_a_single_key_names_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another process would read the command; here it is caught before it starts."""
+    make_certificates(tmp_path, [], ["site-a"], 1)
+    commands: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda program, command, environment: commands.append(command))
+    words = ["--root-certificates", str(tmp_path / "ca.pem"), "--key", str(tmp_path / "site-a.key")]
+    for more in ([], ["--stock"]):
+        main(["supernode", *words, *more, "data=/srv/{name}", "state-dir=/state/{name}"])
+        config = commands[-1][commands[-1].index("--node-config") + 1]
+        assert config == 'data="/srv/site-a" state-dir="/state/site-a"'
+
+
+def test_the_page_names_every_word_of_a_node() -> None:
+    page = (Path(__file__).parents[1] / "docs/federation.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[1] for line in page.partition("| node config |")[2].splitlines()[2:] if line.startswith("| `")
+    ]
+    named = {word.partition("=")[0] for row in rows for word in re.findall(r"`([^`]+)`", row)}
+    assert set(NODE_WORDS) <= named
 
 
 def test_nodes_of_one_command_share_out_the_partitions() -> None:

@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from nodes import NodeGrid
 
 import posy
 from posy.client_app.training.networks import Network
@@ -20,7 +21,6 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_settings
-from tests.nodes import NodeGrid
 
 DIGITS = Task("image", (1, 8, 8), tuple("0123456789"))
 FILE = '''

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.retry import RetryState, make_simple_http_retry_invoker
 from nodes import NodeGrid
 
@@ -70,15 +71,24 @@ def test_a_run_tells_what_it_waits_for_and_what_its_nodes_do(
     assert last["results"] == str(recorder.directory.path)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_run_waits_for_nodes_visibly(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    class Late(Watched):
+        looks = 0
+
+        def get_nodes(self) -> Iterable[NodeInfo]:
+            self.looks += 1
+            if self.looks == 5:
+                self.connect(4, NODES[3])
+            return super().get_nodes()
+
     path = tmp_path / "7.json"
-    grid = Watched(path)
+    grid = Late(path)
     grid.leave(4)
-    config = make_config("fedavg", num_server_rounds=1, join_timeout=1.5, min_clients=3)
-    run(grid, config, status=RunStatus(path))
+    run(grid, make_config("fedavg", num_server_rounds=1, join_timeout=100), status=RunStatus(path))
     [waits] = {json.dumps(seen["waits"]): seen["waits"] for seen in grid.seen if "nodes" in str(seen["waits"])}.values()
     assert waits["for"] == "nodes: 3 of 4 clients are there"
-    assert waits["until"] - waits["since"] == pytest.approx(1.5)
+    assert waits["until"] - waits["since"] == pytest.approx(100)
 
 
 def ask(node: int, server_round: int, client: int = 0, kind: str = MessageType.TRAIN) -> Message:

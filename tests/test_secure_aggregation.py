@@ -44,7 +44,7 @@ from posy.strategies.masking import (
 from posy.strategies.method_settings import ALLOWED
 from posy.strategies.methods import METHODS, settings_class
 from posy.strategies.registry import read_settings
-from posy.strategies.secure_aggregation import connected, neighbourhoods, threshold_of
+from posy.strategies.secure_aggregation import REFUSAL, connected, excluded_by, neighbourhoods, threshold_of
 
 SUMMED = [method for method in METHODS if settings_class(method).sums is ALLOWED]
 CLIENTS = 5
@@ -570,17 +570,94 @@ def test_a_server_cannot_pose_as_a_site_whose_keys_are_known(sites: list[dict[st
         ([*posed, *other[2:]], "the signature is wrong"),
     ):
         asked.public = [honest[0], texts, *honest[2:]]
-        with pytest.raises(ProtocolError, match=f"the keys of client 1: {why}"):
-            asked.shares(0, secure_round="0-2")
+        mark, refusal = asked.shares(0, secure_round="0-2")
+        assert mark == REFUSAL and refusal.decode().startswith(f"1 {why}")
     asked.public = [honest[0], honest[2], honest[2], honest[3]]  # the keys of client 2 for those of client 1
-    with pytest.raises(ProtocolError, match="the keys of client 1: the signature is wrong"):
-        asked.shares(0, secure_round="0-2")
+    assert asked.shares(0, secure_round="0-2") == [REFUSAL, b"1 the signature is wrong"]
     asked.public = honest
     assert len(asked.shares(0, secure_round="0-2")) == 3
 
     twice = Asked(configs=[sites[0], sites[1], sites[1], sites[2]]).keys()
-    with pytest.raises(ProtocolError, match="one site has signed the keys of two clients"):
-        twice.shares(0)
+    why = b"one site has signed the keys of two clients"
+    assert twice.shares(0) == [REFUSAL, b"1 " + why, b"2 " + why]
+    assert twice.shares(1) == [REFUSAL, b"2 " + why]
+
+
+def signed(configs: Sequence[dict[str, Any]], others: Mapping[Key, bytes] | None = None) -> Callable[[int], StageGrid]:
+    """Return what makes a grid whose nodes have some configs, and where some answers of shares are others."""
+
+    class Signed(StageGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
+            asked = list(messages)
+            replies = super().send_and_receive(asked, timeout=timeout)
+            for message, reply in zip(asked, replies, strict=True):
+                if text := (others or {}).get(key_of(message)):
+                    reply.content.config_records["config"]["answer"] = [REFUSAL, text]
+            return replies
+
+    def make(clients: int) -> StageGrid:
+        made = Signed(clients)
+        for number, config in enumerate(configs, start=1):
+            made._contexts[number].node_config.update(config)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("neighbours", [0, 2])
+@pytest.mark.parametrize("config", ["unsigned", "untrusted"])
+def test_one_site_without_a_trusted_signature_is_refused_alone(
+    make_config: Any,
+    federate: Federate,
+    five: Any,
+    sites: list[dict[str, Any]],
+    tmp_path: Path,
+    neighbours: int,
+    config: str,
+) -> None:
+    """The sum is that of the four sites that trust each other."""
+    if config == "untrusted":  # it knows all keys, and the others do not know its key
+        shutil.copytree(tmp_path / "known", tmp_path / "all")
+        shutil.copy(tmp_path / "site-4.pub", tmp_path / "all")
+        sites[4] |= {"trusted-keys": str(tmp_path / "all")}
+    configs = [*sites[:4], sites[4] if config == "untrusted" else {}]
+    settings = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-neighbours": neighbours}
+    done = federate(settings | {"secure-aggregation": True}, grid=signed(configs))
+    for number in (1, 2):
+        [(client, reason)] = reasons(done, number).items()
+        assert client == 4 and "clients refuse its keys: not signed by a site whose key is trusted here" in reason
+        assert "its node config needs signing-key and trusted-keys" in reason
+    lost = [("train", number, 4) for number in (1, 2)]
+    plain = federate(settings, grid=lambda clients: StageGrid(clients, lost))
+    assert_close(done.strategy.server_state(), plain.strategy.server_state(), 1e-6)
+
+
+def test_two_sites_of_one_key_are_refused_by_the_others(
+    make_config: Any, federate: Federate, five: Any, sites: list[dict[str, Any]]
+) -> None:
+    configs = [*sites[:4], sites[3]]
+    done = federate(make_config("fedavg", data=five) | {"secure-aggregation": True}, grid=signed(configs))
+    found = reasons(done, 1)
+    assert set(found) == {3, 4} and all("one site has signed the keys of two clients" in why for why in found.values())
+    assert not np.array_equal(done.strategy.model, done.strategy.initial())
+
+
+def test_one_client_that_refuses_others_is_left_out_itself(make_config: Any, federate: Federate, five: Any) -> None:
+    refusal = {("shares", 1, 2): b"0 not signed"}
+    settings = make_config("fedavg", data=five, num_server_rounds=1)
+    done = federate(settings | {"secure-aggregation": True}, grid=signed([], refusal))
+    assert reasons(done, 1) == {2: "it refuses the keys of client 0, which others accept: not signed"}
+    malformed = {("shares", 1, 2): b"2 itself"}
+    done = federate(settings | {"secure-aggregation": True}, grid=signed([], malformed))
+    assert reasons(done, 1) == {2: "a refusal of keys that names no neighbour"}
+
+
+def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
+    near = {0: [1, 2], 1: [0, 2, 3], 2: [0, 1, 3], 3: [1, 2]}
+    assert set(excluded_by({0: {1: "a"}, 2: {1: "a"}}, near)) == {1}
+    assert excluded_by({0: {1: "a"}}, near) == {}
+    assert excluded_by({1: {3: "a"}}, near) == {}  # half
+    assert set(excluded_by({1: {3: "a"}, 2: {3: "b", 0: "c"}}, near)) == {3}
 
 
 def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]]) -> None:

@@ -27,13 +27,26 @@ def held(state: Path) -> Iterator[int]:
         state.chmod(MINE)
         descriptor = lock(state)
     except BlockingIOError:
-        raise SettingsError(f"--state {state}: a SuperLink is at work with it; end that first") from None
+        users = [str(process) for process in users_of(state)]
+        which = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; end that first"
+        raise SettingsError(f"--state {state}: a SuperLink is at work with it{which}") from None
     except OSError as error:
         raise SettingsError(f"--state {state}: it must be a directory that you own: {error}") from error
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def users_of(directory: Path) -> list[int]:
+    """Return the processes of this user that have a directory open, as Linux lists them; elsewhere none."""
+    target, users = directory.stat(), set[int]()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            opened = link.stat()
+            if (opened.st_dev, opened.st_ino) == (target.st_dev, target.st_ino):
+                users.add(int(link.parts[2]))
+    return sorted(users - {os.getpid()})
 
 
 def back_up(state: Path, file: Path) -> None:

@@ -48,11 +48,14 @@ class Files:
         return self.folder / f"{name}.pub"
 
 
-def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
-    """Make what is missing in a directory: an authority, the SuperLink's certificate, a key pair for each node.
+def make_certificates(
+    folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, server: bool = True
+) -> list[Path]:
+    """Make the files that a directory lacks: an authority, the SuperLink's certificate, a key pair for each node.
 
-    Nodes reach the SuperLink under the names and IP addresses ``hosts``, besides ``localhost``. The files that are
-    written are returned; existing ones stay as they are.
+    Without ``server``, as on a site, these are the key pairs alone: the authority of the federation is elsewhere. Nodes
+    reach the SuperLink under the names and IP addresses ``hosts``, and ``localhost``. The written files are returned;
+    existing ones stay unchanged.
 
     Raises
     ------
@@ -71,11 +74,11 @@ def make_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], 
         refused(f"{folder} holds what is no certificate or key under the name of one"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        if _lacks(files.ca, files.ca_key, or_only=files.ca):
+        if server and _lacks(files.ca, files.ca_key, or_only=files.ca):
             written += _write(_new_authority(files, days))
-        if _lacks(files.server, files.server_key):
+        if server and _lacks(files.server, files.server_key):
             written += _write(_new_server(files, map(_general_name, (*LOOPBACK, *hosts)), days))
-        elif lacking := set(map(_general_name, hosts)) - hosts_of(read_certificates(files.server)[0]):
+        elif server and (lacking := set(map(_general_name, hosts)) - hosts_of(read_certificates(files.server)[0])):
             raise SettingsError(
                 f"{files.server} is there and is not for {', '.join(sorted(str(name.value) for name in lacking))}; "
                 f"--renew has it made anew, for these as well"

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posy.client_app.node_config import NODE_NAME, check_node_config
 from posy.commands.launch import ENVIRONMENT, Connection, resume_command, script, toml, without_proxy
 from posy.deploy.addresses import free_port, is_loopback
 from posy.deploy.foreign import REFUSE
@@ -47,7 +48,10 @@ def certificates(
     nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...")] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A name or IP address of the SuperLink besides localhost; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="On the server: a name or IP address of the SuperLink; may be repeated. localhost is always included.",
+        ),
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="How long they are valid.")] = 365,
     renew: Annotated[
@@ -59,9 +63,10 @@ def certificates(
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
-    Makes what DIR lacks: an authority (ca.pem, ca.key), the SuperLink's certificate (server.pem, server.key), and for
-    each NODE a private key (NODE.key, for that node alone) and a public one (NODE.pub, for `posy register`). Files that
-    are there stay as they are. What is renewed is replaced, and the file before it is kept, with the time in its name.
+    Makes the files that DIR lacks. For each NODE these are a private key (NODE.key, for that node alone) and a public
+    key (NODE.pub, for `posy register`). On the server, with --host or without any NODE, these are also an authority
+    (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files stay unchanged. --renew
+    replaces files and keeps the old ones, with the time in their names.
     """
     from posy.commands.deploy import certificates as made  # noqa: PLC0415 - what few commands need
 
@@ -70,7 +75,12 @@ def certificates(
     if renew or renew_authority:
         written = made.renew(folder, host or [], nodes or [], days, authority=renew_authority)
     else:
-        written = made.make_certificates(folder, host or [], nodes or [], days)
+        files = made.Files(folder)
+        on_server = bool(host) or not nodes or files.ca_key.exists()
+        written = made.make_certificates(folder, host or [], nodes or [], days, server=on_server)
+        if not on_server and not files.ca.exists():
+            hint = "on a site, copy it from the server; on the server, add --host NAME (localhost on a single machine)"
+            print(f"posy: {files.ca} is missing: {hint}", file=sys.stderr)
     for path in written:
         print(path)
     return 0
@@ -187,8 +197,9 @@ def supernode(
     Starts a SuperNode that keeps PyTorch, code and data loaded between messages. The words key=value are its node
     config: partition-id=0 num-partitions=5 for a share of a benchmark's data, and what else the app reads from it.
 
-    With --key repeated this is a node for each, all sharing what is loaded. Unless told otherwise, their partitions are
-    0, 1, … of as many as there are; partition-id is the first one's. {name} in a value is the name of a node's key.
+    With --key repeated this command starts one node for each key, and they share the loaded code and data. By default
+    node i has partition i of as many partitions as there are nodes; partition-id is the first node's. {name} in a value
+    is replaced by the name of the node's key, also for a single key.
     """
     reached = connection(superlink, root_certificates, insecure)
     words = reached.words()
@@ -202,10 +213,10 @@ def supernode(
     several = len(keys) > 1
     if len({path.stem for path in keys}) < len(keys):
         raise SettingsError(f"--key: nodes are told apart by the names of their keys: {', '.join(map(str, keys))}")
-    configs = node_configs(config or [], [path.stem for path in keys]) if several else [config] if config else []
+    configs = node_configs(config or [], [path.stem for path in keys])
     own = keys if several or not insecure else []
     words += [word for path in own for word in ("--auth-supernode-private-key", str(path))]
-    words += [word for one in configs for word in ("--node-config", node_config(one))]
+    words += [word for one in configs if one for word in ("--node-config", node_config(one))]
     environment = _flower_environment(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")))
     if stock and several:
         raise SettingsError("--stock starts one node, but --key is given more than once")
@@ -374,8 +385,9 @@ def doctor(
     _exclude(insecure, "--root-certificates", root_certificates)
     ca = root_certificates or folder / "ca.pem"
     if key is not None:
-        node_config(config or [])
-        words = dict(word.partition("=")[::2] for word in config or [])
+        [named] = node_configs(config or [], [key.stem])
+        node_config(named)
+        words = dict(word.partition("=")[::2] for word in named)
         reached = connection(superlink or LOCAL_FLEET, ca, insecure=False)
         return checks.show(checks.of_site(reached, _file(key, "--key"), words))
     if config:
@@ -445,11 +457,14 @@ def connection(superlink: str, root_certificates: Path | None, insecure: bool) -
 
 
 def node_config(words: Sequence[str]) -> str:
-    """Return key=value words as Flower reads a node config: values are TOML, apart by spaces.
+    """Return key=value words as Flower reads a node config: TOML values, separated by spaces.
 
-    A word that is not of that form raises :class:`SettingsError`.
+    Raises
+    ------
+    SettingsError
+        If a word is not of the form key=value, a node does not read its key, or a value is not allowed.
     """
-    pairs = []
+    pairs = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key.replace("-", "").replace("_", "").isalnum():
@@ -458,16 +473,25 @@ def node_config(words: Sequence[str]) -> str:
             value: Any = parse(text)
         except ValueError:
             value = text
-        pairs.append(f"{key}={toml(value if type(value) in (bool, int, float) else text.strip(chr(34)))}")
-    return " ".join(pairs)
+        pairs[key] = value if type(value) in (bool, int, float) else text.strip(chr(34))
+    check_node_config(pairs)
+    return " ".join(f"{key}={toml(value)}" for key, value in pairs.items())
 
 
 def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
-    """Return the node config of each of several nodes of one command.
+    """Return the node config of each node of one command, by the names of their keys.
 
-    ``{name}`` stands for a node's name. Without data of their own they have partitions 0, 1, … of as many as there are,
-    or those from the given ``partition-id`` on.
+    ``{name}`` in a value is replaced by the node's name. Several nodes without data of their own have the partitions
+    0, 1, … of as many as there are nodes, or the partitions from the given ``partition-id`` on. Without a name, as with
+    --insecure, there is one node, and its config is returned unchanged.
+
+    Raises
+    ------
+    SettingsError
+        If ``partition-id`` for several nodes is not a number, or comes without ``num-partitions``.
     """
+    if len(names) < 2:
+        return [[word.replace(NODE_NAME, name) for word in words] for name in names] or [list(words)]
     given = dict(word.split("=", 1) for word in words if "=" in word)
     first = given.get("partition-id", "0")
     if not first.isdecimal() or ("partition-id" in given and "num-partitions" not in given):
@@ -480,7 +504,7 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
         others.append(f"num-partitions={len(names)}")
     numbered = "data" not in given or "partition-id" in given
     return [
-        [*([f"partition-id={int(first) + i}"] if numbered else []), *(word.replace("{name}", name) for word in others)]
+        [*([f"partition-id={int(first) + i}"] if numbered else []), *(word.replace(NODE_NAME, name) for word in others)]
         for i, name in enumerate(names)
     ]
 

@@ -1,0 +1,62 @@
+"""The processes that `posy superlink` keeps: they end with it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posy.commands.deploy.backup import held
+from posy.commands.launch import APP
+from posy.settings import SettingsError
+from posy.storage import is_locked
+
+KEEPER = """
+import sys
+from pathlib import Path
+
+from posy.commands.deploy.backup import held
+from posy.deploy.superlink import keep
+
+sleeper = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+with held(Path("state")) as lock:
+    keep({"flower-superlink": sleeper}, {}, lock)
+"""
+
+
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(number) for number in text.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_killed_superlink_leaves_nothing_that_locks_its_state(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(APP)}
+    keeper = subprocess.Popen([sys.executable, "-c", KEEPER], cwd=tmp_path, env=environment)
+    try:
+        until(lambda: bool(children(keeper.pid)))
+        [child] = children(keeper.pid)
+        with (
+            pytest.raises(SettingsError, match=r"at work with it \(process [0-9]+, [0-9]+\): kill") as raised,
+            held(tmp_path / "state"),
+        ):
+            pass
+        assert {str(keeper.pid), str(child)} <= set(str(raised.value).split())
+    finally:
+        keeper.send_signal(signal.SIGKILL)
+        keeper.wait()
+    until(lambda: not is_locked(tmp_path / "state"), 10.0)
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2]
+    with held(tmp_path / "state"):
+        pass
