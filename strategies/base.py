@@ -461,8 +461,8 @@ class PersonalisedStrategy(Strategy):
         else:
             self.check(update.arrays)
         if limit := self.settings.run.max_update_norm:  # beyond it an update is not clipped, which would hide it
-            reference = self.reference(client, update.arrays)
-            if not (norm := norm_of(changes(update.arrays, reference))) <= limit:
+            moved = changes(update.arrays, self.reference(client, update.arrays))
+            if not (norm := norm_of([self._without_statistics(change) for change in moved])) <= limit:
                 log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
                 raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
         scores, samples = scores_of(update.metrics), samples_of(update.metrics)
@@ -476,6 +476,13 @@ class PersonalisedStrategy(Strategy):
         row |= {"n_train": update.num_examples, "n_test": tested, "train_loss": update.loss, **scores}
         self.record.samples += samples
         return update
+
+    def _without_statistics(self, change: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the change ``(..., s)`` of the shared layers without BatchNorm's running statistics."""
+        if change.shape[-1:] != (self.shared.size,):
+            return change
+        trainable = self.architecture.layout.trainable.put(np.zeros(self.size, np.bool_), np.ones(self.size, np.bool_))
+        return change[..., self.shared.take(trainable)]
 
     # -- secure aggregation ----------------------------------------------------------------------------
 

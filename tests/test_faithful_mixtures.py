@@ -359,3 +359,26 @@ def test_newcomers_send_no_model(make_config, federate):
     (newcomer,) = finished.strategy.newcomers
     assert {update.client for update in sent} == set(finished.strategy.members)
     assert "local_accuracy" in finished.strategy.newcomer_rows[newcomer]
+
+
+def test_running_statistics_are_not_a_part_of_an_updates_norm(make_config, federate, normalised):
+    """A limit just above the largest norm of the parameters' changes drops no reply; just below it, one."""
+    changes: list[float] = []
+
+    def capture(strategy):
+        aggregate, before = strategy.aggregate, strategy.model.copy()
+        parameters = strategy.architecture.layout.trainable
+
+        def capturing(server_round, updates):
+            moved = [update.arrays[0].astype(np.float64) - before for update in updates]
+            changes.extend(float(np.linalg.norm(parameters.take(change))) for change in moved)
+            assert all(np.linalg.norm(change) > 1.1 * np.linalg.norm(parameters.take(change)) for change in moved)
+            return aggregate(server_round, updates)
+
+        strategy.aggregate = capturing
+
+    settings = {"model": normalised, "num_server_rounds": 1}
+    federate(make_config("fedavg", **settings), prepare=capture)
+    for factor, dropped in ((1.001, 0), (0.999, 1)):
+        limited = federate(make_config("fedavg", **settings, max_update_norm=max(changes) * factor))
+        assert sum("max-update-norm" in reason for _, reason in limited.records[0].dropped) == dropped
