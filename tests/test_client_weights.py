@@ -96,8 +96,8 @@ def test_archived_runs_with_ifcas_earlier_setting_are_still_those_of_their_table
     assert read_settings({}, stored=lines[0]).run.client_weights == "uniform"
 
 
-@pytest.mark.parametrize(("earlier", "current"), [("uniform", "uniform"), ("weighted", "samples")])
-def test_the_config_of_a_run_with_ifcas_earlier_setting_is_an_experiment(tmp_path, earlier, current):
+@pytest.mark.parametrize(("mean", "weights"), [("uniform", "uniform"), ("weighted", "samples")])
+def test_the_config_of_a_run_with_ifcas_earlier_setting_is_an_experiment(tmp_path, mean, weights):
     file = tmp_path / "config.yaml"
-    file.write_text(dump({"settings": {"method": "ifca", "ifca-mean": earlier}, "versions": {}}), encoding="utf-8")
-    assert read_experiment(file) == {"method": "ifca", "client-weights": current}
+    file.write_text(dump({"settings": {"method": "ifca", "ifca-mean": mean}, "versions": {}}), encoding="utf-8")
+    assert read_experiment(file) == {"method": "ifca", "client-weights": weights}

@@ -1,4 +1,4 @@
-"""Mixtures, meta-gradients, proximal terms and SAM: what each method's formula says under every shared setting."""
+"""Mixtures, meta-gradients, proximal terms and SAM: the methods' formulas under the shared settings."""
 
 import numpy as np
 import pytest
@@ -76,8 +76,8 @@ def normalised_network():
 def statistics_after_passes(start, network, *passes):
     """Return the running mean and variance after passes of inputs at given parameters, by PyTorch alone."""
     module = network._build()
-    found = {name: torch.tensor(np.asarray(v)) for name, v in network.layout.views(start.numpy()).items()}
-    module.load_state_dict(found, strict=False)
+    tensors = {name: torch.tensor(np.asarray(v)) for name, v in network.layout.views(start.numpy()).items()}
+    module.load_state_dict(tensors, strict=False)
     module.train()
     for x in passes:
         module(x)
@@ -171,13 +171,13 @@ def test_per_fedavg_keeps_class_weights(make_client):
 
 
 def test_parts_of_a_stacked_batch_keep_weights_relative_to_their_samples():
-    """Five places with three samples: weights 5/3 times those of the classes; parts of 3 and 2 places."""
+    """Five places with three samples: weights 5/3 times the class weights; parts of 3 and 2 places."""
     weight = torch.tensor([[2.0, 0.5, 1.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0, 0.0]]) * torch.tensor([[5 / 3], [5.0]])
     batch = Batch(torch.arange(10.0).view(2, 5, 1), torch.zeros(2, 5, dtype=torch.int64), weight)
     first, second = divided(batch, 2)
     torch.testing.assert_close(first.weight, torch.tensor([[3.0, 1.5, 0.0], [6.0, 0.0, 0.0]]))
     torch.testing.assert_close(second.weight, torch.tensor([[1.0, 0.0], [4.0, 0.0]]))
-    assert second.x[1, 0] == batch.x[1, 0]  # a client without a sample in a part has those of the first part
+    assert second.x[1, 0] == batch.x[1, 0]  # a client without a sample in a part repeats the first part
 
 
 @pytest.mark.parametrize("hessian", ["fo", "hf"])
@@ -268,11 +268,11 @@ def test_the_proximal_term_is_a_part_of_the_objective(make_client, optimizer):
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
     w = torch.tensor(start, dtype=torch.float64, requires_grad=True)
-    known = {"lr": LR, "weight_decay": 0.2}
+    shared = {"lr": LR, "weight_decay": 0.2}
     optimiser = {
-        "sgd": lambda: torch.optim.SGD([w], momentum=0.9, **known),
-        "adam": lambda: torch.optim.Adam([w], **known),
-        "adamw": lambda: torch.optim.AdamW([w], **known),
+        "sgd": lambda: torch.optim.SGD([w], momentum=0.9, **shared),
+        "adam": lambda: torch.optim.Adam([w], **shared),
+        "adamw": lambda: torch.optim.AdamW([w], **shared),
     }[optimizer]()
     for _ in range(3):
         slope = gradient(client, w.detach().numpy())
@@ -334,8 +334,8 @@ def test_kept_moments_do_not_move_parameters_that_a_new_mask_fixes(optimizer):
     ],
 )
 def test_a_method_that_equals_another_one_warns(make_strategy, method, settings, words):
-    def notices(**given):
-        strategy = make_strategy(method, **given)
+    def notices(**changed):
+        strategy = make_strategy(method, **changed)
         return strategy.method.notices(strategy.settings, strategy.architecture)
 
     assert words in " ".join(notices(**settings))
@@ -359,3 +359,26 @@ def test_newcomers_send_no_model(make_config, federate):
     (newcomer,) = finished.strategy.newcomers
     assert {update.client for update in sent} == set(finished.strategy.members)
     assert "local_accuracy" in finished.strategy.newcomer_rows[newcomer]
+
+
+def test_running_statistics_are_not_a_part_of_an_updates_norm(make_config, federate, normalised):
+    """A limit just above the largest norm of the parameters' changes drops no reply; just below it, one."""
+    changes: list[float] = []
+
+    def capture(strategy):
+        aggregate, before = strategy.aggregate, strategy.model.copy()
+        parameters = strategy.architecture.layout.trainable
+
+        def capturing(server_round, updates):
+            moved = [update.arrays[0].astype(np.float64) - before for update in updates]
+            changes.extend(float(np.linalg.norm(parameters.take(change))) for change in moved)
+            assert all(np.linalg.norm(change) > 1.1 * np.linalg.norm(parameters.take(change)) for change in moved)
+            return aggregate(server_round, updates)
+
+        strategy.aggregate = capturing
+
+    settings = {"model": normalised, "num_server_rounds": 1}
+    federate(make_config("fedavg", **settings), prepare=capture)
+    for factor, dropped in ((1.001, 0), (0.999, 1)):
+        limited = federate(make_config("fedavg", **settings, max_update_norm=max(changes) * factor))
+        assert sum("max-update-norm" in reason for _, reason in limited.records[0].dropped) == dropped

@@ -96,7 +96,7 @@ def test_training_lowers_the_loss(make_config, federate, method):
 def test_partial_participation_and_its_cohorts(make_config, federate, method):
     """30 % of four clients are two; drawn from seed and round, so alike for all methods (PPFE: but at stage ends)."""
     settings = {"num_server_rounds": 5, "fraction_train": 0.3}
-    finished = federate(make_config(method, **settings))
+    finished = federate(make_config(method, **settings, pfedme_clients="cohort"))
     cohorts = [r.cohort for r in finished.records]
     plain = [r.cohort for r in federate(make_config("fedavg", **settings)).records]
     assert [len(c) for c in plain] == [2] * 5 and len(set(plain)) > 1
@@ -127,7 +127,7 @@ def test_all_clients_take_part_in_a_full_last_round(make_config, federate, metho
 @every_method
 def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, method, tmp_path):
     """Through a safetensors file: a fresh strategy then sends every client the same."""
-    config = make_config(method, num_server_rounds=5, fraction_train=0.3)
+    config = make_config(method, num_server_rounds=5, fraction_train=0.3, pfedme_clients="cohort")
     strategy = federate(config).strategy
     state = strategy.server_state()
     if state:
