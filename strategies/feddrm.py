@@ -59,8 +59,8 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
             "https://arxiv.org/abs/2509.23049",
         ),
         equations=(
-            "minimise λ CE(class) + (1 − λ) CE(client = i) over the body θ, the client's class classifier (α_i, β_i) and "
-            "the client branch (τ, γ, ξ) (Section 2.4; Algorithm 1, lines 7–11)",
+            "minimise λ CE(class) + (1 − λ) CE(client = i) over the body θ, the client's class classifier (α_i, β_i) "
+            "and the client branch (τ, γ, ξ) (Section 2.4; Algorithm 1, lines 7–11)",
             "θ, τ, γ, ξ ← Σ_i (n_i / N) θ_i, τ_i, γ_i, ξ_i; each client keeps (α_i, β_i) (Algorithm 1, line 17)",
             "`density`: r(x) = argmax_i of logit_i(x) − log(n_i / N), the largest density ratio (Eq. 3)",
             "`posterior`: r(x) = argmax_i of logit_i(x) (Remark 2.4)",
