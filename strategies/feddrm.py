@@ -59,12 +59,11 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
             "https://arxiv.org/abs/2509.23049",
         ),
         equations=(
-            "min over θ, α_i, β_i, τ, γ, ξ of λ CE(y; class branch) + (1 − λ) CE(i; client branch) "
-            "(Section 2.4; Algorithm 1, lines 7–11)",
-            "all parameters but the class classifiers (α_i, β_i) ← Σ_i (n_i / N) of the clients' "
-            "(Algorithm 1, line 17)",
-            "r(x) = argmax_i of the client logits − log(n_i / N): the largest density ratio (Eq. 3); "
-            "`posterior` leaves the prior in (Remark 2.4)",
+            "minimise λ CE(class) + (1 − λ) CE(client = i) over the body θ, the client's class classifier (α_i, β_i) "
+            "and the client branch (τ, γ, ξ) (Section 2.4; Algorithm 1, lines 7–11)",
+            "θ, τ, γ, ξ ← Σ_i (n_i / N) θ_i, τ_i, γ_i, ξ_i; each client keeps (α_i, β_i) (Algorithm 1, line 17)",
+            "`density`: r(x) = argmax_i of logit_i(x) − log(n_i / N), the largest density ratio (Eq. 3)",
+            "`posterior`: r(x) = argmax_i of logit_i(x) (Remark 2.4)",
         ),
         sent={"shared (d_s,)": "body, both branches and the client classifier"},
         returned={"shared (d_s,)": "the same layers after local training"},
@@ -75,11 +74,13 @@ class FedDRMSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
         "client that it is routed to.",
         deviations=(
             "A client that `holdout-clients` sets aside never trains, so no query is routed to it.",
-            "The mean covers the clients of the round, with n_i / Σ n_j over them; in the paper all clients reply.",
+            "The mean covers the clients of the round. In the paper all clients take part in every round.",
+            "The density rule subtracts the log of the client's weight in the mean: log(n_i / N), or a constant with "
+            "`client-weights=uniform`.",
             "`class-weights=balanced` weighs the client loss too. The client branch then estimates density ratios of "
             "the class-balanced data. The paper has no class weights.",
-            "Kaiming-normal weights of linear layers are `linear-init=kaiming`, which the papers' settings select; the "
-            "default of Posy is PyTorch's initialisation.",
+            "Linear layers start from PyTorch's initialisation. The paper's Kaiming-normal weights are "
+            "`linear-init=kaiming`, which the papers' settings select.",
             "BatchNorm's running statistics are averaged with the other shared entries. The paper's networks have "
             "GroupNorm and LayerNorm only.",
         ),
