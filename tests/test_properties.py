@@ -38,9 +38,13 @@ BASE = {
     "cfl_eps1": 1e9,  # every cluster may split
     "cfl_eps2": 0.0,
     "fedfomo_models": 2,
+    "fedbabu_epochs": 1,
 }
 LOST = 5
 """The round before whose training a client loses its state; PPFE's clients have one from its second stage on."""
+
+FOR_NEWCOMERS = {"split_models", "split_updates", "split_sides"}
+"""What CFL's server stores only where a newcomer will need it."""
 
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -72,7 +76,7 @@ def assert_equal_runs(first, second, clients=4):
 
     states = [finished.strategy.server_state() for finished in (first, second)]
     assert states[0].keys() == states[1].keys()
-    for name in states[0]:
+    for name in states[0].keys() - FOR_NEWCOMERS:
         one, other = rows(states[0][name], first), rows(states[1][name], second)
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-6, err_msg=name)
     for client in range(clients):
@@ -246,6 +250,8 @@ def test_running_statistics_do_not_count_in_the_norm_of_an_update(make_config, f
 @every_method
 def test_counts_and_statistics_do_not_count_in_the_norm_of_an_update(make_config, federate, method):
     """One small step moves a model by less than 1; no client of nine samples is dropped at that limit."""
+    if method == "fedproto":
+        pytest.skip("FedProto's update is the change of its prototypes, which start at 0")
     settings = BASE | {"lr": 1e-3, "max_update_norm": 1.0}
     finished = federate(make_config(method, data=data_of(4), **settings))
     assert [record.dropped for record in finished.records] == [[]] * 4
