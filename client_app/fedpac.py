@@ -21,7 +21,7 @@ class FedPACClient(PersonalClient):
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         """Measure the served body's features, train head and body, and send both with the statistics."""
-        _, _, prototypes, known = received
+        _, _, prototypes, defined = received
         start = self.assembled(received)
         features, _ = yield Forward(start, "train", features=True)
         variance, products = statistics(features, self.data.y_train, self.data.num_classes)
@@ -29,7 +29,7 @@ class FedPACClient(PersonalClient):
         epochs = None if self.settings.train.local_steps else self.method.head_epochs
         head: Trained = yield Train(start, rates=fixed_body, epochs=epochs, lr=self.method.head_lr or None, stream=HEAD)
         strength = torch.tensor(self.method.strength, device=self.device)
-        context = {"prototypes": prototypes, "known": known, "lambda": strength}
+        context = {"prototypes": prototypes, "known": defined, "lambda": strength}
         trained: Trained = yield Train(head.parameters, towards_prototypes, context, rates={"head": 0.0}, stream=BODY)
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means, counts = class_means(features, self.data.y_train, self.data.num_classes)

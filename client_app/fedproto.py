@@ -23,7 +23,7 @@ class FedProtoClient(PersonalClient):
         trained: Trained = yield Train(self.kept_model(self.initial()), towards_prototypes, context)
         features, _ = yield Forward(trained.parameters, "train", features=True)
         means, counts = class_means(features, self.data.y_train, self.data.num_classes)
-        # For a class without samples the client returns the served prototype, which is no change.
+        # For a class without samples the client returns the served prototype unchanged.
         update = torch.where(counts[:, None] > 0, means, prototypes)
         self.keep("model", trained.parameters)
         self.keep("prototypes", torch.where(defined[:, None] > 0, prototypes, update))

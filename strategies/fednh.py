@@ -50,7 +50,7 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
             "https://arxiv.org/abs/2212.02758",
         ),
         equations=(
-            "logits: s · cos(f_θ(x), W_c)",
+            "logits: s · cos(f_θ(x), W_c) (Section 3)",
             "client: θ_i ← θ_i − η ∇ℓ(θ_i, W), with W fixed; μ_ic is the direction of the mean normalised feature of "
             "class c (Algorithm 1, client)",
             "server: θ ← mean_i θ_i,  W_c ← ρ W_c + (1 − ρ) μ_c / ‖μ_c‖ with μ_c = Σ_i n_ic μ_ic / Σ_i n_ic, then "
@@ -81,7 +81,7 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
         plain.require(("head.weight",), "fednh puts prototypes in place of the head")
         if not plain.layer_names[:-1]:
             raise SettingsError(
-                f"model = {plain.model!r}: fednh trains all layers but the head, and it has no other; "
+                f"model = {plain.model!r}: fednh trains all layers but the head, and this network has only a head; "
                 "it must be a network with more layers"
             )
         return replace(plain, cosine=self.scale)

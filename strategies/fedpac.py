@@ -75,7 +75,7 @@ class FedPACSettings(
             "body (b,)": "the shared body θ",
             "head (h,)": "the head φ_i that the server combined for the client",
             "prototypes (C, D)": "the global class means c",
-            "known (C,)": "1 for each class that has a mean",
+            "known (C,)": "1 where a class has a mean, 0 elsewhere",
         },
         returned={
             "body (b,)": "the trained body θ_i",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class FedProtoSettings(
     MethodSettings,
     noise=ALLOWED,
-    sums=Refused("it weighs each client's prototypes by that client's samples of the class"),
+    sums=Refused("it weighs each client's prototypes by the client's samples of the class"),
     point="served",
 ):
     """Settings of FedProto."""
@@ -55,7 +55,10 @@ class FedProtoSettings(
             "c_j = Σ_i n_ij c_ij / Σ_i n_ij over the clients that have class j (Eq. 6 without its factor 1 / |N_j|)",
             "ℓ + λ · mean square of f_i(x) − c_y over samples and features (Eq. 7)",
         ),
-        sent={"prototypes (C, D)": "the global prototypes c", "known (C,)": "1 for each class that has a prototype"},
+        sent={
+            "prototypes (C, D)": "the global prototypes c",
+            "known (C,)": "1 where a class has a prototype, 0 elsewhere",
+        },
         returned={
             "prototypes (C, D)": "the client's prototypes c_ij; the served one for a class that it lacks",
             "counts (C,)": "training samples n_ij by class",

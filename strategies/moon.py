@@ -74,5 +74,5 @@ class MOONSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         if not self.mu:
             return ("moon-mu = 0: this is FedAvg",)
         if not network.layer_names[:-1]:
-            return (f"model = {settings.train.model}: there is no layer below the head, so this is FedAvg",)
+            return (f"model = {settings.train.model}: its head is its only layer, so this is FedAvg",)
         return ()
