@@ -155,9 +155,7 @@ class CFL(PersonalisedStrategy):
             if not leaving.any():
                 continue
             if absent:
-                text = (
-                    "round %s: cluster %s does not split, because clients %s did not reply; the others would split it"
-                )
+                text = "round %s: cluster %s meets the criterion but does not split: clients %s did not reply"
                 log(WARNING, text, server_round, number, sorted(absent))
                 continue
             cluster[[update.client for update, leaves in zip(replies, leaving, strict=True) if leaves]] = len(models)
