@@ -112,9 +112,11 @@ def read_split(folder: Path) -> list[plain.Client]:
 
 
 def point_of(method: str) -> str:
-    """Return where a method is scored: ``served``, or ``local`` after training."""
+    """Return the point at which the plain program of a method is scored: ``served``, or ``local`` after training."""
     if method == "fedproto":
         return "served"  # as PFLlib does: its own network, with the prototypes just received
+    if method in ("fedper", "fedrep", "lg-fedavg"):
+        return "local"  # their plain program yields the trained models
     return settings_class(method).point
 
 

@@ -272,7 +272,10 @@ def case(name: str, method: str, source: Callable[[Path], tuple[Path, Task]] = f
 
 
 PARTIAL = {"fraction_train": 0.5, "num_server_rounds": 3}
-OWN = {"fedbabu": {"fedbabu_lr": 1e-30}}  # fine-tuned by nothing, its head is the initial one, which no file holds
+OWN = {
+    "fedbabu": {"fedbabu_lr": 1e-30},  # without any effect of fine-tuning, its head is the initial one
+    "lg-fedavg": {"lg_fedavg_layers": 1},  # the network has two layers
+}
 COHORT = {"pfedme": {"pfedme_clients": "cohort"}}  # by default all its clients train
 EVERY = [case(method, method, **OWN.get(method, {})) for method in METHODS]
 SOME = [
