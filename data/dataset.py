@@ -113,7 +113,8 @@ def make_dataset(
     elif scale is None:
         scale = np.zeros(shape[0]), np.ones(shape[0])
     task = Task(kind, shape, tuple(class_names), vocabulary)
-    return Dataset(name, task, x, y, *scale, sample_kind=sample_kind, **attributes)
+    mean, std = scale
+    return Dataset(name, task, x, y, mean, std, sample_kind=sample_kind, **attributes)
 
 
 def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dataset:
