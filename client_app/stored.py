@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
 
 
 class ClientModel(nn.Module):
-    """What a client predicts with: one network, or an ensemble; in evaluation mode.
+    """A client's model for predictions: one network, or an ensemble; in evaluation mode.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a node finds in a site's data, before any run: `posy check-site`."""
+"""`posy check-site`: check a site's data as its node does, before any run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Report:
-    """What a node finds in a site's data."""
+    """Facts and warnings about a site's data."""
 
     facts: dict[str, str]
     """By name; empty where there is nothing to say."""
@@ -40,14 +40,14 @@ class Report:
     """Name or number, mean and standard deviation of each feature over the training samples."""
     warnings: tuple[str, ...]
     unreadable: tuple[str, ...]
-    """Files left out, each with the reason."""
+    """Unreadable files, each with the reason."""
 
 
 def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int) -> Report:
     """Do on a site's data what its node does: describe it, then load it for the task.
 
-    The node config gives ``data``, and perhaps ``name`` and ``skip-unreadable``. What the settings of the run leave
-    open is taken from this site; its ``seed`` draws the split.
+    The node config gives ``data``, and perhaps ``name`` and ``skip-unreadable``. This site gives the settings that are
+    empty; its ``seed`` draws the split.
 
     Raises
     ------
@@ -65,10 +65,10 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     alone = _completed(settings, description)
     dataset, part = load_site(content, alone, seed)
     x = content.x
-    known = task_of(settings).class_names if is_complete(settings) else ()
+    run_classes = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
-    lacking = [name for name in known if name not in classes]
-    train, test, validation = (len(own[0]) for own in (part.train, part.test, part.validation))
+    lacking = [name for name in run_classes if name not in classes]
+    train, test, validation = (len(rows[0]) for rows in (part.train, part.test, part.validation))
     facts = {
         "site": str(node_config.get("name", "")) or "(the name that its key is registered under)",
         "data": str(path),
@@ -99,8 +99,8 @@ def show(report: Report, console: Console | None = None) -> None:
         if more := _rest(report.statistics):
             console.print(Text(f"  {more.strip()}"))
     count = len(report.unreadable)
-    ones = "file that cannot be read, and is" if count == 1 else "files that cannot be read, and are"
-    for title, lines in (("warnings", report.warnings), (f"{count} {ones} left out", report.unreadable)):
+    unreadable = f"{count} unreadable file{'s' * (count != 1)}, skipped"
+    for title, lines in (("warnings", report.warnings), (unreadable, report.unreadable)):
         if lines:
             console.print(Text(title, style="bold"))
             for line in lines[:SHOWN]:
@@ -112,7 +112,7 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _completed(settings: DataSettings, description: Description) -> DataSettings:
-    """Return the settings with what they leave open as it would be if the site were alone."""
+    """Return the settings, completed as for a run with this site alone."""
     # A run needs two classes; a site may have one, because the others have the rest.
     names = [*description.classes, "another class"] if len(description.classes) < 2 else description.classes
     complete = replace(
@@ -134,13 +134,13 @@ def _worth_a_look(content: Content, dataset: Dataset) -> list[tuple[str, str, st
     """Return the features that are constant, or reach far from the mean of the run or of the training samples."""
     low, high = dataset.x.min(0), dataset.x.max(0)
     reach = np.maximum(np.abs(low - dataset.mean), np.abs(high - dataset.mean)) / dataset.std
-    found = []
+    lines = []
     names = content.columns or tuple(map(str, range(len(low))))
-    for place in np.flatnonzero((low == high) | (reach > FAR))[:SHOWN]:
-        why = ["constant"] if low[place] == high[place] else []
-        why += [f"reaches {reach[place]:.3g} standard deviations from the mean"] if reach[place] > FAR else []
-        found.append((names[place], f"{low[place].item():.6g}", f"{high[place].item():.6g}", "; ".join(why)))
-    return found
+    for feature in np.flatnonzero((low == high) | (reach > FAR))[:SHOWN]:
+        why = ["constant"] if low[feature] == high[feature] else []
+        why += [f"reaches {reach[feature]:.3g} standard deviations from the mean"] if reach[feature] > FAR else []
+        lines.append((names[feature], f"{low[feature].item():.6g}", f"{high[feature].item():.6g}", "; ".join(why)))
+    return lines
 
 
 def _statistics(content: Content, part: Partition) -> list[tuple[str, str, str]]:

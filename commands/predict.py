@@ -1,4 +1,4 @@
-"""`posy predict` and `posy route`: what the models of a finished run say of new samples."""
+"""`posy predict` and `posy route`: predictions of a finished run's models for new samples."""
 
 import json
 import sys
@@ -26,14 +26,14 @@ SMALLEST = 0.0005
 
 
 def predict(run: str, client: str, files: Sequence[str], point: str = "", *, as_json: bool = False) -> None:
-    """Print what a client's model says of the samples in some files.
+    """Print the predictions of a client's model for the samples in some files.
 
     Raises
     ------
     SettingsError
-        If there is no such run, client or model.
+        If the run, the client or the model does not exist.
     DataError
-        If a file does not hold what the model takes.
+        If a file does not hold samples that the model takes.
     """
     model = Record.find(run).predictor(client, point)
     names, samples = _samples(files, model.preprocessing)
@@ -63,7 +63,7 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
     ]
     if picture is not None:
         across = list(titles.values()) if routed else list(answers[0].prediction.probabilities)
-        matrix = np.array([[own.get(name, np.nan) for name in across] for own in shares])
+        matrix = np.array([[row.get(name, np.nan) for name in across] for row in shares])
         label = "probability of the client" if routed else "share of the votes"
         figures.heatmaps([figures.Panel(matrix, "", "", "", label, xticks=across, yticks=names)], picture)
     if as_json and routed:
@@ -73,8 +73,8 @@ def route(run: str, files: Sequence[str], picture: Path | None = None, *, as_jso
     elif routed:
         columns = ("input", "clients", "class", "probabilities")
         rows = [
-            (name, _shares(own), a.prediction.label, _shares(a.prediction.probabilities))
-            for (name, a), own in zip(pairs, shares, strict=True)
+            (name, _shares(row), a.prediction.label, _shares(a.prediction.probabilities))
+            for (name, a), row in zip(pairs, shares, strict=True)
         ]
         print_table("each is answered by the client that it is most probably of", columns, rows)
     else:
@@ -135,12 +135,12 @@ def _rows(path: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Any]]
         wanted = list(preprocessing.columns) or [name for name in header if name.lower() not in ("label", "group")]
     if missing := [name for name in wanted if name not in header]:
         raise DataError(f"{path}: no column {', '.join(missing[:MOST])}; the model takes {preprocessing.describe()}")
-    places = [header.index(name) for name in wanted]
+    indices = [header.index(name) for name in wanted]
     for number, row in rows:
         name = f"{path} row {number}"
         if len(row) != len(header):
             raise DataError(f"{name} has {len(row)} columns; the header has {len(header)}")
-        yield name, row[places[0]] if texts else [_number(row[place], f"{name}, {header[place]}") for place in places]
+        yield name, row[indices[0]] if texts else [_number(row[i], f"{name}, {header[i]}") for i in indices]
 
 
 def _number(cell: str, where: str) -> float:
@@ -151,7 +151,7 @@ def _number(cell: str, where: str) -> float:
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    """Return the largest shares, those that are no more than 0.0 % left out, with their names."""
+    """Return the largest shares with their names, without shares of 0.0 %."""
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     shown = [f"{name} {100 * share:.1f} %" for name, share in ranked if share >= SMALLEST]
     return ", ".join(shown[:MOST]) + ", …" * (len(shown) > MOST)

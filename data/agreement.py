@@ -1,7 +1,7 @@
-"""The task of a run over sites: what the settings give of it, and what the sites agree on where they are silent.
+"""The task of a run over sites: the settings give it, or else the sites agree on it.
 
-The server has no samples. It asks each site to describe its own, writes what they agree on into the run's settings
-(:func:`agreed`), and from then on the settings alone give the task (:func:`task_of`).
+The server has no samples. It asks each site to describe its data and writes the agreed task into the run's settings
+(:func:`agreed`). Afterwards the settings alone give the task (:func:`task_of`).
 """
 
 import json
@@ -37,7 +37,7 @@ MAX_UNLIKE = 20
 
 @dataclass(frozen=True)
 class Description:
-    """What a site tells of its data, so that the sites can agree on a task.
+    """A site's description of its data, from which the sites agree on a task.
 
     Kind and columns are as in :class:`posy.data.dataset.Content`. Mean and squares, float64 ``(F,)``, are empty where
     the samples are no features, or the settings give mean and standard deviation.
@@ -45,14 +45,14 @@ class Description:
 
     kind: str
     shape: tuple[int, ...]  # of one sample, as in the setting input-shape
-    fixed: bool  # whether the shape is that of the data; image files and texts are brought to any
-    classes: tuple[str, ...]  # names; none where the settings give those of the run
+    fixed: bool  # False for image files and texts, which take any shape
+    classes: tuple[str, ...]  # names; none where the settings name the run's classes
     count: int  # training samples behind the next two
     mean: np.ndarray  # of each feature
     squares: np.ndarray  # sum of each feature's squared deviations from its mean
     columns: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # what a person should know of the data; from_answer leaves this out and the next
-    skipped: int = 0  # files left out
+    warnings: tuple[str, ...] = ()  # notes on the data; from_answer drops them, and skipped
+    skipped: int = 0  # number of unreadable files
 
     def as_answer(self) -> dict[str, Any]:
         """Return it as the values of a Flower ConfigRecord."""
@@ -62,7 +62,7 @@ class Description:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> "Description":
-        """Read what a site has answered.
+        """Read a site's answer.
 
         Raises
         ------
@@ -93,11 +93,11 @@ class Description:
 
 
 def told_of(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
-    """Return what a site tells people of its data: at most 20 warnings of 300 characters each."""
+    """Return a site's notes on its data for an answer: at most 20 warnings of 300 characters each."""
     return {"warnings": [warning[:_MAX_NAME] for warning in warnings[:20]], "skipped": skipped}
 
 
-# -- what the settings give ------------------------------------------------------------------------------
+# -- the settings ----------------------------------------------------------------------------------------
 
 
 def open_settings(settings: DataSettings, kind: str) -> list[str]:
@@ -109,7 +109,7 @@ def open_settings(settings: DataSettings, kind: str) -> list[str]:
 
 
 def is_complete(settings: DataSettings) -> bool:
-    """Tell whether the settings alone give the task, so that no site has to describe its data."""
+    """Return whether the settings alone give the task, so that no site has to describe its data."""
     return not open_settings(settings, settings.sample_kind)
 
 
@@ -175,10 +175,12 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def difference(own: Sequence[str], names: Sequence[str]) -> str:
-    """Tell which columns are missing and which are unknown, if any."""
-    found = {"missing": [n for n in names if n not in set(own)], "unknown": [n for n in own if n not in set(names)]}
-    return "; ".join(f"{what}: {', '.join(some[:5])}{' …' * (len(some) > 5)}" for what, some in found.items() if some)
+def difference(columns: Sequence[str], names: Sequence[str]) -> str:
+    """Return which names are missing in some columns, and which columns are unknown; empty if none is."""
+    missing = [name for name in names if name not in set(columns)]
+    unknown = [name for name in columns if name not in set(names)]
+    lists = {"missing": missing, "unknown": unknown}
+    return "; ".join(f"{word}: {', '.join(part[:5])}{' …' * (len(part) > 5)}" for word, part in lists.items() if part)
 
 
 def _suits(shape: tuple[int, ...], kind: str) -> bool:
@@ -186,7 +188,7 @@ def _suits(shape: tuple[int, ...], kind: str) -> bool:
     return len(shape) == axes and min(shape) > 0 and math.prod(shape) <= _MAX_SIZE
 
 
-# -- what the sites agree on -----------------------------------------------------------------------------
+# -- the agreed task -------------------------------------------------------------------------------------
 
 
 def agreed(
@@ -208,42 +210,42 @@ def agreed(
     kind, shape = settings.sample_kind, settings.input_shape
     if kind == "auto":
         kind = sites.most("sample-kind", "hold different kinds of samples", lambda d: d.kind)
-    sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, those of the run {kind}")
-    tables = kind == "features" and all(d.columns for _, d in sites.told)
+    sites.keep(lambda d: d.kind == kind, lambda d: f"its samples are of the kind {d.kind}, the run's are {kind}")
+    tables = kind == "features" and all(d.columns for _, d in sites.entries)
     names = names_in("feature-names", settings.feature_names) if settings.feature_names else ()
     names = names or (sites.most_columns() if tables and not shape else ())
     shape = shape or (str(len(names)) if names else sites.shape())
-    names = names or next((d.columns for _, d in sites.told if d.columns and shape_text(d.shape) == shape), ())
+    names = names or next((d.columns for _, d in sites.entries if d.columns and shape_text(d.shape) == shape), ())
     sites.keep(
         lambda d: not d.fixed or shape_text(d.shape) == shape,
         lambda d: (
-            f"its columns are not those of the run ({difference(d.columns, names)})"
+            f"its columns are not the run's ({difference(d.columns, names)})"
             if names and d.columns
-            else f"its samples have the shape {shape_text(d.shape)}, those of the run {shape}"
+            else f"its samples have the shape {shape_text(d.shape)}, the run's {shape}"
         ),
     )
-    if not sites.told:
+    if not sites.entries:
         raise SettingsError(f"sample-kind = {kind!r} with input-shape = {shape!r}: no site has such samples")
-    for own in sorted({d.shape for _, d in sites.told if TASK_KINDS[kind] == "image"}):
-        if (text := shape_text(own)) != shape:
-            some = _shown(name for name, d in sites.told if d.shape == own)
-            sites.warnings.append(f"{some}: images of shape {text} are brought to {shape}, that of the run")
-    columns = sites.columns(columns_in(settings, sites.told[0][1].shape[0])) if kind == "features" else ()
-    known = {name for _, d in sites.told for name in d.classes}
+    for site_shape in sorted({d.shape for _, d in sites.entries if TASK_KINDS[kind] == "image"}):
+        if (text := shape_text(site_shape)) != shape:
+            resized = _shown(name for name, d in sites.entries if d.shape == site_shape)
+            sites.warnings.append(f"{resized}: images of shape {text} are resized to {shape}, the run's shape")
+    columns = sites.columns(columns_in(settings, sites.entries[0][1].shape[0])) if kind == "features" else ()
+    all_classes = {name for _, d in sites.entries for name in d.classes}
     if not settings.classes:
-        for twins in nearly_equal(known):
-            found = [f"{listed([t])} ({_shown(name for name, d in sites.told if t in d.classes)})" for t in twins]
+        for twins in nearly_equal(all_classes):
+            names_of = [f"{listed([t])} ({_shown(name for name, d in sites.entries if t in d.classes)})" for t in twins]
             sites.warnings.append(
-                f"classes that nearly agree are taken for different ones: {', '.join(found)}; if they are one, rename "
-                "it at a site"
+                f"classes that nearly agree are taken for different ones: {', '.join(names_of)}; if they are one, "
+                "rename it at a site"
             )
-        sites.check_classes(known)
-    classes = settings.classes or _listed(sorted_names(known))
+        sites.check_classes(all_classes)
+    classes = settings.classes or _listed(sorted_names(all_classes))
     result = replace(settings, sample_kind=kind, input_shape=shape, classes=classes, feature_names=_listed(columns))
     if kind == "features":
-        told = [(name, _in_order(d, columns)) for name, d in sites.told if d.mean.size]
-        sites.warnings += unlike_features(told, columns)
-        result = with_statistics(result, [d for _, d in told])
+        measured = [(name, _in_order(d, columns)) for name, d in sites.entries if d.mean.size]
+        sites.warnings += unlike_features(measured, columns)
+        result = with_statistics(result, [d for _, d in measured])
     task_of(result)
     return result, sites.warnings
 
@@ -278,7 +280,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     sites : sequence of (str, Description)
         Names of the sites, and their mean and squares ``(F,)`` in one order of the features.
     columns : sequence of str
-        Names of the features; without them, warnings number them from 0.
+        Names of the features; empty: warnings number the features from 0.
     """
     if len(sites) < 2:
         return []
@@ -287,60 +289,62 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     logs = np.log(np.sqrt(variances), out=np.zeros_like(variances), where=variances > 0)
     warnings: dict[int, list[str]] = {}
     for site, (name, described) in enumerate(sites):
-        others = np.arange(len(sites)) != site
-        centre = means[others].mean(0)
-        spread = np.sqrt(variances[others].mean(0) + means[others].var(0))
+        other_sites = np.arange(len(sites)) != site
+        centre = means[other_sites].mean(0)
+        spread = np.sqrt(variances[other_sites].mean(0) + means[other_sites].var(0))
         reference = np.where(spread > 0, spread, np.sqrt(variances[site]))
         distance = np.abs(means[site] - centre)
-        for place in np.flatnonzero(distance > UNLIKE_MEAN * reference):
+        for feature in np.flatnonzero(distance > UNLIKE_MEAN * reference):
             text = f"{name}'s mean is far from the other sites' mean"
-            if described.count >= MIN_SHOWN and reference[place]:
-                deviations = f"{distance[place] / reference[place]:.2g} standard deviations"
-                text = f"{name}'s mean {means[site, place]:.3g} is {deviations} from the other sites' mean"
-            warnings.setdefault(int(place), []).append(text)
-        varied = (variances > 0) & others[:, None]
+            if described.count >= MIN_SHOWN and reference[feature]:
+                deviations = f"{distance[feature] / reference[feature]:.2g} standard deviations"
+                text = f"{name}'s mean {means[site, feature]:.3g} is {deviations} from the other sites' mean"
+            warnings.setdefault(int(feature), []).append(text)
+        varied = (variances > 0) & other_sites[:, None]
         ratio = np.exp(logs[site] - logs.sum(0, where=varied) / np.maximum(varied.sum(0), 1))
         ratio[(variances[site] == 0) | ~varied.any(0)] = 1.0
-        for place in np.flatnonzero((ratio > UNLIKE_SPREAD) | (ratio < 1 / UNLIKE_SPREAD)):
-            if distance[place] <= UNLIKE_MEAN * reference[place]:
-                text = f"{name}'s standard deviation is {ratio[place]:.2g} times the other sites'"
-                warnings.setdefault(int(place), []).append(text)
+        for feature in np.flatnonzero((ratio > UNLIKE_SPREAD) | (ratio < 1 / UNLIKE_SPREAD)):
+            if distance[feature] <= UNLIKE_MEAN * reference[feature]:
+                text = f"{name}'s standard deviation is {ratio[feature]:.2g} times the other sites'"
+                warnings.setdefault(int(feature), []).append(text)
     return [
-        f"feature {columns[place] if columns else place}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Other "
+        f"feature {columns[feature] if columns else feature}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Other "
         "units, or codes for missing values?"
-        for place, texts in sorted(warnings.items())
+        for feature, texts in sorted(warnings.items())
     ][:MAX_UNLIKE]
 
 
 class _Sites:
     """The sites that take part so far, each with its name, and the warnings about them and the others."""
 
-    def __init__(self, told: list[tuple[str, Description]]) -> None:
-        self.told, self.warnings = told, list[str]()
+    def __init__(self, entries: list[tuple[str, Description]]) -> None:
+        self.entries, self.warnings = entries, list[str]()
 
     def keep(self, fits: Callable[[Description], bool], why_not: Callable[[Description], str]) -> None:
         """Leave out the sites that do not fit, with a warning for each."""
-        self.warnings += [f"{name}: {why_not(d)}; it cannot take part" for name, d in self.told if not fits(d)]
-        self.told = [(name, d) for name, d in self.told if fits(d)]
+        self.warnings += [f"{name}: {why_not(d)}; it cannot take part" for name, d in self.entries if not fits(d)]
+        self.entries = [(name, d) for name, d in self.entries if fits(d)]
 
-    def most(self, key: str, what: str, value_of: Callable[[Description], str]) -> str:
+    def most(self, key: str, problem: str, value_of: Callable[[Description], str]) -> str:
         """Return what most sites have, or raise :class:`SettingsError` if as many have another."""
-        counts = Counter(value_of(d) for _, d in self.told).most_common()
+        counts = Counter(value_of(d) for _, d in self.entries).most_common()
         if len(counts) > 1 and counts[0][1] == counts[1][1]:
-            found = [f"{v} ({_shown(name for name, d in self.told if value_of(d) == v)})" for v in sorted(dict(counts))]
-            raise SettingsError(f"the sites {what}, and none is that of most: {'; '.join(found)}; set {key}")
+            values = [
+                f"{v} ({_shown(name for name, d in self.entries if value_of(d) == v)})" for v in sorted(dict(counts))
+            ]
+            raise SettingsError(f"the sites {problem}, and no majority has one: {'; '.join(values)}; set {key}")
         return counts[0][0] if counts else ""
 
     def shape(self) -> str:
         """Return the shape that most sites with a fixed one have; without any, that of most image files."""
-        deciding = _Sites([entry for entry in self.told if entry[1].fixed] or self.told)
+        deciding = _Sites([entry for entry in self.entries if entry[1].fixed] or self.entries)
         shape = deciding.most("input-shape", "have samples of different shapes", lambda d: shape_text(d.shape))
         channels = int(shape.split("x")[0]) if shape else 0
-        coloured = [name for name, d in self.told if not d.fixed and len(d.shape) == 3 and d.shape[0] > channels]
+        coloured = [name for name, d in self.entries if not d.fixed and len(d.shape) == 3 and d.shape[0] > channels]
         if coloured:
             raise SettingsError(
-                f"the images of most sites are grey, {shape}; those of {_shown(coloured)} would lose their colours: "
-                f"set input-shape (3x{shape.partition('x')[2]} keeps them)"
+                f"the images of most sites are grey, {shape}; {_shown(coloured)} would lose its colours: set "
+                f"input-shape (3x{shape.partition('x')[2]} keeps them)"
             )
         return shape
 
@@ -348,16 +352,16 @@ class _Sites:
         """Raise :class:`SettingsError` if one site alone has a class, which may be another name for a common class."""
         alone: dict[str, list[str]] = {}
         for label in sorted_names(set(classes)):
-            having = [name for name, d in self.told if label in d.classes]
-            if len(having) == 1 and len(self.told) > 1:
+            having = [name for name, d in self.entries if label in d.classes]
+            if len(having) == 1 and len(self.entries) > 1:
                 alone.setdefault(having[0], []).append(label)
         if alone:
-            found = [
+            labels_by_site = [
                 f"{listed(labels[:5])}{' …' * (len(labels) > 5)} at {site}" for site, labels in list(alone.items())[:5]
             ]
             raise SettingsError(
-                f"classes that one site alone has: {'; '.join(found)}{'; …' * (len(alone) > 5)}. Sites may name one "
-                "class differently, and classes is not set: rename it at the site, or confirm the classes with "
+                f"classes that one site alone has: {'; '.join(labels_by_site)}{'; …' * (len(alone) > 5)}. Sites may "
+                "name one class differently, and classes is not set: rename it at the site, or confirm all with "
                 f"classes={_listed(sorted_names(set(classes)))!r}"
             )
 
@@ -366,7 +370,7 @@ class _Sites:
 
         Raises :class:`SettingsError` if as many sites have others.
         """
-        named = [(name, d) for name, d in self.told if d.columns]
+        named = [(name, d) for name, d in self.entries if d.columns]
         if not named:
             return ()
         orders = Counter(d.columns for _, d in named)
@@ -374,8 +378,8 @@ class _Sites:
         if len(sets) > 1 and sets[0][1] == sets[1][1]:
             (first, a), (second, b) = (next((n, d) for n, d in named if set(d.columns) == s) for s, _ in sets[:2])
             raise SettingsError(
-                f"the columns of {second} differ from those of {first} ({difference(b.columns, a.columns)}), and "
-                "none are those of most sites: rename them, or set feature-names"
+                f"the columns of {second} differ from the columns of {first} ({difference(b.columns, a.columns)}), and "
+                "no majority of the sites has either: rename them, or set feature-names"
             )
         return next(order for order, _ in orders.most_common() if set(order) == sets[0][0])
 
@@ -384,13 +388,15 @@ class _Sites:
         columns = columns or self.most_columns()
         self.keep(
             lambda d: not d.columns or set(d.columns) == set(columns),
-            lambda d: f"its columns are not those of the run ({difference(d.columns, columns)})",
+            lambda d: f"its columns are not the run's ({difference(d.columns, columns)})",
         )
-        if swapped := [name for name, d in self.told if d.columns not in ((), columns)]:
-            self.warnings.append(f"{_shown(swapped)}: columns stand in another order, and are put into that of the run")
-        if columns and (nameless := [name for name, d in self.told if not d.columns]):
-            told = ", ".join(columns[:5]) + " …" * (len(columns) > 5)
-            self.warnings.append(f"{_shown(nameless)}: data without names of columns, taken to be {told} in this order")
+        if swapped := [name for name, d in self.entries if d.columns not in ((), columns)]:
+            self.warnings.append(f"{_shown(swapped)}: columns are in another order, and are put into the run's")
+        if columns and (nameless := [name for name, d in self.entries if not d.columns]):
+            shown = ", ".join(columns[:5]) + " …" * (len(columns) > 5)
+            self.warnings.append(
+                f"{_shown(nameless)}: data without names of columns, taken to be {shown} in this order"
+            )
         return columns
 
 

@@ -1,4 +1,4 @@
-"""A data set in memory: what a file or folder holds, and the task and samples that are made of it."""
+"""A data set in memory: the content of a file or folder, and the task and samples made from it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +38,8 @@ class Dataset:
     group_names: tuple[str, ...] = ()  # by the group's number; none where the data has no names
     is_test: np.ndarray | None = None  # (N,) bool: samples of the supplied test set, if there is one
     given: Indices | None = None  # when the data comes already partitioned
-    notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
-    skipped: int = 0  # files that could not be read and were left out
+    notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
+    skipped: int = 0  # number of unreadable files
     sample_kind: str = ""  # as in :class:`Content`
     words: tuple[str, ...] = ()  # of texts, in the order of their tokens from 2; none where words are hashed
     columns: tuple[str, ...] = ()  # names of the features, where the data gives them
@@ -51,7 +51,7 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What a file or a folder holds, before it belongs to a task; groups and given are as in :class:`Dataset`."""
+    """The content of a file or a folder, before it belongs to a task; groups and given are as in :class:`Dataset`."""
 
     path: Path  # for messages
     kind: str  # image (uint8), image-float, features, text or tokens (numbers of words)
@@ -63,8 +63,8 @@ class Content:
     class_names: tuple[str, ...] = ()  # where the data gives them; the labels are then their numbers 0..C-1
     columns: tuple[str, ...] = ()  # names of the features, where the data gives them
     group_names: tuple[str, ...] = ()
-    read_notes: tuple[str, ...] = ()  # what a person should know of the data, a sentence each
-    unreadable: tuple[str, ...] = ()  # what is wrong with each file that was left out
+    read_notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
+    unreadable: tuple[str, ...] = ()  # an error message for each unreadable file
     resized: bool = False  # images that were brought to one size, and can be brought to any
 
     @cached_property
@@ -74,7 +74,7 @@ class Content:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of the data, its labels included."""
+        """Warnings about the data and its labels."""
         return (*self.read_notes, *label_notes(*self.distinct, self.is_test))
 
 
@@ -93,14 +93,14 @@ def make_dataset(
     vocabulary: int = 0,
     scale: tuple[np.ndarray, np.ndarray] | None = None,
     text_length: int = 0,
-    **others: Any,
+    **attributes: Any,
 ) -> Dataset:
     """Build a data set from samples and labels as :class:`Dataset` holds them, and the parts of its :class:`Task`.
 
     uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels and tokens stay.
     ``scale`` is mean and standard deviation of features; without it, :func:`fitted` computes them. ``text_length`` is
     the number of tokens of a text that :func:`fitted` has yet to make. The kind of the samples is as in
-    :class:`Content`; ``others`` are further attributes of the data set.
+    :class:`Content`; ``attributes`` are further ones of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
     kind = TASK_KINDS[sample_kind]
@@ -113,7 +113,8 @@ def make_dataset(
     elif scale is None:
         scale = np.zeros(shape[0]), np.ones(shape[0])
     task = Task(kind, shape, tuple(class_names), vocabulary)
-    return Dataset(name, task, x, y, *scale, sample_kind=sample_kind, **others)
+    mean, std = scale
+    return Dataset(name, task, x, y, mean, std, sample_kind=sample_kind, **attributes)
 
 
 def fitted(dataset: Dataset, train: Sequence[np.ndarray], max_words: int) -> Dataset:

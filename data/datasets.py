@@ -41,7 +41,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     Raises
     ------
     SettingsError
-        If there is no such name or path, or ``max_samples``, ``image_size`` or ``text_length`` does not suit the data.
+        If the name or path does not exist, or ``max_samples``, ``image_size`` or ``text_length`` does not fit the data.
     DataError
         If the data is missing or damaged.
     """
@@ -49,7 +49,7 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     try:
         if name in DATASETS:
             _check_columns(Columns.of(settings), name, False)
-            found = load_published(name, data_dir, settings)
+            dataset = load_published(name, data_dir, settings)
         else:
             size = (settings.image_size,) * 2 if settings.image_size else None
             function = is_own(name) and not exists(absolute(name))
@@ -63,28 +63,28 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
                 path = path_of(name, data_dir)
                 _check_columns(columns, name, has_columns(path))
                 content = read_own(path, size, columns=columns)
-            found = as_dataset(content, name, settings.text_length or MAX_LENGTH)
+            dataset = as_dataset(content, name, settings.text_length or MAX_LENGTH)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
     except MemoryError as error:
         raise DataError(f"{name}: more than fits into memory ({error})") from error
-    _check_resized(found, settings)
-    return _subset(found, settings, seed)
+    _check_resized(dataset, settings)
+    return _subset(dataset, settings, seed)
 
 
 def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
-    """Raise :class:`SettingsError` where settings name columns of what has none."""
+    """Raise :class:`SettingsError` where settings name columns of data without columns."""
     if (named := columns.named()) and not has_columns:
         raise SettingsError(
             f"{named[0][0]} = {named[0][1]!r} does not go with dataset = {name!r}, which has no columns: they are for "
-            ".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk; leave it empty"
+            ".csv, .parquet, hf:owner/name and folders of datasets.save_to_disk; remove it"
         )
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
-    """Raise :class:`SettingsError` where the samples could not be brought to the size that is asked for."""
+    """Raise :class:`SettingsError` where the samples could not be brought to the size in the settings."""
     task = dataset.task
-    for key, kind, wanted, what in (
+    for key, kind, wanted, reason in (
         ("image-size", "image", (settings.image_size,) * 2, "image files are resized"),
         ("text-length", "text", (settings.text_length,), "texts are cut to a number of words"),
     ):
@@ -93,7 +93,7 @@ def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
             shape = "x".join(map(str, sizes if task.kind == kind else task.input_shape))
             raise SettingsError(
                 f"{key} = {wanted[0]} does not go with {dataset.name}, which holds samples of the kind {task.kind} and "
-                f"the size {shape}: only {what}; set it to 0"
+                f"the size {shape}: only {reason}; set it to 0"
             )
 
 
@@ -107,7 +107,9 @@ def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:
             "(a PFLlib directory, or partition = 'file'); set it to 0"
         )
     if size > len(dataset):
-        raise SettingsError(f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; at most so many, or 0")
+        raise SettingsError(
+            f"max-samples = {size}: {dataset.name} has {len(dataset)} samples; allowed are 0 to this number"
+        )
     keep = np.sort(numpy_generator(seed, "subset").choice(len(dataset), size, replace=False))
     groups, is_test = (None if part is None else part[keep] for part in (dataset.groups, dataset.is_test))
     return replace(dataset, x=dataset.x[keep], y=dataset.y[keep], groups=groups, is_test=is_test)

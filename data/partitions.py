@@ -40,8 +40,8 @@ class Partition:
 
     def counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the samples (of all splits) of each class on each client, ``(M, C)`` int64."""
-        others = (_class_counts(split, y, num_classes) for split in (self.test, self.validation))
-        return sum(others, self.train_counts(y, num_classes))
+        evaluated = (_class_counts(split, y, num_classes) for split in (self.test, self.validation))
+        return sum(evaluated, self.train_counts(y, num_classes))
 
     def train_counts(self, y: np.ndarray, num_classes: int) -> np.ndarray:
         """Return the training samples of each class on each client, ``(M, C)`` int64."""
@@ -94,7 +94,7 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
 
 
 def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -> Partition:
-    """Return (train, test) of each client as a partition, with no more training samples than ``train_samples``.
+    """Return (train, test) of each client as a partition, with at most ``train_samples`` training samples.
 
     Of these, ``validation_fraction`` are for validation.
     """
@@ -104,7 +104,10 @@ def finished(pairs: Indices, settings: DataSettings, rng: np.random.Generator) -
     if settings.validation_fraction:
         divided = split([train for train, _ in pairs], settings.validation_fraction, rng)
         parts = [(train, test, aside) for (train, aside), (_, test) in zip(divided, pairs, strict=True)]
-    return Partition(*(tuple(np.sort(own).astype(np.int64) for own in of_all) for of_all in zip(*parts, strict=True)))
+    train, test, validation = (
+        tuple(np.sort(part).astype(np.int64) for part in split_parts) for split_parts in zip(*parts, strict=True)
+    )
+    return Partition(train, test, validation)
 
 
 def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
@@ -114,7 +117,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
         if settings.test_set == "pooled" and dataset.given is not None:
             raise SettingsError(
                 f"test-set = 'pooled' does not go with {dataset.name}, which comes with a test set for each client; "
-                "leave it at 'supplied'"
+                "set it to 'supplied'"
             )
         if dataset.given is None:
             raise SettingsError(
@@ -205,7 +208,7 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
     Each class is divided in proportion to the clients' training samples of it, so that a client is tested on the class
     proportions that it trains on. Each sample goes to one client. The largest remainders get the samples that rounding
     leaves; equal remainders do so in random order. A client without a sample takes one of its most frequent class from
-    the client that has most of that class.
+    the client that has most samples of this class.
 
     Parameters
     ----------
@@ -218,10 +221,10 @@ def share_test_set(counts: np.ndarray, available: np.ndarray, rng: np.random.Gen
     """
     totals = np.maximum(counts.sum(0), 1)
     shares, remainders = np.divmod(counts * available, totals)
-    rest = np.where(counts.any(0), available, 0) - shares.sum(0)
-    for label in np.flatnonzero(rest):
+    leftover = np.where(counts.any(0), available, 0) - shares.sum(0)
+    for label in np.flatnonzero(leftover):
         order = np.lexsort((rng.random(len(counts)), -remainders[:, label]))
-        shares[order[: rest[label]], label] += 1
+        shares[order[: leftover[label]], label] += 1
     for client in np.flatnonzero(~shares.any(1)):
         for label in np.argsort(-counts[client], kind="stable")[: np.count_nonzero(counts[client])]:
             giver = int(np.where(shares.sum(1) > 1, shares[:, label], 0).argmax())
@@ -244,8 +247,8 @@ def _divided(
     parts: list[list[np.ndarray]] = [[test[:0]] for _ in train]
     for label in np.flatnonzero(shares.any(0)):
         pool = rng.permutation(test[y[test] == label])
-        for part, own in zip(parts, np.split(pool, np.cumsum(shares[:, label])[:-1]), strict=True):
-            part.append(own)
+        for part, share in zip(parts, np.split(pool, np.cumsum(shares[:, label])[:-1]), strict=True):
+            part.append(share)
     return [np.concatenate(part) for part in parts]
 
 
@@ -266,9 +269,9 @@ def _equal(dataset: Dataset, settings: DataSettings, rng: np.random.Generator, *
             f"samples-per-client = {train} cannot hold classes-per-client = {per_client}; at least {per_client} needed"
         )
     # The two remainders of the division go to different classes, as far as there are enough.
-    places = np.arange(per_client)
-    take_train = train // per_client + (places < train % per_client)
-    take_test = test // per_client + (places[::-1] < test % per_client)
+    class_numbers = np.arange(per_client)
+    take_train = train // per_client + (class_numbers < train % per_client)
+    take_test = test // per_client + (class_numbers[::-1] < test % per_client)
     pools = [rng.permutation(np.flatnonzero(y == label)) for label in range(num_classes)]
     times = np.zeros(num_classes, np.int64)
     used = np.zeros(num_classes, np.int64)
@@ -329,8 +332,8 @@ def _from_file(
         pairs = tuple((part[~is_test[part]], part[is_test[part]]) for (part,) in clients)
     elif "all" in splits:
         pairs = split([part for (part,) in clients], settings.test_fraction, rng)
-    for client, (train, _) in enumerate(pairs if is_test is not None else ()):
-        if (tested := train[is_test[train]]).size:
+    for client, (train, _) in enumerate(pairs):
+        if is_test is not None and (tested := train[is_test[train]]).size:
             raise SettingsError(
                 f"partition-file = {settings.partition_file!r}: client {client} trains on sample {tested[0]}, which "
                 f"belongs to the test set of {dataset.name}; list it under test, or set test-set to 'pooled'"
@@ -355,7 +358,9 @@ def split(parts: Sequence[np.ndarray], fraction: float, rng: np.random.Generator
 def _indices(listed: Any, size: int, where: str) -> np.ndarray:
     if not isinstance(listed, list):
         raise DataError(f"{where}: {listed!r:.40} is not a list of sample indices")
-    for place, index in enumerate(listed):
+    for position, index in enumerate(listed):
         if type(index) is not int or not 0 <= index < size:
-            raise DataError(f"{where}: {index!r} at position {place}; allowed are whole numbers from 0 to {size - 1}")
+            raise DataError(
+                f"{where}: {index!r} at position {position}; allowed are whole numbers from 0 to {size - 1}"
+            )
     return np.array(listed, np.int64)

@@ -160,8 +160,8 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
             tested += [path.parent.name == "test"] * len(y)
     check_lengths(str(data_dir / "femnist"), samples=len(writers))
     groups, group_names = numbered_groups(np.array(writers), "writer")
-    x, y = np.concatenate(images), np.concatenate(labels)
-    return Content(data_dir / "femnist", "image", x, y, groups, np.array(tested), group_names=group_names)
+    pixels, classes = np.concatenate(images), np.concatenate(labels)
+    return Content(data_dir / "femnist", "image", pixels, classes, groups, np.array(tested), group_names=group_names)
 
 
 def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
@@ -281,8 +281,8 @@ def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
         raise DataError(f"{path}: no user has {_MIN_TEST} test samples at test-fraction = {fraction}; raise it")
     users, labels, texts = zip(*rows, strict=True)
     groups, group_names = numbered_groups(np.array(users), "user")
-    names = {"class_names": ("negative", "positive"), "group_names": group_names}
-    return Content(path, "text", texts, np.array(labels, np.int64), groups, **names)
+    y, names = np.array(labels, np.int64), ("negative", "positive")
+    return Content(path, "text", texts, y, groups, class_names=names, group_names=group_names)
 
 
 def _square(settings: DataSettings) -> tuple[int, int]:

@@ -1,10 +1,11 @@
-"""What a site does with data of its own: read it, describe it, load it for the task of the run.
+"""A site's data: read it, describe it, load it for the task of the run.
 
 Every site reads its data against the run's settings and refuses what does not fit (see :mod:`posy.data.agreement`).
 """
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False)
     if not path.is_absolute():
         raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path")
     if not exists(path):
-        raise DataError(f"{path}: there is no such file or directory (data in the node config)")
+        raise DataError(f"{path}: this file or directory does not exist (data in the node config)")
     size, mode = None, None
     if settings.input_shape and settings.sample_kind == "image":
         channels, height, width = shape_in(settings, "image")
@@ -77,7 +78,7 @@ def describe_site(content: Content, settings: DataSettings, seed: int) -> Descri
 def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
     """Return the samples that a site trains on in the run, and a partition with this one client.
 
-    The test samples are those of the supplied test set, unless ``test_set`` pools it; else ``test_fraction`` of the
+    The test samples are the supplied test set, unless ``test_set`` pools it; else ``test_fraction`` of the
     samples, drawn by the seed of the run. Columns are put into the order of the run.
 
     Raises
@@ -99,24 +100,25 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
         scale = statistics_in(settings, task.input_shape[0])
     y = _numbers_in_run(content, task.class_names)
     part = _partition(content, settings, seed)
-    others = {"notes": content.notes, "skipped": len(content.unreadable)}
+    columns, notes = content.columns, content.notes
     if scale is not None:
-        columns = columns_in(settings, task.input_shape[0]) or content.columns
+        columns = columns_in(settings, task.input_shape[0]) or columns
         check_scaled(x, *scale, str(path), columns)
-        others |= {"columns": columns, "notes": (*content.notes, *_far_notes(x, part.train[0], *scale, columns))}
-    return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **others), part
+        notes = (*notes, *_far_notes(x, part.train[0], *scale, columns))
+    about: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
+    return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **about), part
 
 
 def _far_notes(
     x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...]
 ) -> list[str]:
-    """Return a note for each feature whose mean at this site is far from that of the run, as in other units."""
+    """Return a note for each feature whose mean at this site is far from the mean of the run, as in other units."""
     far = np.abs(moments(x, train)[0] - mean) / std
     return [
-        f"feature {columns[place] if columns else place}: the mean of this site is "
-        + (f"{far[place]:.2g} standard deviations" if len(train) >= MIN_SHOWN else "far")
+        f"feature {columns[feature] if columns else feature}: the mean of this site is "
+        + (f"{far[feature]:.2g} standard deviations" if len(train) >= MIN_SHOWN else "far")
         + " from the mean of the run; other units?"
-        for place in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]
+        for feature in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]
     ]
 
 
@@ -169,11 +171,11 @@ def _partition(content: Content, settings: DataSettings, seed: int) -> Partition
 
 def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels as numbers of the run's classes, ``(N,)`` int64."""
-    (y, own_names), known = content.distinct, set(names)
-    for place, name in enumerate(own_names):
-        if name not in known:
+    (y, own_names), classes = content.distinct, set(names)
+    for number, name in enumerate(own_names):
+        if name not in classes:
             raise DataError(
-                f"{content.path}: label {name!r} of sample {int(np.argmax(y == place))} is not a class of the run; "
+                f"{content.path}: label {name!r} of sample {int(np.argmax(y == number))} is not a class of the run; "
                 f"allowed are {', '.join(names)}"
             )
     return renumbered(y, own_names, names)

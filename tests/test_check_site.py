@@ -83,7 +83,7 @@ def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
     [
         ((), "which data?"),
         (("data=s.csv",), "must be an absolute path"),
-        (("data={}/gone.csv",), "there is no such file"),
+        (("data={}/gone.csv",), "this file or directory does not exist"),
         (("data={}/s.csv", "classes=a,b"), "label '0' of sample 0 is not a class of the run"),
         (("data={}/s.csv", "sample-kind=image"), "holds samples of the kind features; .* is image"),
         (("data={}/s.csv", "input-shape=3"), "samples of shape 2; .* is 3"),

@@ -205,7 +205,7 @@ def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]
         "float pixels": (lambda r: npz(r / "s.npz", inf[2:], list("ab")), IMAGES, "kind image-float"),
         "truncated": (truncated, IMAGES, r"s\.npz: not a whole \.npz file"),
         "damaged": (damaged, IMAGES, r"s\.npz: not a whole \.npz file"),
-        "missing file": (lambda r: r / "gone.npz", IMAGES, r"gone\.npz: there is no such file"),
+        "missing file": (lambda r: r / "gone.npz", IMAGES, r"gone\.npz: this file or directory does not exist"),
         "relative path": (lambda r: Path("site.npz"), IMAGES, "'site.npz' in the node config: .* absolute"),
         "another format": (plain, IMAGES, r"s\.txt: allowed are"),
         "unequal lengths": (lambda r: npz(r / "s.npz", grey(3), list("ab")), IMAGES, "unequal length"),
@@ -305,16 +305,16 @@ def columns(*names: str) -> Description:
     [
         (
             [told("image", GREY, "a", "b", fixed=False), told("image", RGB, "a", "b", fixed=False)],
-            "different shapes, and none is that of most: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
+            "different shapes, and no majority has one: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
         ),
         (
             [told("image", GREY, "a", "b", fixed=False)] * 2 + [told("image", RGB, "a", "b", fixed=False)],
-            "those of site-2 would lose their colours: set input-shape .3x48x40 keeps them.",
+            "site-2 would lose its colours: set input-shape .3x48x40 keeps them.",
         ),
         ([told("image", (1, 8, 8), "a"), told("features", (4,), "b")], "different kinds .* set sample-kind"),
         (
             [columns("age", "dose"), columns("age", "Dose")],
-            "columns of site-1 differ from those of site-0 .*set feature",
+            "columns of site-1 differ from the columns of site-0 .*set feature",
         ),
     ],
 )
@@ -328,14 +328,14 @@ def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: lis
     [
         (
             [told("image", RGB, "a", "b", fixed=False)] * 2 + [told("image", GREY, "a", "b", fixed=False)],
-            ["site-2: images of shape 1x48x40 are brought to 3x48x40, that of the run"],
+            ["site-2: images of shape 1x48x40 are resized to 3x48x40, the run's shape"],
         ),
         (
             [told("image", (1, 8, 8), "a", "b")] * 2
             + [told("image", (1, 9, 9), "a", "b"), told("features", (4,), "a")],
             [
-                "site-3: its samples are of the kind features, those of the run image; it cannot take part",
-                "site-2: its samples have the shape 1x9x9, those of the run 1x8x8; it cannot take part",
+                "site-3: its samples are of the kind features, the run's are image; it cannot take part",
+                "site-2: its samples have the shape 1x9x9, the run's 1x8x8; it cannot take part",
             ],
         ),
         (
@@ -348,8 +348,8 @@ def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: lis
         (
             [columns("age", "dose")] * 2 + [columns("dose", "age"), columns("age", "weight")],
             [
-                "site-3: its columns are not those of the run (missing: dose; unknown: weight); it cannot take part",
-                "site-2: columns stand in another order, and are put into that of the run",
+                "site-3: its columns are not the run's (missing: dose; unknown: weight); it cannot take part",
+                "site-2: columns are in another order, and are put into the run's",
             ],
         ),
         ([told("image", GREY, "a", "b")] * 2, []),
@@ -538,10 +538,12 @@ def test_an_extra_column_is_named(hospitals: list[Config], config: Config, tmp_p
     assert any("(unknown: weight)" in reason for _, reason in done.federation.left_out)
     assert done.strategy.clients.keys() == {0, 1}
     names = [site["name"] for site in (hospitals[0], odd)]
-    with pytest.raises(SettingsError, match=r"the columns of va differ from those of cleveland .unknown: weight."):
+    with pytest.raises(
+        SettingsError, match=r"the columns of va differ from the columns of cleveland .unknown: weight."
+    ):
         agreed_with_warnings(OPEN, described([hospitals[0], odd]), names)
     fixed = agreed_with_warnings(replace(OPEN, input_shape="2"), described([hospitals[0], odd]), names)
-    assert fixed[1] == ["va: its columns are not those of the run (unknown: weight); it cannot take part"]
+    assert fixed[1] == ["va: its columns are not the run's (unknown: weight); it cannot take part"]
 
 
 # -- whole runs ------------------------------------------------------------------------------------------

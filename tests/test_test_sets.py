@@ -174,7 +174,7 @@ def test_each_client_is_tested_on_the_classes_that_it_trains_on(tmp_path: Path) 
 def test_a_class_of_the_test_set_is_divided_in_proportion_to_training_samples() -> None:
     counts = np.array([[6, 0, 1], [3, 5, 0], [1, 5, 0]])
     # Class 0: 20 samples, 12 to 6 to 2. Class 1: 5 samples, 2.5 and 2.5: one of the two gets the fifth. Class 2: all.
-    # Class 3, which nobody trains on, is not in the counts of the next call.
+    # In the next call no client trains on class 1.
     shares = share_test_set(counts, np.array([20, 5, 4]), np.random.default_rng(0))
     assert shares[:, 0].tolist() == [12, 6, 2] and shares[:, 2].tolist() == [4, 0, 0]
     assert shares[:, 1].tolist() in ([0, 3, 2], [0, 2, 3])
@@ -209,8 +209,8 @@ def test_a_partition_file_must_not_train_on_the_test_set(tmp_path: Path) -> None
     Path("parts.json").write_text(json.dumps([list(range(30)), list(range(30, 60))]), encoding="utf-8")
     shared = workspace(**settings, method="fedavg").partition.test
     assert sorted(np.concatenate(shared).tolist()) == list(range(TRAIN, TRAIN + TEST))
-    bad = {"train": [[0, 61], [1, 2]], "test": [[62], [63]]}
-    Path("parts.json").write_text(json.dumps(bad), encoding="utf-8")
+    lists_of = {"train": [[0, 61], [1, 2]], "test": [[62], [63]]}
+    Path("parts.json").write_text(json.dumps(lists_of), encoding="utf-8")
     with pytest.raises(SettingsError, match=r"client 0 trains on sample 61.*test set.*set test-set to 'pooled'"):
         _ = workspace(**settings, method="fedavg").partition
     assert workspace(**settings, method="fedavg", test_set="pooled").partition.train[0].tolist() == [0, 61]
