@@ -1,18 +1,17 @@
 """The SuperLink and the process that runs ServerApps, kept apart so that a run outlives a SuperLink.
 
-``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the ServerApp
-beside it. A SuperLink that dies is started again with its state. The ServerApp and the nodes ask again until it
-answers, and the run goes on.
+``flower-superlink --isolation process`` keeps its state in a database; ``flower-superexec`` starts the ServerApp in
+another process. A SuperLink that dies is started again with its state. The ServerApp and the nodes retry until it
+answers, and the run continues.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +23,6 @@ HEALTHY_SECONDS = 30.0
 """Seconds after which a process counts as well started."""
 MAX_STARTS = 5
 """Number of starts in a row after which a process that never gets that far is given up."""
-PR_SET_PDEATHSIG = 1
-"""Linux's prctl operation: the signal that a process gets when its parent dies."""
 STOP_SECONDS = 10.0
 """Seconds that a process has to end by itself."""
 
@@ -38,6 +35,7 @@ class _Kept:
     command: Sequence[str]
     environment: Mapping[str, str]
     lock: int
+    reaper: "_Reaper"
     starts: int = 0
 
     def __post_init__(self) -> None:
@@ -46,19 +44,17 @@ class _Kept:
     def start(self) -> None:
         self.started = time.monotonic()
         self.starts += 1
-        # In a session of its own, so that a Ctrl-C reaches it only through this process, in the right order.
+        # In a separate session, so that Ctrl-C reaches it only through this process, in the right order.
         self.process = subprocess.Popen(
-            self.command,
-            env=dict(self.environment),
-            start_new_session=True,
-            pass_fds=[self.lock],
-            preexec_fn=end_with_parent(os.getpid()),  # noqa: PLW1509 - this process has one thread
+            self.command, env=dict(self.environment), start_new_session=True, pass_fds=[self.lock]
         )
+        self.reaper.add(self.process.pid)
 
     def restart_if_dead(self) -> None:
         """Start the process again if it has died; raise :class:`LaunchError` if it died too often."""
         if self.process.poll() is None:
             return
+        self.reaper.remove(self.process.pid)
         if time.monotonic() - self.started > HEALTHY_SECONDS:
             self.starts = 0
         if self.starts >= MAX_STARTS or (self.starts == 1 and self.process.returncode > 0):  # e.g. the port is taken
@@ -69,7 +65,7 @@ class _Kept:
 
     def stop(self) -> None:
         """End the process and all that it has started; a ServerApp among them would ask for ever."""
-        with contextlib.suppress(ProcessLookupError):  # the group is no more
+        with contextlib.suppress(ProcessLookupError):  # the group has ended
             os.killpg(self.process.pid, signal.SIGTERM)
             end = time.monotonic() + STOP_SECONDS
             while time.monotonic() < end:
@@ -78,6 +74,32 @@ class _Kept:
                 time.sleep(LOOK_SECONDS / 4)
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.reaper.remove(self.process.pid)
+
+
+class _Reaper:
+    """A process that kills the kept processes, and all that they have started, when this one is killed.
+
+    Otherwise they would keep the state locked, and a ServerApp would retry for ever.
+    """
+
+    def __init__(self) -> None:
+        program = [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))]
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True, text=True)
+
+    def add(self, group: int) -> None:
+        """Kill a group of processes when this process is gone."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # the reaper was killed: there is none until the next start
+            print(group, file=self._process.stdin, flush=True)
+
+    def remove(self, group: int) -> None:
+        """Forget a group that has ended: its number may be used again."""
+        self.add(-group)
+
+    def close(self) -> None:
+        """End the reaper."""
+        self._process.communicate()
 
 
 def keep(
@@ -86,57 +108,41 @@ def keep(
     lock: int,
     certificate: Path | None = None,
 ) -> None:
-    """Run processes, each under a name, in this order, until this one is interrupted, and start again those that die.
+    """Run named processes in this order until this one is interrupted, and restart the processes that die.
 
     They inherit the descriptor ``lock``. The first one reads the ``certificate`` when it starts: it is started again
     when that has changed. One that ends with an error at once, or dies again and again, raises :class:`LaunchError`.
     """
-    kept: list[_Kept] = []
+    processes: list[_Kept] = []
+    reaper = _Reaper()
     try:
-        known = _version(certificate)
+        version = _version(certificate)
         for name, command in commands.items():
-            kept.append(_Kept(name, command, environment, lock))
+            processes.append(_Kept(name, command, environment, lock, reaper))
         while True:
-            if (now := _version(certificate)) != known:
-                known = now
+            if (current := _version(certificate)) != version:
+                version = current
                 print(
                     f"posy: {certificate} has changed: the SuperLink starts again with it", file=sys.stderr, flush=True
                 )
-                kept[0].stop()
-                kept[0].start()
-            for one in kept:
-                one.restart_if_dead()
+                processes[0].stop()
+                processes[0].start()
+            for process in processes:
+                process.restart_if_dead()
             time.sleep(LOOK_SECONDS)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for one in reversed(kept):
-            one.stop()
-
-
-def end_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls before its program, so that the kernel kills it when its parent dies.
-
-    A parent that is killed cannot end its children, which would keep the state locked. Only Linux can do it; elsewhere
-    the result is None.
-    """
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def call() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before this call
-            os._exit(1)
-
-    return call
+        for process in reversed(processes):
+            process.stop()
+        reaper.close()
 
 
 def _version(file: Path | None) -> tuple[int, int] | None:
-    """Return what tells a file from the one before it of that name; None without one."""
+    """Return the identity of a file's content, which changes when the file is replaced; None without a file."""
     if file is None:
         return None
     try:
-        found = file.stat()
+        status = file.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns

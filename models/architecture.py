@@ -23,17 +23,17 @@ from posy.settings import SettingsError
 
 @dataclass(frozen=True)
 class Architecture:
-    """What network a method trains: one of :data:`posy.models.catalogue.MODELS`, or one's own, for a task."""
+    """The network that a method trains for a task: one of :data:`posy.models.catalogue.MODELS`, or a custom one."""
 
     model: str
     task: Task
     ranks: tuple[tuple[str, int], ...] = ()  # of the fully connected layers that are two low-rank factors (PPFE)
-    clients: int = 0  # outputs M of FedDRM's client branch; 0: no such branch
+    clients: int = 0  # outputs M of FedDRM's client branch; 0: without this branch
     cosine: float = 0.0  # scale of a head that compares directions (FedNH); 0: a linear head
     sharing: str = "deep"  # how many blocks both branches share, of posy.models.two_branch.SHARING
     conditional: bool = False  # with FedCP's policy and global head
     linear_init: str = "default"  # or kaiming: weights of the linear layers
-    weights: Weights | None = None  # what it starts from in place of random weights
+    weights: Weights | None = None  # initial weights in place of random ones
     frozen: tuple[str, ...] = ()  # layers whose parameters are built without gradient
 
     def build(self, seed: int = 0) -> nn.Module:
@@ -102,7 +102,7 @@ class Architecture:
         return _divided(self, personal)
 
     def require(self, tensors: Sequence[str], use: str) -> None:
-        """Raise :class:`SettingsError` unless some tensors are trained; ``use`` says what the method does with them."""
+        """Raise :class:`SettingsError` unless some tensors are trained; ``use`` is the method's use of them."""
         trained = {entry.name for entry in self.layout.entries if entry.trainable}
         if missing := [name for name in tensors if name not in trained]:
             state = "has no gradient" if missing[0] in self.held else "does not exist"
@@ -163,13 +163,13 @@ def architecture_for(
 ) -> Architecture:
     """Return the plain architecture of a model, ``auto`` resolved; the arguments are as the settings have them.
 
-    ``digest`` is the SHA-256 of the file of weights, ``words`` are those of the data in the order of their numbers,
-    ``folder`` is where the data lies.
+    ``digest`` is the SHA-256 of the file of weights, ``words`` are the words of the data in the order of their numbers,
+    ``folder`` is the directory of the data.
 
     Raises
     ------
     SettingsError
-        If there is no such network, no such file of weights, or no such layer to be frozen.
+        If the network, the file of weights or a frozen layer does not exist.
     """
     name = resolve(model, task)
     start = weights_for(weights, name, digest, words, folder)
@@ -181,7 +181,7 @@ def architecture_for(
     allowed = tuple(layer for layer in chain.layer_names[:-1] if any(True for _ in chain.layer(layer).parameters()))
     if wrong := [layer for layer in names if layer not in allowed]:
         raise SettingsError(
-            f"frozen = {frozen!r}: {wrong[0]!r} is not a layer of model = {name!r} that can be frozen; those are "
+            f"frozen = {frozen!r}: {wrong[0]!r} is not a layer of model = {name!r} that can be frozen; allowed are "
             f"{', '.join(allowed) or 'none'}"
         )
     return replace(plain, frozen=tuple(layer for layer in allowed if layer in names))

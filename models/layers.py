@@ -49,8 +49,8 @@ class FullyConnected(nn.Module):
 class Dropout(nn.Module):
     """In training, zero each feature with a probability p, and divide the others by 1 − p (Srivastava et al., 2014).
 
-    What is zeroed is where ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. Who trains sets them for each
-    batch, so that they depend on the client and its round alone. Without numbers nothing is zeroed.
+    A feature is zeroed where ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. The trainer sets them for
+    each batch, so that they depend on the client and its round alone. Without numbers nothing is zeroed.
     """
 
     numbers: Tensor | None

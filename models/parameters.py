@@ -79,9 +79,9 @@ class Layout:
         return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
     def part(self, names: Iterable[str]) -> Part:
-        """Return the part of the flat vector that belongs to some layers, or is some tensors, by name.
+        """Return the part of the flat vector that holds some layers and single tensors, by name.
 
-        Raises :class:`KeyError` if there is no such.
+        Raises :class:`KeyError` for an unknown name.
         """
         wanted = set(names)
         if unknown := wanted - {*self.layers, *(entry.name for entry in self.entries)}:
@@ -89,7 +89,7 @@ class Layout:
         return self.select(lambda entry: entry.layer in wanted or entry.name in wanted)
 
     def without(self, names: Iterable[str]) -> Part:
-        """Return all that is no part of some layers and none of some tensors."""
+        """Return the part of the flat vector without some layers and single tensors."""
         left_out = set(names)
         return self.select(lambda entry: entry.layer not in left_out and entry.name not in left_out)
 

@@ -21,7 +21,7 @@ from posy.storage import load_arrays
 _SHOWN = 16
 """Characters of a SHA-256 that a message names."""
 VECTORS = ".txt"
-"""What the names of files of word vectors end in."""
+"""Suffix of files of word vectors."""
 FIRST_WORD = 2
 """Token of the first word; 0 is padding, 1 a word that has no number."""
 
@@ -44,20 +44,20 @@ def weights_for(
 ) -> Weights | None:
     """Return which weights a network starts from, as settings name them; None for random ones.
 
-    A file that is not where the path says is looked for in the ``folder`` of the data. ``words`` are those of the data
-    set, in the order of their numbers.
+    A file that is not at its path is searched for in the ``folder`` of the data. ``words`` are the words of the data,
+    in the order of their numbers.
 
     Raises
     ------
     SettingsError
-        If there is no such file, it has not the SHA-256 ``digest``, torchvision has no such network, or word vectors
-        have no words to belong to.
+        If the file is missing or has another SHA-256 than ``digest``, torchvision does not have the network, or word
+        vectors come without words.
     """
     if not where:
         return None
     if where == PRETRAINED:
         if not model.startswith(TORCHVISION):
-            raise SettingsError(f"weights = {where!r} are those of torchvision's networks, not of model = {model!r}")
+            raise SettingsError(f"weights = {where!r} are for torchvision's networks, not for model = {model!r}")
         return Weights(where, "", model)
     path = found_at(where, folder)
     if path is None:
@@ -70,17 +70,17 @@ def weights_for(
             f"weights = {where!r} holds word vectors: they need a data set of texts, and not one of sites, which do "
             "not tell their words"
         )
-    found = sha256_of(path)
-    if digest not in ("", found):
+    actual = sha256_of(path)
+    if digest not in ("", actual):
         raise SettingsError(
-            f"weights = {str(path)!r}: its SHA-256 is {found[:_SHOWN]}…, weights-sha256 = {digest[:_SHOWN]}…: it is "
+            f"weights = {str(path)!r}: its SHA-256 is {actual[:_SHOWN]}…, weights-sha256 = {digest[:_SHOWN]}…: it is "
             "another file than the run has begun with"
         )
-    return Weights(str(path), found, "", "\n".join(words) if path.suffix == VECTORS else "")
+    return Weights(str(path), actual, "", "\n".join(words) if path.suffix == VECTORS else "")
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
-    """Let a network's tensors be those of a file; its names are those of the network's own module, or of Posy's files.
+    """Load a network's tensors from a file, by the names of the user's module or of Posy's files.
 
     The layers ``fresh`` keep their random weights, and the head does if it has other outputs. In a network with fixed
     tensors, trained tensors that the file lacks (adapters) keep their values too. Word vectors are the rows of the
@@ -91,38 +91,40 @@ def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) 
     SettingsError
         If the file cannot be read, lacks a tensor, or has one of another shape.
     """
-    what = f"weights = {weights.where!r}"
+    source = f"weights = {weights.where!r}"
     if weights.words:
         embeddings = [part for part in network.modules() if isinstance(part, nn.Embedding)]
         if len(embeddings) != 1:
             raise SettingsError(
-                f"{what} holds word vectors; the network must have one embedding, not {len(embeddings)}"
+                f"{source} holds word vectors; the network must have one embedding, not {len(embeddings)}"
             )
         with torch.no_grad():
             embeddings[0].weight.copy_(_vectors(weights, *embeddings[0].weight.shape))
         return
-    found = _read(weights)
+    stored = _read(weights)
     tensors = network.state_dict()
     aliases = network.given_names(tensors)
-    kept = {id(t) for layer in fresh for t in _tensors(network, layer)}
+    skipped = {id(t) for layer in fresh for t in _tensors(network, layer)}
     head = {id(t) for t in _tensors(network, "head")}
-    own = dict(network.state_dict(keep_vars=True))
+    originals = dict(network.state_dict(keep_vars=True))
     fixed = fixed_tensors(network)
     chosen: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if id(own[name]) in kept or not tensor.is_floating_point():
+        if id(originals[name]) in skipped or not tensor.is_floating_point():
             continue
-        there = found.get(name, found.get(aliases[name]))
-        if there is not None and there.shape == tensor.shape:
-            chosen[name] = there.to(tensor.dtype)
-        elif id(own[name]) not in head and not (there is None and fixed and name not in fixed):
-            told = "is not in it" if there is None else f"has the shape {tuple(there.shape)} there"
-            held = ", ".join(list(found)[:8])
-            raise SettingsError(f"{what}: {aliases[name]} of shape {tuple(tensor.shape)} {told}; it holds {held}, …")
+        value = stored.get(name, stored.get(aliases[name]))
+        if value is not None and value.shape == tensor.shape:
+            chosen[name] = value.to(tensor.dtype)
+        elif id(originals[name]) not in head and not (value is None and fixed and name not in fixed):
+            problem = "is not in it" if value is None else f"has the shape {tuple(value.shape)} there"
+            names = ", ".join(list(stored)[:8])
+            raise SettingsError(
+                f"{source}: {aliases[name]} of shape {tuple(tensor.shape)} {problem}; it holds {names}, …"
+            )
     if not all(torch.isfinite(tensor).all() for tensor in chosen.values()):
-        raise SettingsError(f"{what}: it holds numbers that are not finite")
-    if head & {id(own[name]) for name in chosen} != head:  # a bias goes with its weight
-        chosen = {name: tensor for name, tensor in chosen.items() if id(own[name]) not in head}
+        raise SettingsError(f"{source}: it holds numbers that are not finite")
+    if head & {id(originals[name]) for name in chosen} != head:  # a bias goes with its weight
+        chosen = {name: tensor for name, tensor in chosen.items() if id(originals[name]) not in head}
     network.load_state_dict(chosen, strict=False)
 
 
@@ -133,7 +135,7 @@ def _tensors(network: ChainModel, layer: str) -> list[Tensor]:
 
 @lru_cache(maxsize=2)
 def _read(weights: Weights) -> Mapping[str, Tensor]:
-    """Return the tensors of a file, or those that torchvision has for a network, by name."""
+    """Return the tensors of a file, or torchvision's tensors for a network, by name."""
     try:
         if weights.model:
             from torchvision import models  # noqa: PLC0415 - takes a second
@@ -151,7 +153,7 @@ def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
 
     Of two lines for a word the first counts; a first line of two numbers, word2vec's, is passed over.
     """
-    what = f"weights = {weights.where!r}"
+    source = f"weights = {weights.where!r}"
     tokens_of = {word: token for token, word in enumerate(weights.words.split("\n"), FIRST_WORD)}
     words = len(tokens_of)
     vectors = np.zeros((tokens, dimension), np.float32)
@@ -159,17 +161,17 @@ def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
     try:
         with Path(weights.where).open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                word, _, rest = line.partition(" ")
-                if word not in tokens_of or (number == 1 and rest.strip().isdigit()):
+                word, _, numbers = line.partition(" ")
+                if word not in tokens_of or (number == 1 and numbers.strip().isdigit()):
                     continue
-                row = [float(value) for value in rest.split()]
+                row = [float(value) for value in numbers.split()]
                 if len(row) != dimension:
                     raise ValueError(f"{len(row)} numbers for {word!r}; the network's embedding has {dimension}")
                 vectors[tokens_of.pop(word)] = row
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{what}, line {number or 1}: cannot be read ({error})") from error
+        raise SettingsError(f"{source}, line {number or 1}: cannot be read ({error})") from error
     if not np.isfinite(vectors).all():
-        raise SettingsError(f"{what}: it holds numbers that are not finite")
+        raise SettingsError(f"{source}: it holds numbers that are not finite")
     if len(tokens_of) == words:
-        raise SettingsError(f"{what}: none of the {words} words of the data is in it")
+        raise SettingsError(f"{source}: none of the {words} words of the data is in it")
     return torch.from_numpy(vectors)

@@ -207,7 +207,7 @@ def test_dropout_takes_the_numbers_of_the_batch(here: Path) -> None:
         ("wrong_layer", "no module 'five' to be a layer; it has 0, 1"),
         ("half_described", "4.weight belongs to none of the layers 1"),
         ("wrong_head", "its head must be an nn.Linear; '0' is Flatten"),
-        ("number", "it is no function, but int"),
+        ("number", "it is not a function, but int"),
         ("nothing", "holds no nothing; it holds torch, nn, posy, mlp"),
     ],
 )
@@ -222,7 +222,7 @@ def test_what_is_wrong_is_told(here: Path, name: str, message: str) -> None:
         ("elsewhere:mlp", "neither a file elsewhere.py where the run was started nor such a module"),
         ("broken:mlp", "cannot be imported \\(SyntaxError"),
         ("torchvision:resnet19", "for classification; did you mean torchvision:resnet1"),
-        ("torchvision:fcn_resnet50", "torchvision has no such network for classification"),
+        ("torchvision:fcn_resnet50", "torchvision does not have this network for classification"),
     ],
 )
 def test_a_file_that_is_none_is_told(here: Path, text: str, message: str) -> None:

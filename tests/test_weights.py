@@ -222,13 +222,13 @@ def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
         ("lacking.safetensors", "1.bias of shape (8,) is not in it"),
         ("shape.safetensors", "1.weight of shape (8, 16) has the shape (8, 17) there"),
         ("nan.safetensors", "numbers that are not finite"),
-        ("torchvision", "are those of torchvision's networks, not of model = "),
+        ("torchvision", "are for torchvision's networks, not for model = "),
     ):
         with pytest.raises(SettingsError) as raised:
             posy.run(method="fedavg", weights=name, **{**SMALL, "model": "nets:net"})
         assert told in str(raised.value)
     for frozen, told in (
-        ("nothing", "'nothing' is not a layer of model = 'mlp' that can be frozen; those are fc1, fc2"),
+        ("nothing", "'nothing' is not a layer of model = 'mlp' that can be frozen; allowed are fc1, fc2"),
         ("fc1, head", "'head' is not a layer"),
     ):
         with pytest.raises(SettingsError) as raised:

@@ -171,7 +171,7 @@ class LoopedModels:
         if self._closed is not None and not autocasts(batch):
             one = Batch(batch.x[None], batch.y[None], None if batch.weight is None else batch.weight[None])
             each = [self._closed.gradients(net.tensors, lambda tensor: tensor[None], one) for net in self._nets]
-            return torch.stack([loss for loss, _ in each], dim=1), [t[0] for _, found in each for t in found]
+            return torch.stack([loss for loss, _ in each], dim=1), [t[0] for _, slopes in each for t in slopes]
         for layer, columns in self._dropouts:
             layer.numbers = _numbers_of(batch)[:, columns]
         losses: list[Tensor] = []
@@ -190,8 +190,8 @@ class LoopedModels:
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
         """Return the gradients, those of each model scaled down to an L2 norm that they exceed, or up to it too."""
         resized: list[Tensor] = []
-        for number, found in enumerate(self.norms(gradients)[0]):
-            resized += torch._foreach_mul(self.of_model(gradients, number), _factor(norm, found, enlarge))
+        for number, length in enumerate(self.norms(gradients)[0]):
+            resized += torch._foreach_mul(self.of_model(gradients, number), _factor(norm, length, enlarge))
         return resized
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
@@ -258,8 +258,8 @@ class StackedModels:
         if self._closed is not None and not autocasts(batch):
             samples = (batch.x, batch.y) if batch.weight is None else (batch.x, batch.y, batch.weight)
             each = Batch(*(tensor.repeat_interleave(self.count, 0) for tensor in samples))
-            losses, own = self._closed.gradients(self._tensors, lambda tensor: tensor[:active].flatten(0, 1), each)
-            return losses.view(active, -1), [gradient.view(active, -1, *gradient.shape[1:]) for gradient in own]
+            losses, slopes = self._closed.gradients(self._tensors, lambda tensor: tensor[:active].flatten(0, 1), each)
+            return losses.view(active, -1), [gradient.view(active, -1, *gradient.shape[1:]) for gradient in slopes]
         tensors = {name: tensor[:active].detach() for name, tensor in self._tensors.items()}
         moving = [tensors[name].requires_grad_() for name in self._names]
         seen = tensors if self.count > 1 else {name: tensor[:, 0] for name, tensor in tensors.items()}

@@ -1,0 +1,29 @@
+"""End process groups when the process that started them is gone, however it ended.
+
+A process starts this program, and writes the number of each group that it starts to its standard input, negative once
+the group has ended. At the end of the input the program kills the groups that are left. So it depends on nothing that
+a killed process would have to do.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Read the groups until the end of the input, then kill them."""
+    groups: set[int] = set()
+    for line in sys.stdin:
+        number = int(line)
+        if number > 0:
+            groups.add(number)
+        else:
+            groups.discard(-number)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
