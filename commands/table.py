@@ -23,7 +23,7 @@ from posy.commands.warm import WarmProcess
 from posy.data.errors import DataError
 from posy.forked import cores
 from posy.report.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
-from posy.server_app.progress import duration, size
+from posy.server_app.progress import coverage, duration, members_of, size
 from posy.server_app.resume import RAN_ON, StoredRun, read_summary
 from posy.settings import Scalar, SettingsError
 from posy.signals import interruptible
@@ -63,12 +63,14 @@ POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), 
 best on the validation splits, and in the one that is highest on the test splits."""
 LEGEND = (
     "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - "
-    "1); in brackets the standard deviation over the clients. `served`: what a client is sent; `local`: after its "
-    "own training; `last`: last round; `best`: round chosen on the validation splits; `upper bound`: highest on the"
-    " test splits, which no one could have chosen; `weighted`: mean by training samples, last round; `system`: the "
-    "pooled test sets answered by the whole federation. Time: wall clock of one run, other runs on the machine at "
-    "the same time. `dropped`: replies of all seeds that were not used. `2 of 3!`: the others had nothing to "
-    "measure, as where a model has diverged; the mean is over these alone."
+    "1); in brackets the standard deviation over the clients. `served`: the model that a client is sent; `local`: the "
+    "model after its own training; `last`: last round; `best`: round chosen on the validation splits; `upper bound`: "
+    "best round on the test splits, not to be reported; `weighted`: mean by training samples, last round; `system`: "
+    "accuracy of the whole federation on the pooled test sets. `6 of 60 clients`: the figure covers 6 clients of all "
+    "seeds, where 60 took part, because only the clients that train in a round have a local model in it. Time: wall "
+    "clock of one run, other runs on the machine at the same time. `dropped`: number of replies of all seeds that were "
+    "not used. `2 of 3!`: only 2 of 3 seeds have the figure, for example because a model has diverged; the mean is "
+    "over these seeds."
 )
 
 
@@ -447,12 +449,15 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
 
     ``X`` is a mean over the seeds, ``X-seeds-std`` its sample standard deviation (NaN for one seed), ``X-clients-std``
     the mean over the seeds of the standard deviation over the clients, ``X-measured`` the number of seeds that ``X``
-    was measured in. Where that is none, it is NaN. ``last`` is the last round: what was measured before it, and then no
-    more, does not count.
+    was measured in, and ``X-scored`` the number of clients that it covers in these seeds. Without a measured seed ``X``
+    is NaN. ``members`` is the number of clients that a round of a run can evaluate. ``last`` is the last round: a
+    number of an earlier round does not count.
     """
     columns: dict[str, Any] = {"seeds": ("seconds", "size")}
+    columns["members"] = ("members", "mean")
     for point in POINTS:
         columns[f"{point}-measured"] = (point, "count")
+        columns[f"{point}-scored"] = (f"{point}-scored", "sum")
         columns |= {point: (point, average), f"{point}-seeds-std": (point, _std)}
         columns[f"{point}-clients-std"] = (f"{point}-clients-std", average)
         weighted = f"{point}-weighted"
@@ -480,7 +485,9 @@ def markdown(
         for row in rows.to_dict("records"):
             seeds = sum((cell.variant, cell.row) == (variant, row["method"]) for cell in plan.cells)
             cells = [row["method"], f"{row['seeds']}/{seeds}"]
-            cells += [_percent(row, point, clients=True) + _measured(row, point) for point in points]
+            cells += [
+                _percent(row, point, clients=True) + _measured(row, point) + _covered(row, point) for point in points
+            ]
             cells += [_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")]
             cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
             lines.append(cells)
@@ -559,11 +566,11 @@ def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a table holds of one run; None where nothing was measured."""
     figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
     figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
-    figures["system"] = summary["system-accuracy"]
+    figures |= {"system": summary["system-accuracy"], "members": members_of(summary)}
     for point in POINTS:
         where, _, which = point.partition("-")
         found = last_round(summary, where) if which == "last" else summary[where][which] or {}
-        keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round"}
+        keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round", "-scored": "clients"}
         figures |= {point + name: found.get(key) for name, key in keys.items()}
     return figures
 
@@ -588,6 +595,12 @@ def _measured(row: Mapping[str, Any], point: str) -> str:
     if measured == row["seeds"] or not (measured or ever):  # the method has no such point
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
+
+
+def _covered(row: Mapping[str, Any], point: str) -> str:
+    """Return how many clients a figure covers in all seeds, where it does not cover all of them."""
+    scored, members = round(row[f"{point}-scored"]), round(row["members"] * row[f"{point}-measured"])
+    return f", {coverage(scored, members)} clients" if 0 < scored < members else ""
 
 
 def machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:

@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100
-"""Characters in a line of a table that is written to a log."""
+"""Characters in a line of wrapped text."""
+UNLIMITED = 100_000
+"""Width of a console that breaks no row."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -39,7 +41,12 @@ def laid_out(
 
 
 def as_lines(table: Table) -> list[str]:
-    """Return a table as lines of plain text of at most :data:`WIDTH` characters."""
+    """Return a table as plain text, each row on one line, as a search by lines needs it."""
     file = io.StringIO()
-    Console(file=file, width=WIDTH, color_system=None, force_terminal=False).print(table)
+    Console(file=file, width=UNLIMITED, color_system=None, force_terminal=False).print(table)
     return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def shortened(text: str, length: int = WIDTH // 2) -> str:
+    """Return a text of at most ``length`` characters, the last of them an ellipsis where the text is longer."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -12,13 +12,16 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
+from posy.metrics import Spread, spread
 from posy.report.recorded import client_rows, point_of
-from posy.server_app.progress import size
+from posy.server_app.progress import coverage, members_of, size
 
 ALPHA = 0.05
 """Level of significance."""
 FEWEST_BLOCKS = 3
-"""Blocks from which on ranks are tested."""
+"""Number of blocks from which on ranks are tested."""
+FULL = 0.9
+"""Smallest share of the fullest row's clients that a row must cover to be ranked, as for the best round of a run."""
 
 LEGEND = (
     "Last round, each method `at` the point where it is meant to be used. `lowest tenth`: mean over the tenth of "
@@ -26,6 +29,9 @@ LEGEND = (
     "under that method; `lose`: clients with a lower accuracy than there, of all clients in all seeds. `≈`: its "
     "clients cannot be told from those of the best row; that, and whether clients gain over local training, is by "
     "Wilcoxon's signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows (Holm). "
+    "`6 of 60`: the figures cover 6 clients of all seeds, where 60 took part. Rows are summarised over the clients "
+    "that all of them cover; a row with fewer than nine tenths of the clients of the fullest row is summarised over "
+    "its own clients, and is neither the best row nor ranked. "
     "`samples`: samples that models were trained on, as often as they were; `memory`: the most that the run's "
     "process had."
 )
@@ -82,6 +88,42 @@ def holm(p: Sequence[float]) -> list[float]:
     from statsmodels.stats.multitest import multipletests  # noqa: PLC0415 - takes a second
 
     return [float(value) for value in multipletests(p, method="holm")[1]] if p else []
+
+
+def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str, dict[int, dict[int, float]]]:
+    """Return the accuracies of the clients that all rows cover, without the rows that cover too few clients.
+
+    A mean over the cohort of a round must not be compared with a mean over all clients.
+
+    Parameters
+    ----------
+    rows : mapping
+        Accuracies of each row by seed and client; a seed without any says nothing about its row's clients.
+
+    Returns
+    -------
+    dict
+        The same for the rows that cover at least :data:`FULL` of the clients of the fullest row in each of their seeds.
+    """
+    measured = {row: {seed: found for seed, found in seeds.items() if found} for row, seeds in rows.items()}
+    fullest: dict[int, int] = {}
+    for seeds in measured.values():
+        for seed, found in seeds.items():
+            fullest[seed] = max(len(found), fullest.get(seed, 0))
+    full = {
+        row: seeds
+        for row, seeds in measured.items()
+        if all(len(found) >= FULL * fullest[seed] for seed, found in seeds.items())
+    }
+    shared = {
+        seed: set.intersection(*(set(seeds[seed]) for seeds in full.values() if seed in seeds))
+        for seed in fullest
+        if any(seed in seeds for seeds in full.values())
+    }
+    return {
+        row: {seed: {c: found[c] for c in sorted(shared[seed])} for seed, found in seeds.items()}
+        for row, seeds in full.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,16 +216,14 @@ class Run(NamedTuple):
         """Return the clients' accuracies in the last round."""
         return client_accuracies(self.path, point, self.summary["rounds"])
 
-    def last(self, point: str, key: str) -> Any:
-        """Return a number over the clients in the last round; None if it was not measured then."""
-        return last_round(self.summary, point).get(key)
-
 
 def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
     """Compare the rows of each variant client by client, each at the point at which it is meant to be used.
 
-    A line for each variant and row: ``worst``, ``tenth``, ``std`` and ``jain`` over the clients, means over the seeds;
-    the gain over local training and over FedAvg where rows of the variant run them, with the number of clients that
+    A line for each variant and row: ``mean``, ``worst``, ``tenth``, ``std`` and ``jain`` over the clients that all rows
+    cover (:func:`over_same_clients`), as means over the seeds; ``clients``, the number of these clients in all seeds,
+    ``members``, the number of clients that took part, and ``ranked``, whether the row covers enough of them; the gain
+    over local training and over FedAvg where rows of the variant run them, with the number of clients that
     lose; ``newcomers-served`` and ``newcomers-local``, of clients that were set aside; ``alike``: whether its clients
     differ from those of the variant's best row by chance alone (Wilcoxon, Holm); ``served-beats-local`` and
     ``local-beats-local``: whether clients gain over local training at either point, not by chance; ``samples`` and
@@ -209,9 +249,15 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
             own, theirs = scores[name, point], scores[other, points[other]]
             return gain([(own[seed], theirs[seed]) for seed in own.keys() & theirs.keys()])
 
-        means = {name: average([run.last(points[name], "mean") for run in own]) for name, own in rows.items()}
-        best = max(means, key=lambda name: -1.0 if np.isnan(means[name]) else means[name])
-        alike = _significant({name: against(name, points[name], best) for name in rows}, lower=True)
+        of_rows = {name: scores[name, points[name]] for name in rows}
+        same = over_same_clients(of_rows)
+        spreads = {
+            name: [over for found in same.get(name, of_rows[name]).values() if (over := _spread_over(found))]
+            for name in rows
+        }
+        means = {name: average(over["mean"] for over in spreads[name]) for name in rows}
+        best = max(same, key=lambda name: -1.0 if np.isnan(means[name]) else means[name])
+        alike = _significant({name: against(name, points[name], best) for name in same}, lower=True)
         local, fedavg = by_method.get("local"), by_method.get("fedavg")
         beats = {
             point: _significant({name: against(name, point, local) for name in rows if name != local}, lower=False)
@@ -220,7 +266,10 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         for name, own in rows.items():
             line: dict[str, Any] = {"variant": variant, "method": name, "point": points[name], "mean": means[name]}
             for column, key in (("worst", "min"), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
-                line[column] = average([run.last(points[name], key) for run in own])
+                line[column] = average(dict(over)[key] for over in spreads[name])
+            line["clients"] = sum(over["clients"] for over in spreads[name])
+            line["members"] = sum(members_of(run.summary) for run in own if scores[name, points[name]][run.seed])
+            line["ranked"] = name in same
             for label, other in (("local", local), ("fedavg", fedavg)):
                 found = against(name, points[name], other) if other != name else None
                 line |= {
@@ -241,15 +290,25 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
     """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its own point.
 
-    What has diverged, by variant, seed and row, has -1: it ranks behind all others.
+    They are means over the clients that all rows cover. A row that covers too few of them in a variant is left out.
+    A run that has diverged, by variant, seed and row, has -1: it ranks behind all others.
     """
     found: dict[tuple[str, int], dict[str, float]] = {}
     for variant, seed, row in diverged:
         found.setdefault((variant, seed), {})[row] = -1.0
-    for run in runs:
-        mean = run.last(run.point, "mean")
-        found.setdefault((run.variant, run.seed), {})[run.row] = float("nan") if mean is None else mean
-    return pd.DataFrame.from_dict(found, orient="index")
+    partial: set[str] = set()
+    for variant in dict.fromkeys(run.variant for run in runs):
+        of_rows: dict[str, dict[int, dict[int, float]]] = {}
+        for run in runs:
+            if run.variant == variant:
+                of_rows.setdefault(run.row, {})[run.seed] = run.accuracies(run.point)
+        same = over_same_clients(of_rows)
+        partial |= of_rows.keys() - same.keys()
+        for row, seeds in of_rows.items():
+            for seed in seeds:
+                over = _spread_over(same.get(row, {}).get(seed, {}))
+                found.setdefault((variant, seed), {})[row] = over["mean"] if over else float("nan")
+    return pd.DataFrame.from_dict(found, orient="index").drop(columns=[*partial])
 
 
 def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
@@ -263,7 +322,9 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
         lines = [header, ["---", "---", *["---:"] * (len(header) - 2)]]
         for row in rows.to_dict("records"):
             cells = [row["method"] + (" ≈" if row["alike"] else ""), row["point"]]
-            cells += [_share(row[key]) for key in ("mean", "worst", "tenth", "std")]
+            covered = f" ({coverage(row['clients'], row['members'])})" if row["clients"] < row["members"] else ""
+            cells.append(_share(row["mean"]) + covered)
+            cells += [_share(row[key]) for key in ("worst", "tenth", "std")]
             cells.append("" if pd.isna(row["jain"]) else f"{row['jain']:.4f}")
             for other in ("local", "fedavg"):
                 cells += [_share(row[f"gain-{other}"], sign="+"), row[f"losing-{other}"]]
@@ -280,10 +341,12 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
     if ranked is not None:
         order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
         ties = ranked.ties_with_best()
+        partial = dict.fromkeys(row["method"] for row in clients.to_dict("records") if not row["ranked"])
+        unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial)}." if partial else ""
         parts.append(
             f"## Ranks\n\nMean rank over {ranked.blocks} blocks (data sets x seeds; diverged is last): {order}. "
             f"Friedman's test of all being equal: p = {ranked.friedman:.2g}. "
-            f"Not to be told from the best (Nemenyi, 5 %): {', '.join(ties)}."
+            f"Not significantly different from the best (Nemenyi, 5 %): {', '.join(ties)}.{unranked}"
         )
     return "\n" + "\n\n".join(parts) + "\n" if parts else ""
 
@@ -302,6 +365,11 @@ def average(values: Iterable[Any]) -> float:
     """Return the mean of what was measured, NaN where nothing was; that of pandas rounds on the way."""
     found = [float(value) for value in values if not pd.isna(value)]
     return statistics.fmean(found) if found else float("nan")
+
+
+def _spread_over(accuracies: Accuracies) -> Spread | None:
+    """Return the spread over clients of equal weight; None without a client."""
+    return spread([*accuracies.values()], [1.0] * len(accuracies))
 
 
 def _share(value: float, sign: str = "") -> str:

@@ -104,9 +104,12 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     if ranked is None:
         return rows, ""
     order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
+    partial = dict.fromkeys(row["method"] for row in rows if not row["ranked"])
+    unranked = f" Not ranked, because they cover fewer clients: {', '.join(partial)}." if partial else ""
     return rows, (
         f"Mean rank over {ranked.blocks} blocks (data and seed): {order}. Friedman's test of all being equal: "
-        f"p = {ranked.friedman:.2g}. Cannot be told from the best (Nemenyi, 5 %): {', '.join(ranked.ties_with_best())}."
+        f"p = {ranked.friedman:.2g}. Not significantly different from the best (Nemenyi, 5 %): "
+        f"{', '.join(ranked.ties_with_best())}.{unranked}"
     )
 
 

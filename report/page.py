@@ -15,7 +15,7 @@ from posy.report.charts import SMALL, Series
 from posy.report.groups import Group, by_data, compared, differences, grouped
 from posy.report.recorded import Recorded
 from posy.report.style import STYLE
-from posy.server_app.progress import duration, size
+from posy.server_app.progress import coverage, duration, members_of, size
 from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
 
@@ -129,12 +129,13 @@ def _accuracy(groups: Sequence[Group]) -> str:
                     at = f"round {found['round']}" if "round" in found else f"{found['evaluations']} evaluations"
                     told.setdefault(at, []).append(words)
                     jain = "" if found["jain"] is None else f"{found['jain']:.4f}"
-                    cells = [*(_percent(found[of]) for of in ("mean", "std", *SPREAD)), jain]
+                    covered = coverage(round(found["clients"]), members_of(run.summary)) if "clients" in found else ""
+                    cells = [*(_percent(found[of]) for of in ("mean", "std", *SPREAD)), jain, covered]
                     if len(told[at]) == 1:
                         rows.append([_key(group.series), run.path.name, point, *cells, at])
             for row in rows[len(rows) - len(told) :]:
                 row[-1] = f"{row[-1]}: {', '.join(told[row[-1]])}"
-    columns = ["", "folder", "model", "mean", "std", *SPREAD.values(), "Jain's index", "when"]
+    columns = ["", "folder", "model", "mean", "std", *SPREAD.values(), "Jain's index", "clients", "when"]
     note = (
         "<p class='soft'>Over the clients, each on its own test samples. <em>Served</em> is the model that a client "
         "holds right after the server's message, <em>local</em> the one after its own training. The upper bound is the "
@@ -154,22 +155,29 @@ def _comparison(groups: Sequence[Group]) -> str:
     lines = []
     for row in rows:
         group = by_name[row["method"]]
-        means = [(run.summary[row["point"]]["last"] or {}).get("mean") for run in group.runs]
-        spread = Group(group.series, group.runs).curve(f"{row['point']}_accuracy")[-1:] if len(means) > 1 else []
+        seeds = len(group.runs)
+        spread = Group(group.series, group.runs).curve(f"{row['point']}_accuracy")[-1:] if seeds > 1 else []
+        covered = f", {coverage(row['clients'], row['members'])} clients" if row["clients"] < row["members"] else ""
         over_seeds = f" ± {_percent(spread[0][2])}" if spread else ""
         best = "≈" if row["alike"] else ""
         gains = [f"{100 * row[f'gain-{o}']:+.2f}" if row[f"losing-{o}"] else "" for o in ("local", "fedavg")]
         lose = [row[f"losing-{other}"] for other in ("local", "fedavg")]
-        cells = [_percent(row["mean"]) + over_seeds, best, *(_percent(row[key]) for key in ("worst", "tenth", "std"))]
+        cells = [
+            _percent(row["mean"]) + over_seeds + covered,
+            best,
+            *(_percent(row[key]) for key in ("worst", "tenth", "std")),
+        ]
         paired = [gains[0], lose[0], gains[1], lose[1]]
-        lines.append([_key(group.series), row["variant"], row["point"], str(len(means)), *cells, *paired])
+        lines.append([_key(group.series), row["variant"], row["point"], str(seeds), *cells, *paired])
     columns = ["", "data", "model", "seeds", "mean ± std of the seeds", "best", "worst client", "lowest tenth"]
     columns += ["std of the clients", "over Local", "clients that lose", "over FedAvg", "clients that lose"]
     used = [n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)]
     note = (
         "<p class='soft'>Last round of the completed runs, each method at the point where it is meant to be used. ≈: "
         "the best, and all whose clients cannot be told from those of the best (Wilcoxon's signed-rank test over the "
-        "clients of all seeds at 5 %, adjusted for the number of rows by Holm).</p>"
+        "clients of all seeds at 5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients "
+        "that all of them cover. A row names the number of its clients if it covers fewer than took part. A row with "
+        "fewer than nine tenths of the clients of the fullest row is not ranked.</p>"
     )
     chosen = [[line[n] for n in used] for line in lines]
     return note + _table([columns[n] for n in used], chosen, numbers=columns[3:]) + f"<p>{escape(sentence)}</p>"

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from posy.listing import WIDTH, as_lines, laid_out
+from posy.listing import WIDTH, as_lines, laid_out, shortened
 
 MAX_LINES = 200
 """Lines that a run of any length writes to a log, approximately."""
@@ -70,7 +70,15 @@ class Progress:
         self._stack.close()
 
     def add(self, row: Mapping[str, Any], clients: int) -> None:
-        """Show that a round is finished, as ``rounds.jsonl`` has it, in a run of so many ``clients``."""
+        """Show a finished round.
+
+        Parameters
+        ----------
+        row : mapping
+            The round as ``rounds.jsonl`` holds it.
+        clients : int
+            Number of clients that a round can evaluate. A figure over fewer clients names their number.
+        """
         missing = len(row["missing"])
         self._dropped += len(row["dropped"])
         notes = [f"{clients - missing} of {clients} clients"] if missing else []
@@ -78,7 +86,12 @@ class Progress:
         served, local, loss = (
             (row[measure] or {}).get("mean") for measure in ("served_accuracy", "local_accuracy", "train_loss")
         )
-        self.update(row["round"], served, local, loss, "  ".join(notes))
+        partial = {
+            point: f" ({number} of {clients})"
+            for point in ("served", "local")
+            if (number := (row[f"{point}_accuracy"] or {}).get("clients", clients)) < clients - missing
+        }
+        self.update(row["round"], served, local, loss, "  ".join(notes), partial)
 
     def update(
         self,
@@ -87,15 +100,27 @@ class Progress:
         local: float | None,
         loss: float | None = None,
         present: str = "",
+        partial: Mapping[str, str] | None = None,
     ) -> None:
-        """Show that a round is finished.
+        """Show a finished round; a figure that the round lacks is repeated from an earlier round, with its number.
 
-        ``served`` and ``local`` are mean accuracies (0..1), ``loss`` the mean training loss; of what the round did not
-        bring the latest is shown with its round. ``present`` says what was missing or went wrong.
+        Parameters
+        ----------
+        server_round : int
+            Number of the round.
+        served, local : float or None
+            Mean accuracies over the clients, 0..1.
+        loss : float, optional
+            Mean training loss.
+        present : str
+            A note on missing clients and dropped replies.
+        partial : mapping of str to str, optional
+            A remark to follow ``served`` or ``local``, on the clients that the figure covers.
         """
         self._ends.append((server_round, self._clock()))
         texts = {"served": _percent(served), "local": _percent(local), "loss": "" if loss is None else f"{loss:.4f}"}
-        self._latest |= {name: (server_round, text) for name, text in texts.items() if text}
+        remarks = partial or {}
+        self._latest |= {name: (server_round, text + remarks.get(name, "")) for name, text in texts.items() if text}
         shown = [
             f"{name} {text}" + ("" if at == server_round else f" (round {at})")
             for name, (at, text) in self._latest.items()
@@ -122,12 +147,17 @@ class Progress:
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
-    """Return what the sites of a run have, and the facts that they have agreed on, as text of at most 100 columns.
+    """Return a table with a line for each site of a run, and the facts that the sites have agreed on.
 
-    ``rows`` hold what there is of each site by :data:`TASK_COLUMNS`; columns that no row has are left out.
+    Parameters
+    ----------
+    rows : sequence of mapping
+        What is known of each site, by :data:`TASK_COLUMNS`; columns that no row has are left out.
+    facts : mapping of str to str
+        Facts by name, which are wrapped to 100 columns.
     """
     used = [name for name in TASK_COLUMNS if any(row.get(name, "") != "" for row in rows)]
-    cells = [[str(row.get(name, "")) for name in used] for row in rows[:MAX_ROWS]]
+    cells = [[shortened(str(row.get(name, ""))) for name in used] for row in rows[:MAX_ROWS]]
     lines = as_lines(laid_out("", used, cells, right=("client", "training", "test", "skipped")))
     lines += [f"… and {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
     indent = " " * (max(map(len, facts)) + 2)
@@ -137,20 +167,29 @@ def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> s
 
 
 def results_table(summary: Mapping[str, Any], path: Path) -> str:
-    """Return the end of a run, whose ``summary.json`` and directory these are, as text of at most 100 columns."""
+    """Return the table at the end of a run, with a line for each evaluation point and round.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of ``summary.json``.
+    path : Path
+        The directory of the run.
+    """
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
-    figures = ("round", "mean ± std", "min", "max", "weighted", "Jain")
+    figures = ("round", "mean ± std", "min", "max", "weighted", "Jain", "clients")
+    members = members_of(summary)
     rows = []
     for point in ("served", "local"):
         # The highest accuracy on the test splits says how good a round could have been chosen, not how good one is.
         which = "best" if summary[point]["best"] else "upper-bound"
         for name, found in (("last", summary[point]["last"]), (which, summary[point][which])):
-            missing = f" ({found['missing']} missing)" if found and found.get("missing") else ""
-            cells = _cells(found) if found else ["not evaluated", *[""] * 5]
-            rows.append([f"{point} model, {name.replace('-', ' ')}{missing}", *cells])
+            cells = _cells(found, members) if found else ["not evaluated", *[""] * 6]
+            rows.append([f"{point} model, {name.replace('-', ' ')}", *cells])
     for point, found in (summary.get("newcomers") or {}).items():
         if point != "clients" and found:
-            rows.append([f"{point} model, newcomers", *_cells({"round": summary["rounds"], **found})])
+            newcomers = len(summary["newcomers"]["clients"])
+            rows.append([f"{point} model, newcomers", *_cells({"round": summary["rounds"], **found}, newcomers)])
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
         "clients": _clients(summary),
@@ -162,6 +201,16 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     }
     title = f"{summary['method']} on {summary['dataset']}: {summary['status']} after {rounds}"
     return "\n".join([title, *as_lines(laid_out("", ("accuracy", *figures), rows, right=figures)), *_aligned(notes)])
+
+
+def members_of(summary: Mapping[str, Any]) -> int:
+    """Return the number of clients that a round can evaluate: all clients of a run but its newcomers."""
+    return int(summary["num-clients"]) - len((summary.get("newcomers") or {}).get("clients", ()))
+
+
+def coverage(number: int, members: int) -> str:
+    """Return how many clients a figure covers: ``30``, or ``3 of 30`` where it covers fewer than all members."""
+    return str(number) if number >= members else f"{number} of {members}"
 
 
 def duration(seconds: float) -> str:
@@ -206,10 +255,12 @@ def _clients(summary: Mapping[str, Any]) -> str:
     return f"{clients - len(missing)} of {clients} (missing in the last evaluation: {first}{more})"
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], members: int) -> list[str]:
+    """Return the cells of an accuracy over the clients, of whom a round can evaluate ``members``."""
     jain = "" if row["jain"] is None else f"{row['jain']:.4f}"
     shares = (_percent(row[key]) for key in ("min", "max", "weighted"))
-    return [str(row["round"]), f"{100 * row['mean']:.2f} ± {_percent(row['std'])}", *shares, jain]
+    covered = coverage(row["clients"], members)
+    return [str(row["round"]), f"{100 * row['mean']:.2f} ± {_percent(row['std'])}", *shares, jain, covered]
 
 
 def _percent(value: float | None) -> str:

@@ -230,7 +230,7 @@ class Recorder:
         self._write_summary("running")
         self._note_round()
         self._tracking.round_finished(row)
-        self._progress.add(row, self.settings.data.num_clients)
+        self._progress.add(row, len(self.strategy.members))
         state = self.strategy.server_state()
         if self.strategy.saving:
             write_arrays(self.directory.models / ARRAYS, state)

@@ -15,6 +15,7 @@ from posy.report.comparison import (
     gain,
     holm,
     over_clients,
+    over_same_clients,
     ranks,
     scores_by_block,
 )
@@ -66,7 +67,9 @@ def test_what_always_loses_is_told_from_the_best() -> None:
     assert alike is not None and alike.friedman == 1 and len(alike.ties_with_best()) == 3
 
 
-def a_run(folder: Path, row: str, method: str, seed: int, served: list[float], local: list[float]) -> Run:
+def a_run(
+    folder: Path, row: str, method: str, seed: int, served: list[float], local: list[float], members: int = 0
+) -> Run:
     path = folder / row / str(seed)
     path.mkdir(parents=True)
     with (path / "clients.csv").open("w", encoding="utf-8", newline="") as file:
@@ -83,6 +86,7 @@ def a_run(folder: Path, row: str, method: str, seed: int, served: list[float], l
         return {"last": {"round": 2, **spread}}
 
     summary = {"rounds": 2, "served": last(served), "local": last(local), "samples": 1000, "peak-memory": 5_000_000}
+    summary["num-clients"] = members or len(local)
     return Run("v", row, method, seed, summary, path)
 
 
@@ -124,6 +128,71 @@ def test_each_row_is_compared_at_its_own_point(runs: list[Run]) -> None:
     assert "served model:" not in text
     assert "Mean rank over 3 blocks" in text
     assert compared(over_clients([]), None) == ""
+
+
+SERVED = [0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.5, 0.6, 0.7, 0.8]
+"""FedAvg's served models on ten clients; their mean is 0.65."""
+
+
+@pytest.fixture
+def partial(tmp_path: Path) -> list[Run]:
+    """Return two rows over ten clients, and FedRep, whose local models exist for the cohort of two clients alone.
+
+    On these two clients FedRep has 0.05 less than FedAvg, while its mean of 0.80 is above FedAvg's mean over all.
+    """
+    found = []
+    for seed in (0, 1, 2):
+        found.append(a_run(tmp_path, "FedAvg", "fedavg", seed, SERVED, SERVED))
+        found.append(a_run(tmp_path, "FedProx", "fedprox", seed, [a + 0.01 for a in SERVED], SERVED))
+        found.append(a_run(tmp_path, "Local", "local", seed, [], [a - 0.1 for a in SERVED]))
+        cohort = a_run(tmp_path, "FedRep", "fedrep", seed, [], [], 10)
+        with (cohort.path / "clients.csv").open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([[2, 3, "", 0.75], [2, 4, "", 0.85]])
+        found.append(cohort)
+    return found
+
+
+def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
+    lines = {line["method"]: line for line in over_clients(partial).to_dict("records")}
+    assert lines["FedRep"]["mean"] == pytest.approx(0.80)
+    assert lines["FedAvg"]["mean"] == pytest.approx(0.65)
+    assert {name: (line["clients"], line["members"]) for name, line in lines.items()} == {
+        "FedAvg": (30, 30),
+        "FedProx": (30, 30),
+        "Local": (30, 30),
+        "FedRep": (6, 30),
+    }
+    assert [name for name, line in lines.items() if not line["ranked"]] == ["FedRep"]
+    # Paired over the two clients of the cohort: 0.75 against 0.8, and 0.85 against 0.9.
+    assert lines["FedRep"]["gain-fedavg"] == pytest.approx(-0.05)
+    assert lines["FedRep"]["losing-fedavg"] == "6/6"
+    assert lines["FedProx"]["alike"] and not lines["FedRep"]["alike"]  # the best row is one over all clients
+    scores = scores_by_block(partial)
+    assert sorted(scores.columns) == ["FedAvg", "FedProx", "Local"]
+    text = compared(over_clients(partial), ranks(scores))
+    assert "| FedRep | local | 80.00 (6 of 30) |" in text
+    assert "| FedAvg | served | 65.00 |" in text
+    assert "Not ranked, because they cover fewer clients: FedRep." in text
+
+
+def test_rows_of_one_cohort_are_compared_over_it(partial: list[Run]) -> None:
+    """Cohorts depend on the seed alone, so that rows with local models only cover the same clients."""
+    rows = [run for run in partial if run.row == "FedRep"]
+    both = rows + [run._replace(row="FedPer") for run in rows]
+    lines = over_clients(both).to_dict("records")
+    assert [(line["ranked"], line["clients"], line["members"]) for line in lines] == [(True, 6, 30)] * 2
+    assert "80.00 (6 of 30)" in compared(over_clients(both), None)
+
+
+def test_a_client_that_one_row_lacks_is_left_out_of_all() -> None:
+    """As where one reply was dropped: 9 of 10 clients are enough to be ranked."""
+    all_ten = {0: {c: 0.5 + 0.01 * c for c in range(10)}}
+    nine = {0: dict.fromkeys(range(9), 0.6)}
+    eight = {0: dict.fromkeys(range(8), 0.9)}
+    found = over_same_clients({"a": all_ten, "b": nine, "c": eight, "d": {0: {}}})
+    assert found.keys() == {"a", "b", "d"}
+    assert found["a"] == {0: {c: 0.5 + 0.01 * c for c in range(9)}}
+    assert found["b"] == nine and found["d"] == {}
 
 
 def test_what_has_diverged_ranks_last(runs: list[Run]) -> None:

@@ -281,7 +281,7 @@ def tried(data: Path, tmp_path: Path) -> Callable[..., Path | str]:
             "partition": "iid",
             "num-clients": 3,
             "num-server-rounds": 3,
-            "local-epochs": 1,
+            **({} if "local-steps" in settings else {"local-epochs": 1}),
             "batch-size": 8,
             "model": "mlp",
             "system-accuracy": "on",

@@ -89,7 +89,7 @@ def test_every_method_minimises_a_loss_of_ones_own(losses: None, method: str) ->
 def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losses: None, method: str) -> None:
     given = {**SMALL, **own(method), "lr": 0.005, "class_weights": "balanced", "optimizer": "adamw", "method": method}
     if method == "scaffold":
-        with pytest.raises(SettingsError, match="optimizer = 'adamw' with method = 'scaffold': its control variates"):
+        with pytest.raises(SettingsError, match="optimizer = 'adamw' with method = 'scaffold': the control variates"):
             posy.run(**given)
         return
     summary = posy.run(run_name="a", **given).summary

@@ -21,7 +21,7 @@ from posy.commands.papers.drift import head_gradient, simulate, squared_drift
 from posy.commands.papers.item import SELDOM, Claim, item, items, papers
 from posy.commands.papers.memory import held
 from posy.commands.papers.page import page, pictures_in
-from posy.commands.papers.record import in_percent, kept, measured
+from posy.commands.papers.record import in_percent, kept, measured, partial_coverage
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import read_plan
 from posy.settings import SettingsError
@@ -518,6 +518,16 @@ def test_means_over_the_last_rounds_and_each_methods_own_point(mine: Path) -> No
         assert measured(cell, "system average") == 100 * summary["system-accuracy-average"]["mean"]
     assert in_percent("own average weighted")
     assert in_percent("system average")
+
+
+@pytest.mark.parametrize(("clients", "told"), [(3, "3 of 30 clients"), (26, "26 of 30 clients"), (27, ""), (30, "")])
+def test_a_number_over_a_cohort_names_its_clients(clients: int, told: str, tmp_path: Path) -> None:
+    """It is no number of the paper's, which is a mean over all clients."""
+    last = {"round": 5, "mean": 0.9, "clients": clients}
+    summary = {"rounds": 5, "num-clients": 30, "point": "local", "served": {"last": {**last, "clients": 30}}}
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "local": {"last": last}}))
+    assert partial_coverage(tmp_path, "local last") == partial_coverage(tmp_path, "own last min") == told
+    assert not any(partial_coverage(tmp_path, one) for one in ("served last", "system", "bytes-up", "round loss"))
 
 
 def test_a_scan_may_have_a_line_for_each_row_and_bars_a_group_for_each_number(mine: Path) -> None:

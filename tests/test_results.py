@@ -339,6 +339,18 @@ class TestProgress:
         assert first.split("  ")[:3] == ["round 1/2", "served 50.00 %", "2 of 3 clients"]
         assert "clients" not in second
 
+    def test_a_line_names_the_clients_of_a_figure_that_covers_a_cohort(self) -> None:
+        row = {"round": 1, "missing": [4], "dropped": [], "train_loss": None}
+        log = io.StringIO()
+        with Progress(2, stream=log) as shown:
+            shown.add({**row, "served_accuracy": of(*[0.5] * 29), "local_accuracy": of(0.9, 0.9, 0.9)}, 30)
+            shown.add(
+                {**row, "round": 2, "missing": [], "served_accuracy": None, "local_accuracy": of(*[0.8] * 30)}, 30
+            )
+        first, second = log.getvalue().splitlines()
+        assert first.split("  ")[1:4] == ["served 50.00 %", "local 90.00 % (3 of 30)", "29 of 30 clients"]
+        assert second.split("  ")[1:3] == ["served 50.00 % (round 1)", "local 80.00 %"]
+
     def test_a_terminal_gets_a_bar(self) -> None:
         terminal = Terminal()
         with Progress(3, stream=terminal) as shown:
@@ -387,6 +399,7 @@ class TestResultsTable:
             "70.00 %",
             "60.00 %",
             "0.9730",
+            "2",
         ]
         assert lines["served model, upper bound"].split()[4:7] == ["2", "80.00", "±"]
         assert lines["dropped replies"].endswith("2 x timeout, 1 x not finite")
@@ -410,10 +423,39 @@ class TestResultsTable:
         text = results_table(summarise(run, totals, **extra), run.path)
         lines = {re.split(" {2,}", line.strip())[0]: line for line in text.splitlines()}
         assert lines["clients"].split("  ")[-1].strip() == clients
-        marked = [name for name in lines if "missing)" in name]
-        points = ("served model, last", "local model, last", "local model, upper bound")
-        assert marked == ([f"{point} ({missing} missing)" for point in points] if missing else [])
-        assert max(map(len, text.splitlines()[:8])) <= 100
+
+    @pytest.mark.parametrize("num_clients", [2, 30, 1000])
+    def test_each_number_names_the_clients_that_it_covers(self, num_clients: int, run: RunDirectory) -> None:
+        """After a round with a cohort of two, the local models of the other clients are not measured."""
+        everybody = of(*[0.5] * num_clients)
+        totals = Totals(accuracy=[[Evaluation(1, everybody)], [Evaluation(1, of(0.9, 0.9), num_clients - 2)]])
+        text = results_table(summarise(run, totals) | {"num-clients": num_clients}, run.path)
+        lines = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
+        covered = {cells[0]: cells[-1] for cells in lines if "model," in cells[0]}
+        few = "2" if num_clients == 2 else f"2 of {num_clients}"
+        assert covered == {
+            "served model, last": str(num_clients),
+            "served model, upper bound": str(num_clients),
+            "local model, last": few,
+            "local model, upper bound": few,
+        }
+
+    def test_newcomers_are_not_among_the_clients_of_a_round(self, run: RunDirectory) -> None:
+        newcomers = {"served": of(0.2), "local": of(0.4), "clients": {"1": {}}}
+        totals = Totals(accuracy=[[Evaluation(1, of(0.9))], [Evaluation(1, of(0.9))]])
+        text = results_table(summarise(run, totals, newcomers=newcomers), run.path)
+        rows = [re.split(" {2,}", line.strip()) for line in text.splitlines() if "model," in line]
+        assert len(rows) == 6 and {cells[-1] for cells in rows} == {"1"}
+
+    @pytest.mark.parametrize("columns", [40, 80])
+    def test_a_row_stays_on_one_line(
+        self, columns: int, run: RunDirectory, totals: Totals, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A log is searched by lines, and a pipe has no width."""
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = results_table(summarise(run, totals) | {"num-clients": 1_000_000}, run.path)
+        rows = [line for line in text.splitlines() if "%" in line]
+        assert len(rows) == 4 and all(line.endswith("2 of 1000000") for line in rows)
 
     def test_points_that_were_not_evaluated_say_so(self, run: RunDirectory) -> None:
         text = results_table(summarise(run, Totals(), "stopped"), Path("[x]"))
@@ -454,4 +496,6 @@ class TestTaskTable:
         rows = [{"site": "n" * 100, "client": c, "classes": ", ".join(["c" * 100] * 4)} for c in range(1000)]
         text = task_table(rows, {"model": "mlp"})
         assert "… and 950 more" in text
-        assert max(map(len, text.splitlines())) <= 100
+        shown = [line.split() for line in text.splitlines() if line.startswith(" n")]
+        assert [cells[1] for cells in shown] == [str(c) for c in range(50)]  # a line for each site
+        assert {len(cells[0]) for cells in shown} == {50} and max(map(len, text.splitlines())) <= 120

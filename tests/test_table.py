@@ -395,8 +395,10 @@ def test_a_run_that_has_diverged_is_not_done_again(tmp_path: Path) -> None:
     assert table_module.failure_of(1, log) == "exit status 1: posy: the loss is 1e9; a smaller lr may help"
 
 
-def _summary(served: float | None, local: float, system: float | None, seconds: float) -> dict[str, Any]:
-    def point(mean: float | None, rise: float, number: int) -> dict[str, Any] | None:
+def _summary(
+    served: float | None, local: float, system: float | None, seconds: float, cohort: int = 4
+) -> dict[str, Any]:
+    def point(mean: float | None, rise: float, number: int, clients: int) -> dict[str, Any] | None:
         if mean is None:
             return None
         return {
@@ -407,6 +409,7 @@ def _summary(served: float | None, local: float, system: float | None, seconds: 
             "max": 1,
             "weighted": mean + rise + 0.01,
             "jain": 1.0,
+            "clients": clients,
         }
 
     return {
@@ -415,11 +418,12 @@ def _summary(served: float | None, local: float, system: float | None, seconds: 
         "seconds": seconds,
         "bytes-up": 1000,
         "bytes-down": 2000,
+        "num-clients": 4,
         "system-accuracy": system,
         "dropped": {"no reply": 2, "diverged": 1},
         **{
-            name: {"last": point(mean, 0, 10), "best": None, "upper-bound": point(mean, 0.05, 4)}
-            for name, mean in (("served", served), ("local", local))
+            name: {"last": point(mean, 0, 10, clients), "best": None, "upper-bound": point(mean, 0.05, 4, clients)}
+            for name, mean, clients in (("served", served, 4), ("local", local, cohort))
         },
     }
 
@@ -446,6 +450,19 @@ def _results(
             )
     plan = Plan("title", folder, tuple(cells.values()))
     return plan, {cells[key]: summary for key, summary in summaries.items()}
+
+
+def test_a_figure_over_a_cohort_names_its_clients(tmp_path: Path) -> None:
+    """Of four clients one trains in a round, so that the local models of two runs are those of two clients."""
+    summaries = {("", "A", seed): _summary(0.5, 0.9, None, 1, cohort=1) for seed in (0, 1)}
+    plan, results = _results(tmp_path, summaries)
+    frame = aggregate(results)
+    assert frame.loc[0, ["served-last-scored", "local-last-scored", "members"]].tolist() == [8, 2, 4]
+    lines = markdown(plan, results, frame, {}).splitlines()
+    row = next(line for line in lines if line.startswith("| A "))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert "50.00 ± 0.00 (10.00)" in cells
+    assert "90.00 ± 0.00 (10.00), 2 of 8 clients" in cells
 
 
 def test_finished_runs_can_be_carried_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

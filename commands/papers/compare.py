@@ -10,7 +10,7 @@ from pathlib import Path
 from posy.commands.papers.counts import Counts, counted, first_cells
 from posy.commands.papers.item import SCALES, Claim, Item, Printed, take_up
 from posy.commands.papers.memory import millions
-from posy.commands.papers.record import PARAMETERS, in_percent, measured
+from posy.commands.papers.record import PARAMETERS, in_percent, measured, partial_coverage
 from posy.commands.papers.verdict import Number, Verdict, agrees, distances, number, verdict
 from posy.commands.table import Cell, Plan
 from posy.data.published import describe
@@ -101,11 +101,15 @@ class Comparison:
             layers = self.item.form["layers"].get(row)
             return {} if layers is None else {0: millions(str(layers), int(variant))}
         if not same_point:
-            own = self.item.readings.get(row, (row, measure))[1]
-            measure = self.item.of(row, own if measure in self.item.measures else measure)
+            measure = self._measure_of(row, measure)
         cells = self.finished[scale].get(self._read_off(variant, row), []) if scale else self.runs_of(variant, row)[1]
         found = {cell.seed: measured(cell.path, measure) for cell in cells}
         return {seed: value for seed, value in found.items() if value is not None}
+
+    def _measure_of(self, row: str, measure: str) -> str:
+        """Return the measure of a row: at its own evaluation point, or another number for a default measure."""
+        own = self.item.readings.get(row, (row, measure))[1]
+        return self.item.of(row, own if measure in self.item.measures else measure)
 
     def runs_of(self, variant: str, row: str) -> tuple[str, list[Cell]]:
         """Return the finished runs that a row is read off, and their scale."""
@@ -197,6 +201,8 @@ class Comparison:
             return Entry(*place, printed, None, scale, NOT_RUN, self._needs(variant, row))
         if printed is None:
             return Entry(*place, None, ours, scale, DRAWN, "")
+        if partial := self._partial(variant, row, measure):
+            return Entry(*place, printed, ours, scale, DIFFERS, f"measured over {partial} only")
         if measure == PARAMETERS:
             same = agrees(ours, printed.value, None, COUNTED * printed.value)
             why = "" if same else self.item.reason(variant, row)
@@ -208,6 +214,11 @@ class Comparison:
             return Entry(*place, printed, ours, scale, REPRODUCED, "")
         why = ("" if alike else self.item.reason(variant, row)) or ("" if scale == "full" else "run at scale small")
         return Entry(*place, printed, ours, scale, DIFFERS, why, alike)
+
+    def _partial(self, variant: str, row: str, measure: str) -> str:
+        """Return how many clients a row's number covers, if these are too few to speak for all clients."""
+        found = (partial_coverage(cell.path, self._measure_of(row, measure)) for cell in self.runs_of(variant, row)[1])
+        return next(filter(None, found), "")
 
     def _without_rows(self, variant: str) -> Entry:
         """Return the state of what has no rows: a picture of a partition, or what Posy cannot run."""

@@ -2,15 +2,16 @@
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posy.commands.archive import KEPT
-from posy.report.comparison import last_round
+from posy.report.comparison import FULL, last_round
 from posy.report.recorded import point_of
+from posy.server_app.progress import coverage, members_of
 from posy.server_app.resume import read_summary
 from posy.settings import SettingsError
 from posy.storage import load_arrays
@@ -89,10 +90,27 @@ def measured(path: Path, measure: str) -> float | None:
     elif measure in POOLED:
         found = summary.get(f"{measure}-accuracy")
     else:
-        point = point_of(summary) if words[0] == "own" else words[0]
-        over = last_round(summary, point) if words[1] == "last" else summary[point].get(words[1]) or {}
-        found = over.get((words[2:] or ["mean"])[0])
+        found = _over_clients(summary, words).get((words[2:] or ["mean"])[0])
     return None if found is None else float(found) * (100 if in_percent(measure) else 1)
+
+
+def partial_coverage(path: Path, measure: str) -> str:
+    """Return how many clients a number of a finished run covers, if these are too few to speak for all clients.
+
+    For example ``3 of 30 clients``, where only the cohort of the last round has local models.
+    """
+    summary, words = read_summary(path), measure.split()
+    if measure in (*POOLED, *TOTALS, SYSTEM_AVERAGE, PARAMETERS) or words[0] not in POINTS:
+        return ""
+    members = members_of(summary)
+    number = round(_over_clients(summary, words).get("clients", members))
+    return f"{coverage(number, members)} clients" if number < FULL * members else ""
+
+
+def _over_clients(summary: Mapping[str, Any], words: Sequence[str]) -> Mapping[str, Any]:
+    """Return the spread over the clients that a measure names by its evaluation point and its round."""
+    point = point_of(summary) if words[0] == "own" else words[0]
+    return last_round(summary, point) if words[1] == "last" else summary[point].get(words[1]) or {}
 
 
 def check_measure(measure: str, where: str) -> str:
