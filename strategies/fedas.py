@@ -13,7 +13,7 @@ from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update, num_examples, stacked, weighted_mean
+from posy.strategies.replies import BadReplyError, Update, num_examples, sample_counts, stacked, weighted_mean
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
@@ -98,9 +98,8 @@ class FedAS(PersonalisedStrategy):
             raise BadReplyError(f"trace of the Fisher information {float(arrays[1])}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the bodies; weigh them by samples alone if every trace is 0."""
-        n = num_examples(updates)
-        weights = n * stacked(updates, 1)
-        weights = weights if weights.any() else n
+        """Average the bodies; if every trace is 0, weigh them as ``client-weights`` says."""
+        weights = sample_counts(updates) * stacked(updates, 1)
+        weights = weights if weights.any() else num_examples(updates)
         self.model = weighted_mean(stacked(updates), weights)
         return {"largest_weight": float(np.max(weights) / np.sum(weights))}

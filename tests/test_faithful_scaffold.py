@@ -99,6 +99,12 @@ def test_secure_aggregation_keeps_the_mean(make_config, federate, failing):
     assert_mean(finished)
 
 
+def test_uniform_weights_make_the_mean_uniform(make_config, federate):
+    finished = federate(make_config("scaffold", client_weights="uniform", num_server_rounds=4, fraction_train=0.5))
+    stored = [finished.kept(client).get("control", np.zeros(1)) for client in range(4)]
+    np.testing.assert_allclose(finished.strategy.control, sum(stored) / 4, atol=2e-6)
+
+
 # -- momentum ----------------------------------------------------------------------------------------------
 
 
