@@ -28,6 +28,7 @@ class ConFREESettings(
     FedRepSettings,
     noise=Refused("it projects updates that conflict by their angles, which noise makes right angles"),
     sums=Refused("it compares the clients' updates with each other"),
+    point="served",
 ):
     """Settings of ConFREE."""
 
@@ -49,7 +50,8 @@ class ConFREESettings(
         returned={"body (d,)": "the trained body θ + Δ_i"},
         server_state={"model": "the shared body θ (d,)"},
         client_state={"personal": "the client's head"},
-        scored="The local model: the clients' heads and bodies after training, as FedRep's `point`.",
+        scored="The served model: the authors' program is built on PFLlib, whose FedRep scores the received body with "
+        "the client's head before training.",
         deviations=(
             "The client is FedRep's; the authors combine ConFREE with eight methods, FedRep among them.",
             "The authors' program differs from the poster. It treats each tensor separately (`confree-parts=tensors`), "
@@ -64,6 +66,14 @@ class ConFREESettings(
             "ConFREE.py: ParameterAggregator.aggregate_parameters_wise",
             1e-6,
         ),
+    )
+    head_epochs: int = setting(
+        1,
+        "epochs on the head, before `local-epochs` on the body; with `local-steps` both take as many steps",
+        source="PFLlib's `--plocal_epochs 1`, on which the authors' program is built",
+        needs="local-steps = 0",
+        minimum=1,
+        search=Search(1, 10),
     )
     alpha: float = setting(
         0.5,

@@ -63,6 +63,7 @@ class FedACSSettings(
         server_state={
             "seen": "clients with a trained model, sorted (m,)",
             "models": "their latest models w_i (m, d)",
+            "stateless": "whether each client has lost its own state since its last update (M,)",
             "mixed": "their intermediate models u_i (m, d)",
             "pictures": "attention of some rounds, for pictures (P, M, M)",
             "pictured": "the numbers of these rounds (P,)",
