@@ -1,8 +1,8 @@
 """FedFomo (Zhang et al., 2021): each client moves towards the models that have a lower loss on its validation samples.
 
 A client compares its candidates with its model before its last training. The first candidate is its own trained model,
-the others are models of other clients. Clients need validation samples: the run's (``validation-fraction``), or a part of
-their training samples (``fedfomo-validation``), on which they do not train.
+the others are models of other clients. Clients need validation samples: the run's (``validation-fraction``), or a part
+of their training samples (``fedfomo-validation``), on which they do not train.
 """
 
 from typing import TYPE_CHECKING, Any
