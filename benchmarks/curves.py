@@ -60,7 +60,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "per_fedavg_steps": 1,
         "batch_size": 2 * plain.BATCH,  # a mini-batch of Posy's holds both of a step
     },
-    "fedfomo": {"fedfomo_models": plain.FOMO_MODELS, "fedfomo_epsilon": plain.FOMO_EPSILON},
+    "fedfomo": {
+        "fedfomo_models": plain.FOMO_MODELS,
+        "fedfomo_epsilon": plain.FOMO_EPSILON,
+        "fedfomo_epsilon_decay": plain.FOMO_DECAY,
+        "fedfomo_validation": 0.0,  # models are compared on the training samples
+    },
     "fedala": {
         "fedala_layers": 1,
         "fedala_eta": plain.ALA_ETA,

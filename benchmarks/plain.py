@@ -32,7 +32,7 @@ AMP_ALPHA, AMP_LAMBDA, AMP_SIGMA = 0.02, 0.1, 0.3
 # pFedMe: PFLlib's rate of the personal steps; with the paper's 0.09 this network diverges in the second round.
 PFEDME_LAMBDA, PFEDME_STEPS, PFEDME_LR, PFEDME_BETA = 15.0, 5, 0.01, 1.0
 PER_ALPHA = 0.01
-FOMO_MODELS, FOMO_EPSILON = 5, 0.3
+FOMO_MODELS, FOMO_EPSILON, FOMO_DECAY = 4, 0.3, 0.05
 ALA_ETA, ALA_SAMPLE = 1.0, 0.8
 SCAFFOLD_LR = 1.0
 PROTO_LAMBDA = 1.0
@@ -332,26 +332,28 @@ def fedamp(model: nn.Sequential, starts: list[Tensor], clients: list[Client], sh
 def fedfomo(
     model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor
 ) -> Iterator[list[Scored]]:
-    """Yield the trained models of FedFomo (Zhang et al., 2021, Section 3.2 and 3.3)."""
+    """Yield the served models of FedFomo (Zhang et al., 2021, Section 3.2 and 3.3)."""
     served = starts[:1] * len(clients)
     affinity = torch.zeros(len(clients), len(clients))
-    while True:
+    for number in count(1):
         own = [train(model, start, client)[0] for client, start in zip(clients, served, strict=True)]
-        yield list(own)
+        epsilon = FOMO_EPSILON - number * FOMO_DECAY
         for i, client in enumerate(clients):
             others = [n for n in range(len(clients)) if n != i]
             random.shuffle(others)
             ranked = sorted(others, key=lambda n: -float(affinity[i, n]))
             chosen: list[int] = []
             while len(chosen) < min(FOMO_MODELS, len(others)):
-                pool = others if random.random() < FOMO_EPSILON else ranked
+                pool = others if random.random() < epsilon else ranked
                 chosen.append(next(n for n in pool if n not in chosen))
-            mine = training_loss(model, own[i], client)
-            moves = torch.stack([own[n] - own[i] for n in chosen])
-            gains = torch.tensor([mine - training_loss(model, own[n], client) for n in chosen]) / moves.norm(dim=1)
-            affinity[i, chosen] += gains
+            before, candidates = training_loss(model, served[i], client), [i, *chosen]
+            moves = torch.stack([own[n] - served[i] for n in candidates])
+            losses = torch.tensor([training_loss(model, own[n], client) for n in candidates])
+            gains = (before - losses) / moves.norm(dim=1)
+            affinity[i, candidates] += gains
             weights = gains.clamp(min=0)
-            served[i] = own[i] + (weights / weights.sum() @ moves if weights.sum() > 0 else 0)
+            served[i] = served[i] + (weights / weights.sum() @ moves if weights.sum() > 0 else 0)
+        yield list(served)
 
 
 def fedala(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:

@@ -1,4 +1,4 @@
-"""ConFREE's client is FedRep's: only what the server makes of its body differs."""
+"""ConFREE's client is FedRep's; only the server differs."""
 
 from posy.client_app.fedrep import FedRepClient
 

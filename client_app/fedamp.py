@@ -1,4 +1,4 @@
-"""FedAMP's client: it goes on with its own model, pulled towards the message u_i."""
+"""FedAMP's client: it trains its own model, with a pull towards the message u_i."""
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ class FedAMPClient(PersonalClient):
 
 
 STRENGTH = "lambda / alpha"
-"""What stands in the context beside the message's tensors."""
+"""Key of the strength in the context, which also holds the message's tensors."""
 
 
 def near_message(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return cross-entropy + lambda / (2 alpha) ||w - u_i||, the distance not squared, over the parameters."""
-    apart = [(net[name] - tensor).flatten() for name, tensor in context.items() if name != STRENGTH]
-    return net.loss(net(batch.x), batch) + context[STRENGTH] / 2 * torch.linalg.vector_norm(torch.cat(apart))
+    gaps = [(net[name] - tensor).flatten() for name, tensor in context.items() if name != STRENGTH]
+    return net.loss(net(batch.x), batch) + context[STRENGTH] / 2 * torch.linalg.vector_norm(torch.cat(gaps))

@@ -45,17 +45,17 @@ class FedFomoClient(PersonalClient):
         start, _ = yield from self.moved(received[0])
         return self.plain(start)
 
-    def moved(self, others: Tensor) -> Steps[tuple[Tensor, Tensor]]:
-        """Return the next start of training ``(d,)``, and the weights ``(1 + k,)`` of the client's model and k others.
+    def moved(self, received: Tensor) -> Steps[tuple[Tensor, Tensor]]:
+        """Return the next start of training ``(d,)``, and the weights ``(1 + k,)`` of k + 1 candidates.
 
         Parameters
         ----------
-        others : torch.Tensor, (k, d)
+        received : torch.Tensor, (k, d)
             Models of other clients.
         """
         previous, initial = self.recall("start"), self.initial()
         start = initial if previous is None else previous
-        candidates = torch.cat([self.kept_model(initial).unsqueeze(0), others])
+        candidates = torch.cat([self.kept_model(initial).unsqueeze(0), received])
         part: Split = "validation" if len(self.data.y_validation) else "train"
         losses = yield from self.losses(torch.cat([start.unsqueeze(0), candidates]), part)
         order = 1.0 if self.method.distance == "l1" else 2.0

@@ -1,4 +1,4 @@
-"""FedMTL's client: it goes on with its own model, tied to those of the others."""
+"""FedMTL's client: it trains its own model, with a tie to the other clients' models."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ class FedMTLClient(PersonalClient):
     """Minimise F_i(w_i) + lambda/2 tr(W Omega W^T) over w_i (FedMTL, Eq. 1)."""
 
     def served_model(self, received: list[Tensor], config: Config) -> Predictor:
-        """Return the client's own model: what it is sent is none."""
+        """Return the client's own model; the message holds only the anchor of its tie."""
         return self.plain(self.kept_model(self.initial()))
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:

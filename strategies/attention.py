@@ -19,24 +19,24 @@ PICTURED_ROUNDS = 4
 
 
 class AttentionStrategy(LatestModels):
-    """Keep the latest model w_i of every client seen; send client i the mix u_i = Σ_j a_ij w_j.
+    """Store the latest model w_i of every client that has trained; send client i the mixture u_i = Σ_j a_ij w_j.
 
-    A client without a model yet is sent the plain mean of those seen, or the initial model. The state holds besides
-    what the clients seen are sent ``(m, d)``, and the attention ``(P, M, M)`` of the pictured rounds ``(P,)``.
+    A client without a model receives the mean of all models, or the initial model. The state also holds the mixtures
+    ``(m, d)``, and the attention ``(P, M, M)`` in the rounds of the picture ``(P,)``.
     """
 
     state: ClassVar[tuple[str, ...]] = (*LatestModels.state, "mixed", "pictures", "pictured")
 
     @abstractmethod
     def attention(self, models: FloatArray) -> npt.NDArray[np.float64]:
-        """Return the weights a ``(M, M)`` for the parameters ``(M, d)`` of those seen; rows sum to 1, as a rule."""
+        """Return the weights a ``(m, m)`` of m models with parameters ``(m, p)``; in most methods rows sum to 1."""
 
     def initialise(self) -> None:
         """Start without any client's model."""
         super().initialise()
         self.mixed: FloatArray = self.models
         self.unseen_start = self.initial()
-        # BatchNorm's running statistics are no parameters: they would outweigh these in any comparison.
+        # BatchNorm's running statistics are no parameters: they would dominate any comparison.
         self.parameters = self.architecture.layout.trainable
         self.pictures = np.empty((0, self.num_clients, self.num_clients))
         self.pictured: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -46,29 +46,29 @@ class AttentionStrategy(LatestModels):
         return [self.mixed[np.searchsorted(self.seen, client)] if client in self.seen else self.unseen_start]
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Take up the new models and mix anew."""
+        """Store the new models, and mix all models again."""
         self.take_up(updates)
         self._prepare_unseen()
         weights = self.attention(self.parameters.take(self.models))
         self.mixed = weights.astype(np.float32) @ self.models
         self._remember(server_round, weights)
-        others = weights - np.diag(np.diag(weights))
+        exchange = weights - np.diag(np.diag(weights))
         return {
             "attention_to_self": float(np.diag(weights).mean()),
-            "collaborators": float((others > 0).sum(axis=1).mean()),
+            "collaborators": float((exchange > 0).sum(axis=1).mean()),
         }
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up the clients' models."""
+        """Load a state, and prepare the model for clients without one."""
         super().load_server_state(arrays)
         self._prepare_unseen()
 
     def draw(self, folder: Path) -> None:
-        """Draw the attention matrix over the rounds, clients in the order of their data's similarity."""
+        """Draw the attention matrix over the rounds, with similar clients next to each other."""
         if not len(self.pictured):
             return
-        known = self.class_counts
-        order = np.arange(self.num_clients) if known is None else figures.similarity_order(known)
+        counts = self.class_counts
+        order = np.arange(self.num_clients) if counts is None else figures.similarity_order(counts)
         panels = [
             figures.Panel(matrix[np.ix_(order, order)], f"round {number}", "client j", "client i", "attention")
             for number, matrix in zip(self.pictured, self.pictures, strict=True)
@@ -80,7 +80,7 @@ class AttentionStrategy(LatestModels):
             self.unseen_start = self.models.mean(axis=0)
 
     def _remember(self, server_round: int, weights: npt.NDArray[np.float64]) -> None:
-        """Keep the matrices of the first, the last and some rounds between."""
+        """Store the matrices of the first, the last and some intermediate rounds."""
         rounds = self.settings.run.num_server_rounds
         if server_round in {round(x) for x in np.linspace(1, rounds, PICTURED_ROUNDS)}:
             full = np.zeros((1, self.num_clients, self.num_clients))

@@ -101,7 +101,7 @@ class CFLSettings(
         0.0,
         "a cluster splits only if this bound on the clients' relative deviation is below sqrt((1 - a) / 2), where a is "
         "the largest similarity between the two parts; 0 splits all parts that differ",
-        source="choice: the authors' notebook makes no such test",
+        source="choice: the authors' notebook does not test it",
         minimum=0,
         maximum=1,
     )

@@ -1,7 +1,7 @@
 """ConFREE (Zheng et al., 2025): the server removes conflicts between the clients' updates of a shared body.
 
-Heads are personal, and clients train as in FedRep. The equations are those of the authors' poster. Their program has
-other rules, which ``confree-rule=program`` selects.
+Heads are personal, and clients train as in FedRep. The equations are in the authors' poster. Their program has other
+rules, which ``confree-rule=program`` selects.
 """
 
 import math
@@ -77,7 +77,7 @@ class ConFREESettings(
     )
     alpha: float = setting(
         0.5,
-        "radius c of the ball around the guidance vector, in lengths of that vector",
+        "radius c of the ball around the guidance vector, relative to its length",
         source="choice: CAGrad's default (Liu et al., 2021), whose second step this is; the authors give no value",
         minimum=0,
         maximum=1,
@@ -91,7 +91,7 @@ class ConFREESettings(
     )
     parts: str = setting(
         "body",
-        "what has conflicts of its own: the body as one vector, or each of its tensors",
+        "unit of the projections: the body as one vector, or each tensor of the body",
         source="the authors' poster, Algorithm 1; their program has tensors",
         choices=("body", "tensors"),
     )
@@ -118,12 +118,12 @@ class ConFREE(PersonalisedStrategy):
         return {"conflicts": float(np.mean(conflicts))}
 
     def _parts(self) -> list[list[slice]]:
-        """Return the trainable tensors of the shared body, as slices of it, together or each by itself."""
-        places = self.shared.take(np.arange(self.size))
+        """Return the trainable tensors of the shared body, as slices, in one list or one list for each."""
+        indices = self.shared.take(np.arange(self.size))
         tensors = []
         for entry in self.architecture.layout.entries:
-            start = int(np.searchsorted(places, entry.start))
-            if entry.trainable and start < len(places) and places[start] == entry.start:
+            start = int(np.searchsorted(indices, entry.start))
+            if entry.trainable and start < len(indices) and indices[start] == entry.start:
                 tensors.append(slice(start, start + entry.stop - entry.start))
         return [tensors] if self.method.parts == "body" else [[tensor] for tensor in tensors]
 

@@ -121,7 +121,7 @@ class FedAMP(AttentionStrategy):
 
 
 def farthest(alpha: float, sigma: float) -> float:
-    """Return the distance of two models at which α A'(distance²) is 1/1000; 0 if no distance has so much attention."""
+    """Return the distance of two models at which α A'(distance²) is 1/1000, or 0 if there is none."""
     sigma = max(sigma, SMALLEST)
     return math.sqrt(max(sigma * math.log(alpha / sigma / NEGLIGIBLE), 0.0)) if alpha / sigma < math.inf else math.inf
 
@@ -148,8 +148,8 @@ def message_weights(models: FloatArray, alpha: float, sigma: float) -> npt.NDArr
     squared, sigma = squared_distances(models), max(sigma, SMALLEST)
     weights = alpha * np.exp(-squared / sigma) / sigma
     np.fill_diagonal(weights, 0.0)
-    others = weights.sum(axis=1, keepdims=True)
-    weights /= np.maximum(others, 1.0)
+    totals = weights.sum(axis=1, keepdims=True)
+    weights /= np.maximum(totals, 1.0)
     np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
     return weights
 

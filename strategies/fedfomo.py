@@ -1,8 +1,8 @@
 """FedFomo (Zhang et al., 2021): each client moves towards the models that have a lower loss on its validation samples.
 
 A client compares its candidates with its model before its last training. The first candidate is its own trained model,
-the others are models of other clients. Clients need validation samples: those of the run (``validation-fraction``), or
-a part of their training samples (``fedfomo-validation``), on which they do not train.
+the others are models of other clients. Clients need validation samples: the run's (``validation-fraction``), or a part
+of their training samples (``fedfomo-validation``), on which they do not train.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -159,14 +159,14 @@ class FedFomo(LatestModels):
         return [self.latest(self._sent_to(client))]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Expect the client's model ``(d,)``, and the weights ``(1 + k,)`` of its own model and the received models."""
+        """Expect the client's model ``(d,)``, and the weights ``(1 + k,)`` of its candidates."""
         return [(self.size,), (1 + len(self._sent_to(client)),)]
 
     def reference(self, client: int, arrays: NDArrays) -> NDArrays:
         """Return the model that the client's training started from: the mix of its candidates (Eq. 4)."""
         start = self.starts[client] if len(self.starts) else self.initial()
-        own = self.client_model(client, self.initial())
-        candidates = np.concatenate([own[None], self.latest(self._sent_to(client))])
+        trained = self.client_model(client, self.initial())
+        candidates = np.concatenate([trained[None], self.latest(self._sent_to(client))])
         return [mixed(start, candidates, np.asarray(arrays[1], np.float32))]
 
     def lost(self, client: int) -> None:
@@ -189,9 +189,9 @@ class FedFomo(LatestModels):
         epsilon = max(self.method.epsilon - server_round * self.method.epsilon_decay, 0.0)
         for client in range(self.num_clients):
             generator = numpy_generator(self.settings.run.seed, "fedfomo", server_round, client)
-            others = self.seen[self.seen != client]
-            picked = chosen(self.affinity[client, others], self.sent.shape[1], epsilon, generator)
-            self.sent[client, : len(picked)] = others[picked]
+            senders = self.seen[self.seen != client]
+            picked = chosen(self.affinity[client, senders], self.sent.shape[1], epsilon, generator)
+            self.sent[client, : len(picked)] = senders[picked]
         helpful = [float((update.arrays[1][1:] > 0).mean()) for update in updates if len(update.arrays[1]) > 1]
         return {"helpful_models": float(np.mean(helpful))} if helpful else {}
 

@@ -118,7 +118,7 @@ class FedMTL(AttentionStrategy):
         return [self.client_model(client, self.initial())]
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return the strength λ Ω_ii; for a client without a model, Ω is that of the mean with one more client."""
+        """Return the strength λ Ω_ii; for a client without a model, Ω ties it to the mean, as one more client."""
         row, count = np.searchsorted(self.seen, client), len(self.seen)
         omega = self.own[row] if client in self.seen else 1 - 1 / (count + 1)
         return {"tie": self.method.strength * float(omega)}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class IFCASettings(
     MethodSettings,
-    noise=Refused("each client names its cluster beside its model, and a name cannot be noised"),
+    noise=Refused("each client names its cluster, and a name cannot be noised"),
     sums=Refused("its server averages each cluster by itself, so it must see which model is whose"),
     point="served",
 ):

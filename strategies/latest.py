@@ -32,11 +32,11 @@ class LatestModels(PersonalisedStrategy):
     def take_up(self, updates: list[Update]) -> None:
         """Store the models in the updates."""
         clients = [update.client for update in updates]
-        seen = np.union1d(self.seen, clients)
-        if len(seen) > len(self.seen):
-            models = np.empty((len(seen), self.size), np.float32)
-            models[np.searchsorted(seen, self.seen)] = self.models
-            self.seen, self.models = seen, models
+        trained = np.union1d(self.seen, clients)
+        if len(trained) > len(self.seen):
+            models = np.empty((len(trained), self.size), np.float32)
+            models[np.searchsorted(trained, self.seen)] = self.models
+            self.seen, self.models = trained, models
         for row, update in zip(np.searchsorted(self.seen, clients), updates, strict=True):
             self.models[row] = update.arrays[0]
         self.stateless[clients] = False

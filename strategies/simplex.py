@@ -1,4 +1,4 @@
-"""A convex quadratic over weights that sum to 1: which mix of clients, or of their gradients, is the smallest."""
+"""A convex quadratic over weights that sum to 1: the shortest mixture of clients or of their gradients."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ Box = tuple[Float64, Float64, Float64]
 STEPS, ROUNDS = 20, 200
 """Accelerated steps before each step to the minimum of a face, and how often both are tried."""
 TOLERANCE, ROUNDING = 1e-12, 1e-15
-"""What may be left to gain, as a share of the minimum; or the least gain to go on for, as a share of its terms."""
+"""Remaining descent relative to the minimum, and smallest descent of a round relative to its terms."""
 FLATTEST = 1e-12
 """The smallest diagonal entry, as a share of the largest, by which a coordinate is scaled."""
 
@@ -20,10 +20,10 @@ def minimise_on_simplex(
 ) -> Float64:
     """Return the α that minimises αᵀ A α over α ≥ 0, Σ α_j = 1 and, where a radius is given, |α_j − centre_j| ≤ radius.
 
-    Accelerated projected gradient (Beck and Teboulle, 2009), started anew where its momentum points uphill
-    (O'Donoghue and Candès, 2015), on coordinates that are scaled so that A has ones on its diagonal. Now and then it
-    goes straight to the minimum of the face that has been reached, or of the smaller one that bounds stop it at. It
-    ends when the linearised problem tells that nothing is left to gain, or when rounding hides what is.
+    The method is accelerated projected gradient (Beck and Teboulle, 2009), which restarts when its momentum points
+    uphill (O'Donoghue and Candès, 2015). The coordinates are scaled so that A has ones on its diagonal. After some
+    steps the method goes to the minimum of the current face, or to the first bound on the way. It ends when the
+    linearised problem has no descent left, or when the descent is below rounding errors.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def minimise_on_simplex(
     Raises
     ------
     ValueError
-        If no weights that sum to 1 lie in the box.
+        If the box contains no weights that sum to 1.
     """
     a = np.asarray(matrix, np.float64)
     a = (a + a.T) / 2
@@ -96,23 +96,23 @@ def _within(vector: Float64, lower: Float64, upper: Float64) -> Float64:
 
 
 def _accelerated(a: Float64, length: float, point: Float64, box: Box) -> Float64:
-    """Return where some steps along half the gradient lead."""
-    ahead, momentum = point, 1.0
+    """Return the point after some accelerated steps along half the gradient."""
+    target, momentum = point, 1.0
     for _ in range(STEPS):
-        moved = projected(ahead - length * (a @ ahead), *box)
-        if (ahead - moved) @ (moved - point) > 0:
+        moved = projected(target - length * (a @ target), *box)
+        if (target - moved) @ (moved - point) > 0:
             if momentum == 1.0:
                 break
-            ahead, momentum = point, 1.0
+            target, momentum = point, 1.0
             continue
         following = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
-        ahead = moved + (momentum - 1) / following * (moved - point)
+        target = moved + (momentum - 1) / following * (moved - point)
         point, momentum = moved, following
     return point
 
 
 def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64:
-    """Return the minimum over the coordinates at no bound, the others held; one that meets a bound on the way stays."""
+    """Return the minimum over the free coordinates; a coordinate that meets a bound on the way stays there."""
     w, lower, upper = box
     while True:
         free = np.flatnonzero((point > lower) & (point < upper))
@@ -121,7 +121,7 @@ def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64
         system = np.zeros((len(free) + 1, len(free) + 1))
         system[:-1, :-1] = a[np.ix_(free, free)]
         system[:-1, -1] = system[-1, :-1] = w[free] / w[free].max()
-        # Of several minima the one nearest by: what equal clients get stays equal.
+        # The nearest of several minima keeps the weights of equal clients equal.
         way = np.linalg.lstsq(system, np.append(-(a @ point)[free], 0.0), rcond=None)[0][:-1]
         way -= w[free] * (w[free] @ way) / (w[free] @ w[free])
         bound = np.where(way > 0, upper[free], lower[free])
@@ -140,10 +140,10 @@ def _to_the_minimum_of_the_face(a: Float64, point: Float64, box: Box) -> Float64
 
 
 def _gap(a: Float64, point: Float64, box: Box) -> float:
-    """Return how much a linearised objective can still fall: the most that the objective is above its minimum, / 2."""
+    """Return the largest descent of the linearised objective: half a bound on the distance from the minimum."""
     w, lower, upper = box
     gradient = (a @ point) / w
     order = np.argsort(gradient)
     room = (w * (upper - lower))[order]
-    taken = np.clip(1 - w @ lower - (np.cumsum(room) - room), 0.0, room)  # the cheapest first
-    return float(gradient @ (w * (point - lower)) - gradient[order] @ taken)
+    amounts = np.clip(1 - w @ lower - (np.cumsum(room) - room), 0.0, room)  # the cheapest first
+    return float(gradient @ (w * (point - lower)) - gradient[order] @ amounts)

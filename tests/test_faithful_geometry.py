@@ -95,10 +95,10 @@ def test_cfl_says_that_an_absent_client_blocks_a_split(
     assert logged == {text.format(1), text.format(2)}
 
 
-@pytest.mark.parametrize(("fraction", "holdout", "told"), [(1.0, 0.0, 0), (0.9, 0.0, 0), (0.5, 0.0, 1), (0.6, 0.5, 0)])
-def test_cfl_warns_where_no_cluster_can_split(make_config: Any, fraction: float, holdout: float, told: int) -> None:
+@pytest.mark.parametrize(("fraction", "holdout", "texts"), [(1.0, 0.0, 0), (0.9, 0.0, 0), (0.5, 0.0, 1), (0.6, 0.5, 0)])
+def test_cfl_warns_where_no_cluster_can_split(make_config: Any, fraction: float, holdout: float, texts: int) -> None:
     """Of four clients 0.9 are all; of two members 0.6 are both."""
-    assert len(notices(make_config("cfl", fraction_train=fraction, holdout_clients=holdout))) == told
+    assert len(notices(make_config("cfl", fraction_train=fraction, holdout_clients=holdout))) == texts
 
 
 # -- FedFomo -------------------------------------------------------------------------------------------
@@ -148,31 +148,31 @@ def sizes(strategy: Any) -> list[tuple[int, int]]:
 
 
 def test_a_fedfomo_update_is_measured_from_the_start_of_its_training(make_config: Any, federate: Any) -> None:
-    """The server knows each start: the norm that it measures is that of the client's own training."""
+    """The server recomputes each start, so it measures the norm of the client's training alone."""
     measured: dict[tuple[int, int], float] = {}
 
     def note(strategy: Any) -> None:
         usual = strategy.reference
 
         def reference(client: int, arrays: list[np.ndarray]) -> list[np.ndarray]:
-            found = usual(client, arrays)
-            measured[strategy.record.number, client] = float(np.linalg.norm(arrays[0] - found[0]))
-            return found
+            before = usual(client, arrays)
+            measured[strategy.record.number, client] = float(np.linalg.norm(arrays[0] - before[0]))
+            return before
 
         strategy.reference = reference
 
     finished = federate(make_config("fedfomo", max_update_norm=1e6, num_server_rounds=4), prepare=note)
     for client in range(4):
-        kept = finished.kept(client)
-        assert measured[4, client] == pytest.approx(np.linalg.norm(kept["model"] - kept["start"]), rel=1e-4)
+        stored = finished.kept(client)
+        assert measured[4, client] == pytest.approx(np.linalg.norm(stored["model"] - stored["start"]), rel=1e-4)
 
 
 def test_fedfomo_says_what_weighs_its_models(make_config: Any) -> None:
     assert notices(make_config("fedfomo", validation_fraction=0.2)) == ()
-    (told,) = notices(make_config("fedfomo"))
-    assert "20 % of its training samples" in told
-    (told,) = notices(make_config("fedfomo", fedfomo_validation=0.0))
-    assert "close to local training" in told
+    (texts,) = notices(make_config("fedfomo"))
+    assert "20 % of its training samples" in texts
+    (texts,) = notices(make_config("fedfomo", fedfomo_validation=0.0))
+    assert "close to local training" in texts
     assert "local training" in notices(make_config("fedfomo", fedfomo_models=0, validation_fraction=0.2))[0]
 
 
@@ -241,8 +241,8 @@ def test_the_distance_without_attention_by_hand() -> None:
 
 
 def test_fedamp_and_fedmtl_say_when_they_are_local_training(make_config: Any) -> None:
-    (told,) = notices(make_config("fedamp"))
-    assert "above 1.27 do not attend" in told  # sqrt(0.1 ln 1e7)
+    (texts,) = notices(make_config("fedamp"))
+    assert "above 1.27 do not attend" in texts  # sqrt(0.1 ln 1e7)
     assert notices(make_config("fedmtl")) == ()
     assert "local training" in notices(make_config("fedmtl", fedmtl_strength=0.0))[0]
 
@@ -350,8 +350,8 @@ def test_running_statistics_are_averaged_and_enter_nothing_else(
     for scale in (0.0, 50.0):
         strategy = make_strategy(method, model=f"{tmp_path / 'network.py'}:normalised", **ALWAYS)
         layout = strategy.architecture.layout
-        places = np.arange(strategy.size)
-        statistics = np.setdiff1d(places, layout.trainable.take(places))
+        indices = np.arange(strategy.size)
+        statistics = np.setdiff1d(indices, layout.trainable.take(indices))
         assert len(statistics) == 10
         rows = np.stack([strategy.initial()] * 4)
         noise = np.random.default_rng(1).normal(0, 0.1, (4, layout.trainable.size))
@@ -360,7 +360,7 @@ def test_running_statistics_are_averaged_and_enter_nothing_else(
         more = [np.zeros(shape) for shape in strategy.expected_shapes(0)[1:]]
         sent = strategy.shared.take(rows)
         quantities.append(strategy.aggregate(1, [update(c, [sent[c], *more], c + 1) for c in range(4)]))
-        parameters = ~np.isin(strategy.shared.take(places), statistics)
+        parameters = ~np.isin(strategy.shared.take(indices), statistics)
         arrays = [strategy.serve(client)[0] for client in range(4)]
         if scale and method in ("cfl", "fedmgda", "confree"):  # one model or cluster means over these clients
             groups = strategy.cluster if method == "cfl" else np.zeros(4)

@@ -274,6 +274,7 @@ def case(name: str, method: str, source: Callable[[Path], tuple[Path, Task]] = f
 PARTIAL = {"fraction_train": 0.5, "num_server_rounds": 3}
 OWN = {
     "fedbabu": {"fedbabu_lr": 1e-30},  # without any effect of fine-tuning, its head is the initial one
+    "fedfomo": {"fedfomo_validation": 0.0},  # models are compared on the training samples, all of which train
     "lg-fedavg": {"lg_fedavg_layers": 1},  # the network has two layers
 }
 COHORT = {"pfedme": {"pfedme_clients": "cohort"}}  # by default all its clients train
@@ -293,7 +294,7 @@ FURTHER = [
     case("ifca K=4, cnn", "ifca", images, ifca_clusters=4),
     case("cfl, split", "cfl", cfl_eps1=1.5, cfl_eps2=0.5),
     case("fedala, cnn", "fedala", images, fedala_eta=20.0),
-    case("fedfomo, two models", "fedfomo", fedfomo_models=2),
+    case("fedfomo, two models", "fedfomo", fedfomo_models=2, fedfomo_validation=0.0),
     case("cwfedavg all", "cwfedavg", cwfedavg_layers="all", cwfedavg_wdr=False),
     case("cwfedavg fc, empirical", "cwfedavg", cwfedavg_layers="fc-output", cwfedavg_distribution="empirical"),
     case("feddrm, cnn", "feddrm", images, feddrm_class_weight=0.1, local_epochs=8),
@@ -525,17 +526,19 @@ def cluster_models(state: Arrays) -> list[np.ndarray]:
 
 
 def fedfomo_served(ran: Ran, state: Arrays, client: int) -> Arrays:
-    """Return the client's model, moved towards those that it is sent (Eqs. 3-5)."""
-    own, (x, y) = ran.stored[client], ran.split(client, "train")
+    """Return the client's model before training, moved towards its trained model and the received models (Eqs. 3-5)."""
+    trained, (x, y) = ran.stored[client], ran.split(client, "train")
     if not has_local(ran, client):
-        return own  # what it was served last is all that is known of it
-    others = [state["models"][state["seen"].tolist().index(c)] for c in state["sent"][client] if c >= 0]
-    wide = [flattened(own, list(own)).astype(np.float64), *(other.astype(np.float64) for other in others)]
-    losses = [cross_entropy(softmax(logits(unflattened(model, list(own), own), x)), y) for model in wide]
+        return trained  # the file holds the last served model
+    names = list(trained)
+    received = [state["models"][state["seen"].tolist().index(c)] for c in state["sent"][client] if c >= 0]
+    models = [ran.kept(client)["start"], flattened(trained, names), *received]
+    wide = [np.asarray(model, np.float64) for model in models]
+    losses = [cross_entropy(softmax(logits(unflattened(model, names, trained), x)), y) for model in wide]
     gains = [(losses[0] - loss) / np.linalg.norm(w - wide[0]) for loss, w in zip(losses[1:], wide[1:], strict=True)]
     positive = np.maximum(gains, 0)
     moved = wide[0] + positive / max(positive.sum(), 1e-300) @ (np.stack(wide[1:]) - wide[0])
-    return unflattened(moved, list(own), own)
+    return unflattened(moved, names, trained)
 
 
 def fedala_served(ran: Ran, state: Arrays, client: int) -> Arrays:
@@ -708,11 +711,11 @@ def test_bytes_are_those_of_the_arrays_sent(ran: Ran) -> None:
     for number, (up, down, later) in enumerate(sent, start=1):
         trained = ran.trained(number)
         ups, downs, laters = (dict.fromkeys(CLIENTS, way) for way in (up, down, later))
-        if ran.method == "fedfomo":  # the models of others who were seen, and a weight of each
-            before = {c: min(ran.own("models", 5), len(seen - {c})) for c in CLIENTS}
+        if ran.method == "fedfomo":  # the models of others who were seen, and a weight of each candidate
+            before = {c: min(ran.own("models", 4), len(seen - {c})) for c in CLIENTS}
             seen |= trained
-            after = {c: min(ran.own("models", 5), len(seen - {c})) for c in CLIENTS}
-            ups = {c: 4 * (whole + before[c]) for c in CLIENTS}
+            after = {c: min(ran.own("models", 4), len(seen - {c})) for c in CLIENTS}
+            ups = {c: 4 * (whole + 1 + before[c]) for c in CLIENTS}
             downs, laters = ({c: 4 * whole * count[c] for c in CLIENTS} for count in (before, after))
         assert ran.column(number, "bytes_up") == {c: ups[c] * (c in trained) for c in CLIENTS}
         if ran.method == "ppfe" and "fraction_train" in ran.settings:
