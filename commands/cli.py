@@ -8,9 +8,8 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 import typer.core
 
@@ -29,6 +28,8 @@ from posy.strategies.methods import METHODS, check_method
 from posy.strategies.registry import declared, groups, parse_words, read_settings, setting_of, with_experiment
 from posy.yaml12 import dump
 
+UsageError = typer.BadParameter.__mro__[1]
+"""Wrong use of a command. Older versions of Typer import it from click, and newer versions bring a copy of click."""
 WRONG_USE = 2
 """Exit status where a command or a setting is wrong."""
 WHERE = "the command line"
@@ -53,12 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command and return the exit status: 0, 1 (failed), 2 (wrong use or settings), 130 (interrupted)."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = typer.main.get_command(app)
-    assert isinstance(command, click.Group)
+    assert isinstance(command, typer.core.TyperGroup)
     try:
         _check_command(words, command)
         with interruptible():
             status = command.main(words or ["--help"], "posy", standalone_mode=False)
-    except click.UsageError as error:
+    except UsageError as error:
         print(f"posy: {_wrong_use(error, words, command)}", file=sys.stderr)
         return WRONG_USE
     except (SettingsError, DataError, LaunchError, DamagedFileError) as error:
@@ -386,7 +387,7 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
 app.add_typer(deployment.app)
 
 
-def _check_command(words: Sequence[str], group: click.Group) -> None:
+def _check_command(words: Sequence[str], group: typer.core.TyperGroup) -> None:
     """Raise :class:`SettingsError` for a command that there is not, naming the one that is meant."""
     word = next((word for word in words if not word.startswith("-")), None)
     if word is None or word in group.commands:
@@ -399,12 +400,12 @@ def _check_command(words: Sequence[str], group: click.Group) -> None:
     raise SettingsError(f"{word!r} is no command; {hint}")
 
 
-def _wrong_use(error: click.UsageError, words: Sequence[str], group: click.Group) -> str:
+def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -> str:
     """Return in one line what is wrong about the options: ``--method fedavg`` is a setting."""
     name = next((word for word in words if word in group.commands), "")
     command, typed = (group.commands[name], f"posy {name}") if name else (group, "posy")
     message = error.format_message().rstrip(".")
-    if isinstance(error, click.NoSuchOption) and error.option_name.startswith("--"):
+    if hasattr(error, "possibilities") and error.option_name.startswith("--"):  # an unknown option
         option = error.option_name
         takes_settings = any(parameter.name == "settings" for parameter in command.params)
         key = meant(option[2:], declared() if takes_settings else {}).partition(" or ")[0]

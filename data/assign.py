@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,12 @@ from posy.settings import SettingsError
 Parts = list[np.ndarray]
 
 _FEW = 10  # least number of samples that each client of a Dirichlet partition should have
-_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that are tried for so many samples, and in all; each draws 11 times
+_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that are tried for so many samples, and in all; each draws _TRIES times
+_TRIES = 11
+_HOPELESS = 1e-3
+"""Expected number of successes in all draws below which Posy gives up after the first partitioner."""
+_SIMULATED = 100_000
+"""Number of clients that the estimate simulates, in as many draws as they fill."""
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
@@ -37,10 +43,50 @@ def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator
         }
         with contextlib.suppress(ValueError):  # the partitioner gave up: the next one has another seed
             return _divide(DirichletPartitioner, options, dataset, clients, rng, shuffled=False)
+        if draw == 0:
+            _check_hope(dataset, settings, least)
     raise SettingsError(
         f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: no draw left each client with "
         f"{least} of the {len(dataset)} samples of {dataset.name}; raise alpha or use fewer clients"
     )
+
+
+def _check_hope(dataset: Dataset, settings: DataSettings, least: int) -> None:
+    """Raise :class:`SettingsError` if hardly any draw leaves each client with ``least`` samples."""
+    clients = settings.num_clients
+    lacking = _share_lacking(np.bincount(dataset.y), settings, least)
+    if lacking == 1 or _DRAWS * _TRIES * math.exp(clients * math.log1p(-lacking)) < _HOPELESS:
+        raise SettingsError(
+            f"dirichlet-alpha = {settings.dirichlet_alpha:g} with num-clients = {clients}: a draw leaves about "
+            f"{max(1, round(lacking * clients))} clients without {least} of the {len(dataset)} samples of "
+            f"{dataset.name}; raise dirichlet-alpha or lower num-clients"
+        )
+
+
+def _share_lacking(counts: np.ndarray, settings: DataSettings, least: int) -> float:
+    """Estimate the share of the clients that a draw leaves with fewer than ``least`` samples.
+
+    If clients were independent, a draw would succeed with probability (1 - share)^M. Their sizes are negatively
+    associated, because they have a fixed sum, so that this is an upper bound.
+
+    Parameters
+    ----------
+    counts : numpy.ndarray
+        Samples of each class, ``(C,)``.
+    """
+    clients = settings.num_clients
+    draws = max(1, _SIMULATED // clients)
+    rng = np.random.default_rng(0)  # an estimate, of which the partition itself is independent
+    sizes = np.zeros((draws, clients), np.int64)
+    for count in counts[counts > 0]:
+        shares = rng.standard_gamma(settings.dirichlet_alpha, (draws, clients))
+        if settings.dirichlet_balanced:
+            shares[sizes > counts.sum() / clients] = 0
+        total = shares.sum(axis=1, keepdims=True)
+        ends = (shares.cumsum(axis=1) / np.where(total > 0, total, 1) * count).astype(np.int64)
+        ends[:, -1] = count
+        sizes += np.diff(ends, axis=1, prepend=0)
+    return float((sizes < least).mean())
 
 
 def iid(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:

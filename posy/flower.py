@@ -1,6 +1,7 @@
 """What Posy knows about the Flower runtime that it runs in, its private parts included."""
 
 import importlib.metadata
+import logging
 import os
 import platform
 import re
@@ -50,6 +51,31 @@ FAILURES = {
     ErrorCode.CLIENT_APP_CRASHED: "its app crashed: {}",
 }
 """What Flower's errors mean for a client; Flower's own words follow where they say more."""
+
+
+class ErrorsOnOneLine(logging.Filter):
+    """Log an error with one line, without a traceback.
+
+    Flower logs the traceback of each exception of a ServerApp. Where an exception's message is meant for the user, as
+    the message about a wrong setting, the traceback hides it.
+
+    Parameters
+    ----------
+    kinds : tuple of type
+        The classes of exceptions whose message is meant for the user.
+    """
+
+    def __init__(self, kinds: tuple[type[Exception], ...]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Replace a record with the traceback of such an exception by a record with its message."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, self.kinds):
+            record.msg, record.args = "%s: %s", (record.getMessage(), error)
+            record.exc_info = record.exc_text = None
+        return True
 
 
 PLAIN: dict[type, set[type]] = {

@@ -8,15 +8,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flwr.app import ArrayRecord, Context
-from flwr.common.logger import log
+from flwr.common.logger import FLOWER_LOGGER, log
 from flwr.serverapp import Grid, ServerApp
 
 from posy.client_app.privacy import check_network, check_privacy
 from posy.client_app.registry import client_class
 from posy.client_app.state import MemoryStore
 from posy.client_app.workspace import workspace_for
+from posy.data.errors import DataError
 from posy.data.settings import SITES
-from posy.flower import in_simulation, look_for_parts_sooner
+from posy.flower import ErrorsOnOneLine, in_simulation, look_for_parts_sooner
 from posy.server_app.checkpoints import resumption
 from posy.server_app.delivery import PollingGrid
 from posy.server_app.grids import WaveGrid
@@ -29,7 +30,7 @@ from posy.server_app.resume import StoredRun
 from posy.server_app.run_status import RunStatus, WatchedGrid
 from posy.server_app.trackers.tracking import find
 from posy.server_app.waiting import WaitLog
-from posy.settings import SettingsError
+from posy.settings import RunError, SettingsError
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import defaults, read_settings
 from posy.strategies.settings import AUTO, OFF, RunSettings, Settings
@@ -40,6 +41,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the experiment that the run config describes."""
+    FLOWER_LOGGER.addFilter(ErrorsOnOneLine((SettingsError, DataError, RunError)))
     given = given_in(context.run_config, grid.run.override_config)
     if in_simulation():
         run(grid, given)

@@ -1,0 +1,160 @@
+"""Errors that users make end in one line, at once, whatever starts the run."""
+
+import io
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.common.logger import FLOWER_LOGGER
+
+from posy.data import assign
+from posy.data.datasets import load_dataset
+from posy.data.errors import DataError
+from posy.data.partitions import partition
+from posy.data.settings import DataSettings
+from posy.flower import ErrorsOnOneLine
+from posy.server_app import app as server
+from posy.settings import RunError, SettingsError
+
+KINDS = (SettingsError, DataError, RunError)
+
+
+# -- what a ServerApp logs -------------------------------------------------------------------------------
+
+
+def logged(error: Exception, message: str = "%s raised an exception") -> str:
+    """Return the log of an exception of a ServerApp, as Flower writes it."""
+    logger, stream = logging.Logger("flwr"), io.StringIO()
+    logger.addHandler(logging.StreamHandler(stream))
+    logger.addFilter(ErrorsOnOneLine(KINDS))
+    try:
+        raise error
+    except Exception as raised:
+        logger.log(logging.ERROR, message, "ServerApp", exc_info=raised)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("error", [SettingsError("lr = -1"), DataError("no file"), RunError("nobody came")])
+def test_an_error_of_the_user_has_no_traceback(error: Exception) -> None:
+    assert logged(error) == f"ServerApp raised an exception: {error}\n"
+
+
+def test_an_error_of_the_program_keeps_its_traceback() -> None:
+    assert "Traceback (most recent call last)" in logged(KeyError("x"))
+    assert "KeyError: 'x'" in logged(KeyError("x"))
+
+
+def test_the_server_app_logs_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    before = list(FLOWER_LOGGER.filters)
+    monkeypatch.setattr(server, "given_in", stop)
+    context = type("Context", (), {"run_config": {}})()
+    grid = type("Grid", (), {"run": type("Run", (), {"override_config": {}})()})()
+    try:
+        with pytest.raises(Stop):
+            server.app(grid, context)
+        assert any(isinstance(added, ErrorsOnOneLine) for added in FLOWER_LOGGER.filters)
+    finally:
+        FLOWER_LOGGER.filters[:] = before
+
+
+# -- partitions that cannot be drawn ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DataSettings(num_clients=1000),
+        DataSettings(num_clients=1000, dirichlet_balanced=True),
+        DataSettings(num_clients=20, dirichlet_alpha=1e-4),
+        DataSettings(num_clients=1000, partition="classes", samples_per_client=20),
+        DataSettings(num_clients=1000, partition="shards"),
+        DataSettings(num_clients=1798, partition="iid"),
+    ],
+    ids=["dirichlet", "balanced", "alpha", "classes", "shards", "iid"],
+)
+def test_a_partition_that_cannot_be_drawn_fails_at_once(settings: DataSettings) -> None:
+    digits = load_dataset(DataSettings(), Path(), 0)
+    began = time.process_time()
+    with pytest.raises(SettingsError, match=f"num-clients = {settings.num_clients}"):
+        partition(digits, settings, 42)
+    assert time.process_time() - began < 20
+
+
+def test_the_share_of_clients_without_samples_by_hand() -> None:
+    """One class of one sample and two clients: one of the two has it, whatever the shares."""
+    settings = DataSettings(num_clients=2)
+    assert assign._share_lacking(np.array([1]), settings, 1) == 0.5
+    assert assign._share_lacking(np.array([1]), settings, 2) == 1
+    assert assign._share_lacking(np.array([1000, 0]), DataSettings(num_clients=2, dirichlet_alpha=1e3), 1) == 0
+    # With alpha = 1 the first client's share is uniform: of two samples it gets none with probability 1/2.
+    first = assign._share_lacking(np.array([2]), settings.__class__(num_clients=2, dirichlet_alpha=1.0), 1)
+    assert first == pytest.approx((0.5 + 0.0) / 2, abs=0.01)
+
+
+def test_a_partition_that_a_few_draws_find_is_what_it_was() -> None:
+    """The estimate draws from another generator, and a rare success is still found."""
+    digits = load_dataset(DataSettings(), Path(), 0)
+    found = partition(digits, DataSettings(num_clients=20, dirichlet_alpha=0.05), 0)
+    sizes = [len(train) + len(test) for train, test in zip(found.train, found.test, strict=True)]
+    assert len(sizes) == 20 and min(sizes) >= 2 and sum(sizes) == 1797
+
+
+# -- Typer -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a Typer that holds a copy of click, as Typer does from 0.21 on."""
+    folder = tmp_path_factory.mktemp("typer")
+    spec, click = find_spec("typer"), find_spec("click")
+    assert spec is not None and spec.origin is not None and click is not None and click.origin is not None
+    shutil.copytree(Path(spec.origin).parent, folder / "typer")
+    shutil.copytree(Path(click.origin).parent, folder / "typer" / "_click")
+    for file in (folder / "typer").glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        text = re.sub(r"^(\s*)import click\.(\w+)$", r"\1import typer._click.\2", text, flags=re.MULTILINE)
+        text = re.sub(r"^(\s*)import click$", r"\1from typer import _click as click", text, flags=re.MULTILINE)
+        text = re.sub(r"^(\s*)from click(?=[. ])", r"\1from typer._click", text, flags=re.MULTILINE)
+        file.write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "shown"),
+    [
+        (["--version"], 0, "posy "),
+        (["run", "--help"], 0, "EXPERIMENT is a file of settings"),
+        (["settings", "fedavg"], 0, "num-clients"),
+        (["runn"], 2, "did you mean `posy run`?"),
+        (["run", "--lr", "0.1"], 2, "settings are given as key=value: lr=0.1"),
+        (["run", "--superlinkk", "x"], 2, "did you mean --superlink?"),
+        (["table"], 2, "`posy table --help` tells more"),
+        (["run", "lr=-1"], 2, "lr = -1.0 in the command line"),
+        (["status", "--nothing"], 2, "--nothing is no option"),
+    ],
+)
+def test_commands_work_with_a_typer_that_brings_its_click(
+    words: list[str], status: int, shown: str, vendored: Path
+) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(vendored)!r}); import typer, click; "
+        "assert typer.BadParameter.__mro__[1] is not click.UsageError; "
+        "from posy.commands.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert ended.returncode == status, ended.stderr
+    assert shown in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
