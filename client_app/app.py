@@ -67,7 +67,8 @@ def query(message: Message, context: Context) -> Message:
         workspace = workspace_of(settings, context)
         told = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
         _ = workspace.criterion  # what this node lacks is told before the first round
-        told["fixed-tensors"] = workspace.architecture.fingerprint
+        if fingerprint := workspace.architecture.fingerprint:
+            told["fixed-tensors"] = fingerprint
     told["versions"] = [f"{name} {version}" for name, version in versions().items()]
     return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
 

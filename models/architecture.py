@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from hashlib import sha256
 
 import numpy as np
 import torch
@@ -87,9 +86,12 @@ class Architecture:
         return _held(self)
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the fixed tensors, which every process builds for itself; empty without any."""
-        return _fingerprint(self)
+    def fingerprint(self) -> list[float]:
+        """Two numbers for each fixed tensor w, which every process builds for itself: ||w|| and Σ_j w_j cos(j) / ||w||.
+
+        Other tensors have other numbers. Rounding, in which processors differ, hardly changes them.
+        """
+        return list(_fingerprint(self))
 
     def divided(self, personal: tuple[str, ...]) -> tuple[Part, Part]:
         """Return the parts of the flat vector that are shared and personal; ``personal`` names layers or tensors.
@@ -217,12 +219,13 @@ def _held(architecture: Architecture) -> Mapping[str, FloatArray]:
 
 
 @lru_cache(maxsize=8)
-def _fingerprint(architecture: Architecture) -> str:
-    digest = sha256()
-    for name, array in architecture.held.items():
-        digest.update(f"{name} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array, np.float32).data)
-    return digest.hexdigest() if architecture.held else ""
+def _fingerprint(architecture: Architecture) -> tuple[float, ...]:
+    numbers: list[float] = []
+    for array in architecture.held.values():
+        values = array.ravel().astype(np.float64)
+        norm = float(np.linalg.norm(values))
+        numbers += [norm, float(values @ np.cos(np.arange(len(values)))) / (norm or 1.0)]
+    return tuple(numbers)
 
 
 @lru_cache(maxsize=64)

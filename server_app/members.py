@@ -40,6 +40,8 @@ MAX_NAME, MAX_REASON = 100, 500
 """Most characters of a node's name, and of a reason why a node is left out."""
 MAX_LEFT_OUT = 200
 """Most reasons that the record lists for nodes left out; the others are counted together."""
+ALIKE = 1e-3
+"""Largest difference, absolute and relative, between the fingerprints of the same tensors on two machines."""
 MAX_NAMED = 20
 """Most clients that are named when a run begins without the others."""
 MAX_WARNINGS, MAX_WARNING, MAX_WARNED = 20, 300, 2000
@@ -98,8 +100,8 @@ class Federation:
         self._status = status or RunStatus()
         self.clients: dict[int, ClientInfo] = {}
         """The clients that can be reached now, by index; :meth:`refresh` changes it in place."""
-        self.fixed_tensors = ""
-        """Fingerprint of the network's tensors that are not sent: a node must have built the same ones."""
+        self.fixed_tensors: list[float] = []
+        """Fingerprint of the network's tensors that are not sent: a node must have built the same tensors."""
         self.left_out: Counter[tuple[str, str]] = Counter()
         """Nodes that cannot take part, by name (empty if they have none) and reason."""
         self._num_clients = settings.data.num_clients
@@ -387,10 +389,12 @@ class Federation:
         name = node.registered or told
         if len(name) > MAX_NAME or not name.isprintable():
             raise BadReplyError(f"its name is not a line of at most {MAX_NAME} characters")
-        if self.fixed_tensors not in ("", fixed := answer.get("fixed-tensors", self.fixed_tensors)):
+        fixed = answer.get("fixed-tensors", [])
+        same = len(fixed) == len(self.fixed_tensors) and np.allclose(fixed, self.fixed_tensors, ALIKE, ALIKE)
+        if self.fixed_tensors and not same:
             raise BadReplyError(
-                f"its network has other tensors without gradient (SHA-256 {fixed!s:.16}…, on the server "
-                f"{self.fixed_tensors:.16}…); the file that model loads them from must be the same on every node"
+                "its network has other tensors without gradient than the server's; the file that model loads them from "
+                "must be the same on every node"
             )
         node.told = name
         if self._of_sites:

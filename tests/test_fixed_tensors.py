@@ -384,9 +384,18 @@ def test_the_documented_adapter_runs() -> None:
 def test_a_node_with_other_fixed_tensors_is_refused() -> None:
     settings = read_settings({"model": "nets:fixed", "num-clients": 2, "max-samples": 240, "join-timeout": 5})
     joined = Federation(WaveGrid(NodeGrid(*({"partition-id": i, "num-partitions": 2} for i in (0, 1)))), settings)
-    joined.fixed_tensors = network("fixed").fingerprint
+    joined.fixed_tensors = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # another processor's
     assert len(joined.join()) == 2
     refusing = Federation(WaveGrid(NodeGrid({"partition-id": 0, "num-partitions": 1})), settings)
-    refusing.fixed_tensors = network("norm_fixed").fingerprint
+    refusing.fixed_tensors = [-number for number in network("fixed").fingerprint]
     with pytest.raises(SettingsError, match=r"other tensors without gradient .* must be the same on every node"):
         refusing.join()
+
+
+def test_the_fingerprint_of_fixed_tensors_by_hand() -> None:
+    plain = network("bias_only")
+    (weight,) = plain.held.values()
+    norm = float(np.sqrt(np.square(weight.astype(np.float64)).sum()))
+    projection = sum(float(value) * np.cos(place) for place, value in enumerate(weight.ravel())) / norm
+    assert plain.fingerprint == pytest.approx([norm, projection])
+    assert network("head_hidden").fingerprint == []
