@@ -52,13 +52,16 @@ class OwnModel(ChainModel):
         return (*linears, "head")
 
     def layer(self, name: str) -> nn.Module:
-        """Return a layer by its name; the network's parameters outside of its modules are a list of parameters."""
+        """Return a layer by its name; the network's tensors outside of its modules form a module."""
         if name == "head":
             return self.head
         path = self._paths[name]
         if path:
             return self.blocks["body"].get_submodule(path)
-        return nn.ParameterList(self.blocks["body"]._parameters.values())
+        outside = nn.Module()
+        outside._parameters.update(self.blocks["body"]._parameters)
+        outside._buffers.update(self.blocks["body"]._buffers)
+        return outside
 
     def given_names(self, names: Iterable[str]) -> dict[str, str]:
         """Return the names of tensors in the user's module, by their names here."""

@@ -112,6 +112,29 @@ def nothing(task):
     return fixed(task).requires_grad_(False)
 
 
+class Shifted(nn.Module):
+    """A parameter and a buffer outside of its modules."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.full((1,), 0.5))
+        self.last = nn.Linear(64, task.num_classes)
+
+    def forward(self, x):
+        return self.last((x * self.scale - self.shift).flatten(1))
+
+
+def buffered(task):
+    return Shifted(task)
+
+
+def buffered_fixed(task):
+    net = Shifted(task)
+    net.scale.requires_grad_(False)
+    return net
+
+
 def tied_fixed(task):
     first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     second.weight = first.weight.requires_grad_(False)
@@ -399,3 +422,11 @@ def test_the_fingerprint_of_fixed_tensors_by_hand() -> None:
     projection = sum(float(value) * np.cos(place) for place, value in enumerate(weight.ravel())) / norm
     assert plain.fingerprint == pytest.approx([norm, projection])
     assert network("head_hidden").fingerprint == []
+
+
+def test_a_buffer_outside_of_the_modules_belongs_to_the_network() -> None:
+    names = [entry.name for entry in network("buffered").layout.entries]
+    assert names == ["blocks.body.scale", "blocks.body.shift", "head.weight", "head.bias"]
+    record = posy.run(method="fedavg", model="nets:buffered_fixed", run_name="a", **SMALL)
+    assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})
+    assert load_arrays(record.models / "client-0.safetensors")["blocks.body.shift"].tolist() == [0.5]
