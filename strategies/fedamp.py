@@ -49,7 +49,7 @@ class FedAMPSettings(
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",
-            "stateless": "whether each client has lost its own state since its last update (M,)",
+            "stateless": "1 for each client that has lost its own state since its last update (M,)",
             "mixed": "the messages u_i (m, d)",
             "pictures": "the attention ξ in the rounds of the picture (P, M, M)",
             "pictured": "these rounds (P,)",

@@ -58,7 +58,7 @@ class FedFomoSettings(
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",
-            "stateless": "whether each client has lost its own state since its last update (M,)",
+            "stateless": "1 for each client that has lost its own state since its last update (M,)",
             "starts": "with `max-update-norm`: the model that each client's last training started from (M, d)",
             "affinity": "the affinity matrix P (M, M)",
             "sent": "the clients whose models each client receives next (M, k), -1 in unused entries",

@@ -50,7 +50,7 @@ class FedMTLSettings(
         server_state={
             "seen": "the clients that have trained (m,)",
             "models": "their latest models (m, d)",
-            "stateless": "whether each client has lost its own state since its last update (M,)",
+            "stateless": "1 for each client that has lost its own state since its last update (M,)",
             "mixed": "the ties sent to them (m, d)",
             "pictures": "the attention −Ω_ij / Ω_ii in the rounds of the picture (P, M, M)",
             "pictured": "these rounds (P,)",

@@ -13,8 +13,8 @@ from posy.strategies.replies import Update
 class LatestModels(PersonalisedStrategy):
     """Store the latest model of every client that has trained.
 
-    The state holds these clients ``(m,)``, sorted, their models ``(m, d)``, and which clients have lost their own state
-    since their last update ``(M,)``.
+    The state holds these clients ``(m,)``, sorted, their models ``(m, d)``, and 1 for each client that has lost its own
+    state since its last update ``(M,)``.
     """
 
     state: ClassVar[tuple[str, ...]] = ("seen", "models", "stateless")
@@ -23,11 +23,11 @@ class LatestModels(PersonalisedStrategy):
         """Start without any client's model."""
         self.seen: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.models: FloatArray = np.empty((0, self.size), np.float32)
-        self.stateless: npt.NDArray[np.bool_] = np.zeros(self.num_clients, np.bool_)
+        self.stateless: npt.NDArray[np.int64] = np.zeros(self.num_clients, np.int64)
 
     def lost(self, client: int) -> None:
         """Record that the client no longer has its model, although the server does."""
-        self.stateless[client] = True
+        self.stateless[client] = 1
 
     def take_up(self, updates: list[Update]) -> None:
         """Store the models in the updates."""
@@ -39,7 +39,7 @@ class LatestModels(PersonalisedStrategy):
             self.seen, self.models = trained, models
         for row, update in zip(np.searchsorted(self.seen, clients), updates, strict=True):
             self.models[row] = update.arrays[0]
-        self.stateless[clients] = False
+        self.stateless[clients] = 0
 
     def latest(self, clients: npt.NDArray[np.int64]) -> FloatArray:
         """Return the models ``(k, d)`` of some clients that have trained."""
