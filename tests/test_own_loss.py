@@ -119,7 +119,7 @@ def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losse
 WRONG = {
     "nowhere:focal": "there is neither a file nowhere.py",
     "losses:nothing": "holds no nothing",
-    "losses:FIVE": "it is no function, but int",
+    "losses:FIVE": "it must be a function, not int",
     "losses:mean": r"must return the loss of each sample, of shape (4,), not shape ()",
     "losses:number": "must return the loss of each sample, of shape (4,), not float",
     "losses:constant": "it does not depend on the logits",

@@ -25,9 +25,9 @@ def criterion_of(loss: str) -> Criterion | None:
     """
     if not is_own(loss):
         return None
-    what, criterion = f"loss = {loss!r}", load(loss, "loss")
+    setting, criterion = f"loss = {loss!r}", load(loss, "loss")
     if not callable(criterion):
-        raise SettingsError(f"{what}: it is no function, but {type(criterion).__name__}")
+        raise SettingsError(f"{setting}: it must be a function, not {type(criterion).__name__}")
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_SAMPLES, _CLASSES, generator=generator, requires_grad=True)
     labels = torch.arange(_SAMPLES) % _CLASSES
@@ -36,15 +36,15 @@ def criterion_of(loss: str) -> Criterion | None:
         returned = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         if not isinstance(losses, Tensor) or losses.shape != labels.shape:
             raise SettingsError(
-                f"{what}: for logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} it must "
-                f"return the loss of each sample, of shape {tuple(labels.shape)}, not {returned}"
+                f"{setting}: for logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} it "
+                f"must return the loss of each sample, of shape {tuple(labels.shape)}, not {returned}"
             )
         if problem := _problem(criterion, logits, labels, losses):
-            raise SettingsError(f"{what}: {problem}")
+            raise SettingsError(f"{setting}: {problem}")
     except SettingsError:
         raise
     except Exception as error:  # custom code may raise anything
-        raise SettingsError(f"{what}: it has raised {said(error)}") from error
+        raise SettingsError(f"{setting}: it has raised {said(error)}") from error
     return criterion
 
 
