@@ -216,12 +216,12 @@ def test_a_file_with_a_setting_without_an_effect_is_refused(tmp_path: Path) -> N
 
 def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) -> None:
     file = write(tmp_path, method="fedavg", optimizer="adam", adam_beta1=0.8, partition="classes", classes_per_client=3)
-    given = {"experiment": file, "optimizer": "sgd", "partition": "iid"}
-    settings = read_settings(given, COMMAND_LINE)
+    override = {"experiment": file, "optimizer": "sgd", "partition": "iid"}
+    settings = read_settings(override, COMMAND_LINE)
     assert (settings.train.adam_beta1, settings.data.classes_per_client) == (0.9, 2)
-    assert "adam-beta1" not in with_experiment(given, COMMAND_LINE)
+    assert "adam-beta1" not in with_experiment(override, COMMAND_LINE)
     with pytest.raises(SettingsError, match=r"adam-beta1 = 0.7 in the command line has no effect"):
-        read_settings(given | {"adam-beta1": 0.7}, COMMAND_LINE)
+        read_settings(override | {"adam-beta1": 0.7}, COMMAND_LINE)
 
 
 def test_a_setting_without_an_effect_counts_as_its_default_in_conditions() -> None:
@@ -255,12 +255,12 @@ def table(**parts: Any) -> dict[str, Any]:
     return {"seeds": [0], "runs": [{"name": "A", "settings": {"method": "fedavg"}}, {"name": "B"}], **parts}
 
 
-def cells(content: dict[str, Any], given: dict[str, Scalar] | None = None) -> dict[str, Cell]:
-    return {cell.place: cell for cell in plan_of(content, FILE, given or {}).cells}
+def cells(content: dict[str, Any], overrides: dict[str, Scalar] | None = None) -> dict[str, Cell]:
+    return {cell.place: cell for cell in plan_of(content, FILE, overrides or {}).cells}
 
 
 def test_rows_share_settings_that_some_of_them_do_not_need() -> None:
-    found = cells(
+    configs = cells(
         table(
             settings={"adam-beta1": 0.8, "dirichlet-alpha": 0.1},
             runs=[
@@ -270,10 +270,10 @@ def test_rows_share_settings_that_some_of_them_do_not_need() -> None:
             variants=[{"name": "dir"}, {"name": "iid", "settings": {"partition": "iid"}}],
         )
     )
-    assert found["dir / A"].config["adam-beta1"] == found["iid / A"].config["adam-beta1"] == 0.8
-    assert "adam-beta1" not in found["dir / B"].config
-    assert found["dir / A"].config["dirichlet-alpha"] == found["dir / B"].config["dirichlet-alpha"] == 0.1
-    assert "dirichlet-alpha" not in found["iid / A"].config
+    assert configs["dir / A"].config["adam-beta1"] == configs["iid / A"].config["adam-beta1"] == 0.8
+    assert "adam-beta1" not in configs["dir / B"].config
+    assert configs["dir / A"].config["dirichlet-alpha"] == configs["dir / B"].config["dirichlet-alpha"] == 0.1
+    assert "dirichlet-alpha" not in configs["iid / A"].config
 
 
 @pytest.mark.parametrize(
@@ -321,10 +321,10 @@ def test_a_run_with_a_setting_without_an_effect_fits_its_cell() -> None:
 
 
 def test_nothing_without_an_effect_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = declared(["fedavg"]) | {
+    settings = declared(["fedavg"]) | {
         "lr-decay": Setting(0.9, "x", needs="lr-schedule = step", above=0, search=Search(0.1, 0.9))
     }
-    monkeypatch.setattr("posy.commands.tuning.declared", lambda methods: known)
+    monkeypatch.setattr("posy.commands.tuning.declared", lambda methods: settings)
     assert "lr-decay" not in space_of("fedavg", {})
     assert "lr-decay" in space_of("fedavg", {"lr-schedule": "step"})
     assert "lr-decay" in unmet_conditions({"method": "fedavg"})

@@ -26,7 +26,7 @@ from posy.settings import RunError, SettingsError
 KINDS = (SettingsError, DataError, RunError)
 
 
-# -- what a ServerApp logs -------------------------------------------------------------------------------
+# -- the log of a ServerApp ---------------------------------------------------------------------------------
 
 
 def logged(error: Exception, message: str = "%s raised an exception") -> str:
@@ -107,8 +107,8 @@ def test_the_share_of_clients_without_samples_by_hand() -> None:
 def test_a_partition_that_a_few_draws_find_is_what_it_was() -> None:
     """The estimate draws from another generator, and a rare success is still found."""
     digits = load_dataset(DataSettings(), Path(), 0)
-    found = partition(digits, DataSettings(num_clients=20, dirichlet_alpha=0.05), 0)
-    sizes = [len(train) + len(test) for train, test in zip(found.train, found.test, strict=True)]
+    parts = partition(digits, DataSettings(num_clients=20, dirichlet_alpha=0.05), 0)
+    sizes = [len(train) + len(test) for train, test in zip(parts.train, parts.test, strict=True)]
     assert len(sizes) == 20 and min(sizes) >= 2 and sum(sizes) == 1797
 
 

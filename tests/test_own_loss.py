@@ -39,7 +39,27 @@ def detached(logits, labels):
 
 
 def endless(logits, labels):
-    return (logits[:, 0] * float("inf")).exp()
+    return same(logits, labels) + (logits[:, 0] - logits[:, 0]).sqrt()
+
+
+def undefined(logits, labels):
+    return same(logits, labels) * float("nan")
+
+
+def infinite(logits, labels):
+    return -torch.log(torch.relu(-same(logits, labels)))
+
+
+def noisy(logits, labels):
+    return same(logits, labels) * torch.rand(())
+
+
+CALLS = []
+
+
+def counting(logits, labels):
+    CALLS.append(None)
+    return same(logits, labels) * len(CALLS)
 
 
 def number(logits, labels):
@@ -99,12 +119,16 @@ def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losse
 WRONG = {
     "nowhere:focal": "there is neither a file nowhere.py",
     "losses:nothing": "holds no nothing",
-    "losses:FIVE": "it is no function, but int",
+    "losses:FIVE": "it must be a function, not int",
     "losses:mean": r"must return the loss of each sample, of shape (4,), not shape ()",
     "losses:number": "must return the loss of each sample, of shape (4,), not float",
     "losses:constant": "it does not depend on the logits",
     "losses:detached": "it does not depend on the logits",
     "losses:endless": "its gradient is not finite",
+    "losses:undefined": "it returns [nan, nan, nan, nan] for finite logits; it must return finite losses",
+    "losses:infinite": "it returns [inf, inf, inf, inf] for finite logits; it must return finite losses",
+    "losses:noisy": "it returns other losses when it is called again",
+    "losses:counting": "it returns other losses when it is called again",
     "losses:broken": "it has raised KeyError: 'nothing'",
     "losses:branching": "it has raised RuntimeError",
     "focal": "it must be one of cross-entropy, or file:name of a loss",

@@ -14,6 +14,7 @@ from posy.commands import archive
 from posy.commands.cli import main
 from posy.commands.papers import item as item_module
 from posy.commands.papers import page as page_module
+from posy.commands.papers import run as run_module
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import FILE, count, counted
 from posy.commands.papers.draw import FORMS
@@ -518,6 +519,30 @@ def test_means_over_the_last_rounds_and_each_methods_own_point(mine: Path) -> No
         assert measured(cell, "system average") == 100 * summary["system-accuracy-average"]["mean"]
     assert in_percent("own average weighted")
     assert in_percent("system average")
+
+
+def test_results_lie_in_the_working_directory_or_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout, elsewhere = tmp_path / "checkout" / "papers", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for module in (item_module, run_module):
+        monkeypatch.setattr(module, "PAPERS", checkout)
+    assert item_module.results_of("mine") == Path("papers/mine/results")  # as in an installed package
+    missing = item_module.missing_results(["mine"])
+    assert str(elsewhere / "papers") in missing and str(checkout) in missing and "cells.jsonl.gz" in missing
+    table = checkout / "mine" / "results" / "table1-small"
+    table.mkdir(parents=True)
+    assert item_module.results_of("mine") == checkout / "mine" / "results"
+    assert item_module.missing_results(["mine"])
+    (table / "cells.jsonl.gz").touch()
+    assert item_module.missing_results(["mine"]) == ""
+    Path("papers/mine/results").mkdir(parents=True)
+    assert item_module.results_of("mine") == Path("papers/mine/results")
+    monkeypatch.setattr(run_module, "papers", list)
+    run_module.list_papers()
+    assert "no results of earlier runs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("clients", "told"), [(3, "3 of 30 clients"), (26, "26 of 30 clients"), (27, ""), (30, "")])

@@ -178,6 +178,25 @@ def superlink(folder: Path) -> Iterator[None]:
     process.wait(MOST)
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
+        ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp-clip > 0"),
+        ("num-clients=5000", "num-clients = 5000: digits has 1797 samples"),
+    ],
+)
+def test_a_wrong_setting_through_flwr_run_is_told_in_one_line(
+    setting: str, message: str, superlink: None, folder: Path
+) -> None:
+    done = subprocess.run(
+        [str(SCRIPTS / "flwr"), "run", ".", "--stream", "--run-config", setting], cwd=ROOT, env=environment(folder),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MOST, check=False,
+    )  # fmt: skip
+    assert message in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout, done.stdout
+
+
 def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
     simulated: Path, superlink: None, folder: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What training minimises for each sample, where that is a function of people's own."""
+"""Custom loss functions: loading, and a check on a small batch before a run begins."""
 
 from functools import lru_cache
 
@@ -15,39 +15,57 @@ _SAMPLES, _CLASSES = 4, 3
 
 @lru_cache(maxsize=16)
 def criterion_of(loss: str) -> Criterion | None:
-    """Return the function that the setting ``loss`` names, once it has been tried; None for the cross-entropy.
+    """Return the function that the setting ``loss`` names, after a check; None for the cross-entropy.
 
     Raises
     ------
     SettingsError
-        If there is no such function, or what it returns is no loss of each sample that can be differentiated.
+        If the function is missing, raises an error, or does not return a differentiable loss of each sample. The
+        message names the property that it lacks.
     """
     if not is_own(loss):
         return None
-    what, criterion = f"loss = {loss!r}", load(loss, "loss")
+    setting, criterion = f"loss = {loss!r}", load(loss, "loss")
     if not callable(criterion):
-        raise SettingsError(f"{what}: it is no function, but {type(criterion).__name__}")
+        raise SettingsError(f"{setting}: it must be a function, not {type(criterion).__name__}")
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_SAMPLES, _CLASSES, generator=generator, requires_grad=True)
     labels = torch.arange(_SAMPLES) % _CLASSES
     try:
-        found = criterion(logits, labels)
-        told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        if not isinstance(found, Tensor) or found.shape != labels.shape:
+        losses = criterion(logits, labels)
+        returned = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        if not isinstance(losses, Tensor) or losses.shape != labels.shape:
             raise SettingsError(
-                f"{what}: for logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} it must "
-                f"return the loss of each sample, of shape {tuple(labels.shape)}, not {told}"
+                f"{setting}: for logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} it "
+                f"must return the loss of each sample, of shape {tuple(labels.shape)}, not {returned}"
             )
-        gradient = torch.autograd.grad(found.sum(), logits)[0] if found.requires_grad else torch.zeros(1)
-        stacked = vmap(criterion)(logits.detach()[None], labels[None])[0]
+        if problem := _problem(criterion, logits, labels, losses):
+            raise SettingsError(f"{setting}: {problem}")
     except SettingsError:
         raise
-    except Exception as error:  # whatever the code of somebody else may raise
-        raise SettingsError(f"{what}: it has raised {said(error)}") from error
-    if not (bool(gradient.isfinite().all()) and bool(gradient.any())):
-        raise SettingsError(f"{what}: it does not depend on the logits, or its gradient is not finite")
-    if not torch.allclose(stacked, found.detach()):
-        raise SettingsError(
-            f"{what}: several calls at once (torch.func.vmap) give other values than one after the other"
-        )
+    except Exception as error:  # custom code may raise anything
+        raise SettingsError(f"{setting}: it has raised {said(error)}") from error
     return criterion
+
+
+def _problem(criterion: Criterion, logits: Tensor, labels: Tensor, losses: Tensor) -> str:
+    """Return why training cannot minimise a function; empty if it can.
+
+    Parameters
+    ----------
+    logits, labels, losses : torch.Tensor
+        Finite logits ``(B, C)``, labels ``(B,)``, and the losses ``(B,)`` that the function returns for them.
+    """
+    if not bool(losses.isfinite().all()):
+        return f"it returns {losses.tolist()} for finite logits; it must return finite losses"
+    gradient = torch.autograd.grad(losses.sum(), logits)[0] if losses.requires_grad else torch.zeros(1)
+    if not bool(gradient.isfinite().all()):
+        return "its gradient is not finite"
+    if not bool(gradient.any()):
+        return "it does not depend on the logits, or not by operations of PyTorch: its gradient is 0"
+    if not torch.equal(criterion(logits, labels), losses):
+        return "it returns other losses when it is called again; it must depend on the logits and labels alone"
+    stacked = vmap(criterion)(logits.detach()[None], labels[None])[0]
+    if not torch.allclose(stacked, losses.detach()):
+        return "several calls at once (torch.func.vmap) give other values than one after the other"
+    return ""

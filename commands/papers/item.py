@@ -224,14 +224,14 @@ class Item:
         folder: Path | None = None,
         seeds: int | None = None,
     ) -> Plan:
-        """Return its runs at a scale, with further settings; results go into a folder of the working directory.
+        """Return its runs at a scale, with further settings; results go into a folder, or :func:`results_of` the paper.
 
         They are those of its own seeds, of a number of ``seeds``, and of those that anything of the paper has run with.
         """
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
         table.setdefault("runs", [{"name": "data"}])  # never run: its settings tell which data is drawn
-        output = (folder or Path("papers") / self.paper / "results") / f"{self.name}-{scale}"
+        output = (folder or results_of(self.paper)) / f"{self.name}-{scale}"
         table["seeds"] = list(dict.fromkeys([*self.seeds(scale), *self.seeds(scale, seeds), *_seeds_in(output.parent)]))
         left_out = small.get("without", [])
         for part in ("runs", "variants"):
@@ -320,6 +320,23 @@ def take_up(plan: Plan) -> None:
     lacking = archive.restore(plan.output, plan.cells)
     for cell, line in _matching(lacking, _archives(plan.output.parent)):
         archive.write(cell.path, line)
+
+
+def results_of(paper: str) -> Path:
+    """Return the folder of a paper's runs: of the working directory, or else of the checkout that Posy runs from."""
+    here, checkout = Path("papers") / paper / "results", PAPERS / paper / "results"
+    return checkout if checkout.is_dir() and not here.is_dir() else here
+
+
+def missing_results(names: Iterable[str]) -> str:
+    """Return where the archives of some papers' runs were looked for, if there is none of them; else an empty text."""
+    if any(_archives(results_of(name)) for name in names):
+        return ""
+    places = dict.fromkeys(map(str, (Path("papers").absolute(), PAPERS)))
+    return (
+        f"no results of earlier runs: there is no */results/*/{archive.FILE} in {' or '.join(places)}; change to a "
+        "checkout of Posy, which holds them, or run a table with `posy paper PAPER TABLE`"
+    )
 
 
 def held_elsewhere(plan: Plan) -> set[str]:

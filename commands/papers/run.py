@@ -7,7 +7,7 @@ from pathlib import Path
 from posy.commands import archive
 from posy.commands.papers.compare import Comparison
 from posy.commands.papers.counts import count
-from posy.commands.papers.item import SCALES, held_elsewhere, item, items, papers, take_up
+from posy.commands.papers.item import SCALES, held_elsewhere, item, items, missing_results, papers, take_up
 from posy.commands.papers.page import claims, overview, pictures_in, states, write
 from posy.commands.papers.verdict import OUTCOMES
 from posy.commands.table import Cell, Plan, fill
@@ -16,7 +16,7 @@ from posy.data.errors import DataError
 from posy.listing import print_table
 from posy.paths import found_at
 from posy.settings import Scalar, SettingsError
-from posy.strategies.registry import declared, read_settings
+from posy.strategies.registry import PAPERS, declared, read_settings
 
 PAGES = Path("docs/papers")
 """Where the pages of the papers go, below the working directory."""
@@ -34,11 +34,13 @@ ITEM = ("name", "what it is", "numbers", "claims")
 def list_papers() -> int:
     """Print each paper's tables and figures with their state, and what came of its claims and numbers."""
     found = {paper: [Comparison(one) for one in items(paper)] for paper in papers()}
-    pictures = pictures_in(PAGES)
+    pictures = pictures_in(PAGES if PAGES.is_dir() else PAPERS.parent / PAGES)
     for paper, comparisons in found.items():
         print_table(paper, ITEM, [_line(one, pictures) for one in comparisons])
     print_table("papers", ("paper", *COLUMNS), overview(found))
     print("posy paper PAPER draws its page; posy paper PAPER TABLE runs a table or figure of it")
+    if missing := missing_results(found):
+        print(missing)
     return 0
 
 
@@ -51,6 +53,8 @@ def show_paper(name: str, given: Mapping[str, Scalar] | None = None, folder: Pat
     pictures = pictures_in(folder or PAGES)
     print_table(name, ITEM, [_line(one, pictures) for one in comparisons])
     print(f"written to {(folder or PAGES) / name}.md")
+    if folder is None and (missing := missing_results([name])):
+        print(missing)
     return 0
 
 
