@@ -314,8 +314,8 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         effects.note("the command line", given, config, reasons)
         config = effective(config)
         for seed in seeds:
-            place = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
-            cells.append(cell := Cell(variant, row, seed, config | place, where))
+            paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
+            cells.append(cell := Cell(variant, row, seed, config | paths, where))
             cell.decisive  # noqa: B018 - what cannot be read raises now
         methods.add(method)
     effects.check()

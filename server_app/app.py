@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from posy.client_app.privacy import check_network, check_privacy
 from posy.client_app.registry import client_class
 from posy.client_app.state import MemoryStore
-from posy.client_app.workspace import workspace_for
+from posy.client_app.workspace import Workspace, workspace_for
 from posy.data.errors import DataError
 from posy.data.settings import SITES
 from posy.flower import ErrorsOnOneLine, in_simulation, look_for_parts_sooner
@@ -31,6 +31,7 @@ from posy.server_app.run_status import RunStatus, WatchedGrid
 from posy.server_app.trackers.tracking import find
 from posy.server_app.waiting import WaitLog
 from posy.settings import RunError, SettingsError
+from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
 from posy.strategies.registry import defaults, read_settings
 from posy.strategies.settings import AUTO, OFF, RunSettings, Settings
@@ -117,14 +118,7 @@ def run(
     check_network(settings, workspace.architecture)
     client_class(settings.run.method)  # whatever is wrong with what people have brought is told here
     _ = workspace.criterion
-    strategy = strategy_class(settings.run.method)(settings, workspace.architecture)
-    if not workspace.of_sites:
-        strategy.client_names = dict(enumerate(workspace.partition.names))
-    if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
-        raise SettingsError(
-            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
-            f"so it must be 1 to {size}"
-        )
+    strategy = make_strategy(settings, workspace)
     with ExitStack() as stack:
         resumed = None
         if stored is not None:
@@ -155,6 +149,22 @@ def run(
         )
         recorder.check_outcome()
     return recorder
+
+
+def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrategy:
+    """Return the strategy of a run, which has the names of the clients where the data gives them names.
+
+    Raises :class:`SettingsError` if a round needs more replies than clients train in it.
+    """
+    strategy: PersonalisedStrategy = strategy_class(settings.run.method)(settings, workspace.architecture)
+    if not workspace.of_sites:
+        strategy.client_names = dict(enumerate(workspace.partition.names))
+    if settings.run.min_train_replies > (size := len(strategy.cohort(1))):
+        raise SettingsError(
+            f"min-train-replies = {settings.run.min_train_replies}: {size} clients train in a round, "
+            f"so it must be 1 to {size}"
+        )
+    return strategy
 
 
 def polling(grid: Grid, run: RunSettings) -> PollingGrid:
