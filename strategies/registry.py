@@ -215,7 +215,7 @@ def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
     """
     known = declared([_method(config)])
     defaults = {key: setting.default for key, setting in known.items()}
-    values = defaults | config
+    values = {**defaults, **config}
     values["partition"] = located(build(DataSettings, values)).partition
     unmet: dict[str, str] = {}
     for _ in known:  # a setting without an effect counts as its default in the conditions of others
