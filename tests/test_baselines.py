@@ -380,7 +380,7 @@ def test_ifca_client_trains_the_model_that_fits_best(make_client, gradient_of, s
     assert client.evaluate([models], EVALUATE)[2]["chosen"] == str(best)
 
 
-def test_ifca_starts_from_different_models_the_first_of_them_fedavgs(make_strategy):
+def test_ifca_starts_from_different_models_and_the_first_is_fedavgs(make_strategy):
     strategy = make_strategy("ifca", ifca_clusters=2)
     np.testing.assert_array_equal(strategy.models[0], make_strategy("fedavg").model)
     assert np.abs(strategy.models[0] - strategy.models[1]).max() > 0.01
@@ -394,7 +394,7 @@ def test_ifca_with_one_cluster_is_fedavg(make_config, federate):
 # -- Local ---------------------------------------------------------------------------------------------
 
 
-def test_local_goes_on_with_its_own_model(make_client, gradient_of):
+def test_local_continues_from_its_local_model(make_client, gradient_of):
     client = make_client("local", **WHOLE)
     model = client.initial().numpy()
     for number in (1, 2):
@@ -411,7 +411,7 @@ def test_local_sends_and_receives_no_model(make_config, federate):
     assert [set(c) for c in finished.column("local_accuracy")] == [{0, 1, 2}] * 3
 
 
-def test_local_clients_start_alike_and_know_nothing_of_each_other(make_config, federate):
+def test_local_clients_share_only_the_initial_model(make_config, federate):
     """Client 0 has the same result whether the other clients take part or not."""
     together = federate(make_config("local"))
     alone = federate(make_config("local"), prepare=lambda s: setattr(s, "cohort", lambda _: [0]))

@@ -444,7 +444,7 @@ def test_fedas_client_by_hand(make_client):
     np.testing.assert_allclose(client.state["prototypes"], means_of(model.body(x), y), atol=1e-5)
 
 
-def test_fedas_weighs_bodies_by_samples_and_fisher_information(make_strategy, update):
+def test_fedas_weights_bodies_by_samples_and_fisher_information(make_strategy, update):
     strategy = make_strategy("fedas")
     rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
     quantities = strategy.aggregate(1, [update(0, [rows[0], 0.5], 12), update(1, [rows[1], 2.0], 1)])

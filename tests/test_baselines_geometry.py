@@ -67,7 +67,7 @@ def test_every_client_is_tied_to_the_mean_of_all(make_strategy, update):
         np.testing.assert_allclose(tie * (models[row] - served), 0.6 * (models[row] - models.mean(axis=0)), atol=1e-6)
 
 
-def test_a_newcomer_counts_as_one_more(make_strategy, update):
+def test_a_newcomer_is_tied_to_the_mean_of_the_models(make_strategy, update):
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
     assert strategy.train_config(1, 2) == {"tie": 0.0}  # the server has no client's model yet
     models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
@@ -221,7 +221,7 @@ def test_feduvs_regularisers_by_hand(features_and_logits):
     assert float(too_little_variance(equal, mask[:4])) == pytest.approx(1 / math.sqrt(3), abs=1e-5)
 
 
-def test_what_fills_up_a_batch_is_no_sample(features_and_logits):
+def test_padding_of_a_batch_has_no_effect(features_and_logits):
     features, logits = (torch.tensor(a) for a in features_and_logits)
     mask = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=torch.float64)
     alone = torch.ones(5, dtype=torch.float64)
@@ -232,7 +232,7 @@ def test_what_fills_up_a_batch_is_no_sample(features_and_logits):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_batches_that_tell_nothing_have_no_gradient(count):
+def test_degenerate_batches_have_no_gradient(count):
     """Test a single sample, and equal samples."""
     features = torch.ones(4, 5, requires_grad=True)
     logits = torch.ones(4, 3, requires_grad=True)
@@ -319,7 +319,7 @@ def test_a_class_without_samples_has_no_direction():
     torch.testing.assert_close(means, torch.tensor([[0, 0], [0, 0], [0.6, 0.8]]))
 
 
-def test_prototypes_are_weighed_by_samples_of_the_class(make_strategy, update):
+def test_prototypes_are_weighted_by_samples_of_the_class(make_strategy, update):
     """Client 0 has 2 of 4 samples of class 0, client 1 has 4 of 12. The weights of bodies count all samples."""
     strategy = make_strategy("fednh", model="mlp", fednh_rho=0.5)
     views = strategy.architecture.layout.views
@@ -339,7 +339,7 @@ def test_prototypes_are_weighed_by_samples_of_the_class(make_strategy, update):
     assert strategy.model[0] == pytest.approx(4)
 
 
-def test_prototypes_that_keep_all_of_themselves_stay(make_config, federate):
+def test_fednh_with_rho_1_keeps_its_prototypes(make_config, federate):
     finished = federate(make_config("fednh", fednh_rho=1.0, fraction_train=0.6))
     head = finished.strategy.architecture.layout.part(["head"])
     np.testing.assert_allclose(head.take(finished.strategy.model), head.take(finished.strategy.initial()), atol=1e-6)
@@ -370,7 +370,7 @@ def test_gaussians_by_hand(clouds):
     np.testing.assert_allclose(covariance, centred.T @ centred / 6 + 0.5 * np.eye(4), atol=1e-12)
 
 
-def test_the_discriminant_is_that_of_the_densities():
+def test_the_discriminant_equals_the_log_densities():
     rng = np.random.default_rng(0)
     means, root, x = rng.normal(size=(3, 4)), rng.normal(size=(4, 4)), rng.normal(size=(5, 4))
     covariance, prior = root @ root.T + np.eye(4), np.array([0.2, 0.5, 0.3])
@@ -380,13 +380,13 @@ def test_the_discriminant_is_that_of_the_densities():
     np.testing.assert_allclose(logits - logits[:, :1], densities - densities[:, :1], atol=1e-9)
 
 
-def test_classes_are_dealt_out_over_the_parts():
+def test_folds_balance_the_classes():
     labels = torch.tensor([2, 0, 2, 0, 2, 1, 0])
     assert folds_of(labels, 2).tolist() == [0, 0, 1, 1, 0, -1, 0]
     assert folds_of(labels, 3).tolist() == [0, 0, 1, 1, 2, -1, 2]
 
 
-def test_the_share_fits_held_out_data_best():
+def test_the_share_minimises_the_held_out_loss():
     local = torch.tensor([[2.0, 0.0], [-2.0, 0.0]]).double(), torch.eye(2).double()
     labels = torch.tensor([0, 1, 0, 1])
     prior = torch.tensor([0.5, 0.5]).double().log()
@@ -481,7 +481,7 @@ def test_guidance_by_hand():
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.9])
-def test_the_worst_served_is_served_best_within_the_ball(alpha):
+def test_the_direction_maximises_the_least_inner_product_in_the_ball(alpha):
     """Compare with a fine search over the edge of the ball."""
     rows = np.array([[1, 0.2], [-0.3, 1], [2, 0.1]], np.float32)
     guide = np.array([0.5, 0.3, 0.2])
@@ -499,7 +499,7 @@ def test_a_ball_without_radius_is_its_centre():
     np.testing.assert_array_equal(best_for_the_worst(np.zeros((2, 2)), guide, 0.5), guide)
 
 
-def test_confrees_tensors_are_rid_of_conflicts_one_by_one(make_strategy, update):
+def test_confree_resolves_conflicts_tensor_by_tensor(make_strategy, update):
     """The updates of the first bias conflict, and the updates of the second agree. All clients have equal weight."""
     strategy = make_strategy("confree", model="mlp", confree_alpha=0.0, confree_parts="tensors")
     before, changes = strategy.model.copy(), np.zeros((2, strategy.model.size), np.float32)

@@ -62,7 +62,7 @@ def same_runs(first: Any, second: Any, *columns: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "layers"), [("fedper", 1), ("fedper", 2), ("lg-fedavg", 1), ("lg-fedavg", 2)])
-def test_layers_are_trained_together_and_parted_then(method: str, layers: int, make_client: Make) -> None:
+def test_shared_and_personal_layers_are_trained_together(method: str, layers: int, make_client: Make) -> None:
     client = make_client(method, **WHOLE, model="mlp", **{f"{method.replace('-', '_')}_layers": layers})
     names = client.architecture.layer_names
     assert len(names) == 3
@@ -94,7 +94,7 @@ def test_lg_fedavg_that_shares_all_layers_is_fedavg(
 # -- fine-tuning ---------------------------------------------------------------------------------------
 
 
-def test_fedbabu_trains_the_body_and_fine_tunes_the_whole(make_client: Make) -> None:
+def test_fedbabu_trains_the_body_and_fine_tunes_all_layers(make_client: Make) -> None:
     client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2)
     body = client.layout.without(["head"])
     flat = client.initial().numpy().copy()
@@ -140,9 +140,7 @@ def test_fedsam_by_hand(make_client: Make) -> None:
 
 
 @pytest.mark.parametrize(("method", "settings"), [("fedprox-ft", {"mu": 2.0}), ("fedsam-ft", {"rho": 0.5})])
-def test_fine_tuning_is_plain_whatever_the_training_is(
-    method: str, settings: dict[str, float], make_client: Make
-) -> None:
+def test_fine_tuning_has_no_extra_term(method: str, settings: dict[str, float], make_client: Make) -> None:
     options = {
         f"{method.replace('-', '_')}_{key}": value for key, value in (settings | {"epochs": 2, "lr": 0.2}).items()
     }
@@ -159,7 +157,7 @@ def test_fedprox_with_fine_tuning_serves_fedproxs_model(make_config: Make, feder
 
 
 @pytest.mark.parametrize("settings", [{"fedprox_ft_mu": 0.0}, {"fedsam_ft_rho": 0.0}])
-def test_without_what_is_their_own_they_are_fedavg_with_fine_tuning(
+def test_without_their_terms_they_are_fedavg_with_fine_tuning(
     settings: dict[str, float], make_config: Make, federate: Make
 ) -> None:
     method = next(iter(settings)).rpartition("_")[0].replace("_", "-")
@@ -190,7 +188,7 @@ def test_two_rounds_of_apfl_by_hand(adaptive: bool, make_client: Make) -> None:
     assert ("alpha" in client.state) is adaptive
 
 
-def test_apfl_with_nothing_of_the_global_model_is_local_training(make_config: Make, federate: Make) -> None:
+def test_apfl_with_alpha_1_is_local_training(make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6}
     mixed, alone = (federate(make_config(method, apfl_alpha=1.0, **settings)) for method in ("apfl", "local"))
     for client in range(4):
@@ -200,13 +198,13 @@ def test_apfl_with_nothing_of_the_global_model_is_local_training(make_config: Ma
             np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6)
 
 
-def test_apfl_with_nothing_of_the_own_model_is_fedavg(make_config: Make, federate: Make) -> None:
+def test_apfl_with_alpha_0_is_fedavg(make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp"}
     mixed, plain = (federate(make_config(method, apfl_alpha=0.0, **settings)) for method in ("apfl", "fedavg"))
     same_runs(mixed, plain, "served_loss", "local_loss")
 
 
-def test_apfls_share_stays_between_0_and_1(make_client: Make) -> None:
+def test_apfls_alpha_stays_between_0_and_1(make_client: Make) -> None:
     client = make_client("apfl", **WHOLE, model="mlp", apfl_alpha=0.5, apfl_adaptive=True, lr=1.0)
     ends = set()
     for sign in (-1, 1):
@@ -311,7 +309,7 @@ def test_pfedme_never_goes_beyond_the_mean_of_running_statistics(make_strategy: 
     np.testing.assert_allclose(statistics.take(strategy.model), statistics.take(rows.mean(axis=0)), atol=1e-6)
 
 
-def test_pfedme_with_one_step_of_the_whole_way_is_fedavg(make_config: Make, federate: Make) -> None:
+def test_pfedme_with_a_single_full_step_is_fedavg(make_config: Make, federate: Make) -> None:
     settings = {"pfedme_strength": 16.0, "pfedme_personal_lr": 1 / 16, "pfedme_steps": 1, "lr": 1 / 16}
     proximal, plain = (
         federate(make_config("pfedme", model="mlp", **settings)),
@@ -424,7 +422,7 @@ EYE = np.eye(16).reshape(4, 4, 4, 4)
 """EYE[i, j] is the matrix whose only entry is 1, at (i, j)."""
 
 
-def test_fedfomo_sends_no_model_of_who_was_not_seen_and_nobody_its_own(make_config: Make, federate: Make) -> None:
+def test_fedfomo_sends_only_models_of_other_participants(make_config: Make, federate: Make) -> None:
     settings = {"fraction_train": 0.5, "num_server_rounds": 4, "fedfomo_epsilon": 1.0, "fedfomo_models": 2}
     finished = federate(make_config("fedfomo", **settings))
     strategy = finished.strategy
@@ -460,7 +458,7 @@ def test_bipartition_has_the_smallest_largest_similarity(seed: int) -> None:
     assert cross(bipartition(similarity)) == min(cross(part) for part in every)
 
 
-def test_who_is_split_off() -> None:
+def test_conditions_of_a_split() -> None:
     moved, n = np.float32([[3, 0.1], [-3, 0.1], [3, 0]]), np.array([1.0, 2.0, 1.0])  # the mean is (0, 0.075)
     assert split(moved, n, 0.08, 2.9).tolist() == [False, True, False]
     assert not split(moved, n, 0.07, 2.9).any()  # the mean still moves

@@ -32,13 +32,13 @@ def test_gain_is_counted_client_by_client() -> None:
     assert gain([({0: 0.5}, {0: 0.5})]) == (0.0, 0, 1, 1.0)
 
 
-def test_p_is_that_of_all_signs_alike() -> None:
+def test_p_value_of_differences_of_the_same_sign() -> None:
     """For n differences of the same sign, the two-sided p-value is 2 / 2^n."""
     result = gain([({c: 0.5 + 0.01 * c for c in range(1, 9)}, dict.fromkeys(range(1, 9), 0.5))])
     assert result is not None and result.p == pytest.approx(2 / 2**8)
 
 
-def test_holm_multiplies_by_the_tests_that_are_left() -> None:
+def test_holm_multiplies_by_the_number_of_remaining_tests() -> None:
     assert holm([0.03, 0.01, 0.5]) == pytest.approx([0.06, 0.03, 0.5])
     assert holm([]) == []
 
@@ -58,7 +58,7 @@ def test_ranks_by_hand() -> None:
     assert ranks(scores.head(2)) is None and ranks(scores[["a", "b"]]) is None
 
 
-def test_what_always_loses_is_told_from_the_best() -> None:
+def test_a_row_that_always_loses_differs_from_the_best() -> None:
     rng = np.random.default_rng(0)
     result = ranks(pd.DataFrame({"good": 0.9 + 0.01 * rng.random(20), "same": 0.9 + 0.01 * rng.random(20), "bad": 0.1}))
     assert result is not None and result.friedman < 0.05
@@ -103,7 +103,7 @@ def runs(tmp_path: Path) -> list[Run]:
     return rows
 
 
-def test_accuracies_are_those_of_the_round_asked_for(runs: list[Run]) -> None:
+def test_accuracies_are_read_for_a_round(runs: list[Run]) -> None:
     assert client_accuracies(runs[1].path, "served", 2) == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.99}
     assert client_accuracies(runs[0].path, "served", 2) == {}
 
@@ -184,7 +184,7 @@ def test_rows_of_one_cohort_are_compared_over_it(partial: list[Run]) -> None:
     assert "80.00 (6 of 30)" in compared(over_clients(both), None)
 
 
-def test_a_client_that_one_row_lacks_is_left_out_of_all() -> None:
+def test_a_client_missing_in_a_row_is_dropped_from_all_rows() -> None:
     """After a dropped reply, 9 of 10 clients are enough for a rank."""
     all_ten = {0: {c: 0.5 + 0.01 * c for c in range(10)}}
     nine = {0: dict.fromkeys(range(9), 0.6)}
@@ -195,7 +195,7 @@ def test_a_client_that_one_row_lacks_is_left_out_of_all() -> None:
     assert common["b"] == nine and common["d"] == {}
 
 
-def test_what_has_diverged_ranks_last(runs: list[Run]) -> None:
+def test_diverged_runs_rank_last(runs: list[Run]) -> None:
     ranking = ranks(scores_by_block(runs))
     assert ranking is not None and ranking.mean["Ditto"] == 1
     remaining = [run for run in runs if (run.row, run.seed) != ("Ditto", 0)]

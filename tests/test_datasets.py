@@ -43,7 +43,7 @@ def save_npz(path, **arrays):
 # The table
 
 
-def test_the_table_of_published_data_sets_tells_all_of_each():
+def test_the_table_describes_every_published_data_set():
     assert [row[0] for row in describe()] == list(DATASETS)
     assert all(len(row) == 4 and all(row) for row in describe())
 
@@ -805,7 +805,7 @@ def test_pfllib_values_that_are_refused(tmp_path, x, y, message):
 # The tensors of a client
 
 
-def test_pixels_of_a_client_lie_in_minus_one_to_one_and_channels_last():
+def test_pixels_of_a_client_are_in_minus_one_to_one_and_channels_last():
     digits = load("digits")
     part = partition(digits, DataSettings(), seed=0)
     tensors = client_data(digits, part, 4, DataSettings(), CPU)
@@ -874,7 +874,7 @@ def test_a_padded_crop_by_hand(numbers, expected):
     assert torch.equal(cropped[0, 1], 10 * cropped[0, 0])
 
 
-def test_padded_crops_reach_all_places_and_mirror_half():
+def test_padded_crops_reach_all_positions_and_mirror_half():
     x = torch.full((4000, 1, 9, 9), -1.0)
     x[:, 0, 4, 4] = 1  # the padding is four pixels, so every crop contains this pixel
     x[:, 0, 4, 5] = 0.5
@@ -890,7 +890,7 @@ def test_padded_crops_reach_all_places_and_mirror_half():
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
-def test_what_comes_in_around_an_image_is_a_black_pixel(kind, tmp_path):
+def test_padding_of_a_crop_is_black(kind, tmp_path):
     """A pixel of value 0 becomes -1 in images of bytes, and stays 0 in images of floating-point numbers."""
     white = np.full((20, 8, 8, 3), 255 if kind is np.uint8 else 1, kind)
     path = save_npz(tmp_path / "white.npz", x_train=white, y_train=[0, 1] * 10)
@@ -913,7 +913,7 @@ def test_a_crop_by_hand():
     assert torch.allclose(cropped[0, 1, inner, 0], 0.25 + 0.75 * coordinates[inner])
 
 
-def test_resized_crops_have_aspect_ratios_of_their_own():
+def test_resized_crops_vary_in_aspect_ratio():
     boxes = draw_resized_boxes(4000, torch.Generator().manual_seed(2))
     width, height = boxes[:, 0], boxes[:, 1]
     assert bool((boxes >= 0).all()) and bool((boxes <= 1).all())
@@ -925,7 +925,7 @@ def test_resized_crops_have_aspect_ratios_of_their_own():
     assert float(full.float().mean()) == pytest.approx((1 - 0.18) ** 10, abs=0.02)
 
 
-def test_resized_crops_are_of_test_images_too_and_by_the_seed_alone():
+def test_resized_crops_of_test_images_depend_only_on_the_seed():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (60, 8, 8, 3)).astype(np.uint8), np.arange(60) % 2
     data = make_dataset("images", "image", x, y, ("a", "b"))

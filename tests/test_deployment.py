@@ -17,7 +17,7 @@ from posy.deploy.node import MAX_POLL_SECONDS, Waits, pause
 from posy.settings import SettingsError
 
 
-def test_a_free_port_is_none_of_those_of_outgoing_connections() -> None:
+def test_a_free_port_is_below_the_ports_of_outgoing_connections() -> None:
     assert addresses.LISTENING.stop <= 32_768  # Linux draws outgoing ports from 32768 on
     assert all(free_port() in addresses.LISTENING for _ in range(20))
 
@@ -100,7 +100,7 @@ def test_a_site_makes_its_keys_and_no_authority(tmp_path: Path, capsys: pytest.C
         ),
     ],
 )
-def test_node_config_is_handed_on(words: list[str], expected: str) -> None:
+def test_node_config_is_passed_to_flower(words: list[str], expected: str) -> None:
     from flwr.common.config import parse_config_args
 
     assert node_config(words) == expected
@@ -160,7 +160,7 @@ def test_the_page_names_every_word_of_a_node() -> None:
     assert set(NODE_WORDS) <= named
 
 
-def test_nodes_of_one_command_share_out_the_partitions() -> None:
+def test_nodes_of_one_command_divide_the_partitions() -> None:
     names = ["a", "b", "c"]
     shared = ["num-partitions=3", "state-dir=/srv/{name}"]
     assert node_configs(["state-dir=/srv/{name}"], names) == [
@@ -185,7 +185,7 @@ def test_a_node_looks_for_tasks_at_each_of_its_pauses() -> None:
         assert waits.work.is_set()
 
 
-def test_a_node_asks_seldom_until_about_when_the_last_messages_came() -> None:
+def test_a_node_polls_seldom_until_the_expected_time_of_messages() -> None:
     def polls(gap: float, expected: float) -> tuple[int, float]:
         """Return the number of requests until a message arrives after ``gap`` seconds, and the delay."""
         waited, count = 0.0, 0

@@ -371,7 +371,7 @@ def test_the_common_tables_have_every_method(name: str, samples: int, variants: 
     assert runs == {(name, samples, 20, 0.2)}
 
 
-def test_runs_that_are_older_than_fedfews_full_steps_are_those_of_the_comparisons() -> None:
+def test_archived_runs_of_fedfew_fit_the_cells_of_the_comparison() -> None:
     """The archived runs took the paper's steps, no longer the default. They still fit the cells of the tables."""
     table = next(path for path in TABLES if path.stem == "compare-digits")
     archived = archive.read(table.parents[1] / "results/compare-digits").values()

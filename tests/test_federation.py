@@ -85,7 +85,7 @@ def test_no_messages_no_waves(settings_json: str) -> None:
     assert grid.waves == []
 
 
-def test_all_waves_share_the_time_and_what_is_left_over_is_not_sent(settings_json: str) -> None:
+def test_all_waves_share_the_timeout_and_the_rest_is_not_sent(settings_json: str) -> None:
     grid = Noting(2, seconds=0.2)
     sent = queries(settings_json, 1, 1, 1, 2)
     replies = list(WaveGrid(grid).send_and_receive(sent, timeout=0.3))
@@ -97,13 +97,13 @@ def test_all_waves_share_the_time_and_what_is_left_over_is_not_sent(settings_jso
     assert not sent[2].metadata.message_id  # so the strategy knows that it was not sent
 
 
-def test_without_a_limit_every_wave_has_none(settings_json: str) -> None:
+def test_without_a_timeout_no_wave_has_one(settings_json: str) -> None:
     grid = Noting(1)
     assert len(list(WaveGrid(grid).send_and_receive(queries(settings_json, 1, 1)))) == 2
     assert grid.timeouts == [None, None]
 
 
-def test_the_rest_of_a_grid_is_passed_on(settings_json: str) -> None:
+def test_other_calls_of_a_grid_are_forwarded(settings_json: str) -> None:
     waves = WaveGrid(InProcessGrid(2))
     assert list(waves.get_node_ids()) == [1, 2]
     ids = list(waves.push_messages(queries(settings_json, 1)))
@@ -142,7 +142,7 @@ def test_what_a_client_raises_is_its_reply(settings_json: str) -> None:
         assert reply.metadata.reply_to_message_id == messages[0].metadata.message_id
 
 
-def test_after_the_time_no_further_client_is_asked(settings_json: str) -> None:
+def test_after_the_timeout_no_client_is_asked(settings_json: str) -> None:
     assert list(InProcessGrid(3).send_and_receive(queries(settings_json, 1, 2, 3), timeout=0.0)) == []
     assert len(list(InProcessGrid(3).send_and_receive(queries(settings_json, 1, 2, 3), timeout=60.0))) == 3
 
@@ -579,7 +579,7 @@ EVENTS = st.lists(st.one_of(CLAIMS, st.integers(0, 5)), max_size=8)
 
 @hypothesis.given(first=st.lists(CLAIMS, min_size=1, max_size=4), events=EVENTS)
 @hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-def test_a_client_has_one_name_for_the_whole_run_whoever_comes_and_goes(
+def test_a_client_has_one_name_for_the_run(
     first: list[tuple[str, int, int]], events: list[Any], settings: Settings
 ) -> None:
     grid = Script()
@@ -613,7 +613,7 @@ def test_a_client_has_one_name_for_the_whole_run_whoever_comes_and_goes(
             assert member.node_id in grid.nodes
 
 
-def test_the_record_names_the_site_that_did_the_work(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_names_the_site_that_trained(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client 0 belongs to a. While a is absent, b does not train for it, and the record does not name b."""
     config = make_config("fedacs", num_server_rounds=4, model="mlp", min_clients=2, join_timeout=0.1)
     grid = Registered(a=parts(1)[0], c=parts(2)[1], d=parts(3)[2])
@@ -650,7 +650,7 @@ def warned(warnings: pytest.LogCaptureFixture) -> list[str]:
     return list(lines)
 
 
-def test_nodes_that_are_lost_or_come_are_told_at_once_by_name(
+def test_lost_and_new_nodes_are_logged_at_once_by_name(
     settings: Settings, warnings: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = Registered(a=parts(1)[0], b=parts(2)[1], c=parts(3)[2])
@@ -694,7 +694,7 @@ class Telling(Registered):
         return reply
 
 
-def test_what_a_site_says_of_its_data_is_told_once_with_its_name(
+def test_notes_of_a_site_are_logged_once_with_its_name(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], warnings: pytest.LogCaptureFixture
 ) -> None:
     notes = ["3 samples stand there twice", "a file is called\nx\x1b[31m", "y" * 1000, *map(str, range(100))]
@@ -733,7 +733,7 @@ def test_a_site_that_tells_nonsense_is_left_out(
     assert [name for name, _ in members.left_out] == ["b"]
 
 
-def test_reasons_and_names_of_nodes_that_are_left_out_do_not_grow_without_end(settings: Settings) -> None:
+def test_the_record_of_refused_nodes_is_bounded(settings: Settings) -> None:
     members = Federation(WaveGrid(Script()), settings)
     for node in range(1000):
         members._leave_out(Node(node, registered=f"n{node}" * 100), "x\n" * 10_000)
@@ -772,7 +772,7 @@ def test_means_over_fewer_clients_than_the_run_has_are_marked(
     assert (summary["missing"], summary["served"]["last"]["missing"]) == ([2], 1)
 
 
-def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_node_does_not_delay_the_run(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "SILENT_SECONDS", 0.1)
     short = replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.2))
     grid = Script(*parts(4))
@@ -950,7 +950,9 @@ def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkey
     assert hosts(members) == {0: 8, 3: 4}
 
 
-def test_a_run_goes_on_while_clients_come_and_go(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_while_clients_leave_and_return(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PPFE sends all finished stages again to a client that returns on a node without its state."""
     config = make_config("ppfe", num_server_rounds=6, ppfe_stages=3, model="mlp", min_clients=3, join_timeout=1.0)
     grid = Script(*parts(3))

@@ -178,7 +178,7 @@ def bits(record: Any, name: str) -> list[bytes]:
     return [array.tobytes() for key, array in sorted(arrays.items()) if key.endswith(name)]
 
 
-def test_the_flat_vector_holds_trained_tensors_alone() -> None:
+def test_the_flat_vector_holds_only_trained_tensors() -> None:
     plain = network("fixed")
     assert [entry.name for entry in plain.layout.entries] == [
         "blocks.body.3.a", "blocks.body.3.b",
@@ -333,7 +333,7 @@ def test_noise_and_norms_leave_fixed_tensors_alone() -> None:
     assert posy.run(method="fedavg", run_name="batchnorm", **{**settings, "model": "nets:norm_fixed"}).summary["status"]
 
 
-def test_weights_of_a_file_are_loaded_into_fixed_tensors_and_adapters_start_afresh() -> None:
+def test_weights_of_a_file_fill_fixed_tensors_and_not_adapters() -> None:
     torch.manual_seed(9)
     namespace: dict[str, Any] = {}
     exec(compile(FILE, "nets.py", "exec"), namespace)  # the module without Posy
@@ -352,7 +352,7 @@ def test_weights_of_a_file_are_loaded_into_fixed_tensors_and_adapters_start_afre
     assert set(bits(record, "3.base.weight")) == {base["3.base.weight"].numpy().tobytes()}
 
 
-def test_low_rank_layers_leave_the_values_of_fixed_layers() -> None:
+def test_low_rank_layers_do_not_change_fixed_layers() -> None:
     """A low-rank layer before the frozen layer draws other random numbers than a dense layer."""
     dense, reduced = (Architecture("mlp", DIGITS, frozen=("fc2",), ranks=ranks) for ranks in ((), (("fc1", 4),)))
     built = reduced.build(seed=3).state_dict()

@@ -89,7 +89,7 @@ def standardised(columns):
 
 @pytest.mark.parametrize("form", ["csv", "npz", "site"])
 @pytest.mark.parametrize("offset", [0, 1_700_000_000, -(10**12)])
-def test_seconds_since_1970_are_standardised_as_well_as_those_since_yesterday(form, offset, tmp_path):
+def test_standardisation_keeps_the_digits_of_timestamps(form, offset, tmp_path):
     seconds = [offset + value for value in (0, 3, 10, 11, 40, 86_399)]
     if form == "csv":
         rows = "".join(f"{value},{i % 2}\n" for i, value in enumerate(seconds))
@@ -119,7 +119,7 @@ def test_seconds_since_1970_are_standardised_as_well_as_those_since_yesterday(fo
     values=st.lists(st.floats(-1e15, 1e15) | st.integers(-(2**53), 2**53), min_size=2, max_size=8),
     offset=st.sampled_from([0, 1.7e9, -3e12]),
 )
-def test_what_is_trained_on_is_what_exact_arithmetic_gives(values, offset, tmp_path):
+def test_standardisation_equals_exact_arithmetic(values, offset, tmp_path):
     column = [float(value) + offset for value in values]
     expected, mean, std = standardised([column]), abs(math.fsum(column)) / len(column), statistics.pstdev(column)
     # The mean is a float64, so values that differ from it only in the last bits equal it.
@@ -143,7 +143,7 @@ def test_features_of_every_numeric_type(kind, tmp_path):
     assert dataset.x.dtype == np.float32  # float32 holds all values, so a larger type would waste memory
 
 
-def test_a_tiny_scale_is_no_constant(tmp_path):
+def test_a_feature_of_tiny_scale_is_not_constant(tmp_path):
     x = np.array([[1e-14, 5.0], [3e-14, 5.0]])
     arrays = tensors(load_own(save(tmp_path / "a.npz", x_train=x, y_train=[0, 1]), "a"))
     np.testing.assert_allclose(arrays.x_train.numpy(), [[-1, 0], [1, 0]], rtol=1e-6)
@@ -398,7 +398,7 @@ def test_groups_keep_their_identity(tmp_path):
     refused(load_own, write(tmp_path / "b.csv", "x,group,label\n1,,0\n2,a,1\n"), "b", match="row 2, column group: the")
 
 
-def test_what_may_be_a_mistake_is_noted(tmp_path, warnings):
+def test_possible_mistakes_are_noted(tmp_path, warnings):
     dataset = load_own(write(tmp_path / "a.csv", ",X,x,kind\n1,2,3,Cat\n1,2,3,cat\n1,2,3,nan\n"), "a")
     assert dataset.notes == (
         "no column is named label; the last one, kind, is taken for it",
@@ -679,7 +679,7 @@ def test_a_small_pickle_of_very_many_numbers_is_refused_at_once(x, message, tmp_
     refused(load_own, root, "p", match=message)
 
 
-def test_a_row_that_stands_in_many_places_is_read(tmp_path):
+def test_a_row_that_is_shared_in_a_pickle_is_read(tmp_path):
     row = [0.5] * 1000
     root = pfllib(tmp_path / "p", ([row] * 500, [0, 1] * 250))
     assert load_own(root, "p").x.shape == (1000, 1000)
@@ -727,7 +727,7 @@ def site_of_images():
     return DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b")
 
 
-def test_a_site_goes_on_without_them_if_it_says_so(tmp_path):
+def test_a_site_skips_unreadable_images_on_request(tmp_path):
     intact, _ = own_site(images(tmp_path / "whole"), site_of_images())
     damage(images(tmp_path / "torn"))
     dataset, part = own_site(tmp_path / "torn", site_of_images(), skip=True)
@@ -736,7 +736,7 @@ def test_a_site_goes_on_without_them_if_it_says_so(tmp_path):
     assert len(part.train[0]) + len(part.test[0]) == 6
 
 
-def test_neither_size_nor_colours_are_those_of_a_file_that_is_left_out(tmp_path):
+def test_a_skipped_file_decides_neither_size_nor_colours(tmp_path):
     damage(images(tmp_path))
     assert read_own(tmp_path, skip_unreadable=True).x.shape == (6, 4, 4, 1)
 
@@ -757,7 +757,7 @@ def test_images_that_together_do_not_fit_into_memory_are_refused(tmp_path):
     refused(own_site, tmp_path, settings, match="input-shape|more than fits into memory")
 
 
-def test_folders_are_ordered_as_numbers_if_they_are(tmp_path):
+def test_numeric_folder_names_are_ordered_as_numbers(tmp_path):
     for name in ("10", "9", "1"):
         (tmp_path / name).mkdir()
         Image.new("L", (2, 2), int(name)).save(tmp_path / name / "1.png")

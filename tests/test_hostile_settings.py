@@ -469,7 +469,7 @@ def test_a_run_at_the_edge_ends_in_finite_numbers_or_in_one_line(
     assert isinstance(ended, Path) if not part else part in str(ended)
 
 
-def test_every_own_number_of_a_method_is_tried_at_an_edge() -> None:
+def test_every_numeric_setting_of_a_method_is_tried_at_an_edge() -> None:
     keys = {key_of(f.name, m) for m in METHODS for f in dataclasses.fields(settings_class(m)) if f.type in (int, float)}
     assert keys <= {key for _, settings, _ in EDGES for key in settings} | {
         "fedrep-head-epochs",

@@ -35,7 +35,7 @@ def trained(folder: Path, name: str, rounds: int, epochs: int, **settings: objec
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_two_rounds_of_local_training_are_one_of_twice_the_epochs(tmp_path: Path, name: str) -> None:
+def test_two_rounds_of_local_training_equal_one_of_twice_the_epochs(tmp_path: Path, name: str) -> None:
     """With full batches, the runs differ only in the optimiser's state. A fresh state changes the models."""
     settings = OPTIMISERS[name]
     long = trained(tmp_path, "long", 1, 4, **settings)
@@ -48,7 +48,7 @@ def test_two_rounds_of_local_training_are_one_of_twice_the_epochs(tmp_path: Path
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedfew"])
-def test_stacked_clients_keep_what_single_ones_keep(tmp_path: Path, method: str, name: str) -> None:
+def test_stacked_clients_keep_the_same_state_as_single_clients(tmp_path: Path, method: str, name: str) -> None:
     """Include clients with fewer batches, and a client that joins after the first rounds."""
     settings = {**OPTIMISERS[name], "method": method, "optimizer_state": "kept", "batch_size": 16}
     settings |= {"num_clients": 5, "fraction_train": 0.6, "full_last_round": True}
@@ -58,7 +58,7 @@ def test_stacked_clients_keep_what_single_ones_keep(tmp_path: Path, method: str,
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_runs_with_what_is_kept(tmp_path: Path, method: str) -> None:
+def test_every_method_runs_with_a_kept_state(tmp_path: Path, method: str) -> None:
     """Include methods that require plain steps, and PPFE, whose network grows. SCAFFOLD refuses the setting."""
     refused: Any = pytest.raises(SettingsError, match="a stored momentum") if method == "scaffold" else nullcontext()
     with refused:

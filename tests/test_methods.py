@@ -125,7 +125,7 @@ def test_all_clients_take_part_in_a_full_last_round(make_config, federate, metho
 
 
 @every_method
-def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, method, tmp_path):
+def test_state_of_the_server_can_be_stored_and_loaded(make_config, federate, method, tmp_path):
     """A new strategy that loads the state from a safetensors file serves the same arrays to every client."""
     config = make_config(method, num_server_rounds=5, fraction_train=0.3, pfedme_clients="cohort")
     strategy = federate(config).strategy
@@ -152,7 +152,7 @@ def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, m
 
 
 @every_method
-def test_client_that_raises_is_as_one_that_was_not_asked(make_config, federate, failing, method):
+def test_client_that_raises_counts_as_absent(make_config, federate, failing, method):
     """The client is dropped and recorded. The round continues without it, and the next round includes it."""
     config = make_config(method, num_server_rounds=4)
     failed = federate(config, grid=failing(("train", 2, 1)))
@@ -185,7 +185,7 @@ def test_client_that_raises_in_an_evaluation_changes_nothing_but_its_scores(make
 
 
 @every_method
-def test_round_with_too_few_good_replies_leaves_the_state(make_config, federate, failing, method):
+def test_round_with_too_few_replies_does_not_change_the_state(make_config, federate, failing, method):
     after = {}
 
     def note_states(strategy):

@@ -51,7 +51,7 @@ def test_an_error_of_the_program_keeps_its_traceback() -> None:
     assert "KeyError: 'x'" in logged(KeyError("x"))
 
 
-def test_the_server_app_logs_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_app_uses_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(Exception):  # noqa: N818
         pass
 
@@ -104,7 +104,7 @@ def test_the_share_of_clients_without_samples_by_hand() -> None:
     assert first == pytest.approx((0.5 + 0.0) / 2, abs=0.01)
 
 
-def test_a_partition_that_a_few_draws_find_is_what_it_was() -> None:
+def test_a_partition_that_needs_several_draws_is_found() -> None:
     """The estimate uses another generator, so the partition is unchanged, and a rare valid draw is accepted."""
     digits = load_dataset(DataSettings(), Path(), 0)
     parts = partition(digits, DataSettings(num_clients=20, dirichlet_alpha=0.05), 0)

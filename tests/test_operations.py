@@ -97,7 +97,7 @@ def going(sites: Sites) -> Sites:
     return sites
 
 
-def test_status_tells_what_goes_on(going: Sites) -> None:
+def test_status_shows_the_run_and_the_nodes(going: Sites) -> None:
     output = going.posy("status", *going.where).stdout
     assert re.search(r"long +fedrep +running .* \d+/100000\b", output)
     for name in NAMES:
@@ -128,7 +128,7 @@ def test_doctor_finds_nothing_wrong_on_server_and_site(going: Sites) -> None:
     going.until(lambda: going.whole_after("long", before + 1), "run-long", MOST)
 
 
-def test_a_renewed_certificate_is_taken_up_while_a_run_goes_on(going: Sites) -> None:
+def test_a_renewed_certificate_is_loaded_during_a_run(going: Sites) -> None:
     files = Files(going.folder / "certificates")
     [before] = read_certificates(files.server)
     count = len(going.rounds("long"))

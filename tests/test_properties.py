@@ -222,7 +222,7 @@ def start_file(tmp_path):
 
 
 @every_method
-def test_running_statistics_move_no_parameter(make_config, federate, start_file, tmp_path, method):
+def test_running_statistics_do_not_change_parameters(make_config, federate, start_file, tmp_path, method):
     """In training mode BatchNorm uses the batch, so a shift of the first running means changes no parameter."""
     if method in EVALUATION_MODE:
         pytest.skip(EVALUATION_MODE[method])
