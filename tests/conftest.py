@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: a tiny data set, settings, and a federation inside this process."""
+"""Fixtures that all tests share: a tiny data set, settings and a federation in this process."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import signal
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell that starts the tests in the background lets them ignore Ctrl-C, and so would all runs that they start.
+    # A shell that starts the tests in the background makes them, and their runs, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import json
@@ -39,7 +39,7 @@ Parts = Sequence[Sequence[int]]
 Config = dict[str, Any]
 Key = tuple[str, int, int]
 
-# The clients of the tiny data set: all three classes; two classes; one class; a single training sample.
+# The four clients of the tiny data set have three classes, two classes, one class and a single training sample.
 TINY_CLASSES = ((0, 1, 2), (0, 1), (2,), (1,))
 TINY_TRAIN = (21, 12, 8, 1)
 TINY_TEST = (9, 6, 4, 0)
@@ -50,27 +50,27 @@ DRAWING = {name: getattr(Recorder, name) for name in ("_draw", "_draw_partition"
 
 @dataclass
 class Finished:
-    """A federation that has run: its strategy, the record of each round, and the grid with the clients' state."""
+    """A finished federation: its strategy, the record of each round, and the grid, which stores the clients' state."""
 
     strategy: PersonalisedStrategy
     records: list[RoundRecord]
     grid: InProcessGrid
 
     def column(self, name: str) -> list[dict[int, Any]]:
-        """Return one column of the clients' rows, round by round."""
+        """Return one column of the clients' results: per round, the value of each client that has one."""
         return [{c: row[name] for c, row in sorted(r.clients.items()) if name in row} for r in self.records]
 
     def kept(self, client: int) -> dict[str, np.ndarray]:
-        """Return what a client keeps on its node, which hosts it alone."""
+        """Return the arrays that a client stores on its node. Each node hosts one client."""
         version = self.strategy.states.versions.get(client)
         record = self.grid._contexts[client + 1].state.array_records.get(f"client-{client}/{version}")
         return {} if record is None else {name: array.numpy() for name, array in record.items()}
 
 
 class FailingGrid(InProcessGrid):
-    """Loses the arrays of some messages, so that the clients' own code raises, or the state of some nodes.
+    """Removes the arrays of some messages, so that the client raises, and clears the state of some nodes.
 
-    Messages are named by (type, round, client).
+    A message is identified by (type, round, client).
     """
 
     def __init__(self, num_clients: int, fail: Collection[Key], forget: Collection[Key]) -> None:
@@ -88,7 +88,7 @@ class FailingGrid(InProcessGrid):
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one worker more than there are cores, each of a gigabyte; of federations, two at once."""
+    """Return two workers for federation tests, else one more than the number of cores. A worker takes a gigabyte."""
     if config.option.markexpr == "federation":
         return 2
     return min(len(os.sched_getaffinity(0)) + 1, 8)
@@ -101,7 +101,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_process() -> Iterator[None]:
-    """Fork no processes for tiny clients, which takes longer than their training, where a test is not about it."""
+    """Train in one process: to fork takes longer than the training of a tiny client."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Workspace, "workers", 1)
         yield
@@ -109,7 +109,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_pictures() -> Iterator[None]:
-    """Leave out the drawing, which takes longer than the runs, where a test is not about it."""
+    """Draw no figures, because drawing takes longer than the runs."""
     with pytest.MonkeyPatch.context() as patched:
         for name in DRAWING:
             patched.setattr(Recorder, name, lambda self, **_: None)
@@ -118,14 +118,14 @@ def no_pictures() -> Iterator[None]:
 
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test's runs draw their pictures."""
+    """Draw the figures of the runs in this test."""
     for name, draw in DRAWING.items():
         monkeypatch.setattr(Recorder, name, draw)
 
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Return what is logged, which Flower's logger keeps from pytest otherwise."""
+    """Return the log records of Flower's logger, which pytest does not capture by default."""
     logger = logging.getLogger("flwr")
     logger.addHandler(caplog.handler)
     yield caplog
@@ -134,7 +134,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[np.ndarray, np.ndarray, Parts, Parts]:
-    """Six features, three classes, four clients of unequal size: x, y, train and test indices."""
+    """Return x, y, train and test indices of four clients of unequal size, with six features and three classes."""
     rng = np.random.default_rng(7)
     centres = rng.normal(0, 2, (3, 6))
     y, train, test = [], [], []
@@ -150,7 +150,9 @@ def tiny() -> tuple[np.ndarray, np.ndarray, Parts, Parts]:
 
 @pytest.fixture
 def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Path) -> Callable[..., Config]:
-    """Return a run config; settings are given with underscores, the data as x, y, train and test indices."""
+    """Return a function that builds a run config from settings (keywords with underscores) and data.
+
+    The data is x, y, and the train and test indices of each client."""
     number = 0
 
     def make(method: str, *, data: tuple[np.ndarray, np.ndarray, Parts, Parts] = tiny, **settings: Any) -> Config:
@@ -160,7 +162,7 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
         arrays, parts = tmp_path / f"data-{number}.npz", tmp_path / f"parts-{number}.json"
         np.savez(arrays, x_train=x, y_train=y)
         parts.write_text(json.dumps({"train": [list(p) for p in train], "test": [list(p) for p in test]}))
-        own = {
+        defaults = {
             "method": method,
             "dataset": str(arrays),
             "partition": "file",
@@ -178,17 +180,17 @@ def make_config(tiny: tuple[np.ndarray, np.ndarray, Parts, Parts], tmp_path: Pat
             "output-dir": str(tmp_path / "runs"),
             "run-name": f"run-{number}",
         }
-        given = {key.replace("_", "-"): value for key, value in settings.items()}
-        given = pertinent(given, method)  # a test of all methods may bring settings of several
-        idle = without_effect(own | given).keys() - given.keys()
-        return {key: value for key, value in own.items() if key not in idle} | given
+        overrides = {key.replace("_", "-"): value for key, value in settings.items()}
+        overrides = pertinent(overrides, method)  # a test of all methods may pass settings of several methods
+        idle = without_effect(defaults | overrides).keys() - overrides.keys()
+        return {key: value for key, value in defaults.items() if key not in idle} | overrides
 
     return make
 
 
 @pytest.fixture
 def federate() -> Callable[..., Finished]:
-    """Return what runs a whole federation through Flower's messages, without the files of a run."""
+    """Return a function that runs a federation through Flower's messages, without the files of a run."""
 
     def run(
         config: Config,
@@ -228,7 +230,7 @@ def federate() -> Callable[..., Finished]:
 
 @pytest.fixture
 def failing() -> Callable[..., Callable[[int], FailingGrid]]:
-    """Return what builds a grid on which some messages fail, or some nodes lose their state before one."""
+    """Return a function that builds a grid on which some messages fail, or some nodes lose their state first."""
 
     def build(*fail: Key, forget: Collection[Key] = ()) -> Callable[[int], FailingGrid]:
         return lambda num_clients: FailingGrid(num_clients, fail, forget)
@@ -238,7 +240,7 @@ def failing() -> Callable[..., Callable[[int], FailingGrid]]:
 
 @pytest.fixture
 def make_strategy(make_config: Callable[..., Config]) -> Callable[..., Any]:
-    """Return a strategy with its members, before the first round."""
+    """Return a function that builds a strategy with its clients, before the first round."""
 
     def make(method: str, **settings: Any) -> Any:
         resolved = read_settings(make_config(method, **settings))
@@ -253,19 +255,19 @@ def make_strategy(make_config: Callable[..., Config]) -> Callable[..., Any]:
 
 @pytest.fixture
 def make_client(make_config: Callable[..., Config]) -> Callable[..., Any]:
-    """Return a client with an empty state."""
+    """Return a function that builds a client with an empty state."""
 
     def make(method: str, client: int = 0, **settings: Any) -> PersonalClient:
         workspace = Workspace(read_settings(make_config(method, **settings)))
-        made: PersonalClient = client_class(method)(client, workspace, State())
-        return made
+        personal_client: PersonalClient = client_class(method)(client, workspace, State())
+        return personal_client
 
     return make
 
 
 @pytest.fixture
 def update() -> Callable[..., Update]:
-    """Return a client's reply as a strategy gets it."""
+    """Return a function that builds a client's update as a strategy receives it."""
 
     def make(client: int, arrays: Sequence[Any], num_examples: int = 1, loss: float = 1.0) -> Update:
         return Update([np.asarray(a, np.float32) for a in arrays], loss, client=client, num_examples=num_examples)
@@ -275,7 +277,7 @@ def update() -> Callable[..., Update]:
 
 @pytest.fixture
 def gradient_of(softmax_regression: Callable[..., tuple[float, np.ndarray]]) -> Callable[..., np.ndarray]:
-    """Return what computes the gradient of a client's training loss for the linear model."""
+    """Return a function that computes the gradient of a client's training loss for the linear model."""
 
     def compute(client: PersonalClient, flat: np.ndarray) -> np.ndarray:
         return softmax_regression(flat, client.data.x_train.numpy(), client.data.y_train.numpy())[1]
@@ -285,7 +287,9 @@ def gradient_of(softmax_regression: Callable[..., tuple[float, np.ndarray]]) -> 
 
 @pytest.fixture
 def softmax_regression() -> Callable[..., tuple[float, np.ndarray]]:
-    """Return loss and gradient of the model ``linear``, in the order of its flat vector (weights, then biases)."""
+    """Return a function that computes the loss and gradient of the model ``linear``.
+
+    The gradient has the order of the flat vector: weights, then biases."""
 
     def evaluate(
         flat: np.ndarray, x: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None

@@ -1,4 +1,4 @@
-"""Sites that are absent when a run starts, with real processes: the run starts with the sites that are there."""
+"""A run starts with the connected sites when other sites are absent. The federation uses real processes."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.local_federation import Deployment
 pytestmark = [pytest.mark.federation, pytest.mark.xdist_group("processes")]
 
 TIMEOUT = 90
-"""Seconds of join-timeout: far more than two sites need to join."""
+"""Seconds of join-timeout, far more than two sites need to join."""
 
 
 def test_a_run_starts_with_two_of_four_sites(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The baselines: one or two whole-batch steps of each worked by hand, and their degenerate cases."""
+"""Baselines: one or two full-batch steps of each, worked by hand, and degenerate cases."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_fedavg_with_one_step_is_gradient_descent_on_all_data(make_config, feder
 
 
 def test_fine_tuning_by_hand(make_client, softmax_regression, gradient_of):
-    """Two steps from the served model make the local one; nothing is sent or kept."""
+    """Two steps from the served model give the local model. The client sends and stores nothing of it."""
     client = make_client("fedavg-ft", **WHOLE, fedavg_ft_epochs=2, fedavg_ft_lr=0.3)
     start = start_of(client)
     _, _, metrics = client.evaluate([start], EVALUATE)
@@ -81,7 +81,7 @@ def test_fine_tuning_by_steps_and_at_the_rounds_rate(make_client, softmax_regres
 
 
 def test_fine_tuning_follows_the_schedule(make_strategy):
-    """Cosine over 4 rounds: lr/2 (1 + cos(π/2)) in round 3, in evaluations as in training."""
+    """Check the cosine over 4 rounds: lr/2 (1 + cos(π/2)) in round 3, in evaluation and in training."""
     strategy = make_strategy("fedavg-ft", lr=0.4, lr_schedule="cosine", num_server_rounds=4, evaluate_every=1)
     grid = InProcessGrid(strategy.num_clients)
     for configure in (strategy.configure_train, strategy.configure_evaluate):
@@ -98,32 +98,32 @@ def test_fine_tuned_federation_serves_fedavgs_model(make_config, federate):
 
 
 def test_rounds_of_fine_tuning_by_hand(make_client, gradient_of, softmax_regression):
-    """Of four rounds the last two: the client starts from the served model, goes on with its own, and sends nothing."""
+    """In the last two of four rounds, the client fine-tunes the served, then its local model. It sends nothing."""
     client = make_client("fedavg-ft", **WHOLE, num_server_rounds=4, fedavg_ft_rounds=2, fedavg_ft_lr=0.3)
     served, other = start_of(client), start_of(client, 1)
     (sent,), _, metrics = client.fit([served], {**CONFIG, "server-round": 2})
     np.testing.assert_allclose(sent, served - LR * gradient_of(client, served), atol=1e-5)
     assert not client.state
     assert "local-loss" not in client.evaluate([served], {**EVALUATE, "server-round": 2})[2]
-    own = served - 0.3 * gradient_of(client, served)
+    local = served - 0.3 * gradient_of(client, served)
     arrays, _, _ = client.fit([served], {**CONFIG, "server-round": 3})
     assert arrays == []
-    np.testing.assert_allclose(client.state["model"], own, atol=1e-5)
-    own = own - 0.3 * gradient_of(client, own)
+    np.testing.assert_allclose(client.state["model"], local, atol=1e-5)
+    local = local - 0.3 * gradient_of(client, local)
     _, _, metrics = client.fit([other], {**CONFIG, "server-round": 4, "evaluate-local": True})
-    np.testing.assert_allclose(client.state["model"], own, atol=1e-5)
+    np.testing.assert_allclose(client.state["model"], local, atol=1e-5)
     test = client.data.x_test.numpy(), client.data.y_test.numpy()
-    assert metrics["local-loss"] == pytest.approx(softmax_regression(own, *test)[0], rel=1e-4)
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(local, *test)[0], rel=1e-4)
     _, _, metrics = client.evaluate([other], {**EVALUATE, "server-round": 4})
-    assert metrics["local-loss"] == pytest.approx(softmax_regression(own, *test)[0], rel=1e-4)
+    assert metrics["local-loss"] == pytest.approx(softmax_regression(local, *test)[0], rel=1e-4)
     assert metrics["served-loss"] == pytest.approx(softmax_regression(other, *test)[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu"])
 def test_nothing_is_averaged_while_clients_fine_tune(make_config, federate, method):
-    """Five rounds with two of fine-tuning leave the server what three rounds leave it."""
-    own = {f"{method}-rounds".replace("-", "_"): 2}
-    tuned = federate(make_config(method, model="mlp", num_server_rounds=5, local_steps=2, **own))
+    """Five rounds, the last two of them fine-tuning, give the same server's model as three rounds."""
+    settings = {f"{method}-rounds".replace("-", "_"): 2}
+    tuned = federate(make_config(method, model="mlp", num_server_rounds=5, local_steps=2, **settings))
     plain = federate(make_config(method, model="mlp", num_server_rounds=3, local_steps=2))
     np.testing.assert_array_equal(tuned.strategy.model, plain.strategy.model)
     served = tuned.column("served_loss")
@@ -143,7 +143,7 @@ def test_fine_tuning_rounds_are_the_same_side_by_side(make_config, federate):
 
 
 def test_rounds_of_fine_tuning_fix_the_number_of_rounds(make_strategy):
-    """They are the last ones: a run that is resumed must not have more."""
+    """The last rounds fine-tune, so a resumed run cannot extend the number of rounds."""
     assert make_strategy("fedavg-ft", fedavg_ft_rounds=1).method.follows_number_of_rounds
     assert not make_strategy("fedavg-ft").method.follows_number_of_rounds
 
@@ -162,7 +162,7 @@ def test_rounds_of_fine_tuning_that_cannot_be(make_strategy):
 
 
 def test_fedprox_by_hand(make_client, gradient_of):
-    """The first step feels no pull; the second -lr μ (w1 - w0)."""
+    """Check that the proximal term adds nothing to the first step, and -lr μ (w1 - w0) to the second."""
     client = make_client("fedprox", **WHOLE, local_epochs=2, fedprox_mu=1.5)
     start = start_of(client)
     (trained,), _, _ = client.fit([start], CONFIG)
@@ -233,12 +233,12 @@ def test_fedrep_serves_the_servers_body_with_the_clients_head(make_client):
 
 
 def test_ditto_by_hand(make_client, gradient_of):
-    """The global model as FedAvg; the personal one pulled towards what was served, over two rounds."""
+    """Over two rounds, the global model is FedAvg's, and the personal model is pulled towards the served model."""
     client = make_client("ditto", **WHOLE, ditto_strength=0.7, ditto_start="received")
     first, second = start_of(client), start_of(client, 1)
     (sent,), _, _ = client.fit([first], CONFIG)
     np.testing.assert_allclose(sent, first - LR * gradient_of(client, first), atol=1e-5)
-    personal = first - LR * gradient_of(client, first)  # it starts from the served model: no pull yet
+    personal = first - LR * gradient_of(client, first)  # it starts at the served model, so the pull is zero
     np.testing.assert_allclose(client.state["model"], personal, atol=1e-5)
     (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
     np.testing.assert_allclose(sent, second - LR * gradient_of(client, second), atol=1e-5)
@@ -285,7 +285,7 @@ def test_dittos_personal_model_is_the_local_one(make_client, softmax_regression)
 
 
 def test_message_weights_by_hand():
-    """||w0 - w1||² = 1, the third is far (exp(-32)): ξ_01 = α/σ exp(-1/σ) with α = 0.5, σ = 2."""
+    """Check ξ_01 = α/σ exp(-1/σ) with α = 0.5, σ = 2, ||w0 - w1||² = 1 and a far third model (exp(-32))."""
     models = np.array([[0, 0], [1, 0], [0, 8]], np.float32)
     near = 0.25 * math.exp(-0.5)
     expected = [[1 - near, near, 0], [near, 1 - near, 0], [0, 0, 1]]
@@ -300,7 +300,7 @@ def test_large_alpha_keeps_the_messages_convex():
 
 
 def test_small_distances_of_large_models_keep_their_digits():
-    """Squared norms are 1e6, where the next float32 is 1/16 away."""
+    """Use squared norms of 1e6, where neighbouring float32 numbers differ by 1/16."""
     models = np.full((3, 100), 100.0, np.float32)
     models[1, 0] += 0.1
     models[2, 1] -= 0.03
@@ -309,25 +309,25 @@ def test_small_distances_of_large_models_keep_their_digits():
 
 
 def test_fedamp_client_by_hand(make_client, gradient_of):
-    """It goes on with its own model, pulled by λ/α towards u_i; in its first round from what it is sent."""
+    """The client trains its local model, pulled by λ/α towards u_i. In its first round it trains the served model."""
     client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0)
     first, second = start_of(client), start_of(client, 1)
-    (own,), _, _ = client.fit([first], CONFIG)
-    np.testing.assert_allclose(own, first - LR * gradient_of(client, first), atol=1e-5)
+    (local,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(local, first - LR * gradient_of(client, first), atol=1e-5)
     (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
-    np.testing.assert_allclose(sent, own - LR * (gradient_of(client, own) + 1.5 * (own - second)), atol=1e-5)
+    np.testing.assert_allclose(sent, local - LR * (gradient_of(client, local) + 1.5 * (local - second)), atol=1e-5)
     np.testing.assert_array_equal(client.state["model"], sent)
 
 
 def test_fedamp_with_the_distance_not_squared_by_hand(make_client, gradient_of):
-    """The gradient of λ/(2α) ||w - u|| is λ/(2α) times the unit vector from u to w; at w = u there is no pull."""
+    """The gradient of λ/(2α) ||w - u|| is λ/(2α) times the unit vector from u to w, and zero at w = u."""
     client = make_client("fedamp", **WHOLE, fedamp_alpha=2.0, fedamp_strength=3.0, fedamp_distance="norm")
     first, second = start_of(client), start_of(client, 1)
-    (own,), _, _ = client.fit([first], CONFIG)
-    np.testing.assert_allclose(own, first - LR * gradient_of(client, first), atol=1e-5)
+    (trained,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(trained, first - LR * gradient_of(client, first), atol=1e-5)
     (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
-    away = (own - second) / np.linalg.norm(own - second)
-    np.testing.assert_allclose(sent, own - LR * (gradient_of(client, own) + 0.75 * away), atol=1e-5)
+    away = (trained - second) / np.linalg.norm(trained - second)
+    np.testing.assert_allclose(sent, trained - LR * (gradient_of(client, trained) + 0.75 * away), atol=1e-5)
 
 
 def test_fedamp_with_the_distance_not_squared_side_by_side(make_config, federate):
@@ -344,7 +344,7 @@ def test_fedamp_round_by_hand(make_strategy, update):
     near = 0.25 * math.exp(-0.5)
     assert strategy.serve(0)[0][0] == pytest.approx(near, rel=1e-5)
     assert strategy.serve(2)[0][0] == pytest.approx(1 - near, rel=1e-5)
-    assert strategy.serve(1)[0][0] == pytest.approx(0.5)  # not seen: the mean
+    assert strategy.serve(1)[0][0] == pytest.approx(0.5)  # client 1 has no model yet, so it gets the mean
 
 
 # -- IFCA ----------------------------------------------------------------------------------------------
@@ -380,21 +380,21 @@ def test_ifca_client_trains_the_model_that_fits_best(make_client, gradient_of, s
     assert client.evaluate([models], EVALUATE)[2]["chosen"] == str(best)
 
 
-def test_ifca_starts_from_different_models_the_first_of_them_fedavgs(make_strategy):
+def test_ifca_starts_from_different_models_and_the_first_is_fedavgs(make_strategy):
     strategy = make_strategy("ifca", ifca_clusters=2)
     np.testing.assert_array_equal(strategy.models[0], make_strategy("fedavg").model)
     assert np.abs(strategy.models[0] - strategy.models[1]).max() > 0.01
 
 
 def test_ifca_with_one_cluster_is_fedavg(make_config, federate):
-    one, plain = federate(make_config("ifca", ifca_clusters=1)), federate(make_config("fedavg"))
-    np.testing.assert_array_equal(one.strategy.models[0], plain.strategy.model)
+    clustered, plain = federate(make_config("ifca", ifca_clusters=1)), federate(make_config("fedavg"))
+    np.testing.assert_array_equal(clustered.strategy.models[0], plain.strategy.model)
 
 
 # -- Local ---------------------------------------------------------------------------------------------
 
 
-def test_local_goes_on_with_its_own_model(make_client, gradient_of):
+def test_local_continues_from_its_local_model(make_client, gradient_of):
     client = make_client("local", **WHOLE)
     model = client.initial().numpy()
     for number in (1, 2):
@@ -411,8 +411,8 @@ def test_local_sends_and_receives_no_model(make_config, federate):
     assert [set(c) for c in finished.column("local_accuracy")] == [{0, 1, 2}] * 3
 
 
-def test_local_clients_start_alike_and_know_nothing_of_each_other(make_config, federate):
-    """The same result for client 0 whether the others take part or not."""
+def test_local_clients_share_only_the_initial_model(make_config, federate):
+    """Client 0 has the same result whether the other clients take part or not."""
     together = federate(make_config("local"))
     alone = federate(make_config("local"), prepare=lambda s: setattr(s, "cohort", lambda _: [0]))
     np.testing.assert_array_equal(together.kept(0)["model"], alone.kept(0)["model"])

@@ -1,4 +1,4 @@
-"""Baselines of control variates, normalisation, features and prototypes: worked by hand, and their degenerate cases."""
+"""Baselines with control variates, normalisation, features and prototypes, worked by hand, and degenerate cases."""
 
 import numpy as np
 import pytest
@@ -31,24 +31,24 @@ def images():
 
 
 def test_scaffold_client_by_hand(make_client, gradient_of):
-    """Two steps a round, with c − c_i added to each; c_i⁺ = c_i − c + (x − y) / (2 lr)."""
+    """Take two steps a round, with c − c_i added to each gradient. Then c_i⁺ = c_i − c + (x − y) / (2 lr)."""
     client = make_client("scaffold", **WHOLE, local_epochs=2)
-    own = np.zeros(client.layout.size)
+    control = np.zeros(client.layout.size)
     for number in (1, 2, 3):
         start, common = start_of(client, number), 0.1 * start_of(client, -number % 7)
         (sent, change), _, _ = client.fit([start, common], {**CONFIG, "server-round": number})
         model = start.astype(np.float64)
         for _ in range(2):
-            model = model - LR * (gradient_of(client, model) + common - own)
-        following = own - common + (start - model) / (2 * LR)
+            model = model - LR * (gradient_of(client, model) + common - control)
+        following = control - common + (start - model) / (2 * LR)
         np.testing.assert_allclose(sent, model, atol=1e-5)
-        np.testing.assert_allclose(change, following - own, atol=1e-4)
+        np.testing.assert_allclose(change, following - control, atol=1e-4)
         np.testing.assert_allclose(client.state["control"], following, atol=1e-4)
-        own = following
+        control = following
 
 
 def test_scaffold_counts_the_steps_of_mini_batches(make_client):
-    """Client 0 has 21 samples: in batches of 8, two epochs are six steps; and two local steps are two."""
+    """Client 0 has 21 samples. In batches of 8, two epochs are six steps, and two local steps are two."""
     for settings, steps in (({"local_epochs": 2}, 6), ({"local_steps": 2}, 2)):
         client = make_client("scaffold", batch_size=8, **settings)
         start = client.initial().numpy().copy()
@@ -57,7 +57,7 @@ def test_scaffold_counts_the_steps_of_mini_batches(make_client):
 
 
 def test_scaffold_server_by_hand(make_strategy, update):
-    """28 of the 42 samples are here, in two clients: c moves by two thirds of the mean change."""
+    """Two clients with 28 of the 42 samples take part, so c moves by two thirds of their mean change."""
     strategy = make_strategy("scaffold", model="linear", scaffold_server_lr=0.5)
     strategy.weights[:] = 21, 12, 8, 1
     rng = np.random.default_rng(0)
@@ -74,8 +74,8 @@ def test_scaffold_server_by_hand(make_strategy, update):
 
 def test_scaffolds_variate_stays_the_mean_of_the_clients(make_config, federate):
     finished = federate(make_config("scaffold", num_server_rounds=6, fraction_train=0.5))
-    own = [finished.kept(client).get("control") for client in range(4)]
-    mean = sum(n * c for n, c in zip((21, 12, 8, 1), own, strict=True) if c is not None) / 42
+    controls = [finished.kept(client).get("control") for client in range(4)]
+    mean = sum(n * c for n, c in zip((21, 12, 8, 1), controls, strict=True) if c is not None) / 42
     np.testing.assert_allclose(finished.strategy.control, mean, atol=1e-5)
     assert np.abs(mean).max() > 1e-3
 
@@ -87,7 +87,7 @@ def test_scaffolds_first_round_is_fedavgs(make_config, federate):
 
 
 def test_scaffold_with_one_client_is_fedavg(make_config, federate):
-    """Its c_i is c."""
+    """With one client, c_i equals c."""
     rng = np.random.default_rng(0)
     data = (rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2, [range(12)], [range(12, 20)])
     scaffold, plain = (federate(make_config(m, data=data, num_server_rounds=5)) for m in ("scaffold", "fedavg"))
@@ -113,22 +113,22 @@ def test_fedbn_keeps_normalisation_and_shares_all_else(model, make_client, make_
     kinds = (torch.nn.BatchNorm2d, torch.nn.GroupNorm, torch.nn.LayerNorm)
     module = client.architecture.build()
     norms = [name for name, part in module.named_modules() if isinstance(part, kinds)]
-    own = [e for e in client.layout.entries if e.name.rpartition(".")[0] in norms]
-    assert ("running_mean" in {e.name.rpartition(".")[2] for e in own}) == (model == "resnet18-bn")
-    count = sum(e.stop - e.start for e in own)
+    personal = [e for e in client.layout.entries if e.name.rpartition(".")[0] in norms]
+    assert ("running_mean" in {e.name.rpartition(".")[2] for e in personal}) == (model == "resnet18-bn")
+    count = sum(e.stop - e.start for e in personal)
     assert count > 0 and strategy.model.size == client.layout.size - count
 
     received = strategy.serve(0)[0].copy()
     (sent,), _, _ = client.fit([received], CONFIG)
     assert sent.shape == received.shape and (sent != received).any()
     assert client.state["personal"].size == count
-    # Served another model, it keeps the tensors of its own normalisation.
+    # A client that receives another model keeps the tensors of its normalisation layers.
     predictor = client.served_model([torch.zeros(received.size)], CONFIG)
     views = client.layout.views(predictor.members[0].parameters)
     initial = client.layout.views(client.initial())
     moved = 0.0
     for entry in client.layout.entries:
-        if entry in own:
+        if entry in personal:
             moved = max(moved, float((views[entry.name] - initial[entry.name]).abs().max()))
         else:
             assert not views[entry.name].any()
@@ -169,13 +169,13 @@ def cosine(a, b):
 
 
 def test_moon_client_by_hand(make_client):
-    """In the second round the features are drawn to those of the second model, away from those of its own first."""
+    """In round two, the loss pulls features towards the served model's and away from the client's previous model's."""
     client = make_client("moon", batch_size=100, local_epochs=2, moon_mu=3.0, moon_temperature=0.7)
     x, y = client.data.x_train.double(), client.data.y_train
     first, second = client.initial().numpy().copy(), client.initial(1).numpy().copy()
-    (own,), _, metrics = client.fit([first], CONFIG)
+    (trained,), _, metrics = client.fit([first], CONFIG)
     (sent,), _, _ = client.fit([second], {**CONFIG, "server-round": 2})
-    for start, previous, result in ((first, first, own), (second, own, sent)):
+    for start, previous, result in ((first, first, trained), (second, trained, sent)):
         model, glob, prev = (module_of(client, flat) for flat in (start, start, previous))
         for _ in range(2):
             features = model.body(x)
@@ -187,7 +187,7 @@ def test_moon_client_by_hand(make_client):
     plain = module_of(client, first)
     descend(plain, torch.nn.functional.cross_entropy(plain(x), y))
     descend(plain, torch.nn.functional.cross_entropy(plain(x), y))
-    np.testing.assert_allclose(own, flat_of(plain), atol=1e-5)  # in the first round the term is the constant log 2
+    np.testing.assert_allclose(trained, flat_of(plain), atol=1e-5)  # in the first round the term is the constant log 2
     assert metrics["train-loss"] > 3.0 * np.log(2)
 
 
@@ -204,7 +204,7 @@ def test_moons_first_round_is_fedavgs(make_config, federate):
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
 def test_features_of_zero_have_a_contrast(stack, make_client):
-    """A body of zeros sees nothing; the cosine of nothing has no slope."""
+    """A body of zeros gives features of zero, whose cosine has a gradient of zero."""
     client = make_client("moon", batch_size=4, stack=stack)
     start = client.initial().numpy().copy()
     body = client.layout.without(["head"])
@@ -222,8 +222,8 @@ def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strateg
     strategy.prototypes = np.arange(18, dtype=np.float32).reshape(3, 6)
     strategy.known = np.array([0, 0, 1], np.float32)
     before = strategy.prototypes.copy()
-    ones = np.ones((3, 6), np.float32)
-    quantities = strategy.aggregate(1, [update(0, [ones, [3, 2, 0]], 5), update(1, [5 * ones, [1, 0, 0]], 1)])
+    unit = np.ones((3, 6), np.float32)
+    quantities = strategy.aggregate(1, [update(0, [unit, [3, 2, 0]], 5), update(1, [5 * unit, [1, 0, 0]], 1)])
     np.testing.assert_allclose(strategy.prototypes, [np.full(6, 2.0), np.ones(6), before[2]])
     np.testing.assert_array_equal(strategy.known, [1, 1, 1])
     assert quantities == {"known_classes": 3}
@@ -234,22 +234,22 @@ def test_prototypes_are_averaged_by_samples_and_absent_classes_stay(make_strateg
 def test_samples_by_class_that_cannot_be(method, counts, make_strategy):
     strategy = make_strategy(method)
     arrays = [np.zeros(shape, np.float32) for shape in strategy.expected_shapes(0)]
-    place = next(i for i, shape in enumerate(strategy.expected_shapes(0)) if shape == (3,))
-    arrays[place] = np.array([2, 0, 1], np.float32)
+    position = next(i for i, shape in enumerate(strategy.expected_shapes(0)) if shape == (3,))
+    arrays[position] = np.array([2, 0, 1], np.float32)
     strategy.check(arrays)
-    arrays[place] = np.array(counts, np.float32)
+    arrays[position] = np.array(counts, np.float32)
     with pytest.raises(BadReplyError, match="samples by class"):
         strategy.check(arrays)
 
 
 def means_of(features, y):
-    """Return the means of features by class, zeros where there is none."""
+    """Return the mean of the features of each class, zeros for a class without samples."""
     present = [features[y == label].mean(dim=0) if (y == label).any() else torch.zeros(64) for label in range(3)]
     return torch.stack(present).detach()
 
 
 def test_fedproto_client_by_hand(make_client):
-    """Client 1 has classes 0 and 1; of 0 no prototype is known, that of 1 draws its features."""
+    """Client 1 has classes 0 and 1. The server has no prototype of class 0. The prototype of class 1 pulls features."""
     client = make_client("fedproto", client=1, batch_size=100, local_epochs=2, fedproto_strength=3.0)
     x, y = client.data.x_train.double(), client.data.y_train
     rng = np.random.default_rng(0)
@@ -264,8 +264,8 @@ def test_fedproto_client_by_hand(make_client):
     means = means_of(model.body(x), y)
     np.testing.assert_array_equal(counts, [6, 6, 0])
     np.testing.assert_allclose(sent[:2], means[:2], atol=1e-5)
-    np.testing.assert_array_equal(sent[2], received[0][2])  # of a class that it does not have: no change
-    # Locally it predicts by its own prototype of class 0, and by those that it was sent of the others.
+    np.testing.assert_array_equal(sent[2], received[0][2])  # class 2 has no sample, so no change
+    # The local model uses the client's prototype of class 0, and the served prototypes of the other classes.
     target[0] = means[0]
     test = model.body(client.data.x_test.double()).detach()
     nearest = torch.cdist(test, target).argmin(dim=1)
@@ -276,22 +276,22 @@ def test_fedproto_predicts_by_the_nearest_known_prototype(make_client):
     client = make_client("fedproto")
     features = torch.randn(50, 64, generator=torch.Generator().manual_seed(2))
     prototypes = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
-    for known in ([1.0, 1.0, 1.0], [1.0, 0.0, 1.0]):
-        shown = torch.tensor(known)
+    for mask in ([1.0, 1.0, 1.0], [1.0, 0.0, 1.0]):
+        shown = torch.tensor(mask)
         flat = client.served_model([prototypes, shown], CONFIG).members[0].parameters
         head = client.layout.views(flat)
         answers = (features @ head["head.weight"].T + head["head.bias"]).argmax(dim=1)
         distances = torch.cdist(features, prototypes).masked_fill(shown == 0, torch.inf)
         torch.testing.assert_close(answers, distances.argmin(dim=1))
-        assert set(answers.tolist()) == {label for label in range(3) if known[label]}
-    # Before there are prototypes, with the plain head.
+        assert set(answers.tolist()) == {label for label in range(3) if mask[label]}
+    # Without prototypes, it predicts with the initial head.
     flat = client.served_model([prototypes, torch.zeros(3)], CONFIG).members[0].parameters
     torch.testing.assert_close(flat, client.initial())
 
 
 def test_fedproto_without_distance_trains_as_local_does(make_config, federate):
     proto, local = federate(make_config("fedproto", fedproto_strength=0.0)), federate(make_config("local"))
-    for client in range(4):  # of its gradients there is no closed form, which rounds otherwise
+    for client in range(4):  # FedProto uses autograd, which rounds differently from Local's closed-form gradients
         np.testing.assert_allclose(proto.kept(client)["model"], local.kept(client)["model"], atol=1e-6)
 
 
@@ -301,12 +301,12 @@ def test_fedproto_sends_no_model(make_config, federate):
 
 
 def test_a_client_that_sits_out_keeps_its_prototypes(make_client):
-    """Its local model is that of its last training, whatever it has been served since."""
+    """The local model keeps the prototypes of the client's last training, also when the served prototypes change."""
     client = make_client("fedproto")
     first = [np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32), np.ones(3, np.float32)]
     _, _, trained = client.fit(first, {**CONFIG, "evaluate-local": True})
-    _, _, later = client.evaluate([-first[0], first[1]], {**CONFIG, "evaluate-personal": True})
-    assert later["local-loss"] == trained["local-loss"] != later["served-loss"]
+    _, _, evaluated = client.evaluate([-first[0], first[1]], {**CONFIG, "evaluate-personal": True})
+    assert evaluated["local-loss"] == trained["local-loss"] != evaluated["served-loss"]
     fresh = make_client("fedproto", client=1)
     assert "local-loss" not in fresh.evaluate(first, {**CONFIG, "evaluate-personal": True})[2]
 
@@ -315,25 +315,25 @@ def test_a_client_that_sits_out_keeps_its_prototypes(make_client):
 
 
 def test_combination_of_two_heads_by_hand():
-    """For client 0 the matrix is diag(V_0, V_1 + ||h_0 − h_1||²), here (1, 3 + 4): weights in inverse proportion."""
+    """Client 0's matrix is diag(V_0, V_1 + ||h_0 − h_1||²) = diag(1, 3 + 4), so weights are inverse."""
     products = np.array([[[0, 1], [2, 5]], [[0, 1], [0, 5]]])
-    found = combination(products, [1.0, 3.0])
-    np.testing.assert_allclose(found, [[7 / 8, 1 / 8], [3 / 8, 5 / 8]], atol=1e-12)
+    weights = combination(products, [1.0, 3.0])
+    np.testing.assert_allclose(weights, [[7 / 8, 1 / 8], [3 / 8, 5 / 8]], atol=1e-12)
 
 
 def test_combination_minimises_the_estimate_of_the_paper():
     rng = np.random.default_rng(0)
     h, variances = rng.normal(size=(3, 2, 4)), rng.uniform(0.5, 6, 3)
     grid = np.array([(i, j, 200 - i - j) for i in range(201) for j in range(201 - i)]) / 200
-    found = combination(h + 1000.0, variances)  # what all have in common makes no difference
+    weights = combination(h + 1000.0, variances)  # a common offset has no effect
     for i in range(3):
         matrix = np.diag(variances)
         for j in range(3):
             for k in range(3):
                 matrix[j, k] += np.trace((h[i] - h[j]).T @ (h[i] - h[k]))
         best = grid[np.einsum("ni,ij,nj->n", grid, matrix, grid).argmin()]
-        assert found[i] @ matrix @ found[i] <= best @ matrix @ best + 1e-9
-        np.testing.assert_allclose(found[i], best, atol=0.02)
+        assert weights[i] @ matrix @ weights[i] <= best @ matrix @ best + 1e-9
+        np.testing.assert_allclose(weights[i], best, atol=0.02)
 
 
 def test_equal_clients_share_their_heads_evenly():
@@ -342,7 +342,7 @@ def test_equal_clients_share_their_heads_evenly():
 
 
 def test_statistics_of_features_by_hand():
-    """V is the variance of the mean of (one-hot label) × feature, h that mean."""
+    """V is the variance of the mean of (one-hot label) × feature, and h is this mean."""
     rng = np.random.default_rng(0)
     features, y = rng.normal(size=(7, 4)), np.array([0, 2, 2, 0, 2, 2, 2])
     outer = np.stack([np.outer(np.eye(3)[label], f) for f, label in zip(features, y, strict=True)])
@@ -354,13 +354,13 @@ def test_statistics_of_features_by_hand():
 
 
 def test_fedpac_client_by_hand(make_client):
-    """The served head is trained on the served body, then the body towards the class mean of class 1 alone."""
+    """The client trains the served head on the served body, then pulls the body towards the mean of class 1 alone."""
     client = make_client("fedpac", client=1, batch_size=100, fedpac_head_epochs=2, fedpac_strength=3.0)
     x, y = client.data.x_train.double(), client.data.y_train
     start, rng = client.initial(1), np.random.default_rng(0)
-    means, known = rng.normal(size=(3, 64)).astype(np.float32), np.array([0, 1, 1], np.float32)
+    means, mask = rng.normal(size=(3, 64)).astype(np.float32), np.array([0, 1, 1], np.float32)
     body, head = client.layout.without(["head"]), client.layout.part(["head"])
-    received = [body.take(start).numpy(), head.take(start).numpy(), means, known]
+    received = [body.take(start).numpy(), head.take(start).numpy(), means, mask]
     sent, _, _ = client.fit(received, CONFIG)
     model, target = module_of(client, start), torch.from_numpy(means).double()
     variance, products = statistics(model.body(x).detach(), y, 3)
@@ -376,20 +376,20 @@ def test_fedpac_client_by_hand(make_client):
 
 
 def test_fedpac_server_by_hand(make_strategy, update):
-    """Clients 0 and 2 take part, 0 with three times the samples; 1 and 3 have not yet, and get the mean head."""
+    """Clients 0 and 2 take part, client 0 with three times the samples. Clients 1 and 3 get the mean head."""
     strategy = make_strategy("fedpac")
     rng = np.random.default_rng(0)
     shapes = strategy.expected_shapes(0)
     arrays = [[rng.normal(size=shape).astype(np.float32) for shape in shapes] for _ in range(2)]
-    for own, counts, variance in zip(arrays, ([2, 0, 1], [0, 0, 1]), (1.0, 2.0), strict=True):
-        own[3], own[4] = np.array(counts, np.float32), np.array(variance, np.float32)
+    for reply, counts, variance in zip(arrays, ([2, 0, 1], [0, 0, 1]), (1.0, 2.0), strict=True):
+        reply[3], reply[4] = np.array(counts, np.float32), np.array(variance, np.float32)
     first, second = arrays
     strategy.aggregate(1, [update(0, first, 3), update(2, second, 1)])
     distance = np.square(first[5].astype(np.float64) - second[5]).sum()
-    own = [(2 + distance) / (3 + distance), (1 + distance) / (3 + distance)]
+    weights = [(2 + distance) / (3 + distance), (1 + distance) / (3 + distance)]
     np.testing.assert_allclose(strategy.model, 0.75 * first[0] + 0.25 * second[0], atol=1e-6)
-    np.testing.assert_allclose(strategy.serve(0)[1], own[0] * first[1] + (1 - own[0]) * second[1], atol=1e-5)
-    np.testing.assert_allclose(strategy.serve(2)[1], own[1] * second[1] + (1 - own[1]) * first[1], atol=1e-5)
+    np.testing.assert_allclose(strategy.serve(0)[1], weights[0] * first[1] + (1 - weights[0]) * second[1], atol=1e-5)
+    np.testing.assert_allclose(strategy.serve(2)[1], weights[1] * second[1] + (1 - weights[1]) * first[1], atol=1e-5)
     for client in (1, 3):
         np.testing.assert_allclose(strategy.serve(client)[1], 0.75 * first[1] + 0.25 * second[1], atol=1e-5)
     np.testing.assert_allclose(strategy.prototypes[0], first[2][0], atol=1e-6)
@@ -397,15 +397,15 @@ def test_fedpac_server_by_hand(make_strategy, update):
     np.testing.assert_array_equal(strategy.known, [1, 0, 1])
     before = strategy.serve(0)[1].copy()
     strategy.aggregate(2, [update(2, second, 1)])
-    np.testing.assert_array_equal(strategy.serve(0)[1], before)  # it was left out
+    np.testing.assert_array_equal(strategy.serve(0)[1], before)  # client 0 did not take part
     np.testing.assert_allclose(strategy.serve(1)[1], second[1], atol=1e-6)
 
 
 def test_fedpac_without_alignment_and_with_one_client_is_fedrep(make_config, federate):
     rng = np.random.default_rng(0)
     data = (rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2, [range(12)], [range(12, 20)])
-    one = {"data": data, "fedpac_strength": 0.0, "fedpac_head_lr": 0.0, "fedrep_head_epochs": 1}
-    pac, rep = (federate(make_config(method, **one)) for method in ("fedpac", "fedrep"))
+    settings = {"data": data, "fedpac_strength": 0.0, "fedpac_head_lr": 0.0, "fedrep_head_epochs": 1}
+    pac, rep = (federate(make_config(method, **settings)) for method in ("fedpac", "fedrep"))
     np.testing.assert_allclose(pac.strategy.model, rep.strategy.model, atol=1e-6)
     np.testing.assert_allclose(pac.strategy.heads[0], rep.kept(0)["personal"], atol=1e-6)
 
@@ -423,7 +423,7 @@ def test_a_variance_below_zero(make_strategy):
 
 
 def test_fedas_client_by_hand(make_client):
-    """The body is drawn to the prototypes of the latest model, then all is trained; then the trace is measured."""
+    """The client pulls the body to the prototypes of its latest model, trains all layers, then measures the trace."""
     client = make_client("fedas", batch_size=100, fedas_align_epochs=2, fedas_align_lr=0.3, momentum=0.5)
     x, y = client.data.x_train.double(), client.data.y_train
     body, head = client.layout.without(["head"]), client.layout.part(["head"])
@@ -444,7 +444,7 @@ def test_fedas_client_by_hand(make_client):
     np.testing.assert_allclose(client.state["prototypes"], means_of(model.body(x), y), atol=1e-5)
 
 
-def test_fedas_weighs_bodies_by_samples_and_fisher_information(make_strategy, update):
+def test_fedas_weights_bodies_by_samples_and_fisher_information(make_strategy, update):
     strategy = make_strategy("fedas")
     rows = np.random.default_rng(0).normal(size=(2, strategy.model.size)).astype(np.float32)
     quantities = strategy.aggregate(1, [update(0, [rows[0], 0.5], 12), update(1, [rows[1], 2.0], 1)])
@@ -462,8 +462,8 @@ def test_a_trace_below_zero(make_strategy):
 
 
 def test_fedas_without_alignment_trains_body_and_head_together(make_client):
-    """One client's rounds without alignment are those of a network that is trained on from where it is."""
-    aligned, plain, local = (make_client(m, **own) for m, own in (
+    """Rounds of one client without alignment equal local training that continues from the previous round."""
+    aligned, plain, local = (make_client(m, **settings) for m, settings in (
         ("fedas", {}), ("fedas", {"fedas_align_epochs": 0}), ("local", {}),
     ))  # fmt: skip
     body = local.layout.without(["head"])
@@ -493,13 +493,13 @@ def test_discrepancy_by_its_definition():
     x, y = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(discrepancy(x, 1 + y), by_kernels(x, 1 + y), rtol=1e-4, atol=1e-6)
     assert float(discrepancy(x, x).abs()) < 1e-6
-    # What fills up a batch is no sample.
+    # A batch's padding has no weight.
     weight = torch.tensor([7 / 4] * 4 + [0.0] * 3)
     torch.testing.assert_close(discrepancy(x, 1 + y, weight), by_kernels(x[:4], 1 + y[:4]), rtol=1e-4, atol=1e-6)
 
 
 def divided_features(model, features):
-    """Return the features' parts for the personal and the global head."""
+    """Return the parts of the features for the personal and the global head."""
     v = model.model.head.weight.detach().sum(dim=0)
     a = model.policy.linear(features * v / v.norm())
     a = torch.nn.functional.layer_norm(a, a.shape[1:], model.policy.norm.weight, model.policy.norm.bias).relu()
@@ -508,15 +508,15 @@ def divided_features(model, features):
 
 
 def test_fedcp_client_by_hand(make_client):
-    """Two steps with the global head fixed; then the mean of both heads is sent, and the personal one kept."""
+    """Two steps train all but the global head. The client then sends the mean of both heads and stores its own."""
     client = make_client("fedcp", batch_size=100, local_epochs=2, fedcp_strength=3.0)
     x, y = client.data.x_train.double(), client.data.y_train
     shared = client.layout.without(["head"])
     start = client.initial().clone()
     start += 0.1 * torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
     (sent,), _, _ = client.fit([shared.take(start).numpy()], CONFIG)
-    whole = client.layout.part(["head"]).put(start.clone(), client.layout.part(["head"]).take(client.initial()))
-    model, served = module_of(client, whole), module_of(client, whole).model.body(x).detach()
+    flat = client.layout.part(["head"]).put(start.clone(), client.layout.part(["head"]).take(client.initial()))
+    model, served = module_of(client, flat), module_of(client, flat).model.body(x).detach()
     moving = [*model.model.parameters(), *model.policy.parameters()]
     for _ in range(2):
         features = model.model.body(x)
@@ -527,8 +527,8 @@ def test_fedcp_client_by_hand(make_client):
         descend(model, loss, moving)
     head = torch.cat([p.flatten() for p in model.model.head.parameters()]).detach()
     with torch.no_grad():
-        for own, common in zip(model.model.head.parameters(), model.global_head.parameters(), strict=True):
-            common.copy_((own + common) / 2)
+        for parameter, common in zip(model.model.head.parameters(), model.global_head.parameters(), strict=True):
+            common.copy_((parameter + common) / 2)
     named = {name: t.detach().numpy() for name, t in model.named_parameters()}
     np.testing.assert_allclose(sent, shared.take(client.layout.flatten(named)), atol=1e-5)
     np.testing.assert_allclose(client.state["personal"], head, atol=1e-5)
@@ -539,7 +539,7 @@ def test_fedcp_starts_with_equal_heads_and_leaves_the_global_one(make_client):
     tensors = client.layout.views(client.initial())
     for kind in ("weight", "bias"):
         torch.testing.assert_close(tensors[f"model.head.{kind}"], tensors[f"global_head.{kind}"])
-    # A policy of zeros halves the features: two equal heads are then one.
+    # A policy of zeros halves the features, so two equal heads act as a single head.
     flat = client.initial().clone()
     client.layout.part(["policy"]).put(flat, torch.zeros(client.layout.part(["policy"]).size))
     model = module_of(client, flat)

@@ -1,4 +1,4 @@
-"""Baselines that compare models, updates or features as vectors: worked by hand, and their degenerate cases."""
+"""Baselines that compare models, updates or features as vectors, worked by hand, and degenerate cases."""
 
 import math
 
@@ -30,7 +30,7 @@ def start_of(client, seed=0):
 
 
 def body_step(client, flat, head):
-    """Return the flat body after one whole-batch step of cross-entropy, and its features of the training data then.
+    """Return the flat body after one full-batch step of cross-entropy, and its features of the training data.
 
     ``head`` maps features to logits.
     """
@@ -55,21 +55,21 @@ def test_inner_products_by_hand():
 
 
 def test_every_client_is_tied_to_the_mean_of_all(make_strategy, update):
-    """λ Σ_j Ω_ij w_j with Ω = I − 11ᵀ/3 is λ (w_i − w̄): strength 2λ/3 towards the mean of the others."""
+    """λ Σ_j Ω_ij w_j with Ω = I − 11ᵀ/3 is λ (w_i − w̄), a pull of 2λ/3 towards the mean of the other clients."""
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
     models = np.random.default_rng(0).normal(size=(3, strategy.size)).astype(np.float32)
     strategy.aggregate(1, [update(c, [row], n) for c, row, n in zip((0, 1, 3), models, (5, 1, 9), strict=True)])
-    for client, own, others in ((0, 0, (1, 2)), (1, 1, (0, 2)), (3, 2, (0, 1))):
+    for client, row, peers in ((0, 0, (1, 2)), (1, 1, (0, 2)), (3, 2, (0, 1))):
         (served,) = strategy.serve(client)
         tie = strategy.train_config(2, client)["tie"]
-        np.testing.assert_allclose(served, models[list(others)].mean(axis=0), atol=1e-6)
+        np.testing.assert_allclose(served, models[list(peers)].mean(axis=0), atol=1e-6)
         assert tie == pytest.approx(0.4)
-        np.testing.assert_allclose(tie * (models[own] - served), 0.6 * (models[own] - models.mean(axis=0)), atol=1e-6)
+        np.testing.assert_allclose(tie * (models[row] - served), 0.6 * (models[row] - models.mean(axis=0)), atol=1e-6)
 
 
-def test_a_newcomer_counts_as_one_more(make_strategy, update):
+def test_a_newcomer_is_tied_to_the_mean_of_the_models(make_strategy, update):
     strategy = make_strategy("fedmtl", model="linear", fedmtl_strength=0.6)
-    assert strategy.train_config(1, 2) == {"tie": 0.0}  # nobody has a model yet
+    assert strategy.train_config(1, 2) == {"tie": 0.0}  # the server has no client's model yet
     models = np.random.default_rng(0).normal(size=(2, strategy.size)).astype(np.float32)
     strategy.aggregate(1, [update(c, [row]) for c, row in enumerate(models)])
     np.testing.assert_allclose(strategy.serve(2)[0], models.mean(axis=0), atol=1e-6)
@@ -79,8 +79,8 @@ def test_a_newcomer_counts_as_one_more(make_strategy, update):
 def test_relations_are_learnt_from_the_models():
     right = np.eye(3) * 4.0
     np.testing.assert_allclose(learnt_relations(right), np.eye(3) / 2, atol=1e-12)
-    alike = np.full((3, 3), 7.0)
-    np.testing.assert_allclose(learnt_relations(alike), np.eye(3) - np.full((3, 3), 1 / 4), atol=1e-12)
+    equal = np.full((3, 3), 7.0)
+    np.testing.assert_allclose(learnt_relations(equal), np.eye(3) - np.full((3, 3), 1 / 4), atol=1e-12)
     np.testing.assert_allclose(learnt_relations(np.zeros((2, 2))), np.eye(2))
     w = np.random.default_rng(1).normal(size=(6, 4))
     root = np.real(sqrtm(w.T @ w))
@@ -97,21 +97,21 @@ def test_learnt_ties_are_the_gradient_of_the_regulariser(make_strategy, update):
     gradient = 0.6 * w @ learnt_relations(w.T @ w)
     for client in range(3):
         tie = strategy.train_config(2, client)["tie"]
-        found = tie * (models[client] - strategy.serve(client)[0])
-        np.testing.assert_allclose(found, gradient[:, client], atol=1e-5)
+        pull = tie * (models[client] - strategy.serve(client)[0])
+        np.testing.assert_allclose(pull, gradient[:, client], atol=1e-5)
 
 
 def test_fedmtl_client_by_hand(make_client, gradient_of):
-    """It starts from the common initialisation, not from what it is sent, and goes on with its own model."""
+    """The client starts from the common initialisation, not from the served array, and continues with its model."""
     client = make_client("fedmtl", **WHOLE)
-    own = client.initial().numpy()
+    model = client.initial().numpy()
     for number, tie in ((1, 0.5), (2, 2.0)):
-        others = start_of(client, number)
-        (sent,), _, _ = client.fit([others], {**CONFIG, "server-round": number, "tie": tie})
-        own = own - LR * (gradient_of(client, own) + tie * (own - others))
-        np.testing.assert_allclose(sent, own, atol=1e-5)
+        mean = start_of(client, number)
+        (sent,), _, _ = client.fit([mean], {**CONFIG, "server-round": number, "tie": tie})
+        model = model - LR * (gradient_of(client, model) + tie * (model - mean))
+        np.testing.assert_allclose(sent, model, atol=1e-5)
         np.testing.assert_array_equal(client.state["model"], sent)
-    predictor = client.served_model([torch.from_numpy(others)], CONFIG)
+    predictor = client.served_model([torch.from_numpy(mean)], CONFIG)
     np.testing.assert_array_equal(predictor.members[0].parameters.numpy(), sent)
 
 
@@ -129,7 +129,7 @@ def test_fedmtl_without_ties_is_local_training(make_config, federate, relations)
 
 
 def test_the_shortest_mix_by_hand():
-    """g = (1, 0) and (0, 2): λ² + 4 (1 − λ)² is least at 0.8; at length 1 both count alike."""
+    """For g = (1, 0) and (0, 2), λ² + 4 (1 − λ)² is least at 0.8. At length 1 both have equal weight."""
     changes, centre = np.array([[1, 0], [0, 2]], np.float32), np.array([0.5, 0.5])
     weights, scale = common_descent(changes, centre, 1.0, normalise=False)
     np.testing.assert_allclose(weights, [0.8, 0.2], atol=1e-9)
@@ -198,8 +198,8 @@ def variance_by_hand(logits):
 
 def closeness_by_hand(z):
     squared = [((z[i] - z[j]) ** 2).sum() for i in range(len(z)) for j in range(i + 1, len(z))]
-    known = sorted(d for d in squared if d > 0)
-    return float(np.mean([math.exp(-d / known[(len(known) - 1) // 2]) for d in squared]))
+    positive = sorted(d for d in squared if d > 0)
+    return float(np.mean([math.exp(-d / positive[(len(positive) - 1) // 2]) for d in squared]))
 
 
 @pytest.fixture
@@ -212,32 +212,32 @@ def features_and_logits():
 
 def test_feduvs_regularisers_by_hand(features_and_logits):
     features, logits = (torch.tensor(a) for a in features_and_logits)
-    there = torch.ones(7, dtype=torch.float64)
-    assert float(too_little_variance(logits, there)) == pytest.approx(variance_by_hand(logits.numpy()), rel=1e-6)
-    assert float(closeness(features, there)) == pytest.approx(closeness_by_hand(features.numpy()), rel=1e-9)
+    mask = torch.ones(7, dtype=torch.float64)
+    assert float(too_little_variance(logits, mask)) == pytest.approx(variance_by_hand(logits.numpy()), rel=1e-6)
+    assert float(closeness(features, mask)) == pytest.approx(closeness_by_hand(features.numpy()), rel=1e-9)
     even = 100 * torch.eye(3, dtype=torch.float64)
-    assert float(too_little_variance(even, there[:3])) == pytest.approx(0, abs=1e-6)
-    alike = torch.ones(4, 3, dtype=torch.float64)
-    assert float(too_little_variance(alike, there[:4])) == pytest.approx(1 / math.sqrt(3), abs=1e-5)
+    assert float(too_little_variance(even, mask[:3])) == pytest.approx(0, abs=1e-6)
+    equal = torch.ones(4, 3, dtype=torch.float64)
+    assert float(too_little_variance(equal, mask[:4])) == pytest.approx(1 / math.sqrt(3), abs=1e-5)
 
 
-def test_what_fills_up_a_batch_is_no_sample(features_and_logits):
+def test_padding_of_a_batch_has_no_effect(features_and_logits):
     features, logits = (torch.tensor(a) for a in features_and_logits)
-    there = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=torch.float64)
+    mask = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=torch.float64)
     alone = torch.ones(5, dtype=torch.float64)
-    torch.testing.assert_close(too_little_variance(logits, there), too_little_variance(logits[:5], alone))
-    torch.testing.assert_close(closeness(features, there), closeness(features[:5], alone))
-    side_by_side = torch.func.vmap(closeness)(torch.stack([features, 2 * features]), torch.stack([there, there]))
+    torch.testing.assert_close(too_little_variance(logits, mask), too_little_variance(logits[:5], alone))
+    torch.testing.assert_close(closeness(features, mask), closeness(features[:5], alone))
+    side_by_side = torch.func.vmap(closeness)(torch.stack([features, 2 * features]), torch.stack([mask, mask]))
     torch.testing.assert_close(side_by_side, closeness(features[:5], alone).expand(2))  # its scale does not matter
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_batches_that_tell_nothing_have_no_gradient(count):
-    """One sample, or samples that are all alike."""
+def test_degenerate_batches_have_no_gradient(count):
+    """Test a single sample, and equal samples."""
     features = torch.ones(4, 5, requires_grad=True)
     logits = torch.ones(4, 3, requires_grad=True)
-    there = (torch.arange(4) < count).float()
-    (closeness(features, there) + too_little_variance(logits, there)).backward()
+    mask = (torch.arange(4) < count).float()
+    (closeness(features, mask) + too_little_variance(logits, mask)).backward()
     assert not features.grad.any() and not logits.grad.any()
 
 
@@ -274,7 +274,7 @@ def test_feduv_without_regularisers_is_fedavg(make_config, federate):
     ("count", "size", "largest"), [(3, 2, -0.5), (10, 64, -1 / 9), (2, 1, -1), (6, 3, 0), (12, 3, 5**-0.5)]
 )
 def test_prototypes_are_as_far_apart_as_can_be(count, size, largest):
-    """A simplex, an octahedron, an icosahedron."""
+    """Check a simplex, an octahedron and an icosahedron."""
     directions = spread_directions(count, size).double()
     torch.testing.assert_close(directions.norm(dim=1), torch.ones(count, dtype=torch.float64))
     cosines = (directions @ directions.T).fill_diagonal_(-1)
@@ -290,9 +290,9 @@ def test_prototypes_follow_the_seed(make_strategy):
 def test_prototypes_are_drawn_by_hand():
     prototypes = np.array([[1, 0], [0, 1], [0.6, 0.8]], np.float32)
     means = np.array([[0, 0.2], [0, 0], [-3, -4]], np.float32)
-    found = drawn(prototypes, means, 0.75)
+    moved = drawn(prototypes, means, 0.75)
     expected = [[3 / math.sqrt(10), 1 / math.sqrt(10)], [0, 1], [0.6, 0.8]]  # 0.75 - 0.25 is half of the third
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(moved, expected, atol=1e-6)
     np.testing.assert_allclose(drawn(prototypes, means, 0.0), [[0, 1], [0, 1], [-0.6, -0.8]], atol=1e-6)
 
 
@@ -319,8 +319,8 @@ def test_a_class_without_samples_has_no_direction():
     torch.testing.assert_close(means, torch.tensor([[0, 0], [0, 0], [0.6, 0.8]]))
 
 
-def test_prototypes_are_weighed_by_samples_of_the_class(make_strategy, update):
-    """Client 0: 4 samples, half of them of class 0; client 1: 12, a third of them. Bodies go by all samples."""
+def test_prototypes_are_weighted_by_samples_of_the_class(make_strategy, update):
+    """Client 0 has 2 of 4 samples of class 0, client 1 has 4 of 12. The weights of bodies count all samples."""
     strategy = make_strategy("fednh", model="mlp", fednh_rho=0.5)
     views = strategy.architecture.layout.views
     size = views(strategy.model)["head.weight"].shape[1]
@@ -339,7 +339,7 @@ def test_prototypes_are_weighed_by_samples_of_the_class(make_strategy, update):
     assert strategy.model[0] == pytest.approx(4)
 
 
-def test_prototypes_that_keep_all_of_themselves_stay(make_config, federate):
+def test_fednh_with_rho_1_keeps_its_prototypes(make_config, federate):
     finished = federate(make_config("fednh", fednh_rho=1.0, fraction_train=0.6))
     head = finished.strategy.architecture.layout.part(["head"])
     np.testing.assert_allclose(head.take(finished.strategy.model), head.take(finished.strategy.initial()), atol=1e-6)
@@ -355,7 +355,7 @@ def test_fednh_needs_a_body(make_strategy):
 
 @pytest.fixture
 def clouds():
-    """Features of three classes, of which one has two samples and one none."""
+    """Return features and labels of three classes (with five, two and no samples), and the global means."""
     rng = np.random.default_rng(5)
     labels = np.array([0, 1, 0, 0, 1, 0, 0])
     return rng.normal(size=(7, 4)) + 3 * labels[:, None], labels, rng.normal(size=(3, 4))
@@ -370,7 +370,7 @@ def test_gaussians_by_hand(clouds):
     np.testing.assert_allclose(covariance, centred.T @ centred / 6 + 0.5 * np.eye(4), atol=1e-12)
 
 
-def test_the_discriminant_is_that_of_the_densities():
+def test_the_discriminant_equals_the_log_densities():
     rng = np.random.default_rng(0)
     means, root, x = rng.normal(size=(3, 4)), rng.normal(size=(4, 4)), rng.normal(size=(5, 4))
     covariance, prior = root @ root.T + np.eye(4), np.array([0.2, 0.5, 0.3])
@@ -380,40 +380,40 @@ def test_the_discriminant_is_that_of_the_densities():
     np.testing.assert_allclose(logits - logits[:, :1], densities - densities[:, :1], atol=1e-9)
 
 
-def test_classes_are_dealt_out_over_the_parts():
+def test_folds_balance_the_classes():
     labels = torch.tensor([2, 0, 2, 0, 2, 1, 0])
     assert folds_of(labels, 2).tolist() == [0, 0, 1, 1, 0, -1, 0]
     assert folds_of(labels, 3).tolist() == [0, 0, 1, 1, 2, -1, 2]
 
 
-def test_the_share_fits_held_out_data_best():
+def test_the_share_minimises_the_held_out_loss():
     local = torch.tensor([[2.0, 0.0], [-2.0, 0.0]]).double(), torch.eye(2).double()
     labels = torch.tensor([0, 1, 0, 1])
     prior = torch.tensor([0.5, 0.5]).double().log()
     parts = [(local, local[0][labels], labels)]
-    assert best_shares(parts, (-local[0], local[1]), prior) == (1.0, 1.0)  # the global means are the wrong way round
+    assert best_shares(parts, (-local[0], local[1]), prior) == (1.0, 1.0)  # the global means are swapped
     assert best_shares([((-local[0], local[1]), *parts[0][1:])], local, prior) == (0.0, 0.0)
     nothing = [(local, local[0][:0], labels[:0])]
     assert best_shares(nothing, (-local[0], local[1]), prior) == (0.0, 0.0)
 
 
 def reference_head(features, labels, means, covariance, shares, ridge):
-    """Return weights and biases of the client's discriminant, and its Gaussians, in plain NumPy."""
+    """Return weights and biases of the client's discriminant, and its Gaussians, computed in NumPy."""
     prior = (shares + 1e-4) / (shares + 1e-4).sum()
 
     def estimate(x, y):
-        own = np.stack([x[y == c].mean(axis=0) if (y == c).sum() > 2 else means[c] for c in range(len(means))])
-        return own, (x - own[y]).T @ (x - own[y]) / max(len(y) - 1, 1) + ridge * np.eye(x.shape[1])
+        local = np.stack([x[y == c].mean(axis=0) if (y == c).sum() > 2 else means[c] for c in range(len(means))])
+        return local, (x - local[y]).T @ (x - local[y]) / max(len(y) - 1, 1) + ridge * np.eye(x.shape[1])
 
-    def head(share, own):
-        mu, sigma = (share * a + (1 - share) * b for a, b in zip(own, (means, covariance), strict=True))
+    def head(share, local):
+        mu, sigma = (share * a + (1 - share) * b for a, b in zip(local, (means, covariance), strict=True))
         weight = np.linalg.solve(sigma, mu.T).T
         return weight, np.log(prior) - (weight * mu).sum(axis=1) / 2, mu, sigma
 
-    seen, fold = dict.fromkeys(range(len(means)), 0), []
+    counts, fold = dict.fromkeys(range(len(means)), 0), []
     for label in labels:
-        fold.append(seen[label] % 2 if (labels == label).sum() > 1 else -1)
-        seen[label] += 1
+        fold.append(counts[label] % 2 if (labels == label).sum() > 1 else -1)
+        counts[label] += 1
     fold = np.array(fold)
     losses = []
     for share in np.linspace(0, 1, 11):
@@ -438,8 +438,8 @@ def test_pfedfdas_client_by_hand(make_client, make_strategy):
     prior = (shares + 1e-4) / (shares + 1e-4).sum()
     weight = torch.from_numpy(means.astype(np.float32))
     bias = torch.tensor(np.log(prior) - (means**2).sum(axis=1) / 2, dtype=torch.float32)
-    whole = np.concatenate([body, np.zeros(3 * 64 + 3, np.float32)])
-    trained, features = body_step(client, whole, lambda f: f @ weight.T + bias)
+    flat = np.concatenate([body, np.zeros(3 * 64 + 3, np.float32)])
+    trained, features = body_step(client, flat, lambda f: f @ weight.T + bias)
     sent, _, _ = client.fit(received, CONFIG)
     np.testing.assert_allclose(sent[0], trained, atol=1e-5)
     *_, mu, sigma = reference_head(features, y, means, covariance, shares, 0.3)
@@ -451,19 +451,19 @@ def test_pfedfdas_client_by_hand(make_client, make_strategy):
 def test_pfedfda_averages_bodies_and_gaussians_by_samples(make_strategy, update):
     strategy = make_strategy("pfedfda", model="mlp")
     rng = np.random.default_rng(0)
-    one, other = ([rng.normal(size=array.shape).astype(np.float32) for array in strategy.serve(0)] for _ in range(2))
-    strategy.aggregate(1, [update(0, one, 1), update(1, other, 3)])
-    for mean, first, second in zip(strategy.serve(0), one, other, strict=True):
+    arrays, other = ([rng.normal(size=array.shape).astype(np.float32) for array in strategy.serve(0)] for _ in range(2))
+    strategy.aggregate(1, [update(0, arrays, 1), update(1, other, 3)])
+    for mean, first, second in zip(strategy.serve(0), arrays, other, strict=True):
         np.testing.assert_allclose(mean, 0.25 * first + 0.75 * second, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", [-1, -2])
-def test_an_invalid_covariance_is_refused(make_strategy, place):
-    """A negative variance; and a matrix that is not symmetric."""
+@pytest.mark.parametrize("column", [-1, -2])
+def test_an_invalid_covariance_is_refused(make_strategy, column):
+    """Test a negative variance, and a matrix that is not symmetric."""
     strategy = make_strategy("pfedfda", model="mlp")
     strategy.check(strategy.serve(0))
     body, means, covariance = (array.copy() for array in strategy.serve(0))
-    covariance[-1, place] = -0.5
+    covariance[-1, column] = -0.5
     with pytest.raises(BadReplyError, match="an invalid covariance"):
         strategy.check([body, means, covariance])
 
@@ -472,7 +472,7 @@ def test_an_invalid_covariance_is_refused(make_strategy, place):
 
 
 def test_guidance_by_hand():
-    """(1, 0) and (-1, 1) become (1/2, 1/2) and (0, 1), half their sum is 1 and 3/4 of them."""
+    """(1, 0) and (-1, 1) become (1/2, 1/2) and (0, 1). Half their sum is 1 times the first plus 3/4 of the second."""
     products = gram(np.array([[1, 0], [-1, 1]], np.float32))
     np.testing.assert_allclose(guidance(products), [1, 0.75], atol=1e-12)
     agreeing = gram(np.array([[1, 0], [0, 1], [1, 1]], np.float32))
@@ -481,16 +481,16 @@ def test_guidance_by_hand():
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.9])
-def test_the_worst_served_is_served_best_within_the_ball(alpha):
-    """Against a fine search over the ball's edge."""
+def test_the_direction_maximises_the_least_inner_product_in_the_ball(alpha):
+    """Compare with a fine search over the edge of the ball."""
     rows = np.array([[1, 0.2], [-0.3, 1], [2, 0.1]], np.float32)
     guide = np.array([0.5, 0.3, 0.2])
-    found = best_for_the_worst(gram(rows), guide, alpha) @ rows
+    direction = best_for_the_worst(gram(rows), guide, alpha) @ rows
     centre = guide @ rows
     angles = np.linspace(0, 2 * math.pi, 100_001)
     edge = centre + alpha * np.linalg.norm(centre) * np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    assert np.linalg.norm(found - centre) == pytest.approx(alpha * np.linalg.norm(centre), rel=1e-4)
-    assert (rows @ found).min() == pytest.approx((edge @ rows.T).min(axis=1).max(), rel=1e-4)
+    assert np.linalg.norm(direction - centre) == pytest.approx(alpha * np.linalg.norm(centre), rel=1e-4)
+    assert (rows @ direction).min() == pytest.approx((edge @ rows.T).min(axis=1).max(), rel=1e-4)
 
 
 def test_a_ball_without_radius_is_its_centre():
@@ -499,8 +499,8 @@ def test_a_ball_without_radius_is_its_centre():
     np.testing.assert_array_equal(best_for_the_worst(np.zeros((2, 2)), guide, 0.5), guide)
 
 
-def test_confrees_tensors_are_rid_of_conflicts_one_by_one(make_strategy, update):
-    """The first bias has a conflict, the second none; all clients count alike."""
+def test_confree_resolves_conflicts_tensor_by_tensor(make_strategy, update):
+    """The updates of the first bias conflict, and the updates of the second agree. All clients have equal weight."""
     strategy = make_strategy("confree", model="mlp", confree_alpha=0.0, confree_parts="tensors")
     before, changes = strategy.model.copy(), np.zeros((2, strategy.model.size), np.float32)
     views = [strategy.architecture.layout.views(np.append(row, np.zeros(195, np.float32))) for row in changes]
@@ -514,7 +514,7 @@ def test_confrees_tensors_are_rid_of_conflicts_one_by_one(make_strategy, update)
     after = strategy.architecture.layout.views(np.append(strategy.model - before, np.zeros(195, np.float32)))
     np.testing.assert_allclose(after[first][:2], [0.25, 0.75], atol=1e-6)
     np.testing.assert_allclose(after[second][:2], [1, 0.5], atol=1e-6)
-    assert quantities == {"conflicts": pytest.approx(0.5 / 4)}  # of four tensors one, where half of the products are
+    assert quantities == {"conflicts": pytest.approx(0.5 / 4)}  # half of the products of one tensor are negative
 
 
 def test_confree_with_one_client_and_no_radius_is_fedrep(make_config, federate):

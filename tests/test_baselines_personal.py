@@ -1,4 +1,4 @@
-"""The personalised baselines: steps of each worked by hand, and what they are at the ends of their settings."""
+"""Personalised baselines: steps of each, worked by hand, and degenerate settings."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ LR = 0.1
 CONFIG = {"server-round": 1, "lr": LR}
 SECOND = {"server-round": 2, "lr": LR}
 EVALUATE = {"server-round": 1, "lr": LR, "evaluate-personal": True}
-WHOLE = {"batch_size": 100}  # all samples of a client are one batch
+WHOLE = {"batch_size": 100}  # a batch holds all samples of a client
 
 
 def start_of(client: Any, seed: int = 0) -> Flat:
@@ -29,7 +29,7 @@ def start_of(client: Any, seed: int = 0) -> Flat:
 
 
 def loss_and_gradient(client: Any, flat: Flat, which: Any = slice(None), split: str = "train") -> tuple[float, Flat]:
-    """Return loss and gradient over some of a client's samples, by PyTorch's own network in double precision."""
+    """Return loss and gradient over some of a client's samples, from a PyTorch network in double precision."""
     module = client.architecture.build().double()
     leaves = {
         name: torch.tensor(np.asarray(view), dtype=torch.float64, requires_grad=True)
@@ -52,74 +52,74 @@ def test_loss(client: Any, flat: Flat) -> float:
 test_loss.__test__ = False  # type: ignore[attr-defined]
 
 
-def same_runs(one: Any, other: Any, *columns: str) -> None:
-    np.testing.assert_array_equal(one.strategy.model, other.strategy.model)
+def same_runs(first: Any, second: Any, *columns: str) -> None:
+    np.testing.assert_array_equal(first.strategy.model, second.strategy.model)
     for column in columns:
-        assert one.column(column) == other.column(column)
+        assert first.column(column) == second.column(column)
 
 
 # -- FedPer and LG-FedAvg ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("method", "layers"), [("fedper", 1), ("fedper", 2), ("lg-fedavg", 1), ("lg-fedavg", 2)])
-def test_layers_are_trained_together_and_parted_then(method: str, layers: int, make_client: Make) -> None:
+def test_shared_and_personal_layers_are_trained_together(method: str, layers: int, make_client: Make) -> None:
     client = make_client(method, **WHOLE, model="mlp", **{f"{method.replace('-', '_')}_layers": layers})
     names = client.architecture.layer_names
     assert len(names) == 3
     last = client.layout.part(names[-layers:])
-    rest = client.layout.without(names[-layers:])
-    shared, kept = (rest, last) if method == "fedper" else (last, rest)
-    assert (client.shared, client.personal) == (shared, kept)
-    whole = client.initial().numpy().copy()
+    lower = client.layout.without(names[-layers:])
+    shared, personal = (lower, last) if method == "fedper" else (last, lower)
+    assert (client.shared, client.personal) == (shared, personal)
+    flat = client.initial().numpy().copy()
     received = shared.take(start_of(client)).copy()
-    shared.put(whole, received)
+    shared.put(flat, received)
     (sent,), _, _ = client.fit([received], CONFIG)
-    whole = whole - LR * gradient(client, whole)
-    np.testing.assert_allclose(sent, shared.take(whole), atol=1e-6)
-    np.testing.assert_allclose(client.state["personal"], kept.take(whole), atol=1e-6)
-    shared.put(whole, received := shared.take(start_of(client, 1)))
+    flat = flat - LR * gradient(client, flat)
+    np.testing.assert_allclose(sent, shared.take(flat), atol=1e-6)
+    np.testing.assert_allclose(client.state["personal"], personal.take(flat), atol=1e-6)
+    shared.put(flat, received := shared.take(start_of(client, 1)))
     _, _, metrics = client.evaluate([received], EVALUATE)
-    assert metrics["served-loss"] == pytest.approx(test_loss(client, whole), rel=1e-5)
+    assert metrics["served-loss"] == pytest.approx(test_loss(client, flat), rel=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"model": "linear"}, {"model": "mlp", "lg_fedavg_layers": 3}])
 def test_lg_fedavg_that_shares_all_layers_is_fedavg(
     settings: dict[str, Any], make_config: Make, federate: Make
 ) -> None:
-    one = federate(make_config("lg-fedavg", **settings, fraction_train=0.6))
-    other = federate(make_config("fedavg", model=settings["model"], fraction_train=0.6))
-    same_runs(one, other, "served_loss", "local_loss")
+    lg = federate(make_config("lg-fedavg", **settings, fraction_train=0.6))
+    plain = federate(make_config("fedavg", model=settings["model"], fraction_train=0.6))
+    same_runs(lg, plain, "served_loss", "local_loss")
 
 
-# -- what is fine-tuned --------------------------------------------------------------------------------
+# -- fine-tuning ---------------------------------------------------------------------------------------
 
 
-def test_fedbabu_trains_the_body_and_fine_tunes_the_whole(make_client: Make) -> None:
+def test_fedbabu_trains_the_body_and_fine_tunes_all_layers(make_client: Make) -> None:
     client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2)
     body = client.layout.without(["head"])
-    whole = client.initial().numpy().copy()
+    flat = client.initial().numpy().copy()
     received = body.take(start_of(client)).copy()
-    body.put(whole, received)
+    body.put(flat, received)
     (sent,), _, metrics = client.fit([received], {**CONFIG, "evaluate-local": True})
-    np.testing.assert_allclose(sent, received - LR * body.take(gradient(client, whole)), atol=1e-6)
-    assert not client.state and "local-loss" not in metrics  # the head is nobody's own; the rest is for evaluations
+    np.testing.assert_allclose(sent, received - LR * body.take(gradient(client, flat)), atol=1e-6)
+    assert not client.state and "local-loss" not in metrics  # fine-tuning is part of evaluations only
     _, _, metrics = client.evaluate([received], EVALUATE)
-    assert metrics["served-loss"] == pytest.approx(test_loss(client, whole), rel=1e-5)
+    assert metrics["served-loss"] == pytest.approx(test_loss(client, flat), rel=1e-5)
     for _ in range(2):
-        whole = whole - 0.3 * gradient(client, whole)
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, whole), rel=1e-4)
+        flat = flat - 0.3 * gradient(client, flat)
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, flat), rel=1e-4)
 
 
 def test_fedbabu_fine_tunes_the_head_alone(make_client: Make) -> None:
     client = make_client("fedbabu", **WHOLE, model="mlp", fedbabu_lr=0.3, fedbabu_epochs=2, fedbabu_tuned="head")
     body, head = client.layout.without(["head"]), client.layout.part(["head"])
-    whole = client.initial().numpy().copy()
+    flat = client.initial().numpy().copy()
     received = body.take(start_of(client)).copy()
-    body.put(whole, received)
+    body.put(flat, received)
     _, _, metrics = client.evaluate([received], EVALUATE)
     for _ in range(2):
-        head.put(whole, head.take(whole) - 0.3 * head.take(gradient(client, whole)))
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, whole), rel=1e-4)
+        head.put(flat, head.take(flat) - 0.3 * head.take(gradient(client, flat)))
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, flat), rel=1e-4)
 
 
 def test_fedbabus_server_holds_no_head(make_config: Make, federate: Make) -> None:
@@ -129,7 +129,7 @@ def test_fedbabus_server_holds_no_head(make_config: Make, federate: Make) -> Non
 
 
 def test_fedsam_by_hand(make_client: Make) -> None:
-    """The gradient where the loss is worst within 0.4: w + 0.4 g / ||g||."""
+    """The step uses the gradient at the worst point within 0.4, w + 0.4 g / ||g||."""
     client = make_client("fedsam-ft", **WHOLE, model="mlp", fedsam_ft_rho=0.4)
     start = start_of(client)
     uphill = gradient(client, start)
@@ -140,11 +140,11 @@ def test_fedsam_by_hand(make_client: Make) -> None:
 
 
 @pytest.mark.parametrize(("method", "settings"), [("fedprox-ft", {"mu": 2.0}), ("fedsam-ft", {"rho": 0.5})])
-def test_fine_tuning_is_plain_whatever_the_training_is(
-    method: str, settings: dict[str, float], make_client: Make
-) -> None:
-    own = {f"{method.replace('-', '_')}_{key}": value for key, value in (settings | {"epochs": 2, "lr": 0.2}).items()}
-    client = make_client(method, model="mlp", **own)
+def test_fine_tuning_has_no_extra_term(method: str, settings: dict[str, float], make_client: Make) -> None:
+    options = {
+        f"{method.replace('-', '_')}_{key}": value for key, value in (settings | {"epochs": 2, "lr": 0.2}).items()
+    }
+    client = make_client(method, model="mlp", **options)
     plain = make_client("fedavg-ft", model="mlp", fedavg_ft_epochs=2, fedavg_ft_lr=0.2)
     start = start_of(client)
     assert client.evaluate([start], EVALUATE)[2] == plain.evaluate([start], EVALUATE)[2]
@@ -157,7 +157,7 @@ def test_fedprox_with_fine_tuning_serves_fedproxs_model(make_config: Make, feder
 
 
 @pytest.mark.parametrize("settings", [{"fedprox_ft_mu": 0.0}, {"fedsam_ft_rho": 0.0}])
-def test_without_what_is_their_own_they_are_fedavg_with_fine_tuning(
+def test_without_their_terms_they_are_fedavg_with_fine_tuning(
     settings: dict[str, float], make_config: Make, federate: Make
 ) -> None:
     method = next(iter(settings)).rpartition("_")[0].replace("_", "-")
@@ -188,7 +188,7 @@ def test_two_rounds_of_apfl_by_hand(adaptive: bool, make_client: Make) -> None:
     assert ("alpha" in client.state) is adaptive
 
 
-def test_apfl_with_nothing_of_the_global_model_is_local_training(make_config: Make, federate: Make) -> None:
+def test_apfl_with_alpha_1_is_local_training(make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6}
     mixed, alone = (federate(make_config(method, apfl_alpha=1.0, **settings)) for method in ("apfl", "local"))
     for client in range(4):
@@ -198,13 +198,13 @@ def test_apfl_with_nothing_of_the_global_model_is_local_training(make_config: Ma
             np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6)
 
 
-def test_apfl_with_nothing_of_the_own_model_is_fedavg(make_config: Make, federate: Make) -> None:
+def test_apfl_with_alpha_0_is_fedavg(make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp"}
     mixed, plain = (federate(make_config(method, apfl_alpha=0.0, **settings)) for method in ("apfl", "fedavg"))
     same_runs(mixed, plain, "served_loss", "local_loss")
 
 
-def test_apfls_share_stays_between_0_and_1(make_client: Make) -> None:
+def test_apfls_alpha_stays_between_0_and_1(make_client: Make) -> None:
     client = make_client("apfl", **WHOLE, model="mlp", apfl_alpha=0.5, apfl_adaptive=True, lr=1.0)
     ends = set()
     for sign in (-1, 1):
@@ -223,12 +223,12 @@ def test_apfls_share_stays_between_0_and_1(make_client: Make) -> None:
 
 @pytest.mark.parametrize("hessian", ["fo", "hf"])
 def test_per_fedavg_adapts_on_one_part_of_a_batch_and_learns_on_another(hessian: str, make_client: Make) -> None:
-    """Batches of as many samples as there are parts, in an order that chance has chosen."""
+    """A batch has one sample per part. Exactly one order of the samples gives the update."""
     parts = 2 if hessian == "fo" else 3
     x = np.random.default_rng(1).normal(size=(parts, 5)).astype(np.float32)
     data = (x, np.arange(parts), [list(range(parts))], [[]])
-    own = {"per_fedavg_alpha": 0.4, "per_fedavg_hessian": hessian, "per_fedavg_hessian_delta": 0.05}
-    client = make_client("per-fedavg", data=data, model="mlp", **own)
+    settings = {"per_fedavg_alpha": 0.4, "per_fedavg_hessian": hessian, "per_fedavg_hessian_delta": 0.05}
+    client = make_client("per-fedavg", data=data, model="mlp", **settings)
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)
     fits = []
@@ -243,8 +243,8 @@ def test_per_fedavg_adapts_on_one_part_of_a_batch_and_learns_on_another(hessian:
 
 
 def test_per_fedavgs_local_model_is_adapted_to_the_training_data(make_client: Make) -> None:
-    own = {"momentum": 0.9, "weight_decay": 0.1}  # settings of the training, which the adaptation is without
-    client = make_client("per-fedavg", **WHOLE, **own, model="mlp", per_fedavg_alpha=0.3, per_fedavg_steps=2)
+    optimiser = {"momentum": 0.9, "weight_decay": 0.1}  # training uses these settings, adaptation does not
+    client = make_client("per-fedavg", **WHOLE, **optimiser, model="mlp", per_fedavg_alpha=0.3, per_fedavg_steps=2)
     start = start_of(client)
     _, _, metrics = client.evaluate([start], EVALUATE)
     adapted = start
@@ -260,8 +260,8 @@ def test_per_fedavg_without_adaptation_on_single_samples_is_fedavg(
     hessian: str, make_config: Make, federate: Make
 ) -> None:
     settings = {"model": "mlp", "batch_size": 1}
-    own = {"per_fedavg_alpha": 0.0, "per_fedavg_hessian": hessian}
-    meta, plain = federate(make_config("per-fedavg", **settings, **own)), federate(make_config("fedavg", **settings))
+    extra = {"per_fedavg_alpha": 0.0, "per_fedavg_hessian": hessian}
+    meta, plain = federate(make_config("per-fedavg", **settings, **extra)), federate(make_config("fedavg", **settings))
     same_runs(meta, plain, "served_loss")
     assert meta.column("local_loss") == meta.column("served_loss")
 
@@ -270,8 +270,8 @@ def test_per_fedavg_without_adaptation_on_single_samples_is_fedavg(
 
 
 def test_pfedme_by_hand(make_client: Make) -> None:
-    own = {"pfedme_strength": 3.0, "pfedme_steps": 2, "pfedme_personal_lr": 0.2}
-    client = make_client("pfedme", **WHOLE, model="mlp", **own)
+    settings = {"pfedme_strength": 3.0, "pfedme_steps": 2, "pfedme_personal_lr": 0.2}
+    client = make_client("pfedme", **WHOLE, model="mlp", **settings)
     start = start_of(client)
 
     def personal(w: Flat) -> Flat:
@@ -309,13 +309,13 @@ def test_pfedme_never_goes_beyond_the_mean_of_running_statistics(make_strategy: 
     np.testing.assert_allclose(statistics.take(strategy.model), statistics.take(rows.mean(axis=0)), atol=1e-6)
 
 
-def test_pfedme_with_one_step_of_the_whole_way_is_fedavg(make_config: Make, federate: Make) -> None:
-    own = {"pfedme_strength": 16.0, "pfedme_personal_lr": 1 / 16, "pfedme_steps": 1, "lr": 1 / 16}
-    one, plain = (
-        federate(make_config("pfedme", model="mlp", **own)),
+def test_pfedme_with_a_single_full_step_is_fedavg(make_config: Make, federate: Make) -> None:
+    settings = {"pfedme_strength": 16.0, "pfedme_personal_lr": 1 / 16, "pfedme_steps": 1, "lr": 1 / 16}
+    proximal, plain = (
+        federate(make_config("pfedme", model="mlp", **settings)),
         federate(make_config("fedavg", model="mlp", lr=1 / 16)),
     )
-    np.testing.assert_allclose(one.strategy.model, plain.strategy.model, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(proximal.strategy.model, plain.strategy.model, rtol=0, atol=1e-6)
 
 
 # -- FedFomo -------------------------------------------------------------------------------------------
@@ -327,12 +327,12 @@ def test_first_order_weights_by_hand() -> None:
     assert weights.tolist() == [0.25, -0.5, 0, 0, 0.5]
     assert normalised(weights).tolist() == pytest.approx([1 / 3, 0, 0, 0, 2 / 3])
     assert normalised(torch.tensor([-1.0, 0.0])).tolist() == [0, 0]
-    own = torch.tensor([torch.inf, 1.0, torch.inf])  # a model that has diverged itself
-    assert first_order_weights(own, torch.ones(2)).tolist() == [0, 0]
+    diverged = torch.tensor([torch.inf, 1.0, torch.inf])  # the client's model has diverged
+    assert first_order_weights(diverged, torch.ones(2)).tolist() == [0, 0]
 
 
 def moved_by_hand(losses: list[float], models: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return Eq. 3's weights and Eq. 4's model; the first model and loss are those before training."""
+    """Return the weights of Eq. 3 and the model of Eq. 4. The first model and its loss precede training."""
     weights = np.array(
         [
             (losses[0] - loss) / np.linalg.norm(model - models[0])
@@ -346,19 +346,19 @@ def moved_by_hand(losses: list[float], models: np.ndarray) -> tuple[np.ndarray, 
 def test_fedfomo_client_by_hand(make_client: Make) -> None:
     client = make_client("fedfomo", **WHOLE, model="linear", fedfomo_validation=0.0)
     start = start_of(client)
-    own = (start - 0.1 * gradient(client, start)).astype(np.float32)
+    local = (start - 0.1 * gradient(client, start)).astype(np.float32)
     client.keep("start", torch.from_numpy(start.copy()))
-    client.keep("model", torch.from_numpy(own.copy()))
-    others = np.stack([own - 0.2 * gradient(client, own), own + gradient(client, own), start_of(client, 2)])
-    others = others.astype(np.float32)
-    models = np.stack([start, own, *others])
+    client.keep("model", torch.from_numpy(local.copy()))
+    candidates = np.stack([local - 0.2 * gradient(client, local), local + gradient(client, local), start_of(client, 2)])
+    candidates = candidates.astype(np.float32)
+    models = np.stack([start, local, *candidates])
     weights, mixed = moved_by_hand([loss_and_gradient(client, model)[0] for model in models], models)
     assert weights[0] > 0 and weights[1] > 0 > weights[2]
-    _, _, metrics = client.evaluate([others], EVALUATE)
+    _, _, metrics = client.evaluate([candidates], EVALUATE)
     assert metrics["served-loss"] == pytest.approx(test_loss(client, mixed), rel=1e-5)
-    assert metrics["local-loss"] == pytest.approx(test_loss(client, own), rel=1e-5)
-    (sent, told), _, _ = client.fit([others], CONFIG)
-    np.testing.assert_allclose(told, weights, rtol=1e-3)
+    assert metrics["local-loss"] == pytest.approx(test_loss(client, local), rel=1e-5)
+    (sent, reported), _, _ = client.fit([candidates], CONFIG)
+    np.testing.assert_allclose(reported, weights, rtol=1e-3)
     np.testing.assert_allclose(sent, mixed - LR * gradient(client, mixed), atol=1e-6)
     np.testing.assert_array_equal(client.state["model"], sent)
     np.testing.assert_allclose(client.state["start"], mixed, atol=1e-6)
@@ -366,12 +366,12 @@ def test_fedfomo_client_by_hand(make_client: Make) -> None:
 
 @pytest.mark.parametrize("of_the_run", [True, False])
 def test_fedfomo_weighs_models_on_validation_samples(make_client: Make, of_the_run: bool) -> None:
-    """The run's validation samples, or a part of the training samples, on which the client does not train."""
+    """The client uses the run's validation samples, or part of its training samples. It does not train on them."""
     settings = {"validation_fraction": 0.4} if of_the_run else {"fedfomo_validation": 0.4}
     client = make_client("fedfomo", **WHOLE, model="linear", **settings)
-    start, others = client.initial().numpy(), np.stack([start_of(client, 2), start_of(client, 3)])
-    others[0] = start - 0.2 * gradient(client, start)
-    (_, told), count, metrics = client.fit([others], CONFIG)
+    start, candidates = client.initial().numpy(), np.stack([start_of(client, 2), start_of(client, 3)])
+    candidates[0] = start - 0.2 * gradient(client, start)
+    (_, reported), count, metrics = client.fit([candidates], CONFIG)
     x, y = client.data.x_validation, client.data.y_validation
     assert len(y) == 8 and count == 13 and metrics["samples"] == 13
 
@@ -379,8 +379,8 @@ def test_fedfomo_weighs_models_on_validation_samples(make_client: Make, of_the_r
         tensors = client.layout.views(torch.from_numpy(model))
         return float(torch.nn.functional.cross_entropy(x @ tensors["head.weight"].T + tensors["head.bias"], y))
 
-    expected = [(loss(start) - loss(other)) / np.linalg.norm(other - start) for other in others]
-    np.testing.assert_allclose(told, [0, *expected], rtol=1e-4)  # the client's model is the model before training
+    expected = [(loss(start) - loss(other)) / np.linalg.norm(other - start) for other in candidates]
+    np.testing.assert_allclose(reported, [0, *expected], rtol=1e-4)  # the client's model is the model before training
 
 
 def test_models_are_chosen_by_affinity_or_at_random() -> None:
@@ -392,8 +392,8 @@ def test_models_are_chosen_by_affinity_or_at_random() -> None:
     assert set(drawn(3, 0.0)) == {(1, 3, 0)}
     assert set(drawn(9, 0.0)) == {(1, 3, 0, 2)}
     assert set(drawn(2, 1.0)) == set(itertools.permutations(range(4), 2))
-    assert set(drawn(1, 0.0, np.zeros(3))) == {(0,), (1,), (2,)}  # of equals any
-    share = np.mean([found == (1,) for found in drawn(1, 0.4)])
+    assert set(drawn(1, 0.0, np.zeros(3))) == {(0,), (1,), (2,)}  # equal scores give any model
+    share = np.mean([choice == (1,) for choice in drawn(1, 0.4)])
     assert share == pytest.approx(0.6 + 0.4 / 4, abs=0.07)
     assert chosen(np.zeros(0), 5, 0.5, np.random.default_rng(0)) == []
 
@@ -408,9 +408,9 @@ def test_fedfomos_server_by_hand(make_strategy: Make, update: Make) -> None:
     assert [set(row) for row in strategy.sent.tolist()] == [{1, 3}, {0, 3}, {0, 1, 3} & set(strategy.sent[2]), {0, 1}]
     for client in range(4):
         np.testing.assert_array_equal(strategy.serve(client)[0], rows[strategy.sent[client]])
-    asked, before = strategy.sent[0].tolist(), strategy.sent[2].tolist()
-    told = [0.125, *(-0.5 if other == 3 else 0.25 for other in asked)]
-    quantities = strategy.aggregate(2, [update(0, [-rows[0], told])])
+    candidates, before = strategy.sent[0].tolist(), strategy.sent[2].tolist()
+    reported = [0.125, *(-0.5 if other == 3 else 0.25 for other in candidates)]
+    quantities = strategy.aggregate(2, [update(0, [-rows[0], reported])])
     assert quantities == {"helpful_models": 0.5}
     gained = 0.125 * EYE[0, 0] + 0.25 * (EYE[0, 1] - 2 * EYE[0, 3])
     np.testing.assert_array_equal(strategy.affinity, np.eye(4) + gained)
@@ -422,14 +422,14 @@ EYE = np.eye(16).reshape(4, 4, 4, 4)
 """EYE[i, j] is the matrix whose only entry is 1, at (i, j)."""
 
 
-def test_fedfomo_sends_no_model_of_who_was_not_seen_and_nobody_its_own(make_config: Make, federate: Make) -> None:
+def test_fedfomo_sends_only_models_of_other_participants(make_config: Make, federate: Make) -> None:
     settings = {"fraction_train": 0.5, "num_server_rounds": 4, "fedfomo_epsilon": 1.0, "fedfomo_models": 2}
     finished = federate(make_config("fedfomo", **settings))
     strategy = finished.strategy
     for client, row in enumerate(strategy.sent.tolist()):
-        others = [c for c in strategy.seen.tolist() if c != client]
-        assert client not in row and set(row) - {-1} <= set(others)
-        assert len(set(row) - {-1}) == min(2, len(others))
+        peers = [c for c in strategy.seen.tolist() if c != client]
+        assert client not in row and set(row) - {-1} <= set(peers)
+        assert len(set(row) - {-1}) == min(2, len(peers))
     again = federate(make_config("fedfomo", **settings)).strategy
     np.testing.assert_array_equal(strategy.sent, again.sent)
 
@@ -438,7 +438,7 @@ def test_fedfomo_sends_no_model_of_who_was_not_seen_and_nobody_its_own(make_conf
 
 
 def test_bipartition_by_hand() -> None:
-    """0, 3 and 4 hang together by a chain; 1 and 2 are alike."""
+    """A chain of similarities joins 0, 3 and 4. Clients 1 and 2 are similar."""
     similarity = np.full((5, 5), -0.5)
     for i, j, value in ((0, 3, 0.9), (3, 4, 0.6), (1, 2, 0.8), (0, 4, -0.9), (2, 4, 0.1)):
         similarity[i, j] = similarity[j, i] = value
@@ -458,24 +458,24 @@ def test_bipartition_has_the_smallest_largest_similarity(seed: int) -> None:
     assert cross(bipartition(similarity)) == min(cross(part) for part in every)
 
 
-def test_who_is_split_off() -> None:
+def test_conditions_of_a_split() -> None:
     moved, n = np.float32([[3, 0.1], [-3, 0.1], [3, 0]]), np.array([1.0, 2.0, 1.0])  # the mean is (0, 0.075)
     assert split(moved, n, 0.08, 2.9).tolist() == [False, True, False]
-    assert not split(moved, n, 0.07, 2.9).any()  # not at rest
-    assert not split(moved, n, 0.08, 3.1).any()  # all are
+    assert not split(moved, n, 0.07, 2.9).any()  # the mean still moves
+    assert not split(moved, n, 0.08, 3.1).any()  # every client is near the optimum
     assert not split(moved, np.ones(3), 0.08, 2.9).any()
     assert not split(moved[:1], n[:1], 9.0, 0.0).any()
 
 
 def test_two_rounds_of_cfl_by_hand(make_strategy: Make, update: Make) -> None:
-    """Clients 1 and 3 pull one way, 0 and 2 the other; the mean of all is 0.2."""
+    """Clients 0 and 2 move by 2.2, clients 1 and 3 by -1.8. The mean is 0.2."""
     strategy = make_strategy("cfl", model="linear", cfl_eps1=0.3, cfl_eps2=2.0)
     start, way = strategy.model, np.zeros(strategy.size, np.float32)
     way[0] = 1
     away, counts = (2.2, -1.8, 2.2, -1.8), (1, 1, 1, 1)
     replies = [update(c, [start + away[c] * way], counts[c]) for c in range(4)]
     three = make_strategy("cfl", model="linear", cfl_eps1=0.3, cfl_eps2=2.0)
-    assert three.aggregate(1, replies[:2]) == {"cluster_sizes": [4]}  # others may yet differ
+    assert three.aggregate(1, replies[:2]) == {"cluster_sizes": [4]}  # absent clients may differ
     np.testing.assert_allclose(three.model, start + 0.2 * way, atol=1e-6)
     assert strategy.aggregate(1, replies) == {"cluster_sizes": [2, 2]}
     assert strategy.cluster.tolist() == [0, 1, 0, 1]
@@ -484,7 +484,7 @@ def test_two_rounds_of_cfl_by_hand(make_strategy: Make, update: Make) -> None:
     fresh = make_strategy("cfl", model="linear")
     fresh.load_server_state(strategy.server_state())
     before = strategy.serve(1)[0]
-    strategy.aggregate(2, [update(0, [start], 3), update(2, [start + 4 * way], 1)])  # the other cluster is not asked
+    strategy.aggregate(2, [update(0, [start], 3), update(2, [start + 4 * way], 1)])  # cluster 1 has no reply
     np.testing.assert_allclose(strategy.serve(0)[0], start + way, atol=1e-6)
     np.testing.assert_array_equal(strategy.serve(3)[0], before)
     np.testing.assert_array_equal(fresh.serve(3)[0], before)
@@ -508,11 +508,11 @@ def test_cfl_splits_until_each_client_is_alone(make_config: Make, federate: Make
 # -- FedALA --------------------------------------------------------------------------------------------
 
 
-def ala_by_hand(client: Any, own: Flat, shared: Flat, weights: Flat, eta: float) -> tuple[float, Flat]:
-    """Return the loss and the weights after one step over all samples, for the head's entries."""
+def ala_by_hand(client: Any, local: Flat, shared: Flat, weights: Flat, eta: float) -> tuple[float, Flat]:
+    """Return the loss, and the weights of the head's entries after one step over all samples."""
     head = client.layout.part(["head"])
     gap = np.zeros_like(shared)
-    head.put(gap, head.take(shared - own))
+    head.put(gap, head.take(shared - local))
     wide = np.ones(len(shared))
     head.put(wide, weights)
     loss, g = loss_and_gradient(client, shared - (1 - wide) * gap)
@@ -520,32 +520,32 @@ def ala_by_hand(client: Any, own: Flat, shared: Flat, weights: Flat, eta: float)
 
 
 def test_fedala_by_hand(make_client: Make) -> None:
-    """First passes until the loss hardly changes, one pass a round after that; the lower layers are the server's."""
+    """The first mixture takes passes until the loss settles, later mixtures one. Lower layers are the server's."""
     eta = 2.0
     client = make_client("fedala", **WHOLE, model="mlp", fedala_eta=eta, fedala_threshold=0.1)
     head = client.layout.part(["head"])
     first = start_of(client)
-    (own,), _, _ = client.fit([first], CONFIG)
-    np.testing.assert_allclose(own, first - LR * gradient(client, first), atol=1e-6)
+    (local,), _, _ = client.fit([first], CONFIG)
+    np.testing.assert_allclose(local, first - LR * gradient(client, first), atol=1e-6)
     assert set(client.state) == {"model"}
     weights = np.ones(head.size)
     for number in (2, 3):
-        shared = own + 0.2 * start_of(client, number)
-        own_before, losses = own, []
+        shared = local + 0.2 * start_of(client, number)
+        previous, losses = local, []
         while len(losses) < 1 if number == 3 else len(losses) < 10 or np.std(losses[-10:]) >= 0.1:
-            loss, weights = ala_by_hand(client, own_before, shared, weights, eta)
+            loss, weights = ala_by_hand(client, previous, shared, weights, eta)
             losses.append(loss)
         assert number == 3 or 10 < len(losses) < 50
-        whole = shared.astype(np.float64)
-        head.put(whole, head.take(own_before + 0.0) + weights * head.take(shared - own_before))
+        mixed = shared.astype(np.float64)
+        head.put(mixed, head.take(previous + 0.0) + weights * head.take(shared - previous))
         before = dict(client.state)
         _, _, metrics = client.evaluate([shared], EVALUATE)
-        assert metrics["served-loss"] == pytest.approx(test_loss(client, whole), rel=1e-4)
-        assert metrics["local-loss"] == pytest.approx(test_loss(client, own_before), rel=1e-4)
-        assert all(client.state[name] is before[name] for name in before)  # an evaluation keeps nothing
-        (own,), _, _ = client.fit([shared], {**SECOND, "server-round": number})
+        assert metrics["served-loss"] == pytest.approx(test_loss(client, mixed), rel=1e-4)
+        assert metrics["local-loss"] == pytest.approx(test_loss(client, previous), rel=1e-4)
+        assert all(client.state[name] is before[name] for name in before)  # an evaluation stores nothing
+        (local,), _, _ = client.fit([shared], {**SECOND, "server-round": number})
         np.testing.assert_allclose(client.state["weights"], weights, atol=1e-4)
-        np.testing.assert_allclose(own, whole - LR * gradient(client, whole), atol=1e-4)
+        np.testing.assert_allclose(local, mixed - LR * gradient(client, mixed), atol=1e-4)
         weights = client.state["weights"].astype(np.float64)
     assert 0 <= weights.min() < 0.9 and weights.max() == 1
 
@@ -564,22 +564,22 @@ def test_when_fedalas_weights_have_settled() -> None:
 
 
 def test_fedalas_passes_see_most_samples(make_client: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """21 samples in batches of 4: 80 % of them are four batches, the same ones in every pass."""
+    """80 % of 21 samples are four batches of 4, and every pass uses the same four."""
     client = make_client("fedala", batch_size=4, model="mlp")
     client.fit([start_of(client)], CONFIG)
-    asked = []
+    requests = []
     usual = client.carry_out
-    monkeypatch.setattr(client, "carry_out", lambda work: (asked.append(work), usual(work))[1])
+    monkeypatch.setattr(client, "carry_out", lambda work: (requests.append(work), usual(work))[1])
     client.fit([start_of(client, 1)], SECOND)
-    passes = [work for work in asked if work.bounds]
+    passes = [work for work in requests if work.bounds]
     assert len(passes) >= 10 and {work.steps for work in passes} == {4}
-    assert {work.stream for work in passes} == {1} and {work.stream for work in asked if not work.bounds} == {0}
+    assert {work.stream for work in passes} == {1} and {work.stream for work in requests if not work.bounds} == {0}
 
 
 @pytest.mark.parametrize("layers", [1, 9])
 def test_fedala_that_learns_no_weights_is_fedavg(layers: int, make_config: Make, federate: Make) -> None:
     settings = {"model": "mlp", "fraction_train": 0.6}
-    own = {"fedala_eta": 0.0, "fedala_layers": layers}
-    one, plain = federate(make_config("fedala", **own, **settings)), federate(make_config("fedavg", **settings))
-    np.testing.assert_array_equal(one.strategy.model, plain.strategy.model)
-    assert one.column("served_loss") == plain.column("served_loss")
+    options = {"fedala_eta": 0.0, "fedala_layers": layers}
+    mixed, plain = federate(make_config("fedala", **options, **settings)), federate(make_config("fedavg", **settings))
+    np.testing.assert_array_equal(mixed.strategy.model, plain.strategy.model)
+    assert mixed.column("served_loss") == plain.column("served_loss")

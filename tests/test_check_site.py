@@ -1,4 +1,4 @@
-"""`posy check-site`: what it finds in a site's data is what the node finds in a run."""
+"""`posy check-site` reports the data of a site as the site's node reads it in a run."""
 
 import re
 from dataclasses import replace
@@ -26,29 +26,29 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     (folder(tmp_path) / "a" / "torn.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"torn\.png: not an image.*skip-unreadable=true in its node config"):
         check_site({"data": str(tmp_path)}, OPEN, 1)
-    found = check_site({"data": str(tmp_path), "name": "here", "skip-unreadable": "true"}, OPEN, 1)
+    report = check_site({"data": str(tmp_path), "name": "here", "skip-unreadable": "true"}, OPEN, 1)
     samples = "8: 6 for training, 2 for the test"
-    assert [found.facts[key] for key in ("site", "kind", "shape", "samples")] == ["here", "image", "1x4x5", samples]
-    assert {name: sum(counts) for name, counts in found.classes.items()} == {"a": 6, "b": 2}
-    assert found.facts["agreed on in a run"] == "sample-kind, input-shape, classes"
-    assert len(found.unreadable) == 1
+    assert [report.facts[key] for key in ("site", "kind", "shape", "samples")] == ["here", "image", "1x4x5", samples]
+    assert {name: sum(counts) for name, counts in report.classes.items()} == {"a": 6, "b": 2}
+    assert report.facts["agreed on in a run"] == "sample-kind, input-shape, classes"
+    assert len(report.unreadable) == 1
     task = replace(OPEN, sample_kind="image", input_shape="3x8x8", classes="a,b,c")
-    found = check_site({"data": str(tmp_path), "skip-unreadable": "true"}, task, 1)
-    assert [found.facts[key] for key in ("shape", "classes it lacks", "agreed on in a run")] == ["3x8x8", "c", ""]
+    report = check_site({"data": str(tmp_path), "skip-unreadable": "true"}, task, 1)
+    assert [report.facts[key] for key in ("shape", "classes it lacks", "agreed on in a run")] == ["3x8x8", "c", ""]
     dataset, part = load_site(read_site(tmp_path, task, True), task, 1)
-    for place, rows in enumerate((part.train[0], part.test[0])):
+    for column, rows in enumerate((part.train[0], part.test[0])):
         counts = np.bincount(dataset.y[rows], minlength=3).tolist()
-        assert [found.classes[name][place] for name in "ab"] == counts[:2]
+        assert [report.classes[name][column] for name in "ab"] == counts[:2]
 
 
 def test_features_worth_a_look(tmp_path: Path) -> None:
     x = np.array([[i % 7, 5.0, 1.7e9 + i] for i in range(400)])
     x[17, 0] = 1e5
     path = table(tmp_path / "s.csv", x, np.arange(400) % 2)
-    found = check_site({"data": str(path)}, OPEN, 1)
-    assert [feature[:3] for feature in found.features] == [("f0", "0", "100000"), ("f1", "5", "5")]
-    assert [why.split()[0] for *_, why in found.features] == ["reaches", "constant"]
-    # In a run whose features have another unit the whole column is far away.
+    report = check_site({"data": str(path)}, OPEN, 1)
+    assert [feature[:3] for feature in report.features] == [("f0", "0", "100000"), ("f1", "5", "5")]
+    assert [why.split()[0] for *_, why in report.features] == ["reaches", "constant"]
+    # In a run with another unit for a feature, all values of this column are far from the mean.
     run = replace(OPEN, sample_kind="features", input_shape="3", classes="0,1", feature_mean="0,5,0", feature_std="9")
     assert [name for name, *_ in check_site({"data": str(path)}, run, 1).features] == ["f0", "f1", "f2"]
 
@@ -56,12 +56,12 @@ def test_features_worth_a_look(tmp_path: Path) -> None:
 def test_the_statistics_that_leave_the_site_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = np.column_stack([np.arange(8.0), np.full(8, 6.2)])
     path = table(tmp_path / "s.csv", x, [0, 1] * 4)
-    found = check_site({"data": str(path)}, OPEN, 1)
+    report = check_site({"data": str(path)}, OPEN, 1)
     rows = load_site(read_site(path, OPEN), replace(OPEN, sample_kind="features", input_shape="2", classes="0,1",
                                                     feature_mean="0", feature_std="1"), 1)[1].train[0]  # fmt: skip
     mean = sum(rows.tolist()) / 6
     deviation = (sum((row - mean) ** 2 for row in rows.tolist()) / 6) ** 0.5
-    assert found.statistics == [("f0", f"{mean:.4g}", f"{deviation:.3g}"), ("f1", "6.2", "0")]
+    assert report.statistics == [("f0", f"{mean:.4g}", f"{deviation:.3g}"), ("f1", "6.2", "0")]
     assert main(["check-site", f"data={path}"]) == 0
     assert "standard deviation" in capsys.readouterr().out
 

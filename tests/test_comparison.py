@@ -1,4 +1,4 @@
-"""What a table says beyond the mean, on numbers worked by hand."""
+"""Statistics of a table beyond the mean: gains, ranks and tests, on numbers worked by hand."""
 
 import csv
 from pathlib import Path
@@ -24,21 +24,21 @@ from posy.report.comparison import (
 def test_gain_is_counted_client_by_client() -> None:
     first = ({0: 0.9, 1: 0.5, 2: 0.7}, {0: 0.8, 1: 0.6, 2: 0.7})
     second = ({0: 0.9, 1: 0.7}, {0: 0.5, 1: 0.5, 5: 1.0})  # client 5 has no counterpart
-    found = gain([first, second])
-    assert found is not None
-    assert found.mean == pytest.approx((0.1 - 0.1 + 0.0 + 0.4 + 0.2) / 5)
-    assert (found.losing, found.clients) == (1, 5)
+    result = gain([first, second])
+    assert result is not None
+    assert result.mean == pytest.approx((0.1 - 0.1 + 0.0 + 0.4 + 0.2) / 5)
+    assert (result.losing, result.clients) == (1, 5)
     assert gain([({}, {0: 1.0})]) is None
     assert gain([({0: 0.5}, {0: 0.5})]) == (0.0, 0, 1, 1.0)
 
 
-def test_p_is_that_of_all_signs_alike() -> None:
-    """Of n differences of one sign the two-sided probability is 2 / 2^n."""
-    found = gain([({c: 0.5 + 0.01 * c for c in range(1, 9)}, dict.fromkeys(range(1, 9), 0.5))])
-    assert found is not None and found.p == pytest.approx(2 / 2**8)
+def test_p_value_of_differences_of_the_same_sign() -> None:
+    """For n differences of the same sign, the two-sided p-value is 2 / 2^n."""
+    result = gain([({c: 0.5 + 0.01 * c for c in range(1, 9)}, dict.fromkeys(range(1, 9), 0.5))])
+    assert result is not None and result.p == pytest.approx(2 / 2**8)
 
 
-def test_holm_multiplies_by_the_tests_that_are_left() -> None:
+def test_holm_multiplies_by_the_number_of_remaining_tests() -> None:
     assert holm([0.03, 0.01, 0.5]) == pytest.approx([0.06, 0.03, 0.5])
     assert holm([]) == []
 
@@ -48,23 +48,23 @@ def test_ranks_by_hand() -> None:
         {"a": [0.9, 0.8, 0.9, 0.9], "b": [0.5, 0.6, 0.9, 0.4], "c": [0.1, 0.2, 0.3, 0.5]}, index=list("wxyz")
     )
     scores.loc["lacking"] = [0.1, np.nan, 0.9]
-    found = ranks(scores)
-    assert found is not None and found.blocks == 4
-    assert found.mean.to_dict() == {"a": (1 + 1 + 1.5 + 1) / 4, "b": (2 + 2 + 1.5 + 3) / 4, "c": (3 + 3 + 3 + 2) / 4}
+    ranking = ranks(scores)
+    assert ranking is not None and ranking.blocks == 4
+    assert ranking.mean.to_dict() == {"a": (1 + 1 + 1.5 + 1) / 4, "b": (2 + 2 + 1.5 + 3) / 4, "c": (3 + 3 + 3 + 2) / 4}
     # Friedman's statistic with ties: 12/(nk(k+1)) sum R^2 - 3n(k+1), over 1 - sum(t^3 - t)/(nk(k^2 - 1)).
     statistic = (12 / 48 * (4.5**2 + 8.5**2 + 11**2) - 48) / (1 - 6 / 96)
-    assert found.friedman == pytest.approx(np.exp(-statistic / 2))  # chi-squared with two degrees of freedom
-    assert found.ties_with_best()[0] == "a"
+    assert ranking.friedman == pytest.approx(np.exp(-statistic / 2))  # chi-squared with two degrees of freedom
+    assert ranking.ties_with_best()[0] == "a"
     assert ranks(scores.head(2)) is None and ranks(scores[["a", "b"]]) is None
 
 
-def test_what_always_loses_is_told_from_the_best() -> None:
+def test_a_row_that_always_loses_differs_from_the_best() -> None:
     rng = np.random.default_rng(0)
-    found = ranks(pd.DataFrame({"good": 0.9 + 0.01 * rng.random(20), "same": 0.9 + 0.01 * rng.random(20), "bad": 0.1}))
-    assert found is not None and found.friedman < 0.05
-    assert set(found.ties_with_best()) == {"good", "same"}
-    alike = ranks(pd.DataFrame({"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}))
-    assert alike is not None and alike.friedman == 1 and len(alike.ties_with_best()) == 3
+    result = ranks(pd.DataFrame({"good": 0.9 + 0.01 * rng.random(20), "same": 0.9 + 0.01 * rng.random(20), "bad": 0.1}))
+    assert result is not None and result.friedman < 0.05
+    assert set(result.ties_with_best()) == {"good", "same"}
+    equal = ranks(pd.DataFrame({"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}))
+    assert equal is not None and equal.friedman == 1 and len(equal.ties_with_best()) == 3
 
 
 def a_run(
@@ -92,18 +92,18 @@ def a_run(
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Run]:
-    """Return three rows: Ditto gains over Local on each client of each seed, FedAvg loses on all but one."""
-    found = []
+    """Return three rows: Ditto beats Local on every client of each seed, FedAvg loses on all clients but the fourth."""
+    rows = []
     for seed in (0, 1, 2):
         local = [0.70 + 0.01 * (c + seed) for c in range(4)]
-        found.append(a_run(tmp_path, "Local", "local", seed, [], local))
+        rows.append(a_run(tmp_path, "Local", "local", seed, [], local))
         served = [0.5, 0.5, 0.5, 0.99]
-        found.append(a_run(tmp_path, "FedAvg", "fedavg", seed, served, local))
-        found.append(a_run(tmp_path, "Ditto", "ditto", seed, served, [a + 0.02 * (c + 1) for c, a in enumerate(local)]))
-    return found
+        rows.append(a_run(tmp_path, "FedAvg", "fedavg", seed, served, local))
+        rows.append(a_run(tmp_path, "Ditto", "ditto", seed, served, [a + 0.02 * (c + 1) for c, a in enumerate(local)]))
+    return rows
 
 
-def test_accuracies_are_those_of_the_round_asked_for(runs: list[Run]) -> None:
+def test_accuracies_are_read_for_a_round(runs: list[Run]) -> None:
     assert client_accuracies(runs[1].path, "served", 2) == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.99}
     assert client_accuracies(runs[0].path, "served", 2) == {}
 
@@ -131,25 +131,25 @@ def test_each_row_is_compared_at_its_own_point(runs: list[Run]) -> None:
 
 
 SERVED = [0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.5, 0.6, 0.7, 0.8]
-"""FedAvg's served models on ten clients; their mean is 0.65."""
+"""Accuracies of FedAvg's served model on ten clients, with a mean of 0.65."""
 
 
 @pytest.fixture
 def partial(tmp_path: Path) -> list[Run]:
-    """Return two rows over ten clients, and FedRep, whose local models exist for the cohort of two clients alone.
+    """Return three rows over ten clients, and FedRep, whose local models exist only for a cohort of two clients.
 
-    On these two clients FedRep has 0.05 less than FedAvg, while its mean of 0.80 is above FedAvg's mean over all.
+    On these two clients FedRep is 0.05 below FedAvg, but its mean of 0.80 is above FedAvg's mean over all clients.
     """
-    found = []
+    rows = []
     for seed in (0, 1, 2):
-        found.append(a_run(tmp_path, "FedAvg", "fedavg", seed, SERVED, SERVED))
-        found.append(a_run(tmp_path, "FedProx", "fedprox", seed, [a + 0.01 for a in SERVED], SERVED))
-        found.append(a_run(tmp_path, "Local", "local", seed, [], [a - 0.1 for a in SERVED]))
+        rows.append(a_run(tmp_path, "FedAvg", "fedavg", seed, SERVED, SERVED))
+        rows.append(a_run(tmp_path, "FedProx", "fedprox", seed, [a + 0.01 for a in SERVED], SERVED))
+        rows.append(a_run(tmp_path, "Local", "local", seed, [], [a - 0.1 for a in SERVED]))
         cohort = a_run(tmp_path, "FedRep", "fedrep", seed, [], [], 10)
         with (cohort.path / "clients.csv").open("a", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows([[2, 3, "", 0.75], [2, 4, "", 0.85]])
-        found.append(cohort)
-    return found
+        rows.append(cohort)
+    return rows
 
 
 def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
@@ -166,7 +166,7 @@ def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
     # Paired over the two clients of the cohort: 0.75 against 0.8, and 0.85 against 0.9.
     assert lines["FedRep"]["gain-fedavg"] == pytest.approx(-0.05)
     assert lines["FedRep"]["losing-fedavg"] == "6/6"
-    assert lines["FedProx"]["alike"] and not lines["FedRep"]["alike"]  # the best row is one over all clients
+    assert lines["FedProx"]["alike"] and not lines["FedRep"]["alike"]  # the best row covers all clients
     scores = scores_by_block(partial)
     assert sorted(scores.columns) == ["FedAvg", "FedProx", "Local"]
     text = compared(over_clients(partial), ranks(scores))
@@ -176,7 +176,7 @@ def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
 
 
 def test_rows_of_one_cohort_are_compared_over_it(partial: list[Run]) -> None:
-    """Cohorts depend on the seed alone, so that rows with local models only cover the same clients."""
+    """Cohorts depend on the seed alone, so all rows with only local models cover the same clients."""
     rows = [run for run in partial if run.row == "FedRep"]
     both = rows + [run._replace(row="FedPer") for run in rows]
     lines = over_clients(both).to_dict("records")
@@ -184,29 +184,29 @@ def test_rows_of_one_cohort_are_compared_over_it(partial: list[Run]) -> None:
     assert "80.00 (6 of 30)" in compared(over_clients(both), None)
 
 
-def test_a_client_that_one_row_lacks_is_left_out_of_all() -> None:
-    """As where one reply was dropped: 9 of 10 clients are enough to be ranked."""
+def test_a_client_missing_in_a_row_is_dropped_from_all_rows() -> None:
+    """After a dropped reply, 9 of 10 clients are enough for a rank."""
     all_ten = {0: {c: 0.5 + 0.01 * c for c in range(10)}}
     nine = {0: dict.fromkeys(range(9), 0.6)}
     eight = {0: dict.fromkeys(range(8), 0.9)}
-    found = over_same_clients({"a": all_ten, "b": nine, "c": eight, "d": {0: {}}})
-    assert found.keys() == {"a", "b", "d"}
-    assert found["a"] == {0: {c: 0.5 + 0.01 * c for c in range(9)}}
-    assert found["b"] == nine and found["d"] == {}
+    common = over_same_clients({"a": all_ten, "b": nine, "c": eight, "d": {0: {}}})
+    assert common.keys() == {"a", "b", "d"}
+    assert common["a"] == {0: {c: 0.5 + 0.01 * c for c in range(9)}}
+    assert common["b"] == nine and common["d"] == {}
 
 
-def test_what_has_diverged_ranks_last(runs: list[Run]) -> None:
-    whole = ranks(scores_by_block(runs))
-    assert whole is not None and whole.mean["Ditto"] == 1
-    left = [run for run in runs if (run.row, run.seed) != ("Ditto", 0)]
-    assert ranks(scores_by_block(left)) is None  # two blocks
-    found = ranks(scores_by_block(left, [("v", 0, "Ditto")]))
-    assert found is not None and found.blocks == 3
-    assert found.mean["Ditto"] == pytest.approx((3 + 1 + 1) / 3)
+def test_diverged_runs_rank_last(runs: list[Run]) -> None:
+    ranking = ranks(scores_by_block(runs))
+    assert ranking is not None and ranking.mean["Ditto"] == 1
+    remaining = [run for run in runs if (run.row, run.seed) != ("Ditto", 0)]
+    assert ranks(scores_by_block(remaining)) is None  # two blocks
+    diverged = ranks(scores_by_block(remaining, [("v", 0, "Ditto")]))
+    assert diverged is not None and diverged.blocks == 3
+    assert diverged.mean["Ditto"] == pytest.approx((3 + 1 + 1) / 3)
 
 
 def test_the_diagram_is_drawn(runs: list[Run], tmp_path: Path) -> None:
-    found = ranks(scores_by_block(runs))
-    assert found is not None
-    found.draw(tmp_path / "ranks.png", "a table")
+    ranking = ranks(scores_by_block(runs))
+    assert ranking is not None
+    ranking.draw(tmp_path / "ranks.png", "a table")
     assert (tmp_path / "ranks.png").stat().st_size > 5000

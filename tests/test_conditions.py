@@ -1,4 +1,4 @@
-"""Settings that have an effect under a condition only: the conditions, and what refuses a setting without an effect."""
+"""Settings that have an effect only under a condition: the conditions, and errors for settings without effect."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from posy.yaml12 import dump
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND_LINE = "the command line"
 
-# Each setting, a value of it, settings under which it has none and some effect.
+# A setting, a value, settings under which it has no effect, and settings under which it has an effect.
 WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] = [
     ("dp-epsilon", 0.5, {}, {"dp-clip": 1.0}),
     ("dp-delta", 1e-6, {}, {"dp-clip": 1.0}),
@@ -81,7 +81,7 @@ def test_a_setting_without_an_effect_is_refused(
 
 @pytest.mark.parametrize("key", sorted({key for key, *_ in WITHOUT_EFFECT}))
 def test_its_default_is_accepted(key: str) -> None:
-    """Files and tables repeat defaults."""
+    """A file or table may repeat a default."""
     default = declared()[key].default
     without = next(without for other, _, without, _ in WITHOUT_EFFECT if other == key)
     assert read_settings({**without, key: default}).as_config()[key] == default
@@ -225,20 +225,20 @@ def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) 
 
 
 def test_a_setting_without_an_effect_counts_as_its_default_in_conditions() -> None:
-    """Sites ignore the partition, and split their data by test-fraction, which needs ``partition != given``."""
+    """Sites ignore the partition and split their data by test-fraction, which needs ``partition != given``."""
     config = {"dataset": "sites", "partition": "given", "test-fraction": 0.5}
     assert effective(config) == {"dataset": "sites", "test-fraction": 0.5}
     assert normalised(config) == {"dataset": "sites", "partition": "dirichlet", "test-fraction": 0.5}
 
 
 def test_the_record_of_an_earlier_run_is_read(tmp_path: Path) -> None:
-    """A run of an earlier version may have a setting without an effect; it is repeated without it."""
+    """The record of an earlier version may hold a setting without an effect. The repeated run omits it."""
     ran = read_settings({"method": "fedavg"}).as_config() | {"dp-epsilon": 0.5}
     file = tmp_path / "config.yaml"
     file.write_text(dump({"settings": ran, "versions": {}}), encoding="utf-8")
     assert read_settings({"experiment": str(file)}).train.dp_epsilon == 1.0
     assert read_settings({"experiment": str(file), "dp-clip": 1.0}).train.dp_epsilon == 0.5
-    assert read_settings({}, "the run config", ran).train.dp_epsilon == 0.5  # resumed, or a stored model
+    assert read_settings({}, "the run config", ran).train.dp_epsilon == 0.5  # for a resumed run, or a stored model
 
 
 def test_messages_to_clients_hold_all_keys() -> None:
@@ -277,7 +277,7 @@ def test_rows_share_settings_that_some_of_them_do_not_need() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "place"),
+    ("parts", "source"),
     [
         ({"settings": {"dp-epsilon": 0.5}}, "the settings of t.yaml"),
         ({"variants": [{"name": "v", "settings": {"dp-epsilon": 0.5}}]}, "the settings of variant v in t.yaml"),
@@ -288,11 +288,11 @@ def test_rows_share_settings_that_some_of_them_do_not_need() -> None:
         ),
     ],
 )
-def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any], place: str) -> None:
+def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any], source: str) -> None:
     with pytest.raises(SettingsError) as raised:
         plan_of(table(**parts), FILE, {})
     assert str(raised.value) == (
-        f"dp-epsilon = 0.5 in {place} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or leave "
+        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or leave "
         "dp-epsilon out"
     )
     assert plan_of(table(**parts), FILE, {"dp-clip": 1.0}).cells[0].config["dp-epsilon"] == 0.5
@@ -308,7 +308,7 @@ def test_the_command_line_may_make_settings_of_a_table_useless() -> None:
 
 
 def test_a_run_with_a_setting_without_an_effect_fits_its_cell() -> None:
-    """Archived runs of earlier versions hold the settings that a cell leaves out today."""
+    """The record of an earlier version's run holds settings that a cell now omits."""
     cell = cells(
         table(
             settings={"dirichlet-alpha": 0.1}, variants=[{"name": "d"}, {"name": "i", "settings": {"partition": "iid"}}]

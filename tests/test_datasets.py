@@ -1,4 +1,4 @@
-"""Data sets by name and from people's own files: what is read, and what is refused."""
+"""Data sets, published and from users' files: reading them, and the errors."""
 
 import json
 import pickle
@@ -29,10 +29,10 @@ CPU = torch.device("cpu")
 
 
 def load(dataset, data_dir=Path("nowhere"), **settings):
-    """Return a data set whose statistics are those of all its samples."""
+    """Return a data set with statistics over all its samples."""
     values = DataSettings(dataset=str(dataset), download=False, **settings)
-    found = load_dataset(values, data_dir, seed=3)
-    return fitted(found, [np.arange(len(found))], values.vocabulary)
+    raw = load_dataset(values, data_dir, seed=3)
+    return fitted(raw, [np.arange(len(raw))], values.vocabulary)
 
 
 def save_npz(path, **arrays):
@@ -43,7 +43,7 @@ def save_npz(path, **arrays):
 # The table
 
 
-def test_the_table_of_published_data_sets_tells_all_of_each():
+def test_the_table_describes_every_published_data_set():
     assert [row[0] for row in describe()] == list(DATASETS)
     assert all(len(row) == 4 and all(row) for row in describe())
 
@@ -63,7 +63,7 @@ def test_missing_data_says_what_to_put_where(name, tmp_path):
 @pytest.mark.parametrize("name", ["fmnist", "cifar100", "emnist-letters"])
 def test_a_download_without_a_network_is_the_same_error(name, tmp_path, monkeypatch):
     for variable in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # nothing listens there
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # a port without a listener
     monkeypatch.setenv("no_proxy", "")
     with pytest.raises(DataError, match="not found") as error:
         load_dataset(DataSettings(dataset=name, download=True), tmp_path / "new", seed=0)
@@ -77,7 +77,7 @@ def test_digits_need_no_download():
     digits = load("digits")
     assert digits.x.shape == (1797, 8, 8, 1)
     assert digits.x.dtype == np.uint8
-    assert digits.x.max() == 255  # 16 of 16
+    assert digits.x.max() == 255  # the largest value, 16, becomes 255
     assert digits.task.input_shape == (1, 8, 8)
     assert digits.task.num_classes == 10
     assert np.bincount(digits.y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -85,12 +85,12 @@ def test_digits_need_no_download():
 
 def test_max_samples_is_a_seeded_subset():
     settings = DataSettings(max_samples=100)
-    whole = load("digits")
+    digits = load("digits")
     first, again, other = (load_dataset(settings, Path("nowhere"), seed) for seed in (1, 1, 2))
     assert len(first) == 100
     assert np.array_equal(first.x, again.x)
     assert not np.array_equal(first.y, other.y)
-    rows = {row.tobytes() for row in whole.x}
+    rows = {row.tobytes() for row in digits.x}
     assert all(row.tobytes() in rows for row in first.x)
     with pytest.raises(SettingsError, match=r"max-samples = 1798.*1797"):
         load("digits", max_samples=1798)
@@ -138,7 +138,7 @@ def test_torchvisions_layout_of_mnist_and_emnist(tmp_path):
     assert np.array_equal(mnist.x[..., 0], np.concatenate(raw["MNIST"]))
     assert mnist.y.tolist() == [1, 2, 3, 4, 1, 2]
     assert np.array_equal(letters.x[..., 0], np.concatenate(raw["EMNIST"]).transpose(0, 2, 1))  # upright
-    assert letters.y.tolist() == [0, 1, 2, 3, 0, 1]  # published from 1
+    assert letters.y.tolist() == [0, 1, 2, 3, 0, 1]  # the published labels start at 1
     assert letters.task.class_names[:2] == ("a", "b")
 
 
@@ -174,7 +174,7 @@ def test_superclasses_of_cifar100():
     assert len(CIFAR100_NAMES) == len(set(CIFAR100_NAMES)) == 100
     assert np.bincount(TO_SUPERCLASS).tolist() == [5] * 20
     assert list(CIFAR20) == sorted(CIFAR20)
-    # The first and last fine labels of the published archive: apple is fruit, worm an invertebrate.
+    # Check the first and last fine labels of the published archive: apple is a fruit, worm an invertebrate.
     assert TO_SUPERCLASS[:10].tolist() == [4, 1, 14, 8, 0, 6, 7, 7, 18, 3]
     assert TO_SUPERCLASS[-10:].tolist() == [18, 1, 2, 15, 6, 0, 17, 8, 14, 13]
 
@@ -247,7 +247,7 @@ def test_tiny_imagenet_as_published(tmp_path):
     tiny = load("tiny-imagenet", tmp_path)
     assert tiny.x.shape == (3, 64, 64, 3)
     assert tiny.y.tolist() == [0, 1, 1]
-    assert tiny.x[2, 0, 0].tolist() == [90, 90, 90]  # some of its images are grey
+    assert tiny.x[2, 0, 0].tolist() == [90, 90, 90]  # some images of Tiny ImageNet are grey
     (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn99\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"val_annotations\.txt: row 1"):
         load("tiny-imagenet", tmp_path)
@@ -289,7 +289,7 @@ def test_kvasir_and_fedisic(tmp_path):
 
 def test_tokens_count_words_by_frequency():
     tokens, words = tokenise(["The cat, the CAT the", "a dog isn't", "!!"], length=4, max_words=4)
-    # the 3, cat 2, then a, dog, isn't once each: in alphabetical order, of which four words fit
+    # the: 3, cat: 2, and a, dog, isn't: 1 each, in alphabetical order. The vocabulary holds four words.
     assert words == ("the", "cat", "a", "dog")
     assert tokens.tolist() == [[2, 3, 2, 3], [4, 5, 1, 0], [1, 0, 0, 0]]
 
@@ -299,7 +299,7 @@ def test_agnews(tmp_path):
     news = load("agnews", tmp_path)
     assert news.y.tolist() == [2, 0]
     assert news.task.input_shape == (100,)
-    assert news.x[0, :5].tolist() == [2, 5, 4, 2, 0]  # oil is the most frequent; then peace, prices, up, war
+    assert news.x[0, :5].tolist() == [2, 5, 4, 2, 0]  # oil is the most frequent word, then peace, prices, up, war
     assert load("agnews", tmp_path, text_length=3).x.tolist() == [[2, 5, 4], [6, 3, 0]]
     few = load("agnews", tmp_path, vocabulary=3)
     assert (few.x[1, :2].tolist(), few.task.vocabulary) == ([1, 3], 5)  # oil, peace, prices, the unknown, padding
@@ -317,7 +317,7 @@ def test_agnews(tmp_path):
 def test_sent140_keeps_users_with_enough_test_samples(tmp_path):
     rows = [f'"{4 * (i % 2)}","{i}","date","q","{"many" if i < 32 else "few"}","word caf\xe9"' for i in range(63)]
     (tmp_path / "sent140.csv").write_text("\n".join(rows), encoding="latin-1")
-    tweets = load("sent140", tmp_path)  # a quarter of 32 is 8, of 31 is 7.75, which rounds to 8
+    tweets = load("sent140", tmp_path)  # a quarter of 32 is 8, and of 31 is 7.75, rounded to 8
     assert len(tweets) == 63
     assert np.bincount(tweets.groups).tolist() == [31, 32]
     assert len(load("sent140", tmp_path, test_fraction=0.24)) == 32  # 7.44 rounds to 7, 7.68 to 8
@@ -328,28 +328,28 @@ def test_sent140_keeps_users_with_enough_test_samples(tmp_path):
         load("sent140", tmp_path)
 
 
-# Own .npz
+# Custom .npz
 
 
 def test_own_npz_is_found_in_the_data_dir_or_by_its_path(tmp_path):
     path = save_npz(tmp_path / "mine.npz", x_train=np.eye(4), y_train=[5, 5, 7, 9])
-    for found in (load("mine.npz", tmp_path), load(path)):
-        assert found.task.kind == "features"
-        assert found.task.class_names == ("5", "7", "9")
-        assert found.y.tolist() == [0, 0, 1, 2]
+    for dataset in (load("mine.npz", tmp_path), load(path)):
+        assert dataset.task.kind == "features"
+        assert dataset.task.class_names == ("5", "7", "9")
+        assert dataset.y.tolist() == [0, 0, 1, 2]
 
 
 def test_features_are_standardised_and_a_constant_one_is_centred(tmp_path):
     x = np.array([[1.0, 7.0], [3.0, 7.0]])
     path = save_npz(tmp_path / "mine.npz", x_train=x, y_train=["b", "a"], groups_train=["s1", "s0"])
-    mine = load(path)
-    assert mine.task.class_names == ("a", "b")
-    assert mine.groups.tolist() == [1, 0]
+    dataset = load(path)
+    assert dataset.task.class_names == ("a", "b")
+    assert dataset.groups.tolist() == [1, 0]
     both = Partition((np.array([0, 1]),), (np.array([], np.int64),))
-    tensors = client_data(mine, both, 0, DataSettings(), CPU)
+    tensors = client_data(dataset, both, 0, DataSettings(), CPU)
     assert tensors.x_train.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
     assert tensors.x_test.shape == (0, 2)
-    assert mine.x.tolist() == x.tolist()  # the data set itself is untouched
+    assert dataset.x.tolist() == x.tolist()  # the data set itself is untouched
 
 
 @pytest.mark.parametrize(
@@ -368,16 +368,16 @@ def test_features_are_standardised_and_a_constant_one_is_centred(tmp_path):
 )
 def test_image_layouts_of_own_npz(tmp_path, shape, stored):
     x = np.random.default_rng(0).integers(0, 256, shape)
-    mine = load(save_npz(tmp_path / "mine.npz", x_train=x, y_train=[0, 1]))
-    assert mine.x.shape[1:] == stored
-    assert mine.x.dtype == np.uint8
-    assert np.sort(mine.x[0].ravel()).tolist() == np.sort(x[0].ravel()).tolist()
+    dataset = load(save_npz(tmp_path / "mine.npz", x_train=x, y_train=[0, 1]))
+    assert dataset.x.shape[1:] == stored
+    assert dataset.x.dtype == np.uint8
+    assert np.sort(dataset.x[0].ravel()).tolist() == np.sort(x[0].ravel()).tolist()
 
 
 def test_float_images_stay_as_they_are(tmp_path):
     x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 2, 2, 3)
-    mine = load(save_npz(tmp_path / "mine.npz", x_train=x, y_train=[0, 1]))
-    tensors = client_data(mine, Partition((np.array([0, 1]),), (np.array([0]),)), 0, DataSettings(), CPU)
+    dataset = load(save_npz(tmp_path / "mine.npz", x_train=x, y_train=[0, 1]))
+    tensors = client_data(dataset, Partition((np.array([0, 1]),), (np.array([0]),)), 0, DataSettings(), CPU)
     assert np.array_equal(tensors.x_train.permute(0, 2, 3, 1).numpy(), x)
 
 
@@ -468,12 +468,12 @@ def test_image_folder_with_and_without_splits(tmp_path):
             save_image(tmp_path / "flat" / name / f"{split}.png", (value, value, value))
     (tmp_path / "flat/cat/notes.txt").write_text("not an image", encoding="utf-8")
     for root, labels in ((tmp_path / "split", [0, 1, 0, 1]), (tmp_path / "flat", [0, 0, 1, 1])):
-        found = load(root)
-        assert found.task.class_names == ("cat", "dog")
-        assert found.task.input_shape == (3, 4, 4)
-        assert sorted(found.y.tolist()) == [0, 0, 1, 1]
-        assert found.x[:, 0, 0, 0].tolist() == found.y.tolist()
-        assert sorted(labels) == sorted(found.y.tolist())
+        dataset = load(root)
+        assert dataset.task.class_names == ("cat", "dog")
+        assert dataset.task.input_shape == (3, 4, 4)
+        assert sorted(dataset.y.tolist()) == [0, 0, 1, 1]
+        assert dataset.x[:, 0, 0, 0].tolist() == dataset.y.tolist()
+        assert sorted(labels) == sorted(dataset.y.tolist())
         assert load(root, image_size=9).task.input_shape == (3, 9, 9)
 
 
@@ -503,7 +503,7 @@ def test_image_folder_refuses(tmp_path):
         load(tmp_path)
 
 
-# Own .csv
+# Custom .csv
 
 
 def csv(tmp_path, text):
@@ -513,11 +513,11 @@ def csv(tmp_path, text):
 
 
 def test_csv_of_features(tmp_path, warnings):
-    mine = load(csv(tmp_path, "label,height,group,width\n10,1,b,2\n9,3,a,4\n"))
-    assert mine.x.tolist() == [[1, 2], [3, 4]]
-    assert mine.task.class_names == ("9", "10")
-    assert mine.y.tolist() == [1, 0]  # as numbers: 9 before 10
-    assert mine.groups.tolist() == [1, 0]
+    dataset = load(csv(tmp_path, "label,height,group,width\n10,1,b,2\n9,3,a,4\n"))
+    assert dataset.x.tolist() == [[1, 2], [3, 4]]
+    assert dataset.task.class_names == ("9", "10")
+    assert dataset.y.tolist() == [1, 0]  # as numbers: 9 before 10
+    assert dataset.groups.tolist() == [1, 0]
     assert not [record for record in warnings.records if record.levelname == "WARNING"]
     last = load(csv(tmp_path, "height,kind\n1,x\n2,y\n"))
     assert last.task.class_names == ("x", "y")
@@ -525,14 +525,14 @@ def test_csv_of_features(tmp_path, warnings):
 
 
 def test_csv_of_texts(tmp_path, warnings):
-    mine = load(csv(tmp_path, "text,label\nhello world,a\nhello,b\n"))
-    assert mine.task.kind == "text"
-    assert mine.task.input_shape == (200,)
-    assert mine.x[:, :3].tolist() == [[2, 3, 0], [2, 0, 0]]
-    assert mine.task.vocabulary == 4
+    dataset = load(csv(tmp_path, "text,label\nhello world,a\nhello,b\n"))
+    assert dataset.task.kind == "text"
+    assert dataset.task.input_shape == (200,)
+    assert dataset.x[:, :3].tolist() == [[2, 3, 0], [2, 0, 0]]
+    assert dataset.task.vocabulary == 4
     assert load(tmp_path / "mine.csv", text_length=1).x.tolist() == [[2], [2]]
     assert "not used" not in warnings.text
-    assert np.array_equal(load(csv(tmp_path, "id,text,label,stars\n1,hello world,a,5\n2,hello,b,3\n")).x, mine.x)
+    assert np.array_equal(load(csv(tmp_path, "id,text,label,stars\n1,hello world,a,5\n2,hello,b,3\n")).x, dataset.x)
     assert "mine.csv: columns beside the text are not used: id, stars" in warnings.text
     assert load(csv(tmp_path, "review,stars\ngood,1\nbad,0\n")).task.kind == "text"
 
@@ -590,7 +590,7 @@ class Touch:
 
 
 def pfllib(root, clients, protocol=4, config=None):
-    """Write a directory as PFLlib's save_file does, with the pickle protocol of our choice."""
+    """Write a directory as PFLlib's save_file does, with the given pickle protocol."""
     for split in ("train", "test"):
         (root / split).mkdir(parents=True)
         for number, client in enumerate(clients):
@@ -616,17 +616,17 @@ def test_pfllib_is_taken_with_its_partition(tmp_path, protocol):
     clients[0]["train"]["y"][:2] = [0, 1]
     clients[1]["train"]["x"] = np.asfortranarray(clients[1]["train"]["x"])
     clients[1]["test"]["x"] = clients[1]["test"]["x"].astype(">f4")
-    found = load(pfllib(tmp_path / "p", clients, protocol))
-    assert found.task.input_shape == (3, 4, 5)
-    part = partition(found, DataSettings(num_clients=2), seed=0)
+    dataset = load(pfllib(tmp_path / "p", clients, protocol))
+    assert dataset.task.input_shape == (3, 4, 5)
+    part = partition(dataset, DataSettings(num_clients=2), seed=0)
     for number, client in enumerate(clients):
-        tensors = client_data(found, part, number, DataSettings(), CPU)
+        tensors = client_data(dataset, part, number, DataSettings(), CPU)
         assert np.array_equal(tensors.x_train.numpy(), client["train"]["x"])
         assert np.array_equal(tensors.x_test.numpy(), client["test"]["x"])
         assert np.array_equal(tensors.y_train.numpy(), client["train"]["y"])
         assert tensors.x_train.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(SettingsError, match=r"num-clients = 3.*comes with 2 clients"):
-        partition(found, DataSettings(num_clients=3), seed=0)
+        partition(dataset, DataSettings(num_clients=3), seed=0)
     with pytest.raises(SettingsError, match="max-samples"):
         load(tmp_path / "p", max_samples=3)
 
@@ -638,9 +638,9 @@ def test_pfllib_as_numpy_writes_it_and_under_the_names_of_numpy_1(tmp_path):
     for split in ("train", "test"):
         with (root / split / "0.npz").open("wb") as file:
             np.savez_compressed(file, data=client[split])
-    found = load(root)
-    assert found.task.kind == "features"
-    assert np.array_equal(found.x[:2], client["train"]["x"])
+    dataset = load(root)
+    assert dataset.task.kind == "features"
+    assert np.array_equal(dataset.x[:2], client["train"]["x"])
     with zipfile.ZipFile(root / "train/0.npz") as archive:
         content = archive.read("data.npy")
     start = content.index(b"\n") + 1
@@ -649,24 +649,24 @@ def test_pfllib_as_numpy_writes_it_and_under_the_names_of_numpy_1(tmp_path):
     assert b"numpy.core" in old
     with zipfile.ZipFile(root / "train/0.npz", "w") as archive:
         archive.writestr("data.npy", content[:start] + old)
-    assert np.array_equal(load(root).x, found.x)
+    assert np.array_equal(load(root).x, dataset.x)
 
 
 def test_pfllib_text_as_tokens_and_lengths(tmp_path):
     pairs = np.array([([3, 4, 9], 2), ([5, 6, 7], 3)], dtype=object)
     client = {"train": {"x": pairs, "y": [0, 1]}, "test": {"x": [[8, 1, 2, 2]], "y": [1]}}
-    found = load(pfllib(tmp_path / "p", [client]))
-    assert found.task.kind == "text"
-    assert found.x.tolist() == [[3, 4, 0, 0], [5, 6, 7, 0], [8, 1, 2, 2]]
-    assert found.task.vocabulary == 9
+    dataset = load(pfllib(tmp_path / "p", [client]))
+    assert dataset.task.kind == "text"
+    assert dataset.x.tolist() == [[3, 4, 0, 0], [5, 6, 7, 0], [8, 1, 2, 2]]
+    assert dataset.task.vocabulary == 9
 
 
 def test_pfllib_has_as_many_classes_as_its_config_says(tmp_path, warnings):
     train, test = ({"x": np.eye(2), "y": np.array(y)} for y in ([0, 1], [0, 3]))
     config = {"num_clients": 1, "num_classes": 5}
-    found = load(pfllib(tmp_path / "p", [{"train": train, "test": test}], config=config))
-    assert found.task.class_names == ("0", "1", "2", "3", "4")
-    assert found.y.tolist() == [0, 1, 0, 3]
+    dataset = load(pfllib(tmp_path / "p", [{"train": train, "test": test}], config=config))
+    assert dataset.task.class_names == ("0", "1", "2", "3", "4")
+    assert dataset.y.tolist() == [0, 1, 0, 3]
     assert not warnings.records
     for config, message in (
         ({"num_classes": 3}, r"test/0\.npz: label 3 at index 1; allowed are 0 to 2"),
@@ -681,8 +681,8 @@ def test_pfllib_has_as_many_classes_as_its_config_says(tmp_path, warnings):
 def test_pfllib_client_without_test_samples(tmp_path):
     empty = {"x": np.zeros((0, 5), np.float32), "y": np.zeros(0, np.int64)}
     client = {"train": {"x": np.eye(2, 5, dtype=np.float32), "y": np.array([0, 1])}, "test": empty}
-    found = load(pfllib(tmp_path / "p", [client]))
-    assert len(client_data(found, partition(found, DataSettings(num_clients=1), 0), 0, DataSettings(), CPU).y_test) == 0
+    data = load(pfllib(tmp_path / "p", [client]))
+    assert len(client_data(data, partition(data, DataSettings(num_clients=1), 0), 0, DataSettings(), CPU).y_test) == 0
     client["train"], client["test"] = client["test"], client["train"]
     swapped = load(pfllib(tmp_path / "q", [client]))
     with pytest.raises(DataError, match="client 0 has no training sample"):
@@ -690,9 +690,9 @@ def test_pfllib_client_without_test_samples(tmp_path):
 
 
 def hostile(tmp_path, content):
-    """A PFLlib directory whose only training file holds a pickle."""
-    good = {"x": np.eye(2), "y": np.array([0, 1])}
-    root = pfllib(tmp_path / "p", [{"train": good, "test": good}])
+    """Return a PFLlib directory whose only training file holds a given pickle."""
+    split = {"x": np.eye(2), "y": np.array([0, 1])}
+    root = pfllib(tmp_path / "p", [{"train": split, "test": split}])
     with zipfile.ZipFile(root / "train/0.npz") as archive:
         head = archive.read("data.npy")
     with zipfile.ZipFile(root / "train/0.npz", "w") as archive:
@@ -739,8 +739,8 @@ def numpy_global(name):
 @pytest.mark.parametrize(
     "content",
     [
-        numpy_global("dtype") + b"(dS'call'\nS'x'\nsb.",  # sets an attribute on what the name stands for
-        numpy_global("dtype") + b"(S'O8'\ntR(I3\nS'|'\nNNNI-1\nI-1\nI63\ntb.",  # a dtype alone
+        numpy_global("dtype") + b"(dS'call'\nS'x'\nsb.",  # sets an attribute of the global object
+        numpy_global("dtype") + b"(S'O8'\ntR(I3\nS'|'\nNNNI-1\nI-1\nI63\ntb.",  # only a dtype
         b"cnumpy.core.multiarray\nscalar\n(" + numpy_global("dtype") + b"(S'O8'\ntRS'12345678'\ntR.",  # raw pointers
         b"cnumpy.core.multiarray\nscalar\n(" + numpy_global("dtype") + b"(S'V8'\ntRS'12345678'\ntR.",
         b"c_codecs\nencode\n(Vabc\nVrot13\ntR.",
@@ -757,8 +757,8 @@ def test_crooked_pickles_are_refused(tmp_path, content):
 
 
 def test_pfllib_directories_that_do_not_add_up(tmp_path):
-    good = {"x": np.eye(2), "y": np.array([0, 1])}
-    clients = [{"train": good, "test": good}] * 3
+    split = {"x": np.eye(2), "y": np.array([0, 1])}
+    clients = [{"train": split, "test": split}] * 3
     root = pfllib(tmp_path / "a", clients, config={"num_clients": 4})
     with pytest.raises(DataError, match=r"num_clients in config\.json: 4"):
         load(root)
@@ -766,7 +766,7 @@ def test_pfllib_directories_that_do_not_add_up(tmp_path):
     (root / "train/1.npz").unlink()
     with pytest.raises(DataError, match=r"1\.npz is missing"):
         load(root)
-    uneven = pfllib(tmp_path / "b", [{"train": {"x": np.eye(2), "y": [0]}, "test": good}])
+    uneven = pfllib(tmp_path / "b", [{"train": {"x": np.eye(2), "y": [0]}, "test": split}])
     with pytest.raises(DataError, match=r"unequal length \(x: 2, y: 1\)"):
         load(uneven)
     for name, x, y, message in (
@@ -774,10 +774,10 @@ def test_pfllib_directories_that_do_not_add_up(tmp_path):
         ("label", np.eye(2), [0, 0.5], "label 0.5 at index 1"),
         ("nothing", np.zeros((2, 0)), [0, 1], r"samples of shape \(0,\)"),
     ):
-        broken = pfllib(tmp_path / name, [*clients, {"train": {"x": np.array(x), "y": y}, "test": good}])
+        broken = pfllib(tmp_path / name, [*clients, {"train": {"x": np.array(x), "y": y}, "test": split}])
         with pytest.raises(DataError, match=rf"{name}/train/3\.npz: {message}"):
             load(broken)
-    ragged = pfllib(tmp_path / "d", [{"train": {"x": [np.eye(2), np.eye(3)], "y": [0, 1]}, "test": good}])
+    ragged = pfllib(tmp_path / "d", [{"train": {"x": [np.eye(2), np.eye(3)], "y": [0, 1]}, "test": split}])
     with pytest.raises(DataError, match="x must be an array of numbers"):
         load(ragged)
 
@@ -805,7 +805,7 @@ def test_pfllib_values_that_are_refused(tmp_path, x, y, message):
 # The tensors of a client
 
 
-def test_pixels_of_a_client_lie_in_minus_one_to_one_and_channels_last():
+def test_pixels_of_a_client_are_in_minus_one_to_one_and_channels_last():
     digits = load("digits")
     part = partition(digits, DataSettings(), seed=0)
     tensors = client_data(digits, part, 4, DataSettings(), CPU)
@@ -838,7 +838,7 @@ def test_a_random_crop_keeps_a_constant_image_and_its_bounds():
 
 def test_a_random_crop_cuts_a_box_of_90_to_100_percent_inside_the_image():
     size = 100
-    ramp = torch.linspace(0, 1, size).expand(64, 1, size, size)  # a pixel tells its column
+    ramp = torch.linspace(0, 1, size).expand(64, 1, size, size)  # the value of a pixel is its column
     image = torch.cat([ramp, ramp.transpose(2, 3)], 1)
     cropped = crop(image, draw_boxes(len(image), torch.Generator().manual_seed(1)))
     width = (cropped[:, 0, 50, 90] - cropped[:, 0, 50, 10]) / 0.8 * (size - 1) / size
@@ -857,11 +857,11 @@ def test_a_random_crop_cuts_a_box_of_90_to_100_percent_inside_the_image():
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
-        ((0.5, 0.5, 0.9), [[1, 2, 3], [4, 5, 6]]),  # the middle of nine places is the image itself
+        ((0.5, 0.5, 0.9), [[1, 2, 3], [4, 5, 6]]),  # the middle of nine positions is the image itself
         ((0.5, 0.5, 0.1), [[3, 2, 1], [6, 5, 4]]),
-        ((0.6, 0.5, 0.9), [[4, 5, 6], [-1, -1, -1]]),  # one row down: black comes in below
+        ((0.6, 0.5, 0.9), [[4, 5, 6], [-1, -1, -1]]),  # one row down, with a black row below
         ((0.4, 0.4, 0.9), [[-1, -1, -1], [-1, 1, 2]]),
-        ((0.5, 0.6, 0.1), [[-1, 3, 2], [-1, 6, 5]]),  # cut first, then mirrored
+        ((0.5, 0.6, 0.1), [[-1, 3, 2], [-1, 6, 5]]),  # cropped first, then mirrored
         ((0.0, 0.5, 0.9), [[-1, -1, -1], [-1, -1, -1]]),  # four rows up
         ((0.999, 0.999, 0.9), [[-1, -1, -1], [-1, -1, -1]]),
     ],
@@ -869,63 +869,63 @@ def test_a_random_crop_cuts_a_box_of_90_to_100_percent_inside_the_image():
 def test_a_padded_crop_by_hand(numbers, expected):
     image = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
     x = torch.stack([image, 10 * image])[None]
-    found = crop_and_flip(x, torch.tensor([numbers]), torch.tensor([-1.0, -10.0]))
-    assert found[0, 0].tolist() == expected
-    assert torch.equal(found[0, 1], 10 * found[0, 0])
+    cropped = crop_and_flip(x, torch.tensor([numbers]), torch.tensor([-1.0, -10.0]))
+    assert cropped[0, 0].tolist() == expected
+    assert torch.equal(cropped[0, 1], 10 * cropped[0, 0])
 
 
-def test_padded_crops_reach_all_places_and_mirror_half():
+def test_padded_crops_reach_all_positions_and_mirror_half():
     x = torch.full((4000, 1, 9, 9), -1.0)
-    x[:, 0, 4, 4] = 1  # with four pixels on each side, it is in every crop
+    x[:, 0, 4, 4] = 1  # the padding is four pixels, so every crop contains this pixel
     x[:, 0, 4, 5] = 0.5
-    found = crop_and_flip(x, draw_places(len(x), torch.Generator().manual_seed(0)), torch.tensor([-1.0]))
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    places = (found[:, 0] == 1).flatten(1)
-    assert bool((places.sum(dim=1) == 1).all())
-    assert places.int().argmax(dim=1).unique().tolist() == list(range(81))
-    seen = (found == 0.5).flatten(1).any(dim=1)
-    neighbour = (found[seen, 0] == 0.5).flatten(1).int().argmax(dim=1) - places[seen].int().argmax(dim=1)
+    cropped = crop_and_flip(x, draw_places(len(x), torch.Generator().manual_seed(0)), torch.tensor([-1.0]))
+    assert cropped.is_contiguous(memory_format=torch.channels_last)
+    positions = (cropped[:, 0] == 1).flatten(1)
+    assert bool((positions.sum(dim=1) == 1).all())
+    assert positions.int().argmax(dim=1).unique().tolist() == list(range(81))
+    visible = (cropped == 0.5).flatten(1).any(dim=1)
+    neighbour = (cropped[visible, 0] == 0.5).flatten(1).int().argmax(dim=1) - positions[visible].int().argmax(dim=1)
     assert set(neighbour.tolist()) == {-1, 1}
     assert abs(float((neighbour == 1).float().mean()) - 0.5) < 0.03
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
-def test_what_comes_in_around_an_image_is_a_black_pixel(kind, tmp_path):
-    """A pixel of value 0 is -1 in images of bytes, and stays 0 in images that are scaled already."""
+def test_padding_of_a_crop_is_black(kind, tmp_path):
+    """A pixel of value 0 becomes -1 in images of bytes, and stays 0 in images of floating-point numbers."""
     white = np.full((20, 8, 8, 3), 255 if kind is np.uint8 else 1, kind)
     path = save_npz(tmp_path / "white.npz", x_train=white, y_train=[0, 1] * 10)
     config = {"method": "fedavg", "dataset": str(path), "num-clients": 2, "partition": "iid", "device": "cpu"}
     workspace = Workspace(read_settings({**config, "augment": "crop-flip"}))
     augment = workspace.augment(lambda: torch.Generator().manual_seed(0))
     x = workspace.client_data(0).x_train
-    found = augment.change(x, augment.numbers([len(x)]))
-    assert found.unique().tolist() == [-1 if kind is np.uint8 else 0, 1]
+    augmented = augment.change(x, augment.numbers([len(x)]))
+    assert augmented.unique().tolist() == [-1 if kind is np.uint8 else 0, 1]
 
 
 def test_a_crop_by_hand():
-    """The right half, at the bottom three quarters, of an image whose pixels tell where they are."""
+    """Crop the right half of the bottom three quarters of an image whose pixels hold their coordinates."""
     size = 8
-    places = (torch.arange(size) + 0.5) / size
-    image = torch.stack([places.expand(size, size), places[:, None].expand(size, size)])[None]
+    coordinates = (torch.arange(size) + 0.5) / size
+    image = torch.stack([coordinates.expand(size, size), coordinates[:, None].expand(size, size)])[None]
     cropped = crop(image, torch.tensor([[0.5, 0.75, 1.0, 1.0]]))
-    inner = slice(1, -1)  # a pixel at the rim has no neighbour beyond it
-    assert torch.allclose(cropped[0, 0, 0, inner], 0.5 + 0.5 * places[inner])
-    assert torch.allclose(cropped[0, 1, inner, 0], 0.25 + 0.75 * places[inner])
+    inner = slice(1, -1)  # pixels at the rim have no outer neighbour
+    assert torch.allclose(cropped[0, 0, 0, inner], 0.5 + 0.5 * coordinates[inner])
+    assert torch.allclose(cropped[0, 1, inner, 0], 0.25 + 0.75 * coordinates[inner])
 
 
-def test_resized_crops_have_aspect_ratios_of_their_own():
+def test_resized_crops_vary_in_aspect_ratio():
     boxes = draw_resized_boxes(4000, torch.Generator().manual_seed(2))
     width, height = boxes[:, 0], boxes[:, 1]
     assert bool((boxes >= 0).all()) and bool((boxes <= 1).all())
-    whole = (width == 1) & (height == 1)
-    area, ratio = (width * height)[~whole], (width / height)[~whole]
+    full = (width == 1) & (height == 1)
+    area, ratio = (width * height)[~full], (width / height)[~full]
     assert area.min() >= 0.9 - 1e-6
     assert ratio.log().std() > 0.02 and abs(float(ratio.log().mean())) < 0.005
-    # A box of area a fits where |log ratio| <= -log a, in (-log a) / log(4/3) of all cases: 0.0518 / 0.2877 on average.
-    assert float(whole.float().mean()) == pytest.approx((1 - 0.18) ** 10, abs=0.02)
+    # A box of area a fits if |log ratio| <= -log a, with probability (-log a) / log(4/3): 0.0518 / 0.2877 on average.
+    assert float(full.float().mean()) == pytest.approx((1 - 0.18) ** 10, abs=0.02)
 
 
-def test_resized_crops_are_of_test_images_too_and_by_the_seed_alone():
+def test_resized_crops_of_test_images_depend_only_on_the_seed():
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (60, 8, 8, 3)).astype(np.uint8), np.arange(60) % 2
     data = make_dataset("images", "image", x, y, ("a", "b"))
@@ -933,7 +933,7 @@ def test_resized_crops_are_of_test_images_too_and_by_the_seed_alone():
     plain, crops = DataSettings(), DataSettings(augment="resized-crop")
     as_they_are = client_data(data, part, 0, plain, CPU)
     first, again, other = (client_data(data, part, 0, crops, CPU, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first.x_train, as_they_are.x_train)  # training draws its own crops
+    assert torch.equal(first.x_train, as_they_are.x_train)  # the training loop crops training samples
     for split in ("x_test", "x_validation"):
         images = getattr(first, split)
         assert images.shape == getattr(as_they_are, split).shape

@@ -17,15 +17,15 @@ from posy.deploy.node import MAX_POLL_SECONDS, Waits, pause
 from posy.settings import SettingsError
 
 
-def test_a_free_port_is_none_of_those_of_outgoing_connections() -> None:
-    assert addresses.LISTENING.stop <= 32_768  # where those of Linux begin
+def test_a_free_port_is_below_the_ports_of_outgoing_connections() -> None:
+    assert addresses.LISTENING.stop <= 32_768  # Linux draws outgoing ports from 32768 on
     assert all(free_port() in addresses.LISTENING for _ in range(20))
 
 
 def test_a_port_that_is_listened_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
         monkeypatch.setattr(addresses, "LISTENING", range(port, port + 1))
         with pytest.raises(OSError, match=f"no port from {port} to {port} is free"):
             free_port()
@@ -47,7 +47,7 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     (tmp_path / "server.key").unlink()
     with pytest.raises(SettingsError, match=r"server\.pem is there without its other half"):
         make_certificates(tmp_path, [], [], 30)
-    (tmp_path / "a.key").unlink()  # the authority's machine need not keep the nodes' private keys
+    (tmp_path / "a.key").unlink()  # the machine with the authority may delete the nodes' private keys
     (tmp_path / "server.pem").unlink()
     assert [path.name for path in make_certificates(tmp_path, [], ["a"], 30)] == ["server.key", "server.pem"]
     with pytest.raises(SettingsError, match="no name for a node"):
@@ -90,7 +90,7 @@ def test_a_site_makes_its_keys_and_no_authority(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["partition-id=0", "num-partitions=5"], "partition-id=0 num-partitions=5"),
         (["data=/srv/site a", 'name="site-a"'], 'data="/srv/site a" name="site-a"'),
@@ -100,10 +100,10 @@ def test_a_site_makes_its_keys_and_no_authority(tmp_path: Path, capsys: pytest.C
         ),
     ],
 )
-def test_node_config_is_handed_on(words: list[str], told: str) -> None:
+def test_node_config_is_passed_to_flower(words: list[str], expected: str) -> None:
     from flwr.common.config import parse_config_args
 
-    assert node_config(words) == told
+    assert node_config(words) == expected
     parsed = parse_config_args([node_config(words)])
     assert [str(value) for value in parsed.values()] == [
         str(word.partition("=")[2]).strip('"').replace("true", "True") for word in words
@@ -140,7 +140,7 @@ def test_a_node_refuses_a_word_that_it_does_not_read(
 
 
 def test_a_single_key_names_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another process would read the command; here it is caught before it starts."""
+    """The test catches the command before its process starts."""
     make_certificates(tmp_path, [], ["site-a"], 1)
     commands: list[list[str]] = []
     monkeypatch.setattr("os.execve", lambda program, command, environment: commands.append(command))
@@ -160,15 +160,15 @@ def test_the_page_names_every_word_of_a_node() -> None:
     assert set(NODE_WORDS) <= named
 
 
-def test_nodes_of_one_command_share_out_the_partitions() -> None:
+def test_nodes_of_one_command_divide_the_partitions() -> None:
     names = ["a", "b", "c"]
     shared = ["num-partitions=3", "state-dir=/srv/{name}"]
     assert node_configs(["state-dir=/srv/{name}"], names) == [
         [f"partition-id={i}", f"state-dir=/srv/{name}", "num-partitions=3"] for i, name in enumerate(names)
     ]
-    given = node_configs(["partition-id=25", "num-partitions=50"], names)
-    assert given == [[f"partition-id={i}", "num-partitions=50"] for i in (25, 26, 27)]
-    # Sites with data of their own are numbered by their names, unless one says otherwise.
+    configs = node_configs(["partition-id=25", "num-partitions=50"], names)
+    assert configs == [[f"partition-id={i}", "num-partitions=50"] for i in (25, 26, 27)]
+    # The names of sites decide their numbers, unless partition-id is set.
     assert node_configs(["data=/srv/{name}"], names) == [[f"data=/srv/{name}"] for name in names]
     assert node_configs(["data=/srv", "partition-id=4", *shared], names)[2][0] == "partition-id=6"
     for words in (["partition-id=25"], ["partition-id=x", "num-partitions=50"]):
@@ -177,30 +177,30 @@ def test_nodes_of_one_command_share_out_the_partitions() -> None:
 
 
 def test_a_node_looks_for_tasks_at_each_of_its_pauses() -> None:
-    """A reply to an older message may have ended its wait for the reply to the newest, which must not be forgotten."""
-    for seconds in (3.0, 0.5):  # before it asks for a message; while it waits for a reply
+    """A reply to an older message may end the node's wait. The node still has to look for its newest task."""
+    for seconds in (3.0, 0.5):  # the pause before a request for messages, and the pause while it waits for a reply
         waits = Waits()
         waits.replied.set()
         waits.sleep(seconds)
         assert waits.work.is_set()
 
 
-def test_a_node_asks_seldom_until_about_when_the_last_messages_came() -> None:
-    def asked(gap: float, expected: float) -> tuple[int, float]:
-        """Return how often a node asks until a message comes after ``gap`` seconds, and how late it then is."""
+def test_a_node_polls_seldom_until_the_expected_time_of_messages() -> None:
+    def polls(gap: float, expected: float) -> tuple[int, float]:
+        """Return the number of requests until a message arrives after ``gap`` seconds, and the delay."""
         waited, count = 0.0, 0
         while waited < gap:
             waited, count = waited + pause(waited, expected), count + 1
         return count, waited - gap
 
-    assert asked(10, 0)[0] > 25
+    assert polls(10, 0)[0] > 25
     for gap in (3, 10, 30, 300):
-        count, late = asked(gap, gap)
+        count, late = polls(gap, gap)
         assert count <= 10 or gap == 300
         assert late < max(0.1, min(0.1 * gap, 3))
-    for gap in (0.5, 2, 6):  # it comes earlier than expected
-        assert asked(gap, 10)[1] < MAX_POLL_SECONDS
-    assert asked(3600, 10)[0] < 3600 / 2.9 + 60
+    for gap in (0.5, 2, 6):  # the message arrives earlier than expected
+        assert polls(gap, 10)[1] < MAX_POLL_SECONDS
+    assert polls(3600, 10)[0] < 3600 / 2.9 + 60
 
 
 def test_a_node_learns_when_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +219,6 @@ def test_a_node_learns_when_messages_come(monkeypatch: pytest.MonkeyPatch) -> No
         slept.clear()
         while clock[0] < started + 10:
             waits.sleep(3.0)
-        asked = len(slept)
+        polls = len(slept)
         waits.sleep(0.5)
-    assert asked < 20
+    assert polls < 20

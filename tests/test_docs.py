@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ show works as it stands there."""
+"""The commands and code in the README and in docs/ work as printed."""
 
 import json
 import os
@@ -54,10 +54,10 @@ def test_the_worked_example_of_a_new_method_runs(tmp_path: Path) -> None:
     summary = run_from(tmp_path, *command[1].split())
     assert summary["method"] == "fedmine" and summary["local"]["last"]["mean"] > 0.2
     rounds = [json.loads(row) for row in (tmp_path / "runs/readme/rounds.jsonl").read_text().splitlines()]
-    assert rounds[0]["bytes_up"] < rounds[0]["bytes_down"]  # only the base travels, and evaluation sends it again
+    assert rounds[0]["bytes_up"] < rounds[0]["bytes_down"]  # only the base is sent, and evaluation sends it again
 
 
-def test_an_objective_a_server_a_network_and_a_loss_of_ones_own_run(tmp_path: Path) -> None:
+def test_the_examples_of_a_method_a_network_and_a_loss_run(tmp_path: Path) -> None:
     for name, mark in (("slow.py", "FedSlowSettings"), ("mynets.py", "# mynets.py"), ("mylosses.py", "# mylosses.py")):
         (code,) = (block for block in blocks(OWN) if mark in block)
         (tmp_path / name).write_text(code, encoding="utf-8")
@@ -65,7 +65,7 @@ def test_an_objective_a_server_a_network_and_a_loss_of_ones_own_run(tmp_path: Pa
     assert run_from(tmp_path, *words)["served"]["last"]["mean"] > 0.2
 
 
-def test_data_of_ones_own_run(tmp_path: Path) -> None:
+def test_the_example_of_a_data_set_runs(tmp_path: Path) -> None:
     (code,) = (block for block in blocks(OWN) if "# mydata.py" in block)
     (tmp_path / "mydata.py").write_text(code, encoding="utf-8")
     assert run_from(tmp_path, "method=fedrep", "dataset=mydata:moons")["local"]["last"]["mean"] > 0.7
@@ -85,7 +85,7 @@ def test_every_link_file_and_setting_that_a_page_names_exists(page: Path) -> Non
         if anchor:
             titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, target
-    words = re.sub(r"\]\([^)\s]+\)", "]", text)  # without the links, which begin at the page
+    words = re.sub(r"\]\([^)\s]+\)", "]", text)  # without links, which are relative to the page
     for path in re.findall(r"(?:benchmarks|papers|docs|tests|commands|strategies|posy)/[\w./-]+\.\w+", words):
         assert (ROOT / path).exists() or "METHOD" in path, path
     for key in re.findall(r"`([a-z]+(?:-[a-z]+)+)=", text):
@@ -98,12 +98,12 @@ def test_every_method_is_in_the_tables_of_what_it_keeps_and_reveals() -> None:
 
     for name in ("methods", "privacy"):
         text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
-        kept = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
-        assert set(METHODS) <= set(re.findall(r"`([\w-]+)`", kept)), name
+        rows = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
+        assert set(METHODS) <= set(re.findall(r"`([\w-]+)`", rows)), name
 
 
 @pytest.mark.parametrize("file", ["stacking.txt", "stacking-cuda.txt"])
-def test_how_far_stacked_models_part_was_measured_for_all_methods(file: str) -> None:
+def test_the_difference_of_stacked_models_was_measured_for_all_methods(file: str) -> None:
     from posy.strategies.methods import METHODS
 
     rows = (ROOT / "benchmarks/results" / file).read_text(encoding="utf-8").splitlines()[1:]

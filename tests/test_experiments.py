@@ -1,4 +1,4 @@
-"""The experiments and tables that come with Posy: they load, and hold the papers' numbers."""
+"""The experiments and tables of Posy load, and hold the papers' numbers."""
 
 import itertools
 from dataclasses import replace
@@ -264,12 +264,12 @@ TOLD: list[tuple[str, str, str | None, Rows]] = [
     ("cwfedavg", "table6", None, FEDAMP),
     *(("cwfedavg", name, None, {**FEDAMP, **IFCA}) for name in ("table1", "table2", "figure6", "figure11", "figure12")),
 ]
-"""What the papers' tables and figures set for some of their rows, in one of their columns or in all (None)."""
+"""Settings from the papers for some rows of their tables and figures, in a single column or in all (None)."""
 OF_ROWS = [
     (paper, name, row, variant, setting, value)
     for paper, name, variant, rows in TOLD
-    for row, own in rows.items()
-    for setting, value in own.items()
+    for row, config in rows.items()
+    for setting, value in config.items()
 ]
 
 
@@ -285,17 +285,17 @@ def test_experiment_holds_the_papers_numbers(name: str) -> None:
     assert {**named, "experiment": ""} == submitted
     assert named["method"] == method
     assert str(named["dataset"]).startswith(dataset)
-    found = {key: named[key] for key in NUMBERS[name]}
-    if "weights" in found:  # a file, by its name in data-dir
-        found["weights"] = Path(str(found["weights"])).name
-    assert found == NUMBERS[name]
+    actual = {key: named[key] for key in NUMBERS[name]}
+    if "weights" in actual:  # compare the name of the file in data-dir
+        actual["weights"] = Path(str(actual["weights"])).name
+    assert actual == NUMBERS[name]
 
 
 @lru_cache(maxsize=1)
 def rows_of(paper: str, name: str) -> list[tuple[str, str, Config]]:
-    """Return variant, row and all settings of each run of a table or figure at the paper's own size, for one seed."""
-    one = item(paper, name)
-    plan = replace(one, content={**one.content, "seeds": [0]}).plan("full", folder=Path("nowhere"))
+    """Return variant, row and all settings of each full-size run of a table or figure, for a single seed."""
+    source = item(paper, name)
+    plan = replace(source, content={**source.content, "seeds": [0]}).plan("full", folder=Path("nowhere"))
     return [(cell.variant, cell.row, read_settings(cell.config).as_config()) for cell in plan.cells]
 
 
@@ -306,8 +306,8 @@ def test_a_row_of_a_table_has_the_papers_settings(
 ) -> None:
     rows = rows_of(paper, name)
     columns = {column for column, _, _ in rows} if variant is None else {variant}
-    found = {column: config[setting] for column, of_row, config in rows if of_row == row and column in columns}
-    assert found == dict.fromkeys(columns, value)
+    actual = {column: config[setting] for column, of_row, config in rows if of_row == row and column in columns}
+    assert actual == dict.fromkeys(columns, value)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -353,8 +353,8 @@ def test_tables_load(path: Path) -> None:
         resolved = {cell.row: read_settings(cell.config) for cell in plan.cells if cell.variant == variant}
         methods = {settings.run.method for settings in resolved.values()}
         assert len(methods) == len(resolved)
-        computed = [{key: v for key, v in own.as_config().items() if key in matter} for own in resolved.values()]
-        assert all(first != second for first, second in itertools.combinations(computed, 2))  # no row twice
+        computed = [{key: v for key, v in row.as_config().items() if key in matter} for row in resolved.values()]
+        assert all(first != second for first, second in itertools.combinations(computed, 2))  # no two rows are equal
         assert len({settings.data for settings in resolved.values()}) == 1  # the same data for every row
 
 
@@ -371,8 +371,8 @@ def test_the_common_tables_have_every_method(name: str, samples: int, variants: 
     assert runs == {(name, samples, 20, 0.2)}
 
 
-def test_runs_that_are_older_than_fedfews_full_steps_are_those_of_the_comparisons() -> None:
-    """They had the paper's steps, which are no longer the default: the tables need not be made again."""
+def test_archived_runs_of_fedfew_fit_the_cells_of_the_comparison() -> None:
+    """The archived runs took the paper's steps, no longer the default. They still fit the cells of the tables."""
     table = next(path for path in TABLES if path.stem == "compare-digits")
     archived = archive.read(table.parents[1] / "results/compare-digits").values()
     ran = next(line for line in archived if line["config"]["settings"]["method"] == "fedfew")

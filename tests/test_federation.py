@@ -1,4 +1,4 @@
-"""Which node hosts which client, and messages that reach each node one after the other."""
+"""Assignment of clients to nodes, and a single message at a time for each node."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ MakeConfig = Callable[..., dict[str, Any]]
 
 
 class Noting(InProcessGrid):
-    """A grid that writes down the waves it is sent and takes its time over each."""
+    """A grid that records each wave of messages and sleeps before it answers."""
 
     def __init__(self, num_clients: int, seconds: float = 0.0) -> None:
         super().__init__(num_clients)
@@ -85,7 +85,7 @@ def test_no_messages_no_waves(settings_json: str) -> None:
     assert grid.waves == []
 
 
-def test_all_waves_share_the_time_and_what_is_left_over_is_not_sent(settings_json: str) -> None:
+def test_all_waves_share_the_timeout_and_the_rest_is_not_sent(settings_json: str) -> None:
     grid = Noting(2, seconds=0.2)
     sent = queries(settings_json, 1, 1, 1, 2)
     replies = list(WaveGrid(grid).send_and_receive(sent, timeout=0.3))
@@ -94,16 +94,16 @@ def test_all_waves_share_the_time_and_what_is_left_over_is_not_sent(settings_jso
     assert grid.timeouts[0] == pytest.approx(0.3, abs=0.02)
     assert grid.timeouts[1] is not None
     assert 0 < grid.timeouts[1] < 0.11
-    assert not sent[2].metadata.message_id  # by which the strategy knows it
+    assert not sent[2].metadata.message_id  # so the strategy knows that it was not sent
 
 
-def test_without_a_limit_every_wave_has_none(settings_json: str) -> None:
+def test_without_a_timeout_no_wave_has_one(settings_json: str) -> None:
     grid = Noting(1)
     assert len(list(WaveGrid(grid).send_and_receive(queries(settings_json, 1, 1)))) == 2
     assert grid.timeouts == [None, None]
 
 
-def test_the_rest_of_a_grid_is_passed_on(settings_json: str) -> None:
+def test_other_calls_of_a_grid_are_forwarded(settings_json: str) -> None:
     waves = WaveGrid(InProcessGrid(2))
     assert list(waves.get_node_ids()) == [1, 2]
     ids = list(waves.push_messages(queries(settings_json, 1)))
@@ -114,21 +114,21 @@ def test_the_rest_of_a_grid_is_passed_on(settings_json: str) -> None:
 def test_a_node_that_was_asked_to_join_is_asked_again_after_an_outage(settings: Settings) -> None:
     grid = NodeGrid(*parts(4))
     waves = PollingGrid(grid)
-    found = Federation(waves, replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.1)))
+    members = Federation(waves, replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.1)))
     grid.leave(2)
-    assert list(found.join()) == [0, 2, 3]
+    assert list(members.join()) == [0, 2, 3]
     grid.silent = {2}
     grid.connect(2, parts(2)[1])
-    found.refresh()
+    members.refresh()
     grid.silent = set()
-    found.refresh()
-    assert list(found.clients) == [0, 2, 3]
+    members.refresh()
+    assert list(members.clients) == [0, 2, 3]
     waves.outages.count += 1
-    found.refresh()
-    assert list(found.clients) == [0, 1, 2, 3]
+    members.refresh()
+    assert list(members.clients) == [0, 1, 2, 3]
 
 
-# -- the grid inside the process -------------------------------------------------------------------------
+# -- the grid in this process ----------------------------------------------------------------------------
 
 
 def test_what_a_client_raises_is_its_reply(settings_json: str) -> None:
@@ -142,7 +142,7 @@ def test_what_a_client_raises_is_its_reply(settings_json: str) -> None:
         assert reply.metadata.reply_to_message_id == messages[0].metadata.message_id
 
 
-def test_after_the_time_no_further_client_is_asked(settings_json: str) -> None:
+def test_after_the_timeout_no_client_is_asked(settings_json: str) -> None:
     assert list(InProcessGrid(3).send_and_receive(queries(settings_json, 1, 2, 3), timeout=0.0)) == []
     assert len(list(InProcessGrid(3).send_and_receive(queries(settings_json, 1, 2, 3), timeout=60.0))) == 3
 
@@ -160,11 +160,11 @@ def test_an_interrupt_is_no_reply(settings_json: str, monkeypatch: pytest.Monkey
 
 
 class Nodes(InProcessGrid):
-    """Fewer nodes than clients, some of which connect late."""
+    """A grid with fewer nodes than clients, where some nodes connect late."""
 
-    def __init__(self, nodes: int, *later: Iterable[int]) -> None:
+    def __init__(self, nodes: int, *connected: Iterable[int]) -> None:
         super().__init__(nodes)
-        self.seen = [list(ids) for ids in later]
+        self.seen = [list(ids) for ids in connected]
 
     def get_node_ids(self) -> Iterable[int]:
         return self.seen.pop(0) if self.seen else super().get_node_ids()
@@ -207,7 +207,7 @@ def test_a_node_that_cannot_serve_the_run_says_why(settings: Settings) -> None:
 
 
 class Script(NodeGrid):
-    """Changes who is connected before the rounds that a script names, just as they are looked up."""
+    """A grid whose nodes connect and leave during a test, and which records its federation."""
 
     def __init__(self, *configs: dict[str, Any]) -> None:
         super().__init__(*configs)
@@ -232,7 +232,7 @@ def parts(count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """Return the node config of a site, with data that tells it apart."""
+    """Return a function that writes a site's data, of a size that depends on its name, and returns its node config."""
 
     def make(name: str) -> dict[str, Any]:
         count = 4 + ord(name[-1]) - ord("a")
@@ -244,49 +244,49 @@ def site(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 
 @pytest.fixture
 def of_sites(make_config: MakeConfig) -> Settings:
-    own = {"dataset": "sites", "sample_kind": "features", "input_shape": "2", "classes": "0,1"}
+    task = {"dataset": "sites", "sample_kind": "features", "input_shape": "2", "classes": "0,1"}
     return read_settings(
-        make_config("ppfe", **own, feature_mean="0", feature_std="1", num_clients=4, ppfe_stages=1, join_timeout=0.2)
+        make_config("ppfe", **task, feature_mean="0", feature_std="1", num_clients=4, ppfe_stages=1, join_timeout=0.2)
     )
 
 
-def hosts(found: Federation) -> dict[int, int]:
-    return {client: member.node_id for client, member in found.clients.items()}
+def hosts(members: Federation) -> dict[int, int]:
+    return {client: member.node_id for client, member in members.clients.items()}
 
 
 def test_a_client_keeps_its_index_under_a_new_node_id(settings: Settings) -> None:
     grid = Script(*parts(4))
-    found = grid.joined(settings)
-    clients = found.clients
+    members = grid.joined(settings)
+    clients = members.clients
     grid.leave(2)
-    assert found.refresh() == []
-    assert hosts(found) == {0: 1, 2: 3, 3: 4}
+    assert members.refresh() == []
+    assert hosts(members) == {0: 1, 2: 3, 3: 4}
     grid.connect(77, parts(4)[1])
-    assert found.refresh() == [1]  # its own state may be lost
-    assert hosts(found) == {0: 1, 1: 77, 2: 3, 3: 4}
-    assert found.refresh() == []
-    assert found.clients is clients
-    assert [kind for kind, _ in grid.sent] == ["query"] * 5  # nobody is asked twice
+    assert members.refresh() == [1]  # node 77 may lack the client's state
+    assert hosts(members) == {0: 1, 1: 77, 2: 3, 3: 4}
+    assert members.refresh() == []
+    assert members.clients is clients
+    assert [kind for kind, _ in grid.sent] == ["query"] * 5  # the server asks each node once
 
 
 def test_a_node_that_returns_under_its_id_is_asked_again(settings: Settings) -> None:
     grid = Script(*parts(4))
-    found = grid.joined(settings)
+    members = grid.joined(settings)
     away = parts(4)[1]
     grid.leave(2)
-    found.refresh()
+    members.refresh()
     grid.connect(2, away)
-    assert found.refresh() == [1]
+    assert members.refresh() == [1]
     assert grid.sent.count(("query", 2)) == 2
 
 
 def test_a_stock_node_with_an_unknown_word_is_refused_before_it_takes_part(settings: Settings) -> None:
-    """Flower's own node hands any config to the ClientApp."""
+    """A node that `flower-supernode` starts passes any node config to the ClientApp."""
     nodes = parts(4)
     nodes[1] |= {"state_dir": "/x"}
-    found = Script(*nodes).joined(replace(settings, run=replace(settings.run, min_clients=3)))
-    assert hosts(found) == {0: 1, 2: 3, 3: 4}
-    ((_, reason),) = found.left_out
+    members = Script(*nodes).joined(replace(settings, run=replace(settings.run, min_clients=3)))
+    assert hosts(members) == {0: 1, 2: 3, 3: 4}
+    ((_, reason),) = members.left_out
     assert "state_dir in the node config: a node does not read this word; did you mean state-dir?" in reason
 
 
@@ -294,19 +294,19 @@ def test_the_second_of_two_nodes_is_refused_until_the_first_is_gone(
     settings: Settings, warnings: pytest.LogCaptureFixture
 ) -> None:
     grid = Script(*parts(4))
-    found = grid.joined(settings)
+    members = grid.joined(settings)
     grid.connect(50, parts(4)[2])
     for _ in range(3):
-        assert found.refresh() == []
-    told = {id(r): r.getMessage() for r in warnings.records}.values()
-    assert [line for line in told if "already" in line] == [
+        assert members.refresh() == []
+    lines = {id(r): r.getMessage() for r in warnings.records}.values()
+    assert [line for line in lines if "already" in line] == [
         "node 50 is left out: client 2 is already there on another node"
     ]
-    assert hosts(found)[2] == 3
-    assert sum(found.left_out.values()) == 1
+    assert hosts(members)[2] == 3
+    assert sum(members.left_out.values()) == 1
     grid.leave(3)
-    assert found.refresh() == [2]
-    assert hosts(found)[2] == 50
+    assert members.refresh() == [2]
+    assert hosts(members)[2] == 50
 
 
 def test_sites_are_numbered_by_name_and_late_ones_after_them(
@@ -314,24 +314,24 @@ def test_sites_are_numbered_by_name_and_late_ones_after_them(
 ) -> None:
     settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
     grid = Script(site("site-d"), site("site-b"))
-    found = grid.joined(settings)
-    assert (found.owners, hosts(found)) == ({0: "site-b", 1: "site-d"}, {0: 2, 1: 1})
+    members = grid.joined(settings)
+    assert (members.owners, hosts(members)) == ({0: "site-b", 1: "site-d"}, {0: 2, 1: 1})
     grid.connect(3, site("site-a"))
-    assert found.refresh() == []
-    assert found.owners == {0: "site-b", 1: "site-d", 2: "site-a"}
-    assert [m.num_train for m in found.clients.values()] == [4, 5, 3]
+    assert members.refresh() == []
+    assert members.owners == {0: "site-b", 1: "site-d", 2: "site-a"}
+    assert [m.num_train for m in members.clients.values()] == [4, 5, 3]
     grid.leave(2)
     grid.connect(9, site("site-b"))
     grid.connect(10, site("site-c"))
     grid.connect(11, site("site-e"))
-    assert found.refresh() == [0]
-    assert hosts(found) == {0: 9, 1: 1, 2: 3, 3: 10}
-    assert dict(found.left_out) == {("site-e", "all 4 clients of the run are others"): 1}
-    assert found.summary()["sites"] == ["site-b", "site-d", "site-a", "site-c"]
-    again = Federation(WaveGrid(grid), settings)  # the same run, resumed
-    again.restore(json.loads(json.dumps(found.as_json())))
+    assert members.refresh() == [0]
+    assert hosts(members) == {0: 9, 1: 1, 2: 3, 3: 10}
+    assert dict(members.left_out) == {("site-e", "all 4 clients of the run are others"): 1}
+    assert members.summary()["sites"] == ["site-b", "site-d", "site-a", "site-c"]
+    again = Federation(WaveGrid(grid), settings)  # the resumed run
+    again.restore(json.loads(json.dumps(members.as_json())))
     again.join()
-    assert hosts(again) == hosts(found)
+    assert hosts(again) == hosts(members)
 
 
 def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[[str], dict[str, Any]]) -> None:
@@ -342,9 +342,9 @@ def test_the_name_of_a_registered_key_stands(of_sites: Settings, site: Callable[
     grid.connect(2, site("site-a"), registered="site-a")
     grid.connect(3, site("site-c"), registered="thief")
     grid.connect(4, unnamed)
-    found = grid.joined(settings)
-    assert found.owners == {0: "hospital", 1: "site-a"}
-    reasons = " ".join(reason for _, reason in found.left_out)
+    members = grid.joined(settings)
+    assert members.owners == {0: "hospital", 1: "site-a"}
+    reasons = " ".join(reason for _, reason in members.left_out)
     assert "names it 'site-c', its key is registered as 'thief'" in reasons
     assert "neither name nor partition-id" in reasons
 
@@ -354,16 +354,16 @@ def test_a_site_may_have_its_number_by_its_partition_id(
 ) -> None:
     settings = replace(of_sites, run=replace(of_sites.run, min_clients=2))
     grid = Script(site("site-a") | {"partition-id": 2}, site("site-b"), site("site-c") | {"partition-id": 4})
-    found = grid.joined(settings)
-    assert hosts(found) == {0: 2, 2: 1}
-    assert list(found.left_out) == [("site-c", "partition-id 4: the run has the clients 0 to 3")]
+    members = grid.joined(settings)
+    assert hosts(members) == {0: 2, 2: 1}
+    assert list(members.left_out) == [("site-c", "partition-id 4: the run has the clients 0 to 3")]
 
 
-# -- whose a client is -----------------------------------------------------------------------------------
+# -- owners of clients -----------------------------------------------------------------------------------
 
 
 class Registered(Script):
-    """Nodes whose keys are registered under the names given."""
+    """Nodes with keys that are registered under the names of the keywords."""
 
     def __init__(self, **configs: dict[str, Any]) -> None:
         super().__init__()
@@ -377,22 +377,22 @@ def needing(settings: Settings, least: int) -> Settings:
 
 @pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("registered", [True, False], ids=["registered", "told"])
-@pytest.mark.parametrize("own", [True, False], ids=["sites", "benchmark"])
+@pytest.mark.parametrize("sites", [True, False], ids=["sites", "benchmark"])
 def test_two_names_that_claim_one_client_stop_the_run_before_it_begins(
-    own: bool,
+    sites: bool,
     registered: bool,
     least: int,
     make_config: MakeConfig,
     of_sites: Settings,
     site: Callable[[str], dict[str, Any]],
 ) -> None:
-    settings = needing(of_sites if own else read_settings(make_config("fedavg")), least)
-    configs = {name: (site(name) if own else parts(1)[0]) | {"partition-id": 0} for name in ("site-a", "site-b")}
+    settings = needing(of_sites if sites else read_settings(make_config("fedavg")), least)
+    configs = {name: (site(name) if sites else parts(1)[0]) | {"partition-id": 0} for name in ("site-a", "site-b")}
     grid = Registered(**configs) if registered else Script(*(c | {"name": name} for name, c in configs.items()))
     with pytest.raises(SettingsError) as caught:
         grid.joined(settings)
     assert str(caught.value) == (
-        f"client 0 is claimed by two {'sites' if own else 'nodes'}, site-a and site-b: give each its own partition-id"
+        f"client 0 is claimed by two {'sites' if sites else 'nodes'}, site-a and site-b: give each its own partition-id"
     )
     assert not grid.federation.clients
 
@@ -411,9 +411,9 @@ def test_two_sites_with_one_partition_id_stop_a_run_whose_task_is_open(
 
 def test_of_two_nodes_without_a_name_one_counts(settings: Settings, warnings: pytest.LogCaptureFixture) -> None:
     grid = Script(*parts(1), *parts(2))
-    found = grid.joined(needing(settings, 1))
-    assert hosts(found) == {0: 1, 1: 3}
-    assert dict(found.left_out) == {("", "client 0 is already there on another node"): 1}
+    members = grid.joined(needing(settings, 1))
+    assert hosts(members) == {0: 1, 1: 3}
+    assert dict(members.left_out) == {("", "client 0 is already there on another node"): 1}
     assert "node 2 is left out: client 0 is already there on another node" in warnings.text
     assert "The run begins without 2 of its 4 clients: client 0 and client 1 are there" in warnings.text
     with pytest.raises(SettingsError, match=r"client 0 is already there on another node"):
@@ -431,46 +431,46 @@ def test_sites_with_a_partition_id_are_numbered_before_those_without(
 def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
     least: int, of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
-    """Of a name that is not registered there may be several."""
-    grid = Script(*(site("site-a") | own for own in ({"partition-id": 0}, {"partition-id": 1}, {})))
+    """Several nodes may have the same name if their keys are not registered."""
+    grid = Script(*(site("site-a") | words for words in ({"partition-id": 0}, {"partition-id": 1}, {})))
     settings = needing(replace(of_sites, data=replace(of_sites.data, num_clients=2)), least)
     refusal = "it is client 0 of this run, but its partition-id says 1"
     if least == 2:
         with pytest.raises(SettingsError, match=f"host 1 of them after .* left out: site-a: {refusal}"):
             grid.joined(settings)
         return
-    found = grid.joined(settings)
-    assert (hosts(found), found.owners) == ({0: 1}, {0: "site-a"})
-    there = "site-a (client 0) is already there on another node"
-    assert sorted(found.left_out) == [("site-a", refusal), ("site-a", there)]
+    members = grid.joined(settings)
+    assert (hosts(members), members.owners) == ({0: 1}, {0: "site-a"})
+    duplicate = "site-a (client 0) is already there on another node"
+    assert sorted(members.left_out) == [("site-a", refusal), ("site-a", duplicate)]
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["sites", "benchmark"])
+@pytest.mark.parametrize("sites", [True, False], ids=["sites", "benchmark"])
 def test_nobody_takes_over_the_client_of_another(
-    own: bool,
+    sites: bool,
     of_sites: Settings,
     settings: Settings,
     site: Callable[[str], dict[str, Any]],
     warnings: pytest.LogCaptureFixture,
 ) -> None:
     def config(name: str) -> dict[str, Any]:
-        return (site(name) if own else parts(1)[0]) | {"name": "", "partition-id": 0}
+        return (site(name) if sites else parts(1)[0]) | {"name": "", "partition-id": 0}
 
     grid = Registered(a=config("site-a"), c=config("site-c") | {"partition-id": 1})
-    found = grid.joined(needing(of_sites if own else settings, 1))
+    members = grid.joined(needing(of_sites if sites else settings, 1))
     grid.leave(1)
     grid.connect(7, config("site-b"), registered="b")
-    assert found.refresh() == []
-    assert hosts(found) == {1: 2}
-    assert dict(found.left_out) == {("b", "client 0 belongs to a: give each its own partition-id"): 1}
+    assert members.refresh() == []
+    assert hosts(members) == {1: 2}
+    assert dict(members.left_out) == {("b", "client 0 belongs to a: give each its own partition-id"): 1}
     assert "b is left out: client 0 belongs to a" in warnings.text
-    assert found.summary()["sites"] == ["a", "c", None, None]
-    again = Federation(WaveGrid(grid), found.settings)  # the run is resumed while b is there, and a is not
-    again.restore(json.loads(json.dumps(found.as_json())))
+    assert members.summary()["sites"] == ["a", "c", None, None]
+    again = Federation(WaveGrid(grid), members.settings)  # the resumed run, with b connected and a absent
+    again.restore(json.loads(json.dumps(members.as_json())))
     again.join()
     assert (hosts(again), again.owners) == ({1: 2}, {0: "a", 1: "c"})
     grid.connect(8, config("site-a"), registered="a")
-    for federation_ in (found, again):
+    for federation_ in (members, again):
         assert federation_.refresh() == [0]
         assert hosts(federation_) == {0: 8, 1: 2}
         assert federation_.owners == {0: "a", 1: "c"}
@@ -480,24 +480,24 @@ def test_a_site_that_comes_back_with_another_number_is_refused(
     of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
     grid = Registered(a=site("site-a") | {"name": ""}, b=site("site-b") | {"name": ""})
-    found = grid.joined(needing(of_sites, 1))
+    members = grid.joined(needing(of_sites, 1))
     grid.leave(2)
     grid.connect(9, site("site-b") | {"name": "", "partition-id": 3}, registered="b")
-    found.refresh()
-    assert hosts(found) == {0: 1}
-    assert list(found.left_out) == [("b", "it is client 1 of this run, but its partition-id says 3")]
+    members.refresh()
+    assert hosts(members) == {0: 1}
+    assert list(members.left_out) == [("b", "it is client 1 of this run, but its partition-id says 3")]
 
 
 class Fingerprints(Registered):
-    """Sites that tell a fingerprint of their data, by name."""
+    """Sites that report a fingerprint of their data, set per name."""
 
     of: ClassVar[dict[str, Any]] = {}
 
     def answer(self, message: Message) -> Message:
         reply = super().answer(message)
         if not reply.has_error() and self.names[message.metadata.dst_node_id] in self.of:
-            told = reply.content.config_records["config"]
-            told["fingerprint"] = self.of[self.names[message.metadata.dst_node_id]]
+            answer = reply.content.config_records["config"]
+            answer["fingerprint"] = self.of[self.names[message.metadata.dst_node_id]]
         return reply
 
 
@@ -507,26 +507,26 @@ def test_a_site_whose_data_has_changed_is_refused_when_it_comes_back(
 ) -> None:
     monkeypatch.setattr(Fingerprints, "of", {"a": "00112233445566aa", "b": "00112233445566bb"})
     grid = Fingerprints(a=site("site-a") | {"name": ""}, b=site("site-b") | {"name": ""})
-    found = grid.joined(needing(of_sites, 1))
-    assert found.as_json() == {
+    members = grid.joined(needing(of_sites, 1))
+    assert members.as_json() == {
         "owners": {"0": "a", "1": "b"},
         "fingerprints": {"0": "00112233445566aa", "1": "00112233445566bb"},
     }
 
     def back() -> Federation:
         if how == "resumed":
-            again = Federation(WaveGrid(grid), found.settings)
-            again.restore(found.as_json())
+            again = Federation(WaveGrid(grid), members.settings)
+            again.restore(members.as_json())
             again.join()
             return again
         if how == "away":
             grid.leave(2)
-            found.refresh()
+            members.refresh()
             grid.connect(2, site("site-b") | {"name": ""}, registered="b")
         else:
-            found.grid.gone.add(2)
-        found.refresh()
-        return found
+            members.grid.gone.add(2)
+        members.refresh()
+        return members
 
     assert hosts(back()) == {0: 1, 1: 2}
     for changed in ("00112233445566cc", ""):
@@ -538,24 +538,24 @@ def test_a_site_whose_data_has_changed_is_refused_when_it_comes_back(
             "its data is not that with which client 1 joined this run; start a new run with it",
         ) in after.left_out
     Fingerprints.of["b"] = "00112233445566bb"
-    found.grid.gone.add(2)
-    assert found.refresh() == [1]
+    members.grid.gone.add(2)
+    assert members.refresh() == [1]
 
 
 def test_a_node_that_was_gone_within_a_round_is_asked_again(settings: Settings) -> None:
     grid = Script(*parts(4))
-    found = grid.joined(settings)
+    members = grid.joined(settings)
     away = grid.nodes[2]
     grid.leave(2)
-    list(found.grid.send_and_receive(queries(settings.to_json(), 1, 2)))
+    list(members.grid.send_and_receive(queries(settings.to_json(), 1, 2)))
     grid.nodes[2] = away
-    assert found.refresh() == [1]  # it has been restarted, though it has the same id
-    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert found.refresh() == []
+    assert members.refresh() == [1]  # the node has restarted under the same id
+    assert hosts(members) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert members.refresh() == []
 
 
 @pytest.mark.parametrize(
-    "known",
+    "stored",
     [
         {},
         {"site-a": 0},
@@ -567,10 +567,10 @@ def test_a_node_that_was_gone_within_a_round_is_asked_again(settings: Settings) 
     ],
 )
 def test_a_checkpoint_that_does_not_tell_whose_the_clients_are_is_refused(
-    known: dict[str, Any], settings: Settings
+    stored: dict[str, Any], settings: Settings
 ) -> None:
     with pytest.raises(SettingsError, match="the checkpoint does not tell whose the clients"):
-        Federation(WaveGrid(Script()), settings).restore(known)
+        Federation(WaveGrid(Script()), settings).restore(stored)
 
 
 CLAIMS = st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(0, 3), st.sampled_from([1, 2, 4]))
@@ -579,7 +579,7 @@ EVENTS = st.lists(st.one_of(CLAIMS, st.integers(0, 5)), max_size=8)
 
 @hypothesis.given(first=st.lists(CLAIMS, min_size=1, max_size=4), events=EVENTS)
 @hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-def test_a_client_has_one_name_for_the_whole_run_whoever_comes_and_goes(
+def test_a_client_has_one_name_for_the_run(
     first: list[tuple[str, int, int]], events: list[Any], settings: Settings
 ) -> None:
     grid = Script()
@@ -593,7 +593,7 @@ def test_a_client_has_one_name_for_the_whole_run_whoever_comes_and_goes(
     claimed = {(c, name) for name, index, step in first for c in range(index, 4, step) if name}
     several = any(len({name for at, name in claimed if at == c}) > 1 for c in range(4))
     try:
-        found = grid.joined(replace(settings, run=replace(settings.run, min_clients=1, join_timeout=0.001)))
+        members = grid.joined(replace(settings, run=replace(settings.run, min_clients=1, join_timeout=0.001)))
     except SettingsError as error:
         assert several and "is claimed by" in str(error)
         return
@@ -604,17 +604,17 @@ def test_a_client_has_one_name_for_the_whole_run_whoever_comes_and_goes(
             connect(*event)
         elif event is not None and event + 1 in grid.nodes and len(grid.nodes) > 1:
             grid.leave(event + 1)
-        found.refresh()
-        assert owners.items() <= found.owners.items()
-        owners = dict(found.owners)
-        for client, member in found.clients.items():
+        members.refresh()
+        assert owners.items() <= members.owners.items()
+        owners = dict(members.owners)
+        for client, member in members.clients.items():
             assert (member.client, member.name) == (client, owners.get(client, ""))
             assert grid.names[member.node_id] == member.name
             assert member.node_id in grid.nodes
 
 
-def test_the_record_names_the_site_that_did_the_work(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Client 0 belongs to a: while a is away, b gets nothing of it and stands nowhere in the record."""
+def test_the_record_names_the_site_that_trained(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 0 belongs to a. While a is absent, b does not train for it, and the record does not name b."""
     config = make_config("fedacs", num_server_rounds=4, model="mlp", min_clients=2, join_timeout=0.1)
     grid = Registered(a=parts(1)[0], c=parts(2)[1], d=parts(3)[2])
     real = PersonalisedStrategy.configure_train
@@ -631,8 +631,8 @@ def test_the_record_names_the_site_that_did_the_work(make_config: MakeConfig, mo
     path = run(grid, config).directory.path
     with (path / "clients.csv").open(newline="") as file:
         rows = [(int(row["round"]), int(row["partition"]), row["site"]) for row in csv.DictReader(file)]
-    whole = [(0, "a"), (1, "c"), (2, "d")]
-    assert rows == [(n, *row) for n in (1, 2, 3, 4) for row in (whole if n in (1, 4) else whole[1:])]
+    cohort = [(0, "a"), (1, "c"), (2, "d")]
+    assert rows == [(n, *row) for n in (1, 2, 3, 4) for row in (cohort if n in (1, 4) else cohort[1:])]
     assert [(kind, node) for kind, node in grid.sent if node == 7] == [("query", 7)]
     summary = json.loads((path / "summary.json").read_text())
     assert summary["sites"] == ["a", "c", "d", None]
@@ -641,7 +641,7 @@ def test_the_record_names_the_site_that_did_the_work(make_config: MakeConfig, mo
     ]
 
 
-# -- what is told of them ---------------------------------------------------------------------------------
+# -- messages about sites ---------------------------------------------------------------------------------
 
 
 def warned(warnings: pytest.LogCaptureFixture) -> list[str]:
@@ -650,29 +650,29 @@ def warned(warnings: pytest.LogCaptureFixture) -> list[str]:
     return list(lines)
 
 
-def test_nodes_that_are_lost_or_come_are_told_at_once_by_name(
+def test_lost_and_new_nodes_are_logged_at_once_by_name(
     settings: Settings, warnings: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = Registered(a=parts(1)[0], b=parts(2)[1], c=parts(3)[2])
-    found = grid.joined(needing(settings, 1))
+    members = grid.joined(needing(settings, 1))
     assert warned(warnings) == [
         "The run begins without 1 of its 4 clients: a (client 0), b (client 1) and c (client 2) are there"
     ]
     grid.leave(2)
-    found.refresh()
+    members.refresh()
     assert warned(warnings) == ["b (client 1) is gone; 2 of 4 clients are there"]
-    found.refresh()
+    members.refresh()
     grid.connect(17, parts(2)[1], registered="b")
     grid.connect(18, parts(4)[3], registered="d")
     assert capsys.readouterr().out == ""
-    found.refresh()
+    members.refresh()
     assert capsys.readouterr().out.splitlines() == [
         "d (client 3) is new; 4 of 4 clients are there",
         "b (client 1) is back; 4 of 4 clients are there",
     ]
     for node in (1, 3, 17, 18):
         grid.leave(node)
-    found.refresh()
+    members.refresh()
     assert warned(warnings) == [
         "4 of 4 clients (a, b, c, …) are gone; 0 of 4 clients are there",
         "0 of 4 clients are there; the round waits until 1 are",
@@ -681,7 +681,7 @@ def test_nodes_that_are_lost_or_come_are_told_at_once_by_name(
 
 
 class Telling(Registered):
-    """Sites that tell more than their data, by name."""
+    """Sites of which b adds entries to its answer."""
 
     def __init__(self, tell: dict[str, Any], **configs: dict[str, Any]) -> None:
         super().__init__(**configs)
@@ -694,20 +694,20 @@ class Telling(Registered):
         return reply
 
 
-def test_what_a_site_says_of_its_data_is_told_once_with_its_name(
+def test_notes_of_a_site_are_logged_once_with_its_name(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], warnings: pytest.LogCaptureFixture
 ) -> None:
-    said = ["3 samples stand there twice", "a file is called\nx\x1b[31m", "y" * 1000, *map(str, range(100))]
-    own = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
-    grid = Telling({"warnings": said, "skipped": 2}, **own)
+    notes = ["3 samples stand there twice", "a file is called\nx\x1b[31m", "y" * 1000, *map(str, range(100))]
+    configs = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
+    grid = Telling({"warnings": notes, "skipped": 2}, **configs)
     config = make_config("fedavg", dataset="sites", num_clients=2, partition="iid", partition_file="", model="linear")
-    found = Federation(WaveGrid(grid), read_settings(config))
-    found.agree()
-    found.join()
-    told = warned(warnings)
-    assert told[:3] == ["b: 3 samples stand there twice", "b: a file is called x [31m", f"b: {'y' * 299}…"]
-    assert len(told) == 20
-    table = found.task("linear")
+    members = Federation(WaveGrid(grid), read_settings(config))
+    members.agree()
+    members.join()
+    lines = warned(warnings)
+    assert lines[:3] == ["b: 3 samples stand there twice", "b: a file is called x [31m", f"b: {'y' * 299}…"]
+    assert len(lines) == 20
+    table = members.task("linear")
     assert re.search(r"^ *b +1 +4 +1 +features, shape 2 +2: 0, 1 +2$", table, re.MULTILINE), table
 
 
@@ -727,20 +727,20 @@ def test_what_a_site_says_of_its_data_is_told_once_with_its_name(
 def test_a_site_that_tells_nonsense_is_left_out(
     tell: dict[str, Any], of_sites: Settings, site: Callable[[str], dict[str, Any]]
 ) -> None:
-    own = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
-    found = Telling(tell, **own).joined(needing(of_sites, 1))
-    assert hosts(found) == {0: 1}
-    assert [name for name, _ in found.left_out] == ["b"]
+    configs = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
+    members = Telling(tell, **configs).joined(needing(of_sites, 1))
+    assert hosts(members) == {0: 1}
+    assert [name for name, _ in members.left_out] == ["b"]
 
 
-def test_reasons_and_names_of_nodes_that_are_left_out_do_not_grow_without_end(settings: Settings) -> None:
-    found = Federation(WaveGrid(Script()), settings)
+def test_the_record_of_refused_nodes_is_bounded(settings: Settings) -> None:
+    members = Federation(WaveGrid(Script()), settings)
     for node in range(1000):
-        found._leave_out(Node(node, registered=f"n{node}" * 100), "x\n" * 10_000)
-    told = found.summary()["left-out"]
-    assert len(told) == 201
-    assert told[-1] == {"site": None, "reason": "others", "times": 800}
-    assert all(len(entry["site"] or "") <= 100 and len(entry["reason"]) <= 500 for entry in told)
+        members._leave_out(Node(node, registered=f"n{node}" * 100), "x\n" * 10_000)
+    entries = members.summary()["left-out"]
+    assert len(entries) == 201
+    assert entries[-1] == {"site": None, "reason": "others", "times": 800}
+    assert all(len(entry["site"] or "") <= 100 and len(entry["reason"]) <= 500 for entry in entries)
 
 
 def test_means_over_fewer_clients_than_the_run_has_are_marked(
@@ -772,28 +772,28 @@ def test_means_over_fewer_clients_than_the_run_has_are_marked(
     assert (summary["missing"], summary["served"]["last"]["missing"]) == ([2], 1)
 
 
-def test_a_node_that_does_not_answer_holds_nobody_up(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_node_does_not_delay_the_run(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "SILENT_SECONDS", 0.1)
-    own = replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.2))
+    short = replace(settings, run=replace(settings.run, min_clients=3, join_timeout=0.2))
     grid = Script(*parts(4))
     grid.silent = {2}
-    found = grid.joined(own)
-    assert hosts(found) == {0: 1, 2: 3, 3: 4}
-    assert not found.left_out
+    members = grid.joined(short)
+    assert hosts(members) == {0: 1, 2: 3, 3: 4}
+    assert not members.left_out
     grid.connect(9, parts(4)[1])
     grid.silent.add(9)
     started = time.monotonic()
-    assert found.refresh() == []
+    assert members.refresh() == []
     assert time.monotonic() - started < 1
     grid.silent.clear()
     query = grid.kept[-1]
     grid.replies[query.metadata.message_id] = grid.answer(query)
-    assert found.refresh() == []
-    assert hosts(found)[1] == 9  # its late answer counts
+    assert members.refresh() == []
+    assert hosts(members)[1] == 9  # the late answer is accepted
 
 
 class Slow(Script):
-    """Its nodes take some seconds to answer."""
+    """A grid whose nodes take ``seconds`` to answer."""
 
     seconds = 0.25
 
@@ -807,12 +807,12 @@ class Slow(Script):
         return numbers
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        now = time.monotonic()
-        return super().pull_messages(number for number in message_ids if now >= self.ready[number])
+        clock = time.monotonic()
+        return super().pull_messages(number for number in message_ids if clock >= self.ready[number])
 
 
 def open_task(make_config: MakeConfig, least: int, timeout: float, clients: int = 4) -> Settings:
-    """Return the settings of a run whose sites agree on their task, ``least`` of them before ``timeout``."""
+    """Return the settings of a run whose sites agree on their task, and of which ``least`` join within ``timeout``."""
     config = make_config(
         "fedavg", dataset="sites", num_clients=clients, min_clients=least, join_timeout=timeout, partition="iid",
         partition_file="",
@@ -835,7 +835,7 @@ def test_a_run_starts_as_soon_as_enough_sites_are_there(
 def test_a_site_has_time_to_join_however_long_the_agreement_took(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two answers of 0.25 s each go beyond a join-timeout of 0.3 s, in which the sites were there."""
+    """Two answers of 0.25 s each exceed the join-timeout of 0.3 s, but the sites connected in time."""
     monkeypatch.setattr(federation, "REFRESH_SECONDS", 0.01)
     monkeypatch.setattr(federation, "ASK_SECONDS", 20.0)
     members = Federation(WaveGrid(Slow(site("a"), site("c"))), open_task(make_config, least, timeout=0.3, clients=2))
@@ -847,7 +847,7 @@ def test_a_site_has_time_to_join_however_long_the_agreement_took(
 def test_a_site_that_is_late_for_the_agreement_joins(
     make_config: MakeConfig, site: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers the question about its data after the agreement, and the question about the task next."""
+    """Site c answers the query for its data after the agreement, and then the query with the task."""
     monkeypatch.setattr(federation, "ASK_SECONDS", 0.2)
     monkeypatch.setattr(federation, "SILENT_SECONDS", 20.0)
     grid = Slow(site("a"), site("b"), site("c"))
@@ -867,45 +867,45 @@ def test_a_silent_node_does_not_hold_up_a_run_whose_clients_others_host(
     monkeypatch.setattr(federation, "SILENT_SECONDS", 0.1)
     grid = Script(*parts(4), parts(4)[0])
     grid.silent = {5}
-    found = grid.joined(replace(settings, run=replace(settings.run, join_timeout=300.0)))
-    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert not found.left_out
+    members = grid.joined(replace(settings, run=replace(settings.run, join_timeout=300.0)))
+    assert hosts(members) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert not members.left_out
 
 
 def test_a_node_that_ended_with_its_question_is_asked_again(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Deaf(Script):
-        asked: ClassVar[list[set[int]]] = []
+        requests: ClassVar[list[set[int]]] = []
 
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             messages = list(messages)
-            self.asked.append({m.metadata.dst_node_id for m in messages})
-            self.silent = {2} if len(self.asked) < 3 else set()
+            self.requests.append({m.metadata.dst_node_id for m in messages})
+            self.silent = {2} if len(self.requests) < 3 else set()
             return super().push_messages(messages)
 
     monkeypatch.setattr(federation, "ASK_SECONDS", 0.05)
     grid = Deaf(*parts(4))
-    found = grid.joined(settings)
-    assert grid.asked == [{1, 2, 3, 4}, {2}, {2}]
-    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert not found.left_out
+    members = grid.joined(settings)
+    assert grid.requests == [{1, 2, 3, 4}, {2}, {2}]
+    assert hosts(members) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert not members.left_out
 
 
 def test_a_node_that_is_gone_when_it_is_asked_is_asked_again(settings: Settings) -> None:
     class Flaky(Script):
-        gone = 2
+        failures = 2
 
         def answer(self, message: Message) -> Message:
-            if message.metadata.dst_node_id == 1 and self.gone:
-                self.gone -= 1
+            if message.metadata.dst_node_id == 1 and self.failures:
+                self.failures -= 1
                 return Message(Error(ErrorCode.NODE_UNAVAILABLE, "node unavailable"), reply_to=message)
             return super().answer(message)
 
     grid = Flaky(*parts(4))
-    found = grid.joined(settings)
-    assert hosts(found) == {0: 1, 1: 2, 2: 3, 3: 4}
-    assert (grid.gone, dict(found.left_out)) == (0, {})
+    members = grid.joined(settings)
+    assert hosts(members) == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert (grid.failures, dict(members.left_out)) == (0, {})
 
 
 @pytest.mark.parametrize(
@@ -929,14 +929,14 @@ def test_an_answer_that_makes_no_sense_makes_no_member(answer: dict[str, Any], s
                 return super().answer(message)
             return Message(RecordDict({"config": ConfigRecord(answer)}), reply_to=message)
 
-    found = Liar(*parts(4)).joined(replace(settings, run=replace(settings.run, min_clients=3)))
-    assert hosts(found) == {1: 2, 2: 3, 3: 4}
-    assert sum(found.left_out.values()) == 1
+    members = Liar(*parts(4)).joined(replace(settings, run=replace(settings.run, min_clients=3)))
+    assert hosts(members) == {1: 2, 2: 3, 3: 4}
+    assert sum(members.left_out.values()) == 1
 
 
 def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Script(*parts(4))
-    found = grid.joined(replace(settings, run=replace(settings.run, min_clients=2, join_timeout=5.0)))
+    members = grid.joined(replace(settings, run=replace(settings.run, min_clients=2, join_timeout=5.0)))
     for node in (1, 2, 3):
         grid.leave(node)
     looks = iter(range(100))
@@ -946,12 +946,14 @@ def test_a_round_waits_for_clients_that_must_be_there(settings: Settings, monkey
             grid.connect(8, parts(4)[0])
 
     monkeypatch.setattr(federation.time, "sleep", look)
-    assert found.refresh() == [0]
-    assert hosts(found) == {0: 8, 3: 4}
+    assert members.refresh() == [0]
+    assert hosts(members) == {0: 8, 3: 4}
 
 
-def test_a_run_goes_on_while_clients_come_and_go(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PPFE sends all finished stages again to a client that is back on a node without what the client had kept."""
+def test_a_run_continues_while_clients_leave_and_return(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPFE sends all finished stages again to a client that returns on a node without its state."""
     config = make_config("ppfe", num_server_rounds=6, ppfe_stages=3, model="mlp", min_clients=3, join_timeout=1.0)
     grid = Script(*parts(3))
     lost: list[int] = []
@@ -1001,7 +1003,7 @@ def test_a_site_that_lies_about_itself_is_left_out(
             return reply
 
     grid = Liar(site("site-a"), site("site-b"))
-    found = grid.joined(replace(of_sites, run=replace(of_sites.run, min_clients=1)))
-    assert hosts(found) == {0: 2}
-    ((_, told),) = found.left_out
-    assert reason in told
+    members = grid.joined(replace(of_sites, run=replace(of_sites.run, min_clients=1)))
+    assert hosts(members) == {0: 2}
+    ((_, refusal),) = members.left_out
+    assert reason in refusal

@@ -1,4 +1,4 @@
-"""Tensors without gradient: neither trained nor sent nor noised, but stored, with every method."""
+"""Tensors without gradient are stored with every method. They are not trained, sent or noised."""
 
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Be in a folder with the networks."""
+    """Change into a folder with the file of the networks."""
     monkeypatch.chdir(tmp_path)
     Path("nets.py").write_text(FILE, encoding="utf-8")
     return tmp_path
@@ -168,17 +168,17 @@ def options(method: str) -> dict[str, Any]:
     return {"ppfe_ranks": "6,4", "ppfe_stages": 3} if method == "ppfe" else {}
 
 
-def network(name: str, **given: Any) -> Architecture:
-    return architecture_for(f"nets:{name}", DIGITS, **given)
+def network(name: str, **arguments: Any) -> Architecture:
+    return architecture_for(f"nets:{name}", DIGITS, **arguments)
 
 
 def bits(record: Any, name: str) -> list[bytes]:
-    """Return a tensor of all members of client 0's stored model."""
+    """Return the bytes of a tensor in each member of client 0's stored model."""
     arrays = load_arrays(record.models / "client-0.safetensors")
     return [array.tobytes() for key, array in sorted(arrays.items()) if key.endswith(name)]
 
 
-def test_the_flat_vector_holds_trained_tensors_alone() -> None:
+def test_the_flat_vector_holds_only_trained_tensors() -> None:
     plain = network("fixed")
     assert [entry.name for entry in plain.layout.entries] == [
         "blocks.body.3.a", "blocks.body.3.b",
@@ -198,26 +198,26 @@ def test_the_flat_vector_holds_trained_tensors_alone() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_fixed_tensor_is_a_constant_for_every_method(method: str) -> None:
-    """Constants that Posy cannot see, as they are no tensors of the module, give the same run to the bit."""
+    """A network whose constants are not tensors of the module, so Posy does not know them, gives the same bits."""
     runs = [
         posy.run(method=method, model=f"nets:{name}", run_name=name, stack="loop", **SMALL, **options(method))
         for name in ("fixed", "hidden")
     ]
-    seen, unseen = runs
-    assert (seen.summary["status"], seen.summary["dropped"]) == ("completed", {})
-    columns = [c for c in ("served_loss", "local_loss", "bytes_up", "bytes_down") if c in seen.clients]
+    visible, hidden = runs
+    assert (visible.summary["status"], visible.summary["dropped"]) == ("completed", {})
+    columns = [c for c in ("served_loss", "local_loss", "bytes_up", "bytes_down") if c in visible.clients]
     assert {"served_loss", "local_loss"} & set(columns)
     for column in columns:
-        np.testing.assert_array_equal(seen.clients[column], unseen.clients[column])
-    assert (seen.summary["bytes-up"], seen.summary["bytes-down"]) == tuple(
-        unseen.summary[key] for key in ("bytes-up", "bytes-down")
+        np.testing.assert_array_equal(visible.clients[column], hidden.clients[column])
+    assert (visible.summary["bytes-up"], visible.summary["bytes-down"]) == tuple(
+        hidden.summary[key] for key in ("bytes-up", "bytes-down")
     )
-    held = network("fixed").held
-    for name, array in held.items():
-        assert set(bits(seen, name)) == {array.tobytes()}
-    stored = load_arrays(unseen.models / "client-0.safetensors")
+    fixed = network("fixed").held
+    for name, array in fixed.items():
+        assert set(bits(visible, name)) == {array.tobytes()}
+    stored = load_arrays(hidden.models / "client-0.safetensors")
     for name, array in stored.items():
-        np.testing.assert_array_equal(load_arrays(seen.models / "client-0.safetensors")[name], array)
+        np.testing.assert_array_equal(load_arrays(visible.models / "client-0.safetensors")[name], array)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "fedfew", "ditto", "scaffold", "feddrm"])
@@ -231,19 +231,19 @@ def test_stacked_clients_are_trained_as_looped_ones(method: str) -> None:
 
 
 def trained_in_pytorch(personal: tuple[str, ...]) -> list[dict[str, torch.Tensor]]:
-    """Return the clients' local models by PyTorch alone: FedAvg of the adapters and layers, but the personal ones."""
+    """Return the clients' local models, computed in PyTorch: FedAvg of all tensors except the personal layers."""
     settings = read_settings({k.replace("_", "-"): v for k, v in SMALL.items()} | {"model": "nets:fixed"})
     workspace = workspace_for(settings, "")
     data = [workspace.client_data(client) for client in range(3)]
     start = workspace.architecture.build(seed=settings.run.seed)
-    net = workspace.architecture.build(seed=0)  # the fixed tensors do not depend on the seed of the run
+    net = workspace.architecture.build(seed=0)  # fixed tensors do not depend on the run's seed
     names = [name for name, parameter in net.named_parameters() if parameter.requires_grad]
     initial = {name: tensor.detach().clone() for name, tensor in start.named_parameters() if name in names}
-    own = [dict(initial) for _ in range(3)]
+    local = [dict(initial) for _ in range(3)]
     shared = dict(initial)
     for _ in range(3):
         for client in range(3):
-            begin = {name: own[client][name] if name.startswith(personal) else shared[name] for name in names}
+            begin = {name: local[client][name] if name.startswith(personal) else shared[name] for name in names}
             net.load_state_dict(begin, strict=False)
             trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
             optimiser = torch.optim.SGD(trained, lr=0.1)
@@ -251,11 +251,11 @@ def trained_in_pytorch(personal: tuple[str, ...]) -> list[dict[str, torch.Tensor
                 optimiser.zero_grad()
                 F.cross_entropy(net(data[client].x_train), data[client].y_train).backward()
                 optimiser.step()
-            own[client] = {name: net.state_dict()[name].clone() for name in names}
+            local[client] = {name: net.state_dict()[name].clone() for name in names}
         sizes = torch.tensor([float(len(each.y_train)) for each in data])
         shares = sizes / sizes.sum()
-        shared = {name: sum(share * each[name] for share, each in zip(shares, own, strict=True)) for name in names}
-    return [{**dict(net.state_dict()), **each} for each in own]
+        shared = {name: sum(share * each[name] for share, each in zip(shares, local, strict=True)) for name in names}
+    return [{**dict(net.state_dict()), **each} for each in local]
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
@@ -270,9 +270,9 @@ def trained_in_pytorch(personal: tuple[str, ...]) -> list[dict[str, torch.Tensor
 def test_adapters_are_trained_as_in_pytorch(
     method: str, personal: tuple[str, ...], more: dict[str, Any], stack: str
 ) -> None:
-    """The whole client is one batch, so that the order of the samples makes no difference."""
-    given = {**SMALL, "local_epochs": 4, "batch_size": 1000, "model": "nets:fixed", "stack": stack, **more}
-    record = posy.run(method=method, run_name="a", **given)
+    """A batch holds all samples of a client, so the order of the samples has no effect."""
+    settings = {**SMALL, "local_epochs": 4, "batch_size": 1000, "model": "nets:fixed", "stack": stack, **more}
+    record = posy.run(method=method, run_name="a", **settings)
     for client, expected in enumerate(trained_in_pytorch(personal or ("none",))):
         stored = load_arrays(record.models / f"client-{client}.safetensors")
         assert set(stored) == set(expected)
@@ -315,28 +315,28 @@ def test_a_stored_model_predicts_with_its_fixed_tensors(method: str) -> None:
 
 
 def test_a_run_with_fixed_tensors_is_resumed_to_the_bit() -> None:
-    given = {**SMALL, "model": "nets:fixed", "checkpoint_every": 1}
-    whole = posy.run(method="fedrep", run_name="whole", **given)
-    posy.run(method="fedrep", run_name="parts", **{**given, "num_server_rounds": 2})
+    settings = {**SMALL, "model": "nets:fixed", "checkpoint_every": 1}
+    uninterrupted = posy.run(method="fedrep", run_name="whole", **settings)
+    posy.run(method="fedrep", run_name="parts", **{**settings, "num_server_rounds": 2})
     parts = posy.run(resume="parts", num_server_rounds=3)
     for client in range(3):
-        first, second = (load_arrays(r.models / f"client-{client}.safetensors") for r in (whole, parts))
+        first, second = (load_arrays(r.models / f"client-{client}.safetensors") for r in (uninterrupted, parts))
         for name, array in first.items():
             np.testing.assert_array_equal(second[name], array)
 
 
 def test_noise_and_norms_leave_fixed_tensors_alone() -> None:
-    given = {**SMALL, "model": "nets:fixed", "dp_clip": 0.001, "dp_epsilon": 1.0, "dp_delta": 1e-5}
-    record = posy.run(method="fedavg", run_name="noise", **given)
+    settings = {**SMALL, "model": "nets:fixed", "dp_clip": 0.001, "dp_epsilon": 1.0, "dp_delta": 1e-5}
+    record = posy.run(method="fedavg", run_name="noise", **settings)
     for name, array in network("fixed").held.items():
         assert set(bits(record, name)) == {array.tobytes()}
-    assert posy.run(method="fedavg", run_name="batchnorm", **{**given, "model": "nets:norm_fixed"}).summary["status"]
+    assert posy.run(method="fedavg", run_name="batchnorm", **{**settings, "model": "nets:norm_fixed"}).summary["status"]
 
 
-def test_weights_of_a_file_are_loaded_into_fixed_tensors_and_adapters_start_afresh() -> None:
+def test_weights_of_a_file_fill_fixed_tensors_and_not_adapters() -> None:
     torch.manual_seed(9)
     namespace: dict[str, Any] = {}
-    exec(compile(FILE, "nets.py", "exec"), namespace)  # the author's own module
+    exec(compile(FILE, "nets.py", "exec"), namespace)  # the module without Posy
     base = {k: v for k, v in namespace["fixed"](DIGITS).state_dict().items() if k not in ("3.a", "3.b")}
     safetensors.torch.save_file(base, "base.safetensors")
     started = network("fixed", weights=str(Path("base.safetensors").absolute()))
@@ -352,8 +352,8 @@ def test_weights_of_a_file_are_loaded_into_fixed_tensors_and_adapters_start_afre
     assert set(bits(record, "3.base.weight")) == {base["3.base.weight"].numpy().tobytes()}
 
 
-def test_low_rank_layers_leave_the_values_of_fixed_layers() -> None:
-    """A low-rank layer draws other random numbers than a dense one, before the layer that is frozen."""
+def test_low_rank_layers_do_not_change_fixed_layers() -> None:
+    """A low-rank layer before the frozen layer draws other random numbers than a dense layer."""
     dense, reduced = (Architecture("mlp", DIGITS, frozen=("fc2",), ranks=ranks) for ranks in ((), (("fc1", 4),)))
     built = reduced.build(seed=3).state_dict()
     assert built["blocks.fc1.linear.down.weight"].shape == (4, 64)
@@ -367,9 +367,9 @@ FROZEN_HEAD = {"fedavg", "fedbn", "fedfew", "ditto", "scaffold", "fedper", "lg-f
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_fixed_head_works_or_is_refused_by_name(method: str) -> None:
-    given = {**SMALL, "model": "nets:head_fixed", "run_name": "a", **options(method)}
+    settings = {**SMALL, "model": "nets:head_fixed", "run_name": "a", **options(method)}
     try:
-        record = posy.run(method=method, **given)
+        record = posy.run(method=method, **settings)
     except SettingsError as error:
         assert method not in FROZEN_HEAD
         assert "head" in str(error) and "another method" in str(error)
@@ -407,7 +407,7 @@ def test_the_documented_adapter_runs() -> None:
 def test_a_node_with_other_fixed_tensors_is_refused() -> None:
     settings = read_settings({"model": "nets:fixed", "num-clients": 2, "max-samples": 240, "join-timeout": 5})
     joined = Federation(WaveGrid(NodeGrid(*({"partition-id": i, "num-partitions": 2} for i in (0, 1)))), settings)
-    joined.fixed_tensors = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # another processor's
+    joined.fixed_tensors = [number * (1 + 1e-6) for number in network("fixed").fingerprint]  # as on another processor
     assert len(joined.join()) == 2
     refusing = Federation(WaveGrid(NodeGrid({"partition-id": 0, "num-partitions": 1})), settings)
     refusing.fixed_tensors = [-number for number in network("fixed").fingerprint]
@@ -419,7 +419,7 @@ def test_the_fingerprint_of_fixed_tensors_by_hand() -> None:
     plain = network("bias_only")
     (weight,) = plain.held.values()
     norm = float(np.sqrt(np.square(weight.astype(np.float64)).sum()))
-    projection = sum(float(value) * np.cos(place) for place, value in enumerate(weight.ravel())) / norm
+    projection = sum(float(value) * np.cos(index) for index, value in enumerate(weight.ravel())) / norm
     assert plain.fingerprint == pytest.approx([norm, projection])
     assert network("head_hidden").fingerprint == []
 

@@ -1,4 +1,4 @@
-"""Bad data of every kind that is read: a result that an independent computation confirms, or one clear line."""
+"""Bad data of every format: a result that equals an independent computation, or an error of one line."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def tensors(dataset, n=None):
 
 
 def refused(call, *arguments, match=None, seconds=2.0):
-    """Check that data is refused in one line, at once."""
+    """Check that a call raises an error of one line within ``seconds``, and return the message."""
     started = time.monotonic()
     with pytest.raises((DataError, SettingsError), match=match) as caught:
         call(*arguments)
@@ -73,7 +73,7 @@ def refused(call, *arguments, match=None, seconds=2.0):
 
 
 def standardised(columns):
-    """Return (x - mean) / std of each column of exact numbers, computed with fractions."""
+    """Return (x - mean) / std of each column, computed with fractions."""
     result = []
     for column in columns:
         exact = [Fraction(value) for value in column]
@@ -84,12 +84,12 @@ def standardised(columns):
     return np.array(result).T
 
 
-# -- no value loses digits before it is standardised -----------------------------------------------------
+# -- standardisation without a loss of digits -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["csv", "npz", "site"])
 @pytest.mark.parametrize("offset", [0, 1_700_000_000, -(10**12)])
-def test_seconds_since_1970_are_standardised_as_well_as_those_since_yesterday(form, offset, tmp_path):
+def test_standardisation_keeps_the_digits_of_timestamps(form, offset, tmp_path):
     seconds = [offset + value for value in (0, 3, 10, 11, 40, 86_399)]
     if form == "csv":
         rows = "".join(f"{value},{i % 2}\n" for i, value in enumerate(seconds))
@@ -119,10 +119,10 @@ def test_seconds_since_1970_are_standardised_as_well_as_those_since_yesterday(fo
     values=st.lists(st.floats(-1e15, 1e15) | st.integers(-(2**53), 2**53), min_size=2, max_size=8),
     offset=st.sampled_from([0, 1.7e9, -3e12]),
 )
-def test_what_is_trained_on_is_what_exact_arithmetic_gives(values, offset, tmp_path):
+def test_standardisation_equals_exact_arithmetic(values, offset, tmp_path):
     column = [float(value) + offset for value in values]
     expected, mean, std = standardised([column]), abs(math.fsum(column)) / len(column), statistics.pstdev(column)
-    # The mean itself is a float64: values of which only the last bits differ cannot be told from it.
+    # The mean is a float64, so values that differ from it only in the last bits equal it.
     blur = np.finfo(np.float64).eps * mean / std if std else 0.0
     assume(blur < 1 / 64)
     rows = "".join(f"{value!r},{'ab'[i % 2]}\n" for i, value in enumerate(column))
@@ -131,22 +131,22 @@ def test_what_is_trained_on_is_what_exact_arithmetic_gives(values, offset, tmp_p
         save(tmp_path / "a.npz", x_train=np.array(column)[:, None], y_train=["ab"[i % 2] for i in range(len(column))]),
         "a",
     )
-    for found in (table, array):
-        np.testing.assert_allclose(tensors(found).x_train.numpy(), expected, rtol=1e-5, atol=1e-5 + 2 * blur)
+    for dataset in (table, array):
+        np.testing.assert_allclose(tensors(dataset).x_train.numpy(), expected, rtol=1e-5, atol=1e-5 + 2 * blur)
 
 
 @pytest.mark.parametrize("kind", ["b1", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", ">f8", ">i4"])
 def test_features_of_every_numeric_type(kind, tmp_path):
     x = np.array([[0, 1], [1, 1], [1, 0], [0, 0], [1, 1]]).astype(kind)
-    found = load_own(save(tmp_path / "a.npz", x_train=x, y_train=[0, 1, 0, 1, 0]), "a")
-    np.testing.assert_allclose(tensors(found).x_train.numpy(), standardised(x.astype(int).T.tolist()), rtol=1e-6)
-    assert found.x.dtype == np.float32  # it holds them all; nothing is stored twice as large as it has to be
+    dataset = load_own(save(tmp_path / "a.npz", x_train=x, y_train=[0, 1, 0, 1, 0]), "a")
+    np.testing.assert_allclose(tensors(dataset).x_train.numpy(), standardised(x.astype(int).T.tolist()), rtol=1e-6)
+    assert dataset.x.dtype == np.float32  # float32 holds all values, so a larger type would waste memory
 
 
-def test_a_tiny_scale_is_no_constant(tmp_path):
+def test_a_feature_of_tiny_scale_is_not_constant(tmp_path):
     x = np.array([[1e-14, 5.0], [3e-14, 5.0]])
-    found = tensors(load_own(save(tmp_path / "a.npz", x_train=x, y_train=[0, 1]), "a"))
-    np.testing.assert_allclose(found.x_train.numpy(), [[-1, 0], [1, 0]], rtol=1e-6)
+    arrays = tensors(load_own(save(tmp_path / "a.npz", x_train=x, y_train=[0, 1]), "a"))
+    np.testing.assert_allclose(arrays.x_train.numpy(), [[-1, 0], [1, 0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ def test_a_tiny_scale_is_no_constant(tmp_path):
 )
 def test_numbers_that_no_float_tells_apart_are_warned_of(name, x, noted, tmp_path, warnings):
     if name == "a.csv":
-        found = load_own(write(tmp_path / name, f"x,label\n{x[0]},0\n{x[1]},1\n"), "a")
+        dataset = load_own(write(tmp_path / name, f"x,label\n{x[0]},0\n{x[1]},1\n"), "a")
     else:
-        found = load_own(save(tmp_path / name, x_train=x, y_train=[0, 1]), "a")
-    assert [note for note in found.notes if "cannot tell" in note] == ([] if noted is None else list(found.notes))
-    assert (noted or "") in " ".join(found.notes)
+        dataset = load_own(save(tmp_path / name, x_train=x, y_train=[0, 1]), "a")
+    assert [note for note in dataset.notes if "cannot tell" in note] == ([] if noted is None else list(dataset.notes))
+    assert (noted or "") in " ".join(dataset.notes)
     assert bool(noted) == ("cannot tell" in warnings.text)
 
 
 def pfllib(root, *clients, config=None):
-    """Write a PFLlib directory; a client is (x, y) of its training, and has the same samples as its test."""
+    """Write a PFLlib directory. A client is (x, y), its samples for training and again for the test."""
     for split in ("train", "test"):
         (root / split).mkdir(parents=True)
         for number, (x, y) in enumerate(clients):
@@ -182,8 +182,8 @@ def pfllib(root, *clients, config=None):
 def test_pfllibs_features_are_standardised_in_float64(tmp_path):
     x = np.array([[1.7e9], [1.7e9 + 1], [1.7e9 + 3]])
     root = pfllib(tmp_path / "p", (x, np.array([0, 1, 0])))
-    found = load_own(root, "p")
-    np.testing.assert_allclose(tensors(found, 3).x_train.numpy(), standardised([x[:, 0].tolist()]), rtol=3e-7)
+    dataset = load_own(root, "p")
+    np.testing.assert_allclose(tensors(dataset, 3).x_train.numpy(), standardised([x[:, 0].tolist()]), rtol=3e-7)
     task = DataSettings(
         dataset="sites",
         sample_kind="features",
@@ -204,7 +204,7 @@ def test_a_standard_deviation_that_leaves_no_number_is_refused(tmp_path):
     refused(own_site, path, task, match="feature 0 exceeds the range of float32 .* deviation 1e-30")
 
 
-# -- samples of different kinds are not pooled -----------------------------------------------------------
+# -- samples of different kinds --------------------------------------------------------------------------
 
 PIXELS = np.array([[[0, 255], [128, 3]], [[7, 9], [200, 100]]], np.uint8)
 
@@ -230,8 +230,8 @@ PIXELS = np.array([[[0, 255], [128, 3]], [[7, 9], [200, 100]]], np.uint8)
 def test_train_and_test_of_different_kinds_are_refused(train, test, message, tmp_path):
     path = save(tmp_path / "a.npz", x_train=train, y_train=[0, 1], x_test=test, y_test=[0, 1])
     if message is None:
-        found = load_own(path, "a")
-        np.testing.assert_allclose(found.x.reshape(4, -1), np.concatenate([train, test]).reshape(4, -1), rtol=1e-3)
+        dataset = load_own(path, "a")
+        np.testing.assert_allclose(dataset.x.reshape(4, -1), np.concatenate([train, test]).reshape(4, -1), rtol=1e-3)
     else:
         assert str(path) in refused(load_own, path, "a", match=message)
 
@@ -259,7 +259,7 @@ def test_pfllib_images_of_different_scales_are_refused(tmp_path):
     refused(load_own, root, "p", match=r"train/0\.npz .* from 0 to 255, train/1\.npz .* from 0 to 1")
 
 
-# -- labels keep their identity --------------------------------------------------------------------------
+# -- identity of labels ----------------------------------------------------------------------------------
 
 WHOLE = st.integers(-(10**25), 10**25) | st.sampled_from([0, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1])
 
@@ -269,16 +269,16 @@ WHOLE = st.integers(-(10**25), 10**25) | st.sampled_from([0, 2**53, 2**53 + 1, 2
 def test_whole_numbers_of_any_size_are_counted_as_python_counts_them(labels, tmp_path):
     rows = "".join(f"1,{label}\n" for label in labels)
     x = [[1.0]] * len(labels)
-    found = [load_own(write(tmp_path / "a.csv", "x,label\n" + rows), "a")]
-    found += [load_own(save(tmp_path / "t.npz", x_train=x, y_train=[str(label) for label in labels]), "t")]
+    datasets = [load_own(write(tmp_path / "a.csv", "x,label\n" + rows), "a")]
+    datasets += [load_own(save(tmp_path / "t.npz", x_train=x, y_train=[str(label) for label in labels]), "t")]
     for kind in (np.int64, np.uint64, np.int8, np.float64):
         limit = 2**53 if kind is np.float64 else np.iinfo(kind).max
         if all(-limit * (kind is not np.uint64) <= label <= limit - (kind is np.float64) for label in labels):
-            found.append(load_own(save(tmp_path / "n.npz", x_train=x, y_train=np.array(labels, kind)), "n"))
+            datasets.append(load_own(save(tmp_path / "n.npz", x_train=x, y_train=np.array(labels, kind)), "n"))
     if max(map(abs, labels)) >= 2**63:
-        found.append(load_own(pfllib_again(tmp_path, x, labels), "p"))
+        datasets.append(load_own(pfllib_again(tmp_path, x, labels), "p"))
     expected = Counter(map(str, labels))
-    for dataset in found:
+    for dataset in datasets:
         names = dataset.task.class_names
         assert list(names) == [str(label) for label in sorted(set(labels))]  # in numeric order
         assert Counter(names[number] for number in dataset.y) == expected
@@ -298,7 +298,7 @@ def pfllib_again(folder, x, labels):
         (["1", "90000000000000000001", "90000000000000000002"], None),
         (["9007199254740992", "9007199254740993"], None),
         (["1", "1.0", "+1", "1e0", "2"], ["1", "2"]),
-        (["1.000000000000000000e+00", "2.000000000000000000e+00"], ["1", "2"]),  # numpy.savetxt
+        (["1.000000000000000000e+00", "2.000000000000000000e+00"], ["1", "2"]),  # as numpy.savetxt writes them
         (["01", "1", "2"], ["01", "1", "2"]),
         (["-0", "0", "1"], ["0", "1"]),
         (["2", "10", "-3"], ["-3", "2", "10"]),
@@ -393,21 +393,21 @@ def test_two_columns_of_one_name_are_refused(header, message, tmp_path):
 
 def test_groups_keep_their_identity(tmp_path):
     rows = "1,90000000000000000001,0\n2, 90000000000000000002,1\n3,90000000000000000001 ,1\n"
-    found = load_own(write(tmp_path / "a.csv", "x,group,label\n" + rows), "a")
-    assert found.groups.tolist() == [0, 1, 0]
+    dataset = load_own(write(tmp_path / "a.csv", "x,group,label\n" + rows), "a")
+    assert dataset.groups.tolist() == [0, 1, 0]
     refused(load_own, write(tmp_path / "b.csv", "x,group,label\n1,,0\n2,a,1\n"), "b", match="row 2, column group: the")
 
 
-def test_what_may_be_a_mistake_is_noted(tmp_path, warnings):
-    found = load_own(write(tmp_path / "a.csv", ",X,x,kind\n1,2,3,Cat\n1,2,3,cat\n1,2,3,nan\n"), "a")
-    assert found.notes == (
+def test_possible_mistakes_are_noted(tmp_path, warnings):
+    dataset = load_own(write(tmp_path / "a.csv", ",X,x,kind\n1,2,3,Cat\n1,2,3,cat\n1,2,3,nan\n"), "a")
+    assert dataset.notes == (
         "no column is named label; the last one, kind, is taken for it",
         "column 1 has no name and is a feature",
         "columns of nearly the same name: X, x",
         "a missing value is a class of its own: nan",
         "'Cat' and 'cat' are classes of their own, though they nearly agree",
     )
-    assert all(f"a.csv: {note}" in warnings.text for note in found.notes)
+    assert all(f"a.csv: {note}" in warnings.text for note in dataset.notes)
 
 
 def test_names_that_nearly_agree():
@@ -419,11 +419,11 @@ def test_names_that_nearly_agree():
     assert nearly_equal(["ﬁn", "fin", "cat\u200b", "cat"]) == [["cat", "cat\u200b"], ["fin", "ﬁn"]]
 
 
-# -- every file in bounded time and memory ---------------------------------------------------------------
+# -- bounded time and memory -----------------------------------------------------------------------------
 
 
-def place(folder, kind):
-    """Make what is no regular file."""
+def make_special(folder, kind):
+    """Create a path that is not a regular file: a fifo, a directory, a link loop or a device."""
     if kind == "fifo":
         os.mkfifo(folder)
     elif kind == "directory":
@@ -443,7 +443,7 @@ def test_what_is_no_regular_file_is_refused_at_once(name, kind, tmp_path):
     (tmp_path / "img" / "a").mkdir(parents=True)
     path = tmp_path / name
     path.unlink(missing_ok=True)
-    place(path, kind)
+    make_special(path, kind)
     root = tmp_path / name.split("/")[0]
     dataset = "mnist" if name == "mnist.npz" else str(root)
     if (name, kind) == ("a.csv", "directory") or (name, kind) == ("a.npz", "directory"):
@@ -460,13 +460,13 @@ def test_what_is_no_regular_file_is_refused_at_once(name, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
 def test_other_files_are_regular_too(kind, tmp_path):
-    path = place(tmp_path / "parts.json", kind)
+    path = make_special(tmp_path / "parts.json", kind)
     digits = load_dataset(DataSettings(), tmp_path, 1)
     chosen = DataSettings(partition="file", partition_file=str(path), num_clients=2)
     refused(partition, digits, chosen, 1, match="not a regular file|cannot be opened|looked for")
     for split in ("train", "test"):
         (tmp_path / "femnist" / split).mkdir(parents=True)
-        place(tmp_path / "femnist" / split / "a.json", kind)
+        make_special(tmp_path / "femnist" / split / "a.json", kind)
     refused(load_dataset, DataSettings(dataset="femnist"), tmp_path, 1, match="not a regular file|cannot be opened")
     (tmp_path / "agnews.csv").symlink_to(path)
     with pytest.raises(DataError, match=r"not found|not a regular file"):
@@ -492,7 +492,7 @@ def test_a_data_dir_that_is_no_path_is_one_line(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "/{}loop", "~nobody-of-that-name/a", "x" * 5000])
 def test_the_command_line_takes_no_folder_for_a_name_that_is_none(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(images(tmp_path))  # the working directory could be read as a data set
+    monkeypatch.chdir(images(tmp_path))  # the working directory is a valid data set
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     words = ["data-dir=.", f"output-dir={tmp_path}/runs", "device=cpu"]
     assert main(["run", f"dataset={name.format(str(tmp_path)[1:] + '/')}", *words]) == 2
@@ -501,7 +501,7 @@ def test_the_command_line_takes_no_folder_for_a_name_that_is_none(name, tmp_path
 
 
 def bomb(path, gigabytes):
-    """Write an .npz whose x_train is zeros of so many GB, compressed to a thousandth."""
+    """Write an .npz whose x_train claims ``gigabytes`` GB, but is compressed to a thousandth."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open("x_train.npy", "w", force_zip64=True) as stream:
             header = {"descr": "|u1", "fortran_order": False, "shape": (gigabytes * 1000, 10**6)}
@@ -511,7 +511,7 @@ def bomb(path, gigabytes):
             np.lib.format.write_array(stream, np.arange(gigabytes * 1000))
     content = bytearray(path.read_bytes())
     claim = gigabytes * 10**9 + 128
-    at = content.index(b"PK\x01\x02")  # the directory, which tells the size
+    at = content.index(b"PK\x01\x02")  # the central directory, which holds the size
     content[at + 24 : at + 28] = struct.pack("<I", claim)
     path.write_bytes(bytes(content))
     return path
@@ -565,12 +565,12 @@ def test_a_damaged_npz_is_read_right_or_refused(data, tmp_path):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(content[: data.draw(st.integers(len(content) // 2, len(content)))]))
     try:
-        found = load_own(path, "a")
+        dataset = load_own(path, "a")
     except DataError as error:
         assert str(path) in str(error)
     else:
-        assert found.x.tolist() == x.tolist()
-        assert found.y.tolist() == [0, 1] * 3
+        assert dataset.x.tolist() == x.tolist()
+        assert dataset.y.tolist() == [0, 1] * 3
 
 
 @pytest.mark.parametrize(
@@ -600,7 +600,7 @@ def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
 def test_what_does_not_fit_into_memory_is_not_read(tmp_path):
     for name in ("a.csv", "a.json"):
         with (tmp_path / name).open("wb") as file:
-            file.truncate(1 << 42)  # 4 TiB of nothing, which takes no space
+            file.truncate(1 << 42)  # a sparse file of 4 TiB, which takes no space
     refused(load_own, tmp_path / "a.csv", "a", match="more than fits into memory")
     digits = load_dataset(DataSettings(), tmp_path, 1)
     chosen = DataSettings(partition="file", partition_file=str(tmp_path / "a.json"), num_clients=2)
@@ -612,12 +612,12 @@ def test_what_does_not_fit_into_memory_is_not_read(tmp_path):
 def test_any_bytes_as_a_table(content, tmp_path):
     path = write(tmp_path / "a.csv", content)
     try:
-        found = load_own(path, "a")
+        dataset = load_own(path, "a")
     except DataError as error:
         assert str(path) in str(error)
     else:
-        assert len(found) > 0
-        assert found.task.num_classes > 1
+        assert len(dataset) > 0
+        assert dataset.task.num_classes > 1
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"{", b"[1e999]", b"9" * 5000, b'{"users": 3}', b"\xff", b"null"])
@@ -679,7 +679,7 @@ def test_a_small_pickle_of_very_many_numbers_is_refused_at_once(x, message, tmp_
     refused(load_own, root, "p", match=message)
 
 
-def test_a_row_that_stands_in_many_places_is_read(tmp_path):
+def test_a_row_that_is_shared_in_a_pickle_is_read(tmp_path):
     row = [0.5] * 1000
     root = pfllib(tmp_path / "p", ([row] * 500, [0, 1] * 250))
     assert load_own(root, "p").x.shape == (1000, 1000)
@@ -712,31 +712,31 @@ def damage(root):
     write(root / "b" / "text.jpg", b"hello")
     os.mkfifo(root / "b" / "pipe.png")
     noise(np.random.default_rng(1), (40, 40, 3)).save(root / "b" / "cut.png")
-    write(root / "b" / "cut.png", (root / "b" / "cut.png").read_bytes()[:2000])  # its size and colours are known
+    write(root / "b" / "cut.png", (root / "b" / "cut.png").read_bytes()[:2000])  # its header is intact
 
 
 def test_all_images_that_cannot_be_read_are_told(tmp_path):
     damage(images(tmp_path))
-    told = refused(load_own, tmp_path, "a", match="5 of 11 images cannot be read")
-    assert "skip-unreadable" not in told  # that is for a site
-    told = refused(own_site, tmp_path, site_of_images(), match="5 of 11 images cannot be read")
-    assert told.endswith("; with skip-unreadable=true in its node config a site goes on without such files")
+    message = refused(load_own, tmp_path, "a", match="5 of 11 images cannot be read")
+    assert "skip-unreadable" not in message  # skip-unreadable is a setting of a site
+    message = refused(own_site, tmp_path, site_of_images(), match="5 of 11 images cannot be read")
+    assert message.endswith("; with skip-unreadable=true in its node config a site goes on without such files")
 
 
 def site_of_images():
     return DataSettings(dataset="sites", sample_kind="image", input_shape="1x4x4", classes="a,b")
 
 
-def test_a_site_goes_on_without_them_if_it_says_so(tmp_path):
-    whole, _ = own_site(images(tmp_path / "whole"), site_of_images())
+def test_a_site_skips_unreadable_images_on_request(tmp_path):
+    intact, _ = own_site(images(tmp_path / "whole"), site_of_images())
     damage(images(tmp_path / "torn"))
-    found, part = own_site(tmp_path / "torn", site_of_images(), skip=True)
-    assert (found.x.tolist(), found.y.tolist(), found.skipped) == (whole.x.tolist(), whole.y.tolist(), 5)
-    assert found.notes[0].startswith("5 of 11 image files cannot be read and are left out: a/empty.png, a/torn.png")
+    dataset, part = own_site(tmp_path / "torn", site_of_images(), skip=True)
+    assert (dataset.x.tolist(), dataset.y.tolist(), dataset.skipped) == (intact.x.tolist(), intact.y.tolist(), 5)
+    assert dataset.notes[0].startswith("5 of 11 image files cannot be read and are left out: a/empty.png, a/torn.png")
     assert len(part.train[0]) + len(part.test[0]) == 6
 
 
-def test_neither_size_nor_colours_are_those_of_a_file_that_is_left_out(tmp_path):
+def test_a_skipped_file_decides_neither_size_nor_colours(tmp_path):
     damage(images(tmp_path))
     assert read_own(tmp_path, skip_unreadable=True).x.shape == (6, 4, 4, 1)
 
@@ -757,13 +757,13 @@ def test_images_that_together_do_not_fit_into_memory_are_refused(tmp_path):
     refused(own_site, tmp_path, settings, match="input-shape|more than fits into memory")
 
 
-def test_folders_are_ordered_as_numbers_if_they_are(tmp_path):
+def test_numeric_folder_names_are_ordered_as_numbers(tmp_path):
     for name in ("10", "9", "1"):
         (tmp_path / name).mkdir()
         Image.new("L", (2, 2), int(name)).save(tmp_path / name / "1.png")
-    found = load_own(tmp_path, "a")
-    assert found.task.class_names == ("1", "9", "10")
-    assert [int(found.task.class_names[y]) for y in found.y] == found.x[:, 0, 0, 0].tolist()
+    dataset = load_own(tmp_path, "a")
+    assert dataset.task.class_names == ("1", "9", "10")
+    assert [int(dataset.task.class_names[y]) for y in dataset.y] == dataset.x[:, 0, 0, 0].tolist()
 
 
 def test_a_closed_folder_is_one_line(tmp_path):

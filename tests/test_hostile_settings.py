@@ -1,7 +1,7 @@
-"""Every setting at values it cannot have, made from the declarations, and at the edges of what it can have.
+"""Every setting at invalid values, derived from its declaration, and at the edges of its range.
 
-Each ends in one line that names the key, the value and what is allowed, or in what was given; a run at an edge ends
-in finite numbers, or in one such line.
+An invalid value gives an error of one line with the key, the value and the allowed values. A valid value is stored
+unchanged. A run at an edge gives finite numbers or an error of one line.
 """
 
 import dataclasses
@@ -50,11 +50,11 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 def outside(rule: Setting, kind: type) -> list[Any]:
-    """Return numbers right outside the range of a setting."""
+    """Return the numbers next to the range of a setting, outside it."""
     step = (lambda x, way: int(x) + way) if kind is int else (lambda x, way: math.nextafter(x, way * math.inf))
-    found = [step(rule.minimum, -1)] if rule.minimum > -math.inf else []
-    found += [kind(rule.above), -1 if kind is int else -5e-324] if rule.above > -math.inf else []
-    return found + ([step(rule.most, 1)] if rule.most < math.inf else [])
+    numbers = [step(rule.minimum, -1)] if rule.minimum > -math.inf else []
+    numbers += [kind(rule.above), -1 if kind is int else -5e-324] if rule.above > -math.inf else []
+    return numbers + ([step(rule.most, 1)] if rule.most < math.inf else [])
 
 
 def wrong_values(key: str) -> list[Any]:
@@ -95,8 +95,8 @@ def test_the_edges_of_a_range_are_inside_it(key: str) -> None:
     if rule.most == math.inf:
         edges.append(BIG)
     for value in edges:
-        found = checked({key: value}, DECLARED, "a test")[key]
-        assert found == value and type(found) is kind
+        parsed = checked({key: value}, DECLARED, "a test")[key]
+        assert parsed == value and type(parsed) is kind
 
 
 def test_a_key_that_would_break_the_line_is_quoted() -> None:
@@ -167,8 +167,8 @@ NUMBERS = {
 }
 
 
-def meant(key: str, text: str) -> Any:
-    """Return what a word stands for in YAML 1.2, None where it stands for nothing that the setting can be."""
+def expected_value(key: str, text: str) -> Any:
+    """Return the value of a word in YAML 1.2, or None if it is not a valid value of the setting."""
     kind, rule = rule_of(key)
     plain = text.partition(" #")[0].strip(" \n\r\x85\u2028\u2029")  # PyYAML breaks lines as YAML 1.1 does
     if rule.number_or and plain == rule.number_or:
@@ -176,12 +176,12 @@ def meant(key: str, text: str) -> Any:
     value: Any = None
     try:
         if kind in (int, float):
-            whole = int(plain, 10 if plain.lstrip("+-").isdecimal() else 0) if NUMBERS[int].fullmatch(plain) else None
-            value = float(plain) if whole is None and NUMBERS[kind].fullmatch(plain) else whole
+            integer = int(plain, 10 if plain.lstrip("+-").isdecimal() else 0) if NUMBERS[int].fullmatch(plain) else None
+            value = float(plain) if integer is None and NUMBERS[kind].fullmatch(plain) else integer
             value = None if value is None else kind(value)
         elif kind is bool:
             value = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(plain)
-        elif text[:1] in ("'", '"'):  # quotes of YAML, where they are whole
+        elif text[:1] in ("'", '"'):  # complete quotes of YAML
             value = yaml.load(text, yaml.BaseLoader)
             value = value if isinstance(value, str) else text
         else:
@@ -197,7 +197,7 @@ def meant(key: str, text: str) -> Any:
 
 
 def check_word(key: str, text: str) -> None:
-    expected = meant(key, text)
+    expected = expected_value(key, text)
     if key == "method" and expected not in METHODS:
         expected = None
     if expected is None:
@@ -246,7 +246,7 @@ def test_a_path_that_cannot_be_is_one_line(
     np.savez(tmp_path / "own.npz", x_train=np.zeros((8, 2)), y_train=np.arange(8) % 2)
     words = {"dataset": "own.npz", "num-clients": 2, "partition": "iid", "method": "fedavg"}
     words |= {"partition": "file"} if key == "partition-file" else {}
-    words |= {"run-name": "/"}  # whatever gets so far stops there
+    words |= {"run-name": "/"}  # an invalid name stops every command that accepts the path
     status = cli.main(["run", *(f"{k}={v}" for k, v in {**words, key: text}.items())])
     lines = capsys.readouterr().err.splitlines()
     assert status == 2 and len(lines) == 1 and lines[0].startswith("posy: ")
@@ -271,7 +271,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tried(data: Path, tmp_path: Path) -> Callable[..., Path | str]:
-    """Return what runs and checks a run, and returns its folder, or the line it ended in."""
+    """Return a function that starts a run, checks its numbers, and returns its folder or its error message."""
 
     def attempt(method: str, settings: dict[str, Any]) -> Path | str:
         common = {
@@ -460,18 +460,18 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "said"), EDGES, ids=[" ".join(f"{k}={str(v)[:20]}" for k, v in e[1].items()) for e in EDGES]
+    ("method", "settings", "part"), EDGES, ids=[" ".join(f"{k}={str(v)[:20]}" for k, v in e[1].items()) for e in EDGES]
 )
 def test_a_run_at_the_edge_ends_in_finite_numbers_or_in_one_line(
-    method: str, settings: dict[str, Any], said: str, tried: Callable[..., Path | str]
+    method: str, settings: dict[str, Any], part: str, tried: Callable[..., Path | str]
 ) -> None:
     ended = tried(method, settings)
-    assert isinstance(ended, Path) if not said else said in str(ended)
+    assert isinstance(ended, Path) if not part else part in str(ended)
 
 
-def test_every_own_number_of_a_method_is_tried_at_an_edge() -> None:
-    own = {key_of(f.name, m) for m in METHODS for f in dataclasses.fields(settings_class(m)) if f.type in (int, float)}
-    assert own <= {key for _, settings, _ in EDGES for key in settings} | {
+def test_every_numeric_setting_of_a_method_is_tried_at_an_edge() -> None:
+    keys = {key_of(f.name, m) for m in METHODS for f in dataclasses.fields(settings_class(m)) if f.type in (int, float)}
+    assert keys <= {key for _, settings, _ in EDGES for key in settings} | {
         "fedrep-head-epochs",
         "confree-head-epochs",
         "fedpac-head-epochs",

@@ -1,4 +1,4 @@
-"""The processes that `posy superlink` keeps: they end with it, however it ends."""
+"""The processes that `posy superlink` starts end with it, also when it is killed."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def children(process: int) -> list[int]:
 
 
 def command(process: int) -> str:
-    """Return the command line of a process; a process that has ended has none."""
+    """Return the command line of a process, empty if the process has ended."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""optimizer-state = kept: momentum and Adam's moments go on from a client's last round."""
+"""With optimizer-state = kept, momentum and Adam's moments continue from a client's last round."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,10 +19,10 @@ OPTIMISERS = {
 SMALL = {"max_samples": 240, "num_clients": 3, "model": "mlp", "batch_size": 1000, "device": "cpu"}
 
 
-def trained(folder: Path, name: str, rounds: int, epochs: int, **given: object) -> list[np.ndarray]:
-    """Return the served or own models of a run whose mini-batches hold all samples."""
+def trained(folder: Path, name: str, rounds: int, epochs: int, **settings: object) -> list[np.ndarray]:
+    """Return the flat vector of each client's stored model after a run."""
     posy.run(
-        **{"method": "local", **SMALL, **given},
+        **{"method": "local", **SMALL, **settings},
         num_server_rounds=rounds,
         local_epochs=epochs,
         output_dir=str(folder),
@@ -30,36 +30,36 @@ def trained(folder: Path, name: str, rounds: int, epochs: int, **given: object) 
         save_models=True,
     )
     files = sorted((folder / name).rglob("client-*.safetensors"))
-    assert len(files) == given.get("num_clients", 3)
+    assert len(files) == settings.get("num_clients", 3)
     return [np.concatenate([t.ravel() for t in posy.storage.read_arrays(file)[0].values()]) for file in files]
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_two_rounds_of_local_training_are_one_of_twice_the_epochs(tmp_path: Path, name: str) -> None:
-    """Where a batch holds all samples, only the optimiser's state can tell them apart; fresh, it does."""
+def test_two_rounds_of_local_training_equal_one_of_twice_the_epochs(tmp_path: Path, name: str) -> None:
+    """With full batches, the runs differ only in the optimiser's state. A fresh state changes the models."""
     settings = OPTIMISERS[name]
     long = trained(tmp_path, "long", 1, 4, **settings)
-    kept = trained(tmp_path, "kept", 2, 2, optimizer_state="kept", **settings)
+    continued = trained(tmp_path, "kept", 2, 2, optimizer_state="kept", **settings)
     fresh = trained(tmp_path, "fresh", 2, 2, **settings)
-    for one, two, other in zip(long, kept, fresh, strict=True):
-        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
-        assert np.abs(other - one).max() > 1e-4
+    for expected, two, other in zip(long, continued, fresh, strict=True):
+        np.testing.assert_allclose(two, expected, rtol=1e-4, atol=1e-6)
+        assert np.abs(other - expected).max() > 1e-4
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "ditto", "fedfew"])
-def test_stacked_clients_keep_what_single_ones_keep(tmp_path: Path, method: str, name: str) -> None:
-    """Also clients with fewer batches than others, and one that was not in the first rounds."""
+def test_stacked_clients_keep_the_same_state_as_single_clients(tmp_path: Path, method: str, name: str) -> None:
+    """Include clients with fewer batches, and a client that joins after the first rounds."""
     settings = {**OPTIMISERS[name], "method": method, "optimizer_state": "kept", "batch_size": 16}
     settings |= {"num_clients": 5, "fraction_train": 0.6, "full_last_round": True}
     loop, vmap = (trained(tmp_path, stack, 3, 1, stack=stack, **settings) for stack in ("loop", "vmap"))
-    for one, two in zip(loop, vmap, strict=True):
-        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
+    for expected, two in zip(loop, vmap, strict=True):
+        np.testing.assert_allclose(two, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_runs_with_what_is_kept(tmp_path: Path, method: str) -> None:
-    """Also methods that prescribe plain steps, and PPFE, whose network grows; SCAFFOLD refuses it."""
+def test_every_method_runs_with_a_kept_state(tmp_path: Path, method: str) -> None:
+    """Include methods that require plain steps, and PPFE, whose network grows. SCAFFOLD refuses the setting."""
     refused: Any = pytest.raises(SettingsError, match="a stored momentum") if method == "scaffold" else nullcontext()
     with refused:
         trained(tmp_path, "run", 3, 1, method=method, optimizer_state="kept", momentum=0.5, batch_size=32)

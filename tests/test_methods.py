@@ -1,4 +1,4 @@
-"""Parity: what every method must do alike, whatever its mathematics.
+"""Parity tests: behaviour that every method shares.
 
 The four clients of the tiny data set have three classes, two, one, and a single training sample without a test.
 """
@@ -20,7 +20,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 
 
 class BackwardsGrid(InProcessGrid):
-    """Delivers the replies in the reverse order."""
+    """A grid that delivers the replies in reverse order."""
 
     def send_and_receive(self, messages, *, timeout=None):
         return list(super().send_and_receive(messages, timeout=timeout))[::-1]
@@ -67,7 +67,7 @@ def test_order_of_the_replies_does_not_matter(make_config, federate, method):
 
 @every_method
 def test_results_of_every_client_are_recorded(make_config, federate, method):
-    """Client 3 has nothing to test on; Local serves no model."""
+    """Client 3 has no test samples. Local serves no model."""
     finished = federate(make_config(method, fedfomo_validation=0.0))
     assert [r.dropped for r in finished.records] == [[]] * 3
     for point in ("served_accuracy", "local_accuracy"):
@@ -94,7 +94,7 @@ def test_training_lowers_the_loss(make_config, federate, method):
 
 @every_method
 def test_partial_participation_and_its_cohorts(make_config, federate, method):
-    """30 % of four clients are two; drawn from seed and round, so alike for all methods (PPFE: but at stage ends)."""
+    """A cohort is two of four clients, drawn from seed and round. All methods agree, except PPFE at stage ends."""
     settings = {"num_server_rounds": 5, "fraction_train": 0.3}
     finished = federate(make_config(method, **settings, pfedme_clients="cohort"))
     cohorts = [r.cohort for r in finished.records]
@@ -114,7 +114,7 @@ def test_partial_participation_and_its_cohorts(make_config, federate, method):
 
 @pytest.mark.parametrize("method", ["local", "fedavg", "fedrep", "ditto", "ppfe", "fedas"])
 def test_all_clients_take_part_in_a_full_last_round(make_config, federate, method):
-    """But those that are set aside; all other rounds are as they are without."""
+    """The last round omits only held-out clients. All other rounds have the usual cohorts."""
     settings = {"num_server_rounds": 4, "fraction_train": 0.3, "holdout_clients": 0.25}
     full, usual = (federate(make_config(method, full_last_round=on, **settings)) for on in (True, False))
     *before, last = full.records
@@ -125,8 +125,8 @@ def test_all_clients_take_part_in_a_full_last_round(make_config, federate, metho
 
 
 @every_method
-def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, method, tmp_path):
-    """Through a safetensors file: a fresh strategy then sends every client the same."""
+def test_state_of_the_server_can_be_stored_and_loaded(make_config, federate, method, tmp_path):
+    """A new strategy that loads the state from a safetensors file serves the same arrays to every client."""
     config = make_config(method, num_server_rounds=5, fraction_train=0.3, pfedme_clients="cohort")
     strategy = federate(config).strategy
     state = strategy.server_state()
@@ -152,8 +152,8 @@ def test_state_of_the_server_can_be_stored_and_taken_up(make_config, federate, m
 
 
 @every_method
-def test_client_that_raises_is_as_one_that_was_not_asked(make_config, federate, failing, method):
-    """It is dropped and recorded, the round goes on with the others, and the next round has it again."""
+def test_client_that_raises_counts_as_absent(make_config, federate, failing, method):
+    """The client is dropped and recorded. The round continues without it, and the next round includes it."""
     config = make_config(method, num_server_rounds=4)
     failed = federate(config, grid=failing(("train", 2, 1)))
     assert [[c for c, _ in r.dropped] for r in failed.records] == [[], [1], [], []]
@@ -168,24 +168,24 @@ def test_client_that_raises_is_as_one_that_was_not_asked(make_config, federate, 
     left_out = federate(config, prepare=leave_out)
     assert_same_run(failed, left_out)
     if method != "local":
-        whole = federate(config).strategy.server_state()
+        complete = federate(config).strategy.server_state()
         state = failed.strategy.server_state()
-        assert any(state[n].shape != whole[n].shape or (state[n] != whole[n]).any() for n in whole)
+        assert any(state[n].shape != complete[n].shape or (state[n] != complete[n]).any() for n in complete)
 
 
 @every_method
 def test_client_that_raises_in_an_evaluation_changes_nothing_but_its_scores(make_config, federate, failing, method):
     config = make_config(method)
     failed = federate(config, grid=failing(("evaluate", 2, 1)))
-    whole = federate(config)
+    complete = federate(config)
     assert [[c for c, _ in r.dropped] for r in failed.records] == [[], [1], []]
-    assert_same_state(failed.strategy.server_state(), whole.strategy.server_state())
-    assert failed.column("served_accuracy")[2] == whole.column("served_accuracy")[2]
+    assert_same_state(failed.strategy.server_state(), complete.strategy.server_state())
+    assert failed.column("served_accuracy")[2] == complete.column("served_accuracy")[2]
     assert 1 not in failed.column("served_accuracy")[1]
 
 
 @every_method
-def test_round_with_too_few_good_replies_leaves_the_state(make_config, federate, failing, method):
+def test_round_with_too_few_replies_does_not_change_the_state(make_config, federate, failing, method):
     after = {}
 
     def note_states(strategy):
@@ -224,7 +224,7 @@ SAME = ("fedfew", "cwfedavg", "fedacs", "fedavg", "fedprox", "fedrep", "fedamp",
 
 @pytest.mark.parametrize("method", [*SAME, "fedpac", "fedas"])
 def test_one_client_is_served_what_it_trained(make_config, federate, method):
-    """A mean over one client is that client's model (FedFew: with K = 1)."""
+    """A mean over one client is the client's model (FedFew with K = 1)."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 4)).astype(np.float32), np.arange(20) % 2
     data = (x, y, [range(12)], [range(12, 20)])
@@ -236,7 +236,7 @@ def test_one_client_is_served_what_it_trained(make_config, federate, method):
 
 @every_method
 def test_every_client_with_one_class_and_few_samples(make_config, federate, method):
-    """Batches of one, classes that a client has never seen: everything stays finite."""
+    """With batches of one and clients that lack classes, all arrays stay finite."""
     rng = np.random.default_rng(0)
     y = np.array([0] * 4 + [1] * 4 + [2] * 4)
     x = (rng.normal(size=(12, 3)) + 3 * np.eye(3)[y]).astype(np.float32)
@@ -249,18 +249,18 @@ def test_every_client_with_one_class_and_few_samples(make_config, federate, meth
 
 @every_method
 def test_reply_names_its_client_and_has_the_expected_shapes(make_config, federate, method):
-    seen = []
+    contents = []
 
     class Watching(InProcessGrid):
         def _answers(self, messages, end):
             replies = super()._answers(messages, end)
-            if messages[0].metadata.message_type == "train" and not seen:
-                seen.extend(reply.content for reply in replies)
+            if messages[0].metadata.message_type == "train" and not contents:
+                contents.extend(reply.content for reply in replies)
             return replies
 
     finished = federate(make_config(method), grid=Watching)
     fresh = strategy_class(method)(finished.strategy.settings, finished.strategy.architecture)
-    assert [content.config_records["config"]["client"] for content in seen] == [0, 1, 2, 3]
-    for client, content in enumerate(seen):
+    assert [content.config_records["config"]["client"] for content in contents] == [0, 1, 2, 3]
+    for client, content in enumerate(contents):
         shapes = [array.numpy().shape for array in content.array_records["arrays"].values()]
         assert shapes == fresh.expected_shapes(client)

@@ -1,4 +1,4 @@
-"""Errors that users make end in one line, at once, whatever starts the run."""
+"""A user's error gives one line at once, in the command line and in the ServerApp's log."""
 
 import io
 import logging
@@ -51,7 +51,7 @@ def test_an_error_of_the_program_keeps_its_traceback() -> None:
     assert "KeyError: 'x'" in logged(KeyError("x"))
 
 
-def test_the_server_app_logs_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_app_uses_the_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(Exception):  # noqa: N818
         pass
 
@@ -94,18 +94,18 @@ def test_a_partition_that_cannot_be_drawn_fails_at_once(settings: DataSettings) 
 
 
 def test_the_share_of_clients_without_samples_by_hand() -> None:
-    """One class of one sample and two clients: one of the two has it, whatever the shares."""
+    """With a single sample and two clients, one client lacks samples, for any shares."""
     settings = DataSettings(num_clients=2)
     assert assign._share_lacking(np.array([1]), settings, 1) == 0.5
     assert assign._share_lacking(np.array([1]), settings, 2) == 1
     assert assign._share_lacking(np.array([1000, 0]), DataSettings(num_clients=2, dirichlet_alpha=1e3), 1) == 0
-    # With alpha = 1 the first client's share is uniform: of two samples it gets none with probability 1/2.
+    # With alpha = 1 the first client's share is uniform, so it gets neither of two samples with probability 1/2.
     first = assign._share_lacking(np.array([2]), settings.__class__(num_clients=2, dirichlet_alpha=1.0), 1)
     assert first == pytest.approx((0.5 + 0.0) / 2, abs=0.01)
 
 
-def test_a_partition_that_a_few_draws_find_is_what_it_was() -> None:
-    """The estimate draws from another generator, and a rare success is still found."""
+def test_a_partition_that_needs_several_draws_is_found() -> None:
+    """The estimate uses another generator, so the partition is unchanged, and a rare valid draw is accepted."""
     digits = load_dataset(DataSettings(), Path(), 0)
     parts = partition(digits, DataSettings(num_clients=20, dirichlet_alpha=0.05), 0)
     sizes = [len(train) + len(test) for train, test in zip(parts.train, parts.test, strict=True)]

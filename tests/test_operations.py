@@ -1,4 +1,4 @@
-"""What docs/federation.md says under "Operations", with a SuperLink and two nodes: each step as it is typed there."""
+"""Run the commands in the section "Operations" of docs/federation.md, with a SuperLink and two nodes."""
 
 import csv
 import re
@@ -25,7 +25,7 @@ NAMES = ("site-a", "site-b")
 
 
 class Sites(Deployment):
-    """A SuperLink and two nodes; the machine of site-a has a folder of certificates of its own."""
+    """A SuperLink and two nodes with partitions of one data set."""
 
     def __init__(self, folder: Path) -> None:
         x, y = load_digits(return_X_y=True)
@@ -47,7 +47,7 @@ class Sites(Deployment):
         return [f"{key}={value}" for key, value in settings.items()]
 
     def documented(self, text: str) -> str:
-        """Carry out a command that the page shows, here with this federation's ports; return what it has said."""
+        """Run a command from the page with the ports of this federation, and return its output."""
         assert f"posy {text}" in PAGE, text
         words = text.replace("localhost:8000", self.control).split()
         words += self.where if words[0] in ("register", "unregister", "status") else []
@@ -55,7 +55,7 @@ class Sites(Deployment):
         return done.stdout + done.stderr
 
     def shows(self, address: str, certificate: x509.Certificate) -> bool:
-        """Tell whether a port shows a certificate."""
+        """Return whether a port presents a certificate."""
         host, _, port = address.partition(":")
         try:
             shown = ssl.get_server_certificate((host, int(port)), timeout=5.0)
@@ -73,51 +73,51 @@ class Sites(Deployment):
         return done.stdout
 
     def whole_after(self, run: str, count: int) -> bool:
-        """Tell whether both clients have taken part in a round after the first ``count``."""
+        """Return whether both clients took part in a round after the first ``count`` rounds."""
         return any(row["cohort"] == 2 and not row["dropped"] for row in self.rounds(run)[count:])
 
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
     folder = tmp_path_factory.mktemp("operations")
-    made = Sites.__new__(Sites)
-    made.processes = {}
+    deployment = Sites.__new__(Sites)
+    deployment.processes = {}
     try:
-        made.__init__(folder)  # type: ignore[misc]
-        yield made
+        deployment.__init__(folder)  # type: ignore[misc]
+        yield deployment
     finally:
-        made.stop()
+        deployment.stop()
 
 
 @pytest.fixture(scope="module")
 def going(sites: Sites) -> Sites:
-    """Begin a run that goes on through all that is renewed."""
+    """Start a run that continues while certificates and keys are renewed."""
     sites.submit("long", *sites.settings(100_000))
     sites.until(lambda: len(sites.rounds("long")) >= 2, "run-long", MOST)
     return sites
 
 
-def test_status_tells_what_goes_on(going: Sites) -> None:
-    seen = going.posy("status", *going.where).stdout
-    assert re.search(r"long +fedrep +running .* \d+/100000\b", seen)
+def test_status_shows_the_run_and_the_nodes(going: Sites) -> None:
+    output = going.posy("status", *going.where).stdout
+    assert re.search(r"long +fedrep +running .* \d+/100000\b", output)
     for name in NAMES:
-        line = next(line for line in seen.splitlines() if line.split()[:2] == [name, "online"])
+        line = next(line for line in output.splitlines() if line.split()[:2] == [name, "online"])
         assert re.search(r"(trains in round \d+ of long|evaluates in round \d+ of long|waits)", line), line
         assert " right " in line
         assert "1.39." in line
-    assert "free disk for the state" in seen
-    assert str(going.folder / "runs") in seen
+    assert "free disk for the state" in output
+    assert str(going.folder / "runs") in output
     elsewhere = going.posy("status", *going.where, "--state", "nowhere").stdout
     assert "is known on the SuperLink's machine" in elsewhere
     assert " 1.39." not in elsewhere
 
 
 def test_doctor_finds_nothing_wrong_on_server_and_site(going: Sites) -> None:
-    found = going.doctor()
-    assert "error" not in found
-    assert "stranger.pub is not registered" in found
-    assert "2 of 2 registered nodes are online" in found
-    assert "versions and clocks of 2 of 2 nodes are known" in found
+    output = going.doctor()
+    assert "error" not in output
+    assert "stranger.pub is not registered" in output
+    assert "2 of 2 registered nodes are online" in output
+    assert "versions and clocks of 2 of 2 nodes are known" in output
     where = ["--superlink", going.fleet, "--root-certificates", str(going.ca)]
     before = len(going.rounds("long"))
     site = going.posy("doctor", *where, "--key", "certificates/site-a.key", f"data={going.folder / 'data.npz'}").stdout
@@ -128,17 +128,17 @@ def test_doctor_finds_nothing_wrong_on_server_and_site(going: Sites) -> None:
     going.until(lambda: going.whole_after("long", before + 1), "run-long", MOST)
 
 
-def test_a_renewed_certificate_is_taken_up_while_a_run_goes_on(going: Sites) -> None:
+def test_a_renewed_certificate_is_loaded_during_a_run(going: Sites) -> None:
     files = Files(going.folder / "certificates")
     [before] = read_certificates(files.server)
-    seen = len(going.rounds("long"))
+    count = len(going.rounds("long"))
     going.documented("certificates certificates --renew")
     [after] = read_certificates(files.server)
     assert after != before
     for address in (going.control, going.fleet):
         going.until(lambda address=address: going.shows(address, after), "superlink", MOST)
     assert "has changed: the SuperLink starts again with it" in going.log("superlink")
-    going.until(lambda: going.whole_after("long", seen + 1), "run-long", MOST)
+    going.until(lambda: going.whole_after("long", count + 1), "run-long", MOST)
     assert read_certificates(next(files.folder.glob("server.pem.*"))) == [before]
     assert "error" not in going.doctor()
 
@@ -150,23 +150,23 @@ def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
     assert "beside the old" in going.documented(register)
     with pytest.raises(LaunchError, match="keeps its old key: its node was not online with the new one"):
         going.documented(register)
-    seen = len(going.rounds("long"))
-    going.until(lambda: going.whole_after("long", seen), "run-long", MOST)  # with the old key
+    count = len(going.rounds("long"))
+    going.until(lambda: going.whole_after("long", count), "run-long", MOST)  # with the old key
     node = going.processes["site-a"]
     node.send_signal(signal.SIGINT)
     node.wait(MOST)
     going.bring_up(0)
     going.until(lambda: going.ready("site-a"), "site-a", MOST)
-    seen = len(going.rounds("long"))
-    going.until(lambda: going.whole_after("long", seen + 1), "run-long", MOST)
+    count = len(going.rounds("long"))
+    going.until(lambda: going.whole_after("long", count + 1), "run-long", MOST)
     assert "site-a (client 0) is back" in going.log("run-long")
     assert "has its new key only" in going.documented(register)
     [old] = (going.folder / "certificates").glob("site-a.key.*")
     where = ["--superlink", going.fleet, "--root-certificates", str(going.ca)]
     with pytest.raises(LaunchError, match=rf"{old.name} is not registered"):
         going.posy("doctor", *where, "--key", str(old))
-    seen = len(going.rounds("long"))
-    going.until(lambda: going.whole_after("long", seen), "run-long", MOST)
+    count = len(going.rounds("long"))
+    going.until(lambda: going.whole_after("long", count), "run-long", MOST)
     with (going.results("long") / "clients.csv").open() as file:
         sites = {row["partition"]: row["site"] for row in csv.DictReader(file)}
     assert sites == {"0": "site-a", "1": "site-b"}
@@ -191,14 +191,14 @@ def test_a_lost_state_is_restored_and_the_run_resumed(going: Sites) -> None:
     def online() -> bool:
         if "Starting Fleet API" not in going.log("superlink")[going._before["superlink"] :]:
             return False
-        seen = [line.split()[:2] for line in going.documented("status").splitlines()]
-        return all([name, "online"] in seen for name in NAMES)
+        words = [line.split()[:2] for line in going.documented("status").splitlines()]
+        return all([name, "online"] in words for name in NAMES)
 
     going.until(online, "superlink", MOST)
-    seen = len(going.rounds("long"))
+    count = len(going.rounds("long"))
     assert "posy run --superlink localhost:8000 resume=long" in PAGE
-    going.run_again("long", f"num-server-rounds={seen + 3}")
+    going.run_again("long", f"num-server-rounds={count + 3}")
     rounds = going.rounds("long")
-    assert [row["round"] for row in rounds] == list(range(1, seen + 4))
+    assert [row["round"] for row in rounds] == list(range(1, count + 4))
     assert rounds[-1]["cohort"] == 2
     assert going.summary("long")["status"] == "completed"

@@ -1,4 +1,4 @@
-"""Properties of every method: a run equals an independent run or computation, or it is refused with a reason.
+"""Properties of every method: a run equals another run, or Posy refuses it with a reason.
 
 Batches are full, so no order of samples matters. Pixels are scaled by constants, so no statistic of the data changes
 with the number of clients. Each client has six training samples of one class and three of another.
@@ -41,16 +41,16 @@ BASE = {
     "fedbabu_epochs": 1,
 }
 LOST = 5
-"""The round before whose training a client loses its state; PPFE's clients have one from its second stage on."""
+"""A client loses its state before it trains in this round. PPFE's clients have a state from the second stage."""
 
 FOR_NEWCOMERS = {"split_models", "split_updates", "split_sides"}
-"""What CFL's server stores only where a newcomer will need it."""
+"""Arrays that CFL's server stores only when a run holds out clients."""
 
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
 def data_of(clients, repeats=1):
-    """Return x, y, train and test indices; samples of a client's minority class come ``repeats`` times."""
+    """Return x, y, train and test indices. Training repeats samples of a client's minority class ``repeats`` times."""
     rng = np.random.default_rng(3)
     centres = rng.normal(128, 40, (3, 4, 4))
     x, y, train, test = [], [], [], []
@@ -77,21 +77,21 @@ def assert_equal_runs(first, second, clients=4):
     states = [finished.strategy.server_state() for finished in (first, second)]
     assert states[0].keys() == states[1].keys()
     for name in states[0].keys() - FOR_NEWCOMERS:
-        one, other = rows(states[0][name], first), rows(states[1][name], second)
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-6, err_msg=name)
+        expected, actual = rows(states[0][name], first), rows(states[1][name], second)
+        np.testing.assert_allclose(expected, actual, rtol=1e-4, atol=2e-6, err_msg=name)
     for client in range(clients):
-        one, other = first.kept(client), second.kept(client)
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-6, err_msg=name)
+        expected, actual = first.kept(client), second.kept(client)
+        assert expected.keys() == actual.keys()
+        for name in expected:
+            np.testing.assert_allclose(expected[name], actual[name], rtol=1e-4, atol=2e-6, err_msg=name)
     for column in SCORES:
         for rows_of in zip(first.column(column), second.column(column), strict=True):
-            one, other = ({c: value for c, value in row.items() if c < clients} for row in rows_of)
-            assert one == pytest.approx(other, rel=1e-3, abs=1e-5), column
+            expected, actual = ({c: value for c, value in row.items() if c < clients} for row in rows_of)
+            assert expected == pytest.approx(actual, rel=1e-3, abs=1e-5), column
 
 
 def without(client, rounds):
-    """Return what leaves a client out of the cohorts of some rounds."""
+    """Return a function that removes a client from the cohorts of some rounds."""
 
     def prepare(strategy):
         cohort = strategy.cohort
@@ -101,7 +101,7 @@ def without(client, rounds):
 
 
 def without_cohort(number):
-    """Return what leaves one round without any cohort."""
+    """Return a function that empties the cohort of a round."""
 
     def prepare(strategy):
         cohort = strategy.cohort
@@ -115,7 +115,7 @@ def without_cohort(number):
 
 @every_method
 def test_members_do_not_notice_a_client_that_is_held_out(make_config, federate, method):
-    """The fifth client never trains: the members' run equals a run of four clients."""
+    """The fifth client never trains, so the run of the other clients equals a run of four clients."""
     if method == "feddrm":
         pytest.skip("FedDRM's routing head has one output for each client of the federation, newcomers included")
     seed = next(s for s in range(100) if numpy_generator(s, "holdout").choice(5, 1, replace=False)[0] == 4)
@@ -126,7 +126,7 @@ def test_members_do_not_notice_a_client_that_is_held_out(make_config, federate, 
 
 @every_method
 def test_a_lost_reply_counts_as_an_absence(make_config, federate, failing, method):
-    """Client 1's training of round 2 is lost: the run equals one whose cohort of round 2 lacks that client."""
+    """Client 1's reply of round 2 is lost. The run equals a run whose cohort of round 2 lacks the client."""
     config = make_config(method, data=data_of(4), **BASE)
     lost = federate(config, grid=failing((MessageType.TRAIN, 2, 1)))
     assert lost.records[1].dropped
@@ -135,7 +135,7 @@ def test_a_lost_reply_counts_as_an_absence(make_config, federate, failing, metho
 
 @every_method
 def test_a_refused_round_leaves_no_trace(make_config, federate, failing, method):
-    """Round 2 lacks a reply that ``min-train-replies`` needs: the run equals one whose round 2 trains nobody."""
+    """Round 2 has fewer replies than ``min-train-replies``. The run equals a run with an empty cohort in round 2."""
     config = make_config(method, data=data_of(4), **BASE)
     refused = federate(config | {"min-train-replies": 4}, grid=failing((MessageType.TRAIN, 2, 1)))
     assert all("train_loss" not in row for row in refused.records[1].clients.values())
@@ -143,7 +143,7 @@ def test_a_refused_round_leaves_no_trace(make_config, federate, failing, method)
 
 
 class RecordingGrid(InProcessGrid):
-    """Loses the state of client 1, and records the client's message and update of the next round."""
+    """A grid that clears client 1's state, and records the client's message and update of the next round."""
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -156,9 +156,9 @@ class RecordingGrid(InProcessGrid):
                 arrays = [array.numpy().copy() for array in message.content.array_records["arrays"].values()]
                 self.sent = arrays, dict(config)
         replies = list(super().send_and_receive(messages, timeout=timeout))
-        asked = {message.metadata.message_id: message for message in messages}
+        requests = {message.metadata.message_id: message for message in messages}
         for reply in replies:
-            config = asked[reply.metadata.reply_to_message_id].content.config_records["config"]
+            config = requests[reply.metadata.reply_to_message_id].content.config_records["config"]
             if (reply.metadata.message_type, config.get("server-round"), config.get("client")) == (
                 "train",
                 LOST + 1,
@@ -170,7 +170,7 @@ class RecordingGrid(InProcessGrid):
 
 @every_method
 def test_a_client_that_lost_its_state_trains_as_a_new_client(make_config, federate, method):
-    """After the loss the client's update equals that of a client without state on the same message."""
+    """After the loss, the client's update equals the update of a new client for the same message."""
     rounds = {"num_server_rounds": LOST + 1, "evaluate_every": LOST + 1}  # an evaluation may write state too
     config = make_config(method, data=data_of(4), **BASE | rounds)
     finished = federate(config, grid=RecordingGrid)
@@ -180,8 +180,8 @@ def test_a_client_that_lost_its_state_trains_as_a_new_client(make_config, federa
     arrays, message = grid.sent
     client = client_class(method)(1, Workspace(read_settings(config)), State())
     update, _, _ = client.fit(arrays, message)
-    for one, other in zip(update, grid.reply, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    for expected, actual in zip(update, grid.reply, strict=True):
+        np.testing.assert_allclose(expected, actual, rtol=1e-5, atol=1e-7)
 
 
 # -- BatchNorm ---------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ EVALUATION_MODE = {
 
 @pytest.fixture
 def start_file(tmp_path):
-    """Return what writes the network's initial tensors, with its running means moved by a shift."""
+    """Return a function that writes the network's initial tensors, with its running means moved by ``shift``."""
     torch.manual_seed(1)
     network = normalised(Task("image", (1, 4, 4), ("0", "1", "2")))
 
@@ -222,7 +222,7 @@ def start_file(tmp_path):
 
 
 @every_method
-def test_running_statistics_move_no_parameter(make_config, federate, start_file, tmp_path, method):
+def test_running_statistics_do_not_change_parameters(make_config, federate, start_file, tmp_path, method):
     """In training mode BatchNorm uses the batch, so a shift of the first running means changes no parameter."""
     if method in EVALUATION_MODE:
         pytest.skip(EVALUATION_MODE[method])
@@ -241,7 +241,7 @@ def test_running_statistics_move_no_parameter(make_config, federate, start_file,
 
 @every_method
 def test_running_statistics_do_not_count_in_the_norm_of_an_update(make_config, federate, start_file, method):
-    """From running means of 10,000 the statistics move by thousands, the parameters by less than 50."""
+    """The running means start at 10,000 and move by thousands, and the parameters move by less than 50."""
     settings = BASE | {"model": NETWORK, "weights": start_file(1e4), "max_update_norm": 50.0}
     finished = federate(make_config(method, data=data_of(4), **settings))
     assert [record.dropped for record in finished.records] == [[]] * 4
@@ -249,7 +249,7 @@ def test_running_statistics_do_not_count_in_the_norm_of_an_update(make_config, f
 
 @every_method
 def test_counts_and_statistics_do_not_count_in_the_norm_of_an_update(make_config, federate, method):
-    """One small step moves a model by less than 1; no client of nine samples is dropped at that limit."""
+    """A small step moves a model by less than 1, so no client of nine samples exceeds this limit."""
     if method == "fedproto":
         pytest.skip("FedProto's update is the change of its prototypes, which start at 0")
     settings = BASE | {"lr": 1e-3, "max_update_norm": 1.0}
@@ -280,7 +280,7 @@ COUNTED = {
 
 @every_method
 def test_balanced_class_weights_equal_repeated_samples(make_config, federate, method):
-    """A class of half as many samples counts as if each of them came twice; all clients have equal weights."""
+    """A class of half the size has the same effect as its samples repeated twice. All clients have equal weights."""
     settings = BASE | {"num_server_rounds": 2, "client_weights": "uniform"}
     weighted, plain = (
         federate(make_config(method, data=data_of(4), class_weights=weights, **settings))
@@ -299,7 +299,7 @@ def test_balanced_class_weights_equal_repeated_samples(make_config, federate, me
 
 @every_method
 def test_momentum_starts_afresh_in_each_round(make_config, federate, method):
-    """The first step of a round has no momentum, so in rounds of one step it changes nothing, or it is refused."""
+    """The first step of a round has no momentum, so momentum has no effect in rounds of one step, or is refused."""
     settings = BASE | {"local_steps": 1}
     plain = federate(make_config(method, data=data_of(4), **settings))
     try:
@@ -312,7 +312,7 @@ def test_momentum_starts_afresh_in_each_round(make_config, federate, method):
 
 @every_method
 def test_momentum_leaves_training_stable_or_is_refused(make_config, federate, method):
-    """Forty steps a round at momentum 0.9 and a small rate keep the loss below that of the first round."""
+    """Forty steps a round at momentum 0.9 and a small rate end with a lower loss than the first round."""
     settings = BASE | {"local_steps": 40, "lr": 0.01, "momentum": 0.9, "num_server_rounds": 12}
     try:
         finished = federate(make_config(method, data=data_of(4), **settings))
