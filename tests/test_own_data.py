@@ -1,4 +1,4 @@
-"""Data of people's own by a function, and what is wrong about one."""
+"""Custom data from a function, and the errors that a wrong function raises."""
 
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ NUMBER = 3
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Be in a folder with the functions."""
+    """Write the functions to a folder and make it the working directory."""
     monkeypatch.chdir(tmp_path)
     Path("mydata.py").write_text(DATA, encoding="utf-8")
     return tmp_path
@@ -137,7 +137,7 @@ WRONG = {
 
 @pytest.mark.parametrize("function", WRONG)
 def test_what_is_wrong_about_a_function_is_told(function: str) -> None:
-    kind, told = WRONG[function]
+    kind, message = WRONG[function]
     with pytest.raises(kind) as raised:
         loaded(function)
-    assert told in str(raised.value) and f"dataset = 'mydata:{function}'" in str(raised.value)
+    assert message in str(raised.value) and f"dataset = 'mydata:{function}'" in str(raised.value)

@@ -1,4 +1,4 @@
-"""Losses of people's own, class weights and other optimisers: with every method, and what is wrong about them."""
+"""Custom losses, class weights and other optimisers: every method supports them, and wrong losses are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -81,22 +81,22 @@ SMALL = {"max_samples": 240, "num_clients": 3, "num_server_rounds": 2, "local_ep
 
 @pytest.fixture
 def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the losses where the run is started."""
+    """Write the losses to the working directory of the run."""
     monkeypatch.chdir(tmp_path)
     Path("losses.py").write_text(LOSSES, encoding="utf-8")
     criterion_of.cache_clear()
 
 
-def own(method: str) -> dict[str, Any]:
-    """Return what the run of a method needs besides."""
+def method_settings(method: str) -> dict[str, Any]:
+    """Return the extra settings that a short run of a method needs."""
     return {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_minimises_a_loss_of_ones_own(losses: None, method: str) -> None:
-    """Cross-entropy by hand gives what the built-in one does, and a focal loss something else."""
+    """A custom cross-entropy gives the same losses as the built-in one, and a focal loss gives different losses."""
     plain, same, focal = (
-        posy.run(method=method, run_name=name, loss=loss, stack="loop", lr=0.2, **SMALL, **own(method))
+        posy.run(method=method, run_name=name, loss=loss, stack="loop", lr=0.2, **SMALL, **method_settings(method))
         for name, loss in (("a", "cross-entropy"), ("b", "losses:same"), ("c", "losses:focal"))
     )
     columns = [column for column in ("served_loss", "local_loss") if plain.clients[column].notna().any()]
@@ -107,12 +107,19 @@ def test_every_method_minimises_a_loss_of_ones_own(losses: None, method: str) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_with_adamw_and_balanced_classes_or_says_why_not(losses: None, method: str) -> None:
-    given = {**SMALL, **own(method), "lr": 0.005, "class_weights": "balanced", "optimizer": "adamw", "method": method}
+    options = {
+        **SMALL,
+        **method_settings(method),
+        "lr": 0.005,
+        "class_weights": "balanced",
+        "optimizer": "adamw",
+        "method": method,
+    }
     if method == "scaffold":
         with pytest.raises(SettingsError, match="optimizer = 'adamw' with method = 'scaffold': the control variates"):
-            posy.run(**given)
+            posy.run(**options)
         return
-    summary = posy.run(run_name="a", **given).summary
+    summary = posy.run(run_name="a", **options).summary
     assert (summary["status"], summary["dropped"]) == ("completed", {})
 
 

@@ -1,4 +1,4 @@
-"""Networks of people's own: every method trains them, and what is wrong about one is told before anything is run."""
+"""Custom networks: every method trains them, and Posy refuses a wrong network before anything runs."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def mlp(task):
 
 
 class Net(nn.Module):
-    """A parameter of its own, BatchNorm, dropout of channels, and a head that lies deep."""
+    """A parameter outside all modules, BatchNorm, channel dropout, and a head inside a nested module."""
 
     def __init__(self, task):
         super().__init__()
@@ -132,34 +132,34 @@ number = 3
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a file of networks, in which runs are started."""
+def network_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working directory with a file of networks."""
     (tmp_path / "nets.py").write_text(FILE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def own(name: str) -> Architecture:
+def load_network(name: str) -> Architecture:
     return architecture_for(f"nets:{name}", DIGITS)
 
 
-def test_layers_are_the_children_in_order_and_the_last_linear_layer_is_the_head(here: Path) -> None:
-    network = own("mlp")
+def test_layers_are_the_children_in_order_and_the_last_linear_layer_is_the_head(network_folder: Path) -> None:
+    network = load_network("mlp")
     assert network.layer_names == ("1", "4", "head")
     assert network.fully_connected == ("1", "4", "head")
     sizes = {layer: network.layout.part([layer]).size for layer in network.layer_names}
     assert sizes == {"1": 64 * 24 + 24, "4": 24 * 16 + 16, "head": 16 * 10 + 10}
     assert network.embedding_dim == 16
-    assert own("described").layout == network.layout
+    assert load_network("described").layout == network.layout
 
 
-def test_what_a_module_only_wraps_has_the_layers(here: Path) -> None:
-    network = own("wrapped")
+def test_what_a_module_only_wraps_has_the_layers(network_folder: Path) -> None:
+    network = load_network("wrapped")
     assert network.layer_names == ("inner.1", "inner.4", "head")
 
 
-def test_parameters_outside_of_modules_are_a_layer_of_their_own(here: Path) -> None:
-    network = own("convolutional")
+def test_parameters_outside_of_modules_are_a_layer_of_their_own(network_folder: Path) -> None:
+    network = load_network("convolutional")
     assert network.layer_names == ("own", "features", "classifier", "head")
     assert network.layout.part(["own"]).size == 1
     assert {e.name for e in network.layout.entries if not e.trainable} == {
@@ -168,23 +168,23 @@ def test_parameters_outside_of_modules_are_a_layer_of_their_own(here: Path) -> N
     }
 
 
-def test_the_wrapped_network_computes_what_the_module_does(here: Path) -> None:
+def test_the_wrapped_network_computes_what_the_module_does(network_folder: Path) -> None:
     x = torch.rand(5, 1, 8, 8)
     for name in ("mlp", "convolutional"):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             plain = posy.extensions.load(f"nets:{name}", "model")(DIGITS)
-        model = own(name).build(seed=3)
+        model = load_network(name).build(seed=3)
         assert isinstance(model, OwnModel)
-        seen, logits = model.eval()(x, features=True)
+        features, logits = model.eval()(x, features=True)
         assert torch.equal(logits, plain.eval()(x))
-        assert torch.equal(model.head(seen), logits)
+        assert torch.equal(model.head(features), logits)
 
 
-def test_dropout_takes_the_numbers_of_the_batch(here: Path) -> None:
-    model = own("convolutional").build(seed=0).train()
+def test_dropout_takes_the_numbers_of_the_batch(network_folder: Path) -> None:
+    model = load_network("convolutional").build(seed=0).train()
     (layer,) = [part for part in model.modules() if isinstance(part, posy.models.layers.Dropout)]
-    assert layer.features == 4  # whole channels
+    assert layer.features == 4  # it drops channels
     layer.numbers = torch.tensor([[0.1, 0.3, 0.1, 0.9]])
     x = torch.ones(1, 4, 2, 2)
     assert layer(x)[0, :, 0, 0].tolist() == [0, 1.25, 0, 1.25]
@@ -211,7 +211,7 @@ def test_dropout_takes_the_numbers_of_the_batch(here: Path) -> None:
         ("nothing", "holds no nothing; it holds torch, nn, posy, mlp"),
     ],
 )
-def test_what_is_wrong_is_told(here: Path, name: str, message: str) -> None:
+def test_what_is_wrong_is_told(network_folder: Path, name: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         build_own(f"nets:{name}", DIGITS, {})
 
@@ -225,15 +225,15 @@ def test_what_is_wrong_is_told(here: Path, name: str, message: str) -> None:
         ("torchvision:fcn_resnet50", "torchvision does not have this network for classification"),
     ],
 )
-def test_a_file_that_is_none_is_told(here: Path, text: str, message: str) -> None:
-    (here / "broken.py").write_text("def mlp(:\n", encoding="utf-8")
+def test_a_file_that_is_none_is_told(network_folder: Path, text: str, message: str) -> None:
+    (network_folder / "broken.py").write_text("def mlp(:\n", encoding="utf-8")
     with pytest.raises(SettingsError, match=message):
         build_own(text, DIGITS, {})
 
 
-def test_the_file_is_found_where_the_run_was_started(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_found_where_the_run_was_started(network_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_settings({"model": "nets:mlp"})
-    assert settings.train.model == f"{here / 'nets.py'}:mlp"
+    assert settings.train.model == f"{network_folder / 'nets.py'}:mlp"
     travelled = read_settings({}, "a stored model", {"model": "own/nets.py:mlp"})
     assert travelled.train.model == settings.train.model
     monkeypatch.chdir("/")
@@ -241,23 +241,23 @@ def test_the_file_is_found_where_the_run_was_started(here: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_a_network_of_ones_own(here: Path, method: str) -> None:
+def test_every_method_trains_a_network_of_ones_own(network_folder: Path, method: str) -> None:
     record = posy.run(
         method=method, model="nets:mlp", num_clients=3, num_server_rounds=4, max_samples=300, partition="iid",
-        output_dir=str(here / "runs"), local_epochs=1, stack="loop",
+        output_dir=str(network_folder / "runs"), local_epochs=1, stack="loop",
     )  # fmt: skip
     assert record.summary["status"] == "completed"
     assert record.summary["dropped"] == {}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedfew", "ditto", "feddrm"])
-def test_stacks_train_it_as_one_after_the_other_does(here: Path, method: str) -> None:
-    """Dropout included: its numbers depend on the client and its round alone."""
+def test_stacks_train_it_as_one_after_the_other_does(network_folder: Path, method: str) -> None:
+    """This includes dropout: its random numbers depend only on the client and the round."""
     models = []
     for stack in ("loop", "vmap"):
         record = posy.run(
             method=method, model="nets:mlp", num_clients=3, num_server_rounds=2, max_samples=200, partition="iid",
-            output_dir=str(here / "runs"), run_name=f"{method}-{stack}", stack=stack,
+            output_dir=str(network_folder / "runs"), run_name=f"{method}-{stack}", stack=stack,
         )  # fmt: skip
         arrays = posy.storage.load_arrays(record.path / "models/client-1.safetensors")
         models.append(np.concatenate([array.ravel() for array in arrays.values()]))
@@ -265,10 +265,10 @@ def test_stacks_train_it_as_one_after_the_other_does(here: Path, method: str) ->
     assert np.abs(models[0]).max() > 0.01
 
 
-def test_batchnorm_and_a_deep_head_in_a_run(here: Path) -> None:
+def test_batchnorm_and_a_deep_head_in_a_run(network_folder: Path) -> None:
     record = posy.run(
         method="fedrep", model="nets:convolutional", num_clients=3, num_server_rounds=2, max_samples=300,
-        partition="iid", output_dir=str(here / "runs"),
+        partition="iid", output_dir=str(network_folder / "runs"),
     )  # fmt: skip
     arrays = posy.storage.load_arrays(record.path / "models/client-0.safetensors")
     assert arrays["head.weight"].shape == (10, 8)
@@ -284,7 +284,7 @@ def test_a_network_of_torchvision(tmp_path: Path) -> None:
         build_own("torchvision:resnet18", DIGITS, {})
 
 
-def test_a_low_rank_layer_of_ones_own_network(here: Path) -> None:
+def test_a_low_rank_layer_of_ones_own_network(network_folder: Path) -> None:
     network = Architecture("nets:mlp", DIGITS, ranks=(("1", 5), ("head", 3)))
     assert network.layout.part(["1"]).size == 5 * 64 + 24 * 5 + 24
     assert network.layout.part(["head"]).size == 3 * 16 + 10 * 3 + 10
@@ -308,10 +308,10 @@ def test_a_resnet_of_torchvisions_on_images_as_large_as_cifars(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("images.py").write_text(IMAGES, encoding="utf-8")
-    more = {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
+    method_settings = {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
     record = posy.run(
         method=method, model="torchvision:resnet18", dataset="images:load", partition="iid", num_clients=2,
         run_name="a", num_server_rounds=2, local_steps=1, batch_size=8, lr=0.01, save_models=False,
-        checkpoint_every=0, **more,
+        checkpoint_every=0, **method_settings,
     )  # fmt: skip
     assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})

@@ -1,4 +1,4 @@
-"""`posy paper`: the files of tables and figures, what is said of numbers and claims, a paper's page."""
+"""`posy paper`: files of tables and figures, verdicts on numbers and claims, and the page of a paper."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ from posy.strategies.registry import parse_words
 from posy.yaml12 import dump, read_yaml
 
 ROOT = Path(__file__).parent.parent
-EVERY = [(paper, one.name) for paper in papers() for one in items(paper)]
+EVERY = [(paper, paper_item.name) for paper in papers() for paper_item in items(paper)]
 TABLE: dict[str, Any] = {
     "title": "Table 1: accuracy",
     "measure": "local last",
@@ -57,8 +57,8 @@ TABLE: dict[str, Any] = {
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A paper of one's own, in whose working directory one is."""
+def paper_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a made-up paper, in a fresh working directory."""
     folder = tmp_path / "papers" / "mine"
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("# Mine\n\nA paper.\n", encoding="utf-8")
@@ -87,9 +87,9 @@ def test_a_number_over_seeds() -> None:
 @pytest.mark.parametrize(
     ("ours", "printed", "spread", "same"),
     [
-        (Number(60.0, 0.45, 3), 61.5, 0.6, True),  # sqrt(0.2025 + 0.36) = 0.75; twice that are the 1.5 between them
+        (Number(60.0, 0.45, 3), 61.5, 0.6, True),  # the difference of 1.5 is twice sqrt(0.2025 + 0.36)
         (Number(60.0, 0.45, 3), 61.6, 0.6, False),
-        (Number(60.0, 3.0, 3), 62.0, 4.0, True),  # two points are the most, however wide the spreads
+        (Number(60.0, 3.0, 3), 62.0, 4.0, True),  # the limit is two points, however wide the spreads
         (Number(60.0, 3.0, 3), 62.1, 4.0, False),
         (Number(60.0, None, 1), 61.0, None, True),
         (Number(60.0, None, 1), 61.1, None, False),
@@ -124,21 +124,21 @@ def test_distances_from_the_mean_over_the_seeds_by_hand() -> None:
         ([2.0, 2.5, 3.0], 5.0, "refuted"),
         ([-2.0, -2.5, -3.0], 0.0, "refuted"),
         ([1.0, 1.0], 0.0, "confirmed"),
-        ([0.3, 0.1 + 0.2], 0.0, "confirmed"),  # alike but for rounding, of which a t-test warns
+        ([0.3, 0.1 + 0.2], 0.0, "confirmed"),  # equal except for rounding, about which a t-test warns
         ([1.0, 2.0], 0.0, "too few runs"),  # t = 1.5 / (0.71 / sqrt 2) = 3 < 12.7
         ([1.0, 1.1], 0.0, "confirmed"),  # t = 21
         ([0.0, 0.0, 0.0], 0.0, "within the noise"),
     ],
 )
 def test_a_claim_is_judged_by_its_differences(differences: list[float], by: float, word: str) -> None:
-    found = verdict({"": differences}, by)
-    assert found.word == word
-    assert found.pairs == len(differences)
+    judged = verdict({"": differences}, by)
+    assert judged.word == word
+    assert judged.pairs == len(differences)
 
 
 def test_two_rows_may_be_claimed_to_be_alike() -> None:
-    # The means are 0.1, 0.1, 1 and 1; t of the nearer bound is 0.1 / 0.015 = 6.9, 0.1 / 0.15 = 0.7, 0.8 / 0.058 = 13.9
-    # and 0.8 / 0.58 = 1.4, where it takes 2.92 to tell that the mean is below 0.2, and 4.30 that it is another.
+    # The means are 0.1, 0.1, 1 and 1. The t statistic of the nearer bound is 0.1 / 0.015 = 6.9, 0.1 / 0.15 = 0.7,
+    # 0.8 / 0.058 = 13.9 and 0.8 / 0.58 = 1.4. A mean below 0.2 needs at least 2.92, and a mean above it 4.30.
     assert verdict({"": [0.075, 0.1, 0.125]}, within=0.2).word == "confirmed"
     assert verdict({"": [-0.15, 0.1, 0.35]}, within=0.2).word == "within the noise"
     assert verdict({"": [-0.9, -1.0, -1.1]}, within=0.2).word == "refuted"
@@ -151,21 +151,21 @@ def test_two_rows_may_be_claimed_to_be_alike() -> None:
 
 def test_a_row_that_is_above_all_others_but_one_is_not_above_all() -> None:
     above = {"a": [10.0, 11.0, 12.0], "b": [2.0, 2.5, 3.0]}
-    found = verdict(above)
-    assert (found.word, found.of, found.difference, found.confirmed) == ("confirmed", "b", 2.5, 2)
-    found = verdict(above | {"c": [-2.0, -2.1, -2.2]})  # t = -36
-    assert (found.word, found.of, found.confirmed, found.compared) == ("refuted", "c", 2, 3)
-    found = verdict(above | {"c": [1.0, 2.0, 3.0]})
-    assert (found.word, found.of) == ("within the noise", "c")
+    judged = verdict(above)
+    assert (judged.word, judged.of, judged.difference, judged.confirmed) == ("confirmed", "b", 2.5, 2)
+    judged = verdict(above | {"c": [-2.0, -2.1, -2.2]})  # t = -36
+    assert (judged.word, judged.of, judged.confirmed, judged.compared) == ("refuted", "c", 2, 3)
+    judged = verdict(above | {"c": [1.0, 2.0, 3.0]})
+    assert (judged.word, judged.of) == ("within the noise", "c")
     assert verdict(above | {"c": []}) == verdict(above)
-    found = verdict(above | {"c": [-1.0], "d": [1.0, 2.0, 3.0]})
-    assert (found.word, found.of) == ("too few runs", "c")
+    judged = verdict(above | {"c": [-1.0], "d": [1.0, 2.0, 3.0]})
+    assert (judged.word, judged.of) == ("too few runs", "c")
 
 
 def test_a_row_that_is_the_first_or_the_second_may_have_one_above_it() -> None:
     rows = {"a": [10.0, 11.0, 12.0], "b": [-2.0, -2.5, -3.0], "c": [2.0, 2.5, 3.0], "d": []}
-    found = verdict(rows, but=1)
-    assert (found.word, found.of, found.confirmed, found.compared) == ("confirmed", "c", 2, 2)
+    judged = verdict(rows, but=1)
+    assert (judged.word, judged.of, judged.confirmed, judged.compared) == ("confirmed", "c", 2, 2)
     assert verdict(rows, but=2).of == "a"
     assert verdict(rows | {"c": [-1.0, -1.1, -1.2]}, but=1).word == "refuted"
     assert verdict({"b": rows["b"]}, but=1).word == "not run"
@@ -175,7 +175,7 @@ def test_who_looks_at_many_rows_finds_one_that_is_above_by_chance() -> None:
     once = {"a": [-2.0, -2.5, -3.0]}  # t = -8.66 with two degrees of freedom: p = 0.013
     assert verdict(once).word == "refuted"
     several = {name: [10.0, 11.0, 12.0] for name in "bcd"}
-    assert verdict(once | several).word == "within the noise"  # four times that is above 0.05
+    assert verdict(once | several).word == "within the noise"  # Holm's correction: 4 * 0.013 is above 0.05
     worse = {"e": [-2.0, -2.01, -2.02]}
     assert verdict(once | worse).word == "refuted"
 
@@ -184,24 +184,24 @@ def test_who_looks_at_many_rows_finds_one_that_is_above_by_chance() -> None:
 
 
 def test_the_gradient_of_a_head_by_hand() -> None:
-    # Of two classes each has probability 1/2, so that the residuals are (-1/2, 1/2) and (1/2, -1/2).
-    found = head_gradient(np.zeros((2, 1)), np.array([[1.0], [3.0]]), np.array([0, 1]))
-    assert found.tolist() == [[0.5], [-0.5]]
+    # Both classes have probability 1/2, so the residuals are (-1/2, 1/2) and (1/2, -1/2).
+    gradient = head_gradient(np.zeros((2, 1)), np.array([[1.0], [3.0]]), np.array([0, 1]))
+    assert gradient.tolist() == [[0.5], [-0.5]]
 
 
 def test_the_drift_of_gradients_by_hand() -> None:
-    # Their mean is (1/4, 3/4): G^2 = 1/4 * (9 + 9) / 16 + 3/4 * (1 + 1) / 16 = 3/8.
+    # The mean gradient is (1/4, 3/4): G^2 = 1/4 * (9 + 9) / 16 + 3/4 * (1 + 1) / 16 = 3/8.
     assert squared_drift(np.eye(2), np.array([0.25, 0.75])) == (0.375, 1.0)
     assert squared_drift(np.ones((3, 2)), np.full(3, 1 / 3))[0] == pytest.approx(0)
 
 
 def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
-    found = simulate(0, rounds=5)
-    assert (found["client"].drift > found["class"].drift).all()
-    assert (found["client"].relative_drift > found["class"].relative_drift).all()
-    assert (found["client"].relative_drift <= 1).all()
-    assert found["class"].drift.tolist() == simulate(0, rounds=5)["class"].drift.tolist()
-    assert found["class"].drift[0] != simulate(1, rounds=1)["class"].drift[0]
+    drifts = simulate(0, rounds=5)
+    assert (drifts["client"].drift > drifts["class"].drift).all()
+    assert (drifts["client"].relative_drift > drifts["class"].relative_drift).all()
+    assert (drifts["client"].relative_drift <= 1).all()
+    assert drifts["class"].drift.tolist() == simulate(0, rounds=5)["class"].drift.tolist()
+    assert drifts["class"].drift[0] != simulate(1, rounds=1)["class"].drift[0]
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -221,40 +221,40 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
         ({"measure": "served lowest"}, "'served lowest' in .*: there is no such number"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told(mine: Path, changes: dict[str, Any], message: str) -> None:
-    written(mine, **changes)
+def test_what_is_wrong_in_a_file_is_told(paper_dir: Path, changes: dict[str, Any], message: str) -> None:
+    written(paper_dir, **changes)
     with pytest.raises(SettingsError, match=message):
-        _whole("mine")
+        _read_all("mine")
 
 
-def _whole(paper: str) -> None:
-    """Read all that a paper's files hold."""
-    for one in items(paper):
-        assert all(in_percent(measure) for measure in one.measures)
-        assert one.printed is not None
-        assert one.claims is not None
-        comparison = Comparison(one)
+def _read_all(paper: str) -> None:
+    """Read all files of a paper."""
+    for paper_item in items(paper):
+        assert all(in_percent(measure) for measure in paper_item.measures)
+        assert paper_item.printed is not None
+        assert paper_item.claims is not None
+        comparison = Comparison(paper_item)
         assert comparison.entries is not None
 
 
-def test_names_that_are_none_are_told(mine: Path) -> None:
-    written(mine)
+def test_names_that_are_none_are_told(paper_dir: Path) -> None:
+    written(paper_dir)
     with pytest.raises(SettingsError, match="did you mean mine"):
         items("mime")
     with pytest.raises(SettingsError, match="mine has no 'table2'; there are table1"):
         item("mine", "table2")
 
 
-def test_tables_come_before_figures_in_the_order_of_their_numbers(mine: Path) -> None:
+def test_tables_come_before_figures_in_the_order_of_their_numbers(paper_dir: Path) -> None:
     for name in ("figure2", "table10", "table2", "table-b6", "figure10"):
-        written(mine, name)
-    assert [one.name for one in items("mine")] == ["table2", "table10", "table-b6", "figure2", "figure10"]
+        written(paper_dir, name)
+    assert [paper_item.name for paper_item in items("mine")] == ["table2", "table10", "table-b6", "figure2", "figure10"]
 
 
-def test_scale_small_changes_settings_and_leaves_rows_out(mine: Path) -> None:
-    written(mine)
-    one = item("mine", "table1")
-    small, full = one.plan("small"), one.plan("full")
+def test_scale_small_changes_settings_and_leaves_rows_out(paper_dir: Path) -> None:
+    written(paper_dir)
+    table = item("mine", "table1")
+    small, full = table.plan("small"), table.plan("full")
     assert [{cell.config["checkpoint-every"] for cell in plan.cells} for plan in (small, full)] == [{0}, {SELDOM}]
     assert {cell.row for cell in small.cells} == {"FedAvg"}
     assert {cell.config["num-server-rounds"] for cell in small.cells} == {2}
@@ -263,24 +263,24 @@ def test_scale_small_changes_settings_and_leaves_rows_out(mine: Path) -> None:
     assert small.output != full.output
 
 
-def test_at_scale_small_what_a_variant_has_stands_over_what_all_have(mine: Path) -> None:
-    own = {"b": {"max-samples": 500}}
-    written(mine, small={"settings": {"num-server-rounds": 2, "max-samples": 300}, "variants": own})
+def test_at_scale_small_what_a_variant_has_stands_over_what_all_have(paper_dir: Path) -> None:
+    variants = {"b": {"max-samples": 500}}
+    written(paper_dir, small={"settings": {"num-server-rounds": 2, "max-samples": 300}, "variants": variants})
     plan = item("mine", "table1").plan("small")
     assert {(cell.variant, cell.config["max-samples"]) for cell in plan.cells} == {("a", 300), ("b", 500)}
     assert {cell.config["num-server-rounds"] for cell in plan.cells} == {2}
-    given = item("mine", "table1").plan("small", {"max-samples": 400})
-    assert {cell.config["max-samples"] for cell in given.cells} == {400}
+    overridden = item("mine", "table1").plan("small", {"max-samples": 400})
+    assert {cell.config["max-samples"] for cell in overridden.cells} == {400}
 
 
 # -- from runs to a page ---------------------------------------------------------------------------------
 
 
 def test_what_goes_beyond_the_paper_runs_at_its_one_size_if_that_is_asked_for(
-    mine: Path, capsys: pytest.CaptureFixture[str]
+    paper_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes: dict[str, Any] = dict.fromkeys(("printed", "claims", "reasons", "small", "variants"))
-    written(mine, "long-run", title="Long run: more rounds", **changes, seeds=[0])
+    written(paper_dir, "long-run", title="Long run: more rounds", **changes, seeds=[0])
     assert main(["paper", "mine", "all", "--scale", "small"]) == 0
     assert "left out, for they have one size (--scale full): long-run\n" in capsys.readouterr().out
     assert not Path("papers/mine/results").exists()
@@ -292,26 +292,26 @@ def test_what_goes_beyond_the_paper_runs_at_its_one_size_if_that_is_asked_for(
 
 
 def test_more_seeds_than_its_own_are_run_if_asked_for_and_stay_in_its_archive(
-    mine: Path, capsys: pytest.CaptureFixture[str]
+    paper_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written(mine)
+    written(paper_dir)
 
     def run(*options: str) -> tuple[str, set[int], str]:
         assert main(["paper", "mine", "table1", "-j", "1", *options]) == 0
         comparison = Comparison(item("mine", "table1"))
-        seeds, others = (comparison.values(variant, "FedAvg", "local last") for variant in ("a", "b"))
+        values_a, values_b = (comparison.values(variant, "FedAvg", "local last") for variant in ("a", "b"))
         lines = archive.read(Path("papers/mine/results/table1-small")).values()
-        assert {line["config"]["settings"]["seed"] for line in lines} == {*seeds} == {*others}
-        return capsys.readouterr().out, {*seeds}, Path("docs/papers/mine.md").read_text(encoding="utf-8")
+        assert {line["config"]["settings"]["seed"] for line in lines} == {*values_a} == {*values_b}
+        return capsys.readouterr().out, {*values_a}, Path("docs/papers/mine.md").read_text(encoding="utf-8")
 
-    said, seeds, text = run("--seeds", "1")
-    assert "2 of 2 runs can be had here" in said and seeds == {0}
+    printed, seeds, text = run("--seeds", "1")
+    assert "2 of 2 runs can be had here" in printed and seeds == {0}
     assert "`posy paper mine table1 --scale small`; " in text and ", 1 pair)" in text
-    said, seeds, text = run("--seeds", "3")
-    assert "6 of 6 runs can be had here" in said and said.count("/ seed") == 4 and seeds == {0, 1, 2}
+    printed, seeds, text = run("--seeds", "3")
+    assert "6 of 6 runs can be had here" in printed and printed.count("/ seed") == 4 and seeds == {0, 1, 2}
     assert "`posy paper mine table1 --scale small --seeds 3`; " in text and "3 pairs)" in text
-    said, seeds, again = run()  # its own, with which it was run already
-    assert "4 of 4 runs can be had here" in said and "/ seed" not in said and seeds == {0, 1, 2}
+    printed, seeds, again = run()  # the table's seeds, which have already run
+    assert "4 of 4 runs can be had here" in printed and "/ seed" not in printed and seeds == {0, 1, 2}
     assert again == text
     for path in Path("papers/mine/results/table1-small").iterdir():
         if path.is_dir():
@@ -320,21 +320,27 @@ def test_more_seeds_than_its_own_are_run_if_asked_for_and_stay_in_its_archive(
 
 
 @pytest.mark.parametrize("words", [[], ["mine"]])
-def test_seeds_without_a_table_are_an_error(words: list[str], mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_without_a_table_are_an_error(
+    words: list[str], paper_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["paper", *words, "--seeds", "5"]) == 2
     assert "--seeds 5: nothing is run without the name of a table or figure" in capsys.readouterr().err
     assert not Path("docs").exists()
 
 
 def test_runs_stay_in_the_archive_if_their_column_has_another_name(
-    mine: Path, capsys: pytest.CaptureFixture[str]
+    paper_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes: dict[str, Any] = dict.fromkeys(("printed", "claims", "reasons", "small"))
     settings = {"local-epochs": 3}
-    written(mine, **changes, seeds=[0], variants=[{"name": "a", "settings": {}}, {"name": "b", "settings": settings}])
+    written(
+        paper_dir, **changes, seeds=[0], variants=[{"name": "a", "settings": {}}, {"name": "b", "settings": settings}]
+    )
     assert main(["paper", "mine", "table1", "--scale", "full", "-j", "1"]) == 0
     before = archive.read(Path("papers/mine/results/table1-full"))
-    written(mine, **changes, seeds=[0], variants=[{"name": "b", "settings": {}}, {"name": "c", "settings": settings}])
+    written(
+        paper_dir, **changes, seeds=[0], variants=[{"name": "b", "settings": {}}, {"name": "c", "settings": settings}]
+    )
     capsys.readouterr()
     assert main(["paper", "mine", "table1", "--scale", "full", "-j", "1"]) == 0
     assert "/ seed" not in capsys.readouterr().out  # nothing was run again
@@ -345,11 +351,11 @@ def test_runs_stay_in_the_archive_if_their_column_has_another_name(
     assert len(after) == len(before)
 
 
-def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(mine)
-    # The second needs no runs of its own.
+def test_a_table_from_its_runs_to_its_page(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(paper_dir)
+    # The figure reuses the runs of the table.
     written(
-        mine,
+        paper_dir,
         "figure1",
         title="Figure 1: rounds",
         printed=None,
@@ -357,15 +363,15 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
         form={"kind": "rounds", "of": "train_loss"},
     )
     assert main(["paper", "mine", "table1", "--scale", "small", "-j", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "4 of 4 runs can be had here" in said
+    printed = capsys.readouterr().out
+    assert "4 of 4 runs can be had here" in printed
     results = Path("papers/mine/results")
     assert (results / "table1-small/cells.jsonl.gz").is_file()
 
     assert main(["paper", "mine", "all", "-j", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "[" not in said  # nothing was run again
-    assert not (results / "figure1-small/cells.jsonl.gz").exists()  # its runs are the table's
+    printed = capsys.readouterr().out
+    assert "[" not in printed  # nothing was run again
+    assert not (results / "figure1-small/cells.jsonl.gz").exists()  # it reuses the table's runs
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     assert Path("docs/papers/mine-figure1.png").is_file()
     comparison = Comparison(item("mine", "table1"))
@@ -387,31 +393,32 @@ def test_a_table_from_its_runs_to_its_page(mine: Path, capsys: pytest.CaptureFix
     assert "num-server-rounds 2 (4)" in text
     assert "b: local-epochs 3" in text
     assert [c.config["local-epochs"] for c in item("mine", "table1").plan("small").cells] == [1, 1, 3, 3]
-    (epochs, found), (unknown, none), (_, spread), *_ = comparison.verdicts
-    assert f"- {epochs.say}: **{found.word}** at scale small (" in text
+    (epochs, epochs_verdict), (unknown, unknown_verdict), (_, spread), *_ = comparison.verdicts
+    assert f"- {epochs.say}: **{epochs_verdict.word}** at scale small (" in text
     assert f"- {unknown.say}: **not run**\n" in text
-    figures = f"({found.difference:+.2f} ± {found.std:.2f}, 2 pairs)"
+    figures = f"({epochs_verdict.difference:+.2f} ± {epochs_verdict.std:.2f}, 2 pairs)"
     assert f"- no difference: **too few runs** at scale small {figures}: two passes\n" in text
-    assert "never told" not in text  # it is confirmed
+    assert "never told" not in text  # confirmed, so the page omits its reason
     other = comparison.values("b", "FedAvg", "local last")
-    assert found.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
+    assert epochs_verdict.difference == pytest.approx(sum(other[s] - values[s] for s in (0, 1)) / 2)
     assert epochs.higher == ("b / FedAvg",)
-    assert none.word == "not run"
-    apart = [abs(own[0] - own[1]) / 2 for own in (other, values)]  # of two seeds each is half of it from the mean
-    assert (spread.difference, spread.pairs) == (pytest.approx(apart[0] - apart[1]), 2)
+    assert unknown_verdict.word == "not run"
+    # Each of two seeds is half their difference from the mean.
+    deviations = [abs(by_seed[0] - by_seed[1]) / 2 for by_seed in (other, values)]
+    assert (spread.difference, spread.pairs) == (pytest.approx(deviations[0] - deviations[1]), 2)
 
 
-def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(mine: Path) -> None:
+def test_the_papers_number_at_scale_small_has_a_mark_of_its_own(paper_dir: Path) -> None:
     claims, rows = [{"say": "alike", "higher": "a / FedAvg", "lower": "b / FedAvg"}], TABLE["runs"][:1]
-    written(mine, printed={"FedAvg": [0, 0]}, claims=claims, runs=rows)
+    written(paper_dir, printed={"FedAvg": [0, 0]}, claims=claims, runs=rows)
     assert main(["paper", "mine", "table1", "--scale", "small", "-j", "1"]) == 0
     ours = Comparison(item("mine", "table1")).entries[0].ours
     assert ours is not None
-    written(mine, printed={"FedAvg": [f"{ours.mean + 1.9:.2f} ± 100", 0]}, claims=claims, runs=rows)
+    written(paper_dir, printed={"FedAvg": [f"{ours.mean + 1.9:.2f} ± 100", 0]}, claims=claims, runs=rows)
     assert main(["paper", "mine"]) == 0
-    found = {entry.variant: entry for entry in Comparison(item("mine", "table1")).entries}
-    assert {(entry.state, entry.why) for entry in found.values()} == {("differs", "run at scale small")}
-    assert (found["a"].alike, found["b"].alike) == (True, False)
+    entries = {entry.variant: entry for entry in Comparison(item("mine", "table1")).entries}
+    assert {(entry.state, entry.why) for entry in entries.values()} == {("differs", "run at scale small")}
+    assert (entries["a"].alike, entries["b"].alike) == (True, False)
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     assert text.count(" ≈ |") == text.count(" ≠ |") == 1
 
@@ -422,7 +429,7 @@ def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("difference", "std", "measure", "told"),
+    ("difference", "std", "measure", "expected"),
     [
         (0.25, 0.1, "local last", "+0.25 ± 0.10"),
         (-0.0004, 0.0001, "local last", "-0.0004 ± 0.0001"),
@@ -432,48 +439,48 @@ def test_a_setting_that_a_method_does_not_have_is_no_other_value_of_it(monkeypat
     ],
 )
 def test_a_small_difference_is_told_with_its_first_digit(
-    difference: float, std: float | None, measure: str, told: str
+    difference: float, std: float | None, measure: str, expected: str
 ) -> None:
     claim = Claim("so", ("a",), ("b",), measure=measure)
     line = page_module._told(claim, Verdict("confirmed", difference, std, pairs=2, scale="full"))
-    assert line == f"so: **confirmed** ({told}, 2 pairs)"
+    assert line == f"so: **confirmed** ({expected}, 2 pairs)"
 
 
-def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(mine: Path) -> None:
-    written(mine, claims=[TABLE["claims"][1]], small={"settings": {"num-server-rounds": 2, "max-samples": 300}})
-    # At full scale a table beside it has FedAvg alone.
+def test_runs_at_one_scale_are_not_compared_with_those_at_the_other(paper_dir: Path) -> None:
+    written(paper_dir, claims=[TABLE["claims"][1]], small={"settings": {"num-server-rounds": 2, "max-samples": 300}})
+    # Another table runs only FedAvg at full scale.
     other = {"title": "Table 2: one row", "variants": TABLE["variants"][:1], "runs": TABLE["runs"][:1]}
-    written(mine, "table2", **other, printed=None, claims=None)
+    written(paper_dir, "table2", **other, printed=None, claims=None)
     assert main(["paper", "mine", "table1", "--scale", "small", "-j", "1"]) == 0
     assert main(["paper", "mine", "table2", "--scale", "full", "-j", "1"]) == 0
     comparison = Comparison(item("mine", "table1"))
     assert comparison.runs_of("a", "FedAvg")[0] == "full"
     assert comparison.runs_of("a", "Local")[0] == "small"
-    own, local = (comparison.values("a", row, "local last", "small") for row in ("FedAvg", "Local"))
-    assert comparison.values("a", "FedAvg", "local last") != own
-    ((_, found),) = comparison.verdicts
-    assert (found.scale, found.pairs) == ("small", 2)
-    assert found.difference == pytest.approx(sum(own[seed] - local[seed] for seed in (0, 1)) / 2)
+    fedavg, local = (comparison.values("a", row, "local last", "small") for row in ("FedAvg", "Local"))
+    assert comparison.values("a", "FedAvg", "local last") != fedavg
+    ((_, judged),) = comparison.verdicts
+    assert (judged.scale, judged.pairs) == ("small", 2)
+    assert judged.difference == pytest.approx(sum(fedavg[seed] - local[seed] for seed in (0, 1)) / 2)
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     lines = text.partition("## Table 2")[0].splitlines()
     rows = [line.split("|")[2:4] for line in lines if line.startswith(("| FedAvg |", "| Local |"))]
     assert [["(small)" in number for number in row] for row in rows] == [[False, True], [True, True]]
     assert "`posy paper mine table1 --scale small` and `posy paper mine table1 --scale full`; " in text
-    # A picture has all rows of a variant at one scale, that of most of them.
+    # A picture shows all rows of a variant at one scale, at which most of the rows have run.
     small = {"settings": {"num-server-rounds": 2, "max-samples": 300}}
-    written(mine, "figure1", form={"kind": "bars", "label": "accuracy"}, printed=None, claims=None, small=small)
+    written(paper_dir, "figure1", form={"kind": "bars", "label": "accuracy"}, printed=None, claims=None, small=small)
     picture = Comparison(item("mine", "figure1"))
     assert [picture.runs_of("a", row)[0] for row in ("FedAvg", "Local")] == ["small", "small"]
-    # Once all rows of a claim have run at full scale it is judged there, also if that is over fewer seeds.
+    # Once all rows of a claim have run at full scale, Posy judges the claim there, even over fewer seeds.
     other = {"title": "Table 3: the other row", "variants": TABLE["variants"][:1], "runs": TABLE["runs"][1:]}
-    written(mine, "table3", **other, seeds=[0], printed=None, claims=None, small=None)
+    written(paper_dir, "table3", **other, seeds=[0], printed=None, claims=None, small=None)
     assert main(["paper", "mine", "table3", "--scale", "full", "-j", "1"]) == 0
-    ((_, found),) = Comparison(item("mine", "table1")).verdicts
-    assert (found.scale, found.pairs) == ("full", 1)
+    ((_, judged),) = Comparison(item("mine", "table1")).verdicts
+    assert (judged.scale, judged.pairs) == ("full", 1)
 
 
-def test_other_settings_go_to_a_place_of_their_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(mine, variants=None, printed={"FedAvg": 50}, claims=None, reasons=None)
+def test_other_settings_go_to_a_place_of_their_own(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(paper_dir, variants=None, printed={"FedAvg": 50}, claims=None, reasons=None)
     assert main(["paper", "mine", "table1", "-j", "1", "num-server-rounds=1"]) == 0
     assert not Path("docs").exists()
     folder = Path("results/papers/mine")
@@ -483,19 +490,19 @@ def test_other_settings_go_to_a_place_of_their_own(mine: Path, capsys: pytest.Ca
     assert "1 differs" in (folder / "mine.md").read_text(encoding="utf-8")
 
 
-def test_runs_without_their_data_are_left_out(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(mine, settings={**TABLE["settings"], "dataset": "kvasir"})
+def test_runs_without_their_data_are_left_out(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(paper_dir, settings={**TABLE["settings"], "dataset": "kvasir"})
     assert main(["paper", "mine", "table1", "data-dir=nowhere"]) == 0
     assert "not run: kvasir: " in capsys.readouterr().out
     text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
     assert "with kvasir in data-dir (kvasir/<class>/*.jpg, or kvasir.npz)" in text
 
 
-def test_means_over_the_last_rounds_and_each_methods_own_point(mine: Path) -> None:
+def test_means_over_the_last_rounds_and_each_methods_own_point(paper_dir: Path) -> None:
     written(
-        mine,
+        paper_dir,
         settings={**TABLE["settings"], "average-rounds": 2, "system-accuracy": "on"},
-        measure=["own average weighted", "routing"],  # which only FedDRM has
+        measure=["own average weighted", "routing"],  # only FedDRM has the measure `routing`
         variants=None,
         runs=[{"name": name, "settings": {"method": name}} for name in ("fedavg", "ditto")],
         printed=None,
@@ -506,8 +513,8 @@ def test_means_over_the_last_rounds_and_each_methods_own_point(mine: Path) -> No
     )
     assert [entry.state for entry in Comparison(item("mine", "table1")).entries] == ["not run"] * 4
     assert main(["paper", "mine", "table1", "-j", "1"]) == 0
-    told = [(entry.row, entry.measure, entry.state) for entry in Comparison(item("mine", "table1")).entries]
-    assert told == [(name, "own average weighted", "drawn") for name in ("fedavg", "ditto")]
+    states = [(entry.row, entry.measure, entry.state) for entry in Comparison(item("mine", "table1")).entries]
+    assert states == [(name, "own average weighted", "drawn") for name in ("fedavg", "ditto")]
     for name, point in (("fedavg", "served"), ("ditto", "local")):
         cell = Path(f"papers/mine/results/table1-small/{name}/seed-0")
         summary = json.loads((cell / "summary.json").read_text())
@@ -545,32 +552,32 @@ def test_results_lie_in_the_working_directory_or_the_checkout(
     assert "no results of earlier runs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("clients", "told"), [(3, "3 of 30 clients"), (26, "26 of 30 clients"), (27, ""), (30, "")])
-def test_a_number_over_a_cohort_names_its_clients(clients: int, told: str, tmp_path: Path) -> None:
-    """It is no number of the paper's, which is a mean over all clients."""
+@pytest.mark.parametrize(("clients", "note"), [(3, "3 of 30 clients"), (26, "26 of 30 clients"), (27, ""), (30, "")])
+def test_a_number_over_a_cohort_names_its_clients(clients: int, note: str, tmp_path: Path) -> None:
+    """Such a number is not comparable with the paper's number, which is a mean over all clients."""
     last = {"round": 5, "mean": 0.9, "clients": clients}
     summary = {"rounds": 5, "num-clients": 30, "point": "local", "served": {"last": {**last, "clients": 30}}}
     (tmp_path / "summary.json").write_text(json.dumps({**summary, "local": {"last": last}}))
-    assert partial_coverage(tmp_path, "local last") == partial_coverage(tmp_path, "own last min") == told
-    assert not any(partial_coverage(tmp_path, one) for one in ("served last", "system", "bytes-up", "round loss"))
+    assert partial_coverage(tmp_path, "local last") == partial_coverage(tmp_path, "own last min") == note
+    assert not any(partial_coverage(tmp_path, name) for name in ("served last", "system", "bytes-up", "round loss"))
 
 
-def test_a_scan_may_have_a_line_for_each_row_and_bars_a_group_for_each_number(mine: Path) -> None:
+def test_a_scan_may_have_a_line_for_each_row_and_bars_a_group_for_each_number(paper_dir: Path) -> None:
     scan = {"kind": "scan", "setting": "local-epochs", "lines": "rows", "measures": ["local last"]}
     bars = {"kind": "measures", "measures": ["local last", "local last min"], "names": {"local last": "mean"}}
     small = {"settings": {"num-server-rounds": 1, "max-samples": 300}, "seeds": [0]}
     for name, form in (("figure1", scan), ("figure2", bars)):
-        written(mine, name, printed=None, claims=None, reasons=None, form=form, small=small)
+        written(paper_dir, name, printed=None, claims=None, reasons=None, form=form, small=small)
     assert main(["paper", "mine", "all", "-j", "1"]) == 0
     for name in ("figure1", "figure2"):
         assert Path(f"docs/papers/mine-{name}.png").is_file()
 
 
-def test_a_picture_without_runs_is_drawn_where_its_data_is(mine: Path) -> None:
+def test_a_picture_without_runs_is_drawn_where_its_data_is(paper_dir: Path) -> None:
     settings = {"dataset": "cifar10", "shift": "high", "num-clients": 3}
     alone = {"runs": None, "variants": None, "seeds": None, "printed": None, "claims": None, "reasons": None}
     alone |= {"small": None, "measure": None, "spread": None}
-    written(mine, "figure7", **alone, title="Figure 7: shifts", settings=settings, form={"kind": "samples"})
+    written(paper_dir, "figure7", **alone, title="Figure 7: shifts", settings=settings, form={"kind": "samples"})
     page_of_mine, picture = Path("docs/papers/mine.md"), Path("docs/papers/mine-figure7.png")
     command = ["paper", "mine", "figure7", "download=false", "data-dir=here"]
     assert main(command) == 0
@@ -585,13 +592,13 @@ def test_a_picture_without_runs_is_drawn_where_its_data_is(mine: Path) -> None:
     text = page_of_mine.read_text(encoding="utf-8")
     assert "[Figure 7](#figure-7) | drawn |" in text
     assert "not run" not in text
-    # Drawn once, it stays, whoever draws the page anew without the data.
+    # The picture stays on the page if the page is drawn again without the data.
     assert main(["paper", "mine"]) == 0
     assert "[Figure 7](#figure-7) | drawn |" in page_of_mine.read_text(encoding="utf-8")
 
 
-def test_what_posy_cannot_draw_says_what_it_needs(mine: Path) -> None:
-    (mine / "figure3.yaml").write_text(
+def test_what_posy_cannot_draw_says_what_it_needs(paper_dir: Path) -> None:
+    (paper_dir / "figure3.yaml").write_text(
         dump({"title": "Figure 3: synthetic data", "shows": "Less.", "needs": "a regression task"}), encoding="utf-8"
     )
     assert main(["paper", "mine"]) == 0
@@ -600,13 +607,13 @@ def test_what_posy_cannot_draw_says_what_it_needs(mine: Path) -> None:
     assert "not run: a regression task." in text
 
 
-def test_a_table_on_cifar100_runs_on_a_stand_in(mine: Path) -> None:
+def test_a_table_on_cifar100_runs_on_a_stand_in(paper_dir: Path) -> None:
     content = read_yaml(ROOT / "papers/ppfe/table3.yaml")
-    wanted = [index for index, one in enumerate(content["variants"]) if one["name"].startswith("CIFAR-100")]
+    wanted = [index for index, variant in enumerate(content["variants"]) if variant["name"].startswith("CIFAR-100")]
     content["variants"] = [content["variants"][index] for index in wanted]
     content["printed"] = {row: [values[index] for index in wanted] for row, values in content["printed"].items()}
     content |= {"seeds": [0], "small": {}, "reasons": []}
-    written(mine, "table3", **{**dict.fromkeys(TABLE), **content})
+    written(paper_dir, "table3", **{**dict.fromkeys(TABLE), **content})
     Path("here").mkdir()
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(100), 8)
@@ -620,20 +627,20 @@ def test_a_table_on_cifar100_runs_on_a_stand_in(mine: Path) -> None:
     assert "not run" not in text
 
 
-# -- what Posy brings along ------------------------------------------------------------------------------
+# -- papers in the repository ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("paper", "name"), EVERY)
 def test_every_table_and_figure_loads(paper: str, name: str) -> None:
-    one = item(paper, name)
-    assert one.title.partition(": ")[2]
-    assert one.printed is not None
-    assert one.claims is not None
-    assert one.kind in FORMS
-    assert one.readings.keys() <= set(one.rows)
-    if one.has_runs or one.counts_classes:
+    paper_item = item(paper, name)
+    assert paper_item.title.partition(": ")[2]
+    assert paper_item.printed is not None
+    assert paper_item.claims is not None
+    assert paper_item.kind in FORMS
+    assert paper_item.readings.keys() <= set(paper_item.rows)
+    if paper_item.has_runs or paper_item.counts_classes:
         for scale in ("small", "full"):
-            assert one.plan(scale).cells
+            assert paper_item.plan(scale).cells
     file = ROOT / "papers" / paper / f"{name}.yaml"
     assert file.read_text(encoding="utf-8").startswith("# ")
 
@@ -642,7 +649,7 @@ def test_every_table_and_figure_loads(paper: str, name: str) -> None:
 def test_pages_are_what_the_runs_give(paper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "docs/papers" / f"{paper}.md"
     monkeypatch.chdir(ROOT)
-    comparisons = [Comparison(one) for one in items(paper)]
+    comparisons = [Comparison(paper_item) for paper_item in items(paper)]
     assert page(paper, comparisons, pictures_in(file.parent)) == file.read_text(encoding="utf-8"), (
         f"docs/papers/{paper}.md is stale: run posy paper {paper}"
     )
@@ -651,9 +658,9 @@ def test_pages_are_what_the_runs_give(paper: str, monkeypatch: pytest.MonkeyPatc
 # -- forms without numbers of runs -----------------------------------------------------------------------
 
 
-def test_a_row_may_be_read_off_the_runs_of_another(mine: Path) -> None:
+def test_a_row_may_be_read_off_the_runs_of_another(paper_dir: Path) -> None:
     read = {"Global": {"of": "FedAvg", "measure": "served last"}, "Local": {"measure": "local upper-bound"}}
-    written(mine, variants=None, printed={"FedAvg": 50, "Global": 40}, claims=None, reasons=None, read=read)
+    written(paper_dir, variants=None, printed={"FedAvg": 50, "Global": 40}, claims=None, reasons=None, read=read)
     assert main(["paper", "mine", "table1", "-j", "1"]) == 0
     comparison = Comparison(item("mine", "table1"))
     summary = json.loads(Path("papers/mine/results/table1-small/FedAvg/seed-0/summary.json").read_text())
@@ -661,25 +668,26 @@ def test_a_row_may_be_read_off_the_runs_of_another(mine: Path) -> None:
     assert comparison.values("", "Global", "local last")[0] == 100 * summary["served"]["last"]["mean"]
     assert comparison.values("", "Global", "rounds")[0] == 2
     states = {entry.row: entry.state for entry in comparison.entries}
-    assert states == {"FedAvg": "differs", "Global": "differs", "Local": "not run"}  # scale small leaves it out
+    assert states == {"FedAvg": "differs", "Global": "differs", "Local": "not run"}  # scale small skips it
     text = " ".join(Path("docs/papers/mine.md").read_text(encoding="utf-8").split())
-    told = "Measured: local last; served last of Global; local upper-bound of Local; over 2 seeds."
-    assert told in text
+    expected = "Measured: local last; served last of Global; local upper-bound of Local; over 2 seeds."
+    assert expected in text
 
 
-def test_rows_are_in_the_order_of_the_paper_if_it_has_a_number_for_each(mine: Path) -> None:
+def test_rows_are_in_the_order_of_the_paper_if_it_has_a_number_for_each(paper_dir: Path) -> None:
     runs = [{"name": name, "settings": {}} for name in ("1", "2", "3")]
     read = {"Global": {"of": "2", "measure": "served last"}}
-    written(mine, variants=None, runs=runs, printed={"3": 1, "Global": 2, "1": 3, "2": 4}, claims=None, read=read)
+    written(paper_dir, variants=None, runs=runs, printed={"3": 1, "Global": 2, "1": 3, "2": 4}, claims=None, read=read)
     assert item("mine", "table1").rows == ["3", "Global", "1", "2"]
-    written(mine, variants=None, runs=runs, printed={"3": 1, "Other": 2}, claims=None, read=read)
+    written(paper_dir, variants=None, runs=runs, printed={"3": 1, "Other": 2}, claims=None, read=read)
     assert item("mine", "table1").rows == ["1", "2", "3", "Other", "Global"]
 
 
-def test_a_claim_may_be_judged_at_one_point_for_all_rows(mine: Path) -> None:
-    own = {"say": "own points", "higher": "a / FedAvg", "lower": "a / Local"}
+def test_a_claim_may_be_judged_at_one_point_for_all_rows(paper_dir: Path) -> None:
+    claim = {"say": "own points", "higher": "a / FedAvg", "lower": "a / Local"}
     written(
-        mine, printed=None, reasons=None, points={"FedAvg": "served"}, claims=[own, {**own, "same-point": True}],
+        paper_dir, printed=None, reasons=None, points={"FedAvg": "served"},
+        claims=[claim, {**claim, "same-point": True}],
         small={"settings": {"num-server-rounds": 2, "max-samples": 300}},
     )  # fmt: skip
     assert main(["paper", "mine", "table1", "-j", "1"]) == 0
@@ -687,47 +695,51 @@ def test_a_claim_may_be_judged_at_one_point_for_all_rows(mine: Path) -> None:
 
     def accuracy(row: str, point: str) -> float:
         last = [json.loads((folder / row / f"seed-{s}/summary.json").read_text())[point]["last"] for s in (0, 1)]
-        return 50 * sum(found["mean"] for found in last)
+        return 50 * sum(evaluation["mean"] for evaluation in last)
 
-    (_, apart), (_, alike) = Comparison(item("mine", "table1")).verdicts
-    assert apart.difference == pytest.approx(accuracy("FedAvg", "served") - accuracy("Local", "local"))
-    assert alike.difference == pytest.approx(accuracy("FedAvg", "local") - accuracy("Local", "local"))
-    assert apart.difference != alike.difference
+    (_, row_points), (_, same_point) = Comparison(item("mine", "table1")).verdicts
+    assert row_points.difference == pytest.approx(accuracy("FedAvg", "served") - accuracy("Local", "local"))
+    assert same_point.difference == pytest.approx(accuracy("FedAvg", "local") - accuracy("Local", "local"))
+    assert row_points.difference != same_point.difference
 
 
 def test_the_seeds_of_a_number_are_told_and_points_of_a_line_have_the_same_ones(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
+    paper_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {str(n): {"local-epochs": n} for n in (1, 2)}
-    rows = [{"name": name, "settings": {"method": "fedavg", **own}} for name, own in names.items()]
+    rows = [{"name": name, "settings": {"method": "fedavg", **row_settings}} for name, row_settings in names.items()]
     rows.append({"name": "Local", "settings": {"method": "local"}})
     form = {"kind": "scan", "setting": "local-epochs", "measures": ["local last"]}
     small = {"settings": {"num-server-rounds": 1, "max-samples": 300}}
     common: dict[str, Any] = {"variants": None, "claims": None, "reasons": None, "small": small}
-    written(mine, "figure1", **common, runs=rows, printed={"1": 50, "Local": 40}, form=form)
+    written(paper_dir, "figure1", **common, runs=rows, printed={"1": 50, "Local": 40}, form=form)
     assert main(["paper", "mine", "figure1", "-j", "1", "--seeds", "1"]) == 0
-    written(mine, "table2", **common, runs=rows[:1], printed={"1": 50}, seeds=[0, 1, 2])  # one row has two seeds more
+    written(
+        paper_dir, "table2", **common, runs=rows[:1], printed={"1": 50}, seeds=[0, 1, 2]
+    )  # this row has two more seeds
     drawn: list[dict[str, Any]] = []
     monkeypatch.setattr(figures, "small_multiples", lambda panels, _, **how: drawn.append({"panels": panels, **how}))
     assert main(["paper", "mine", "table2", "-j", "1"]) == 0
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
-    # Seed 1 is the figure's own, seed 2 is not.
+    # Seed 1 is one of the seeds of the figure, and seed 2 is not.
     assert text.count("(2 seeds)") == 1 and "(3 seeds)" not in text
     assert "table1" not in text and text.count("over 1 seed.") == text.count("over 3 seeds.") == 1
     assert "posy paper mine figure1 --scale small`" in text
     comparison = Comparison(item("mine", "figure1"))
     values = {row: comparison.values("", row, "local last") for row in ("1", "2", "Local")}
-    assert {row: set(found) for row, found in values.items()} == {"1": {0, 1}, "2": {0}, "Local": {0}}
-    (found,) = drawn
-    first, second = found["panels"]["local last"]["Posy"]
+    assert {row: set(by_seed) for row, by_seed in values.items()} == {"1": {0, 1}, "2": {0}, "Local": {0}}
+    (picture,) = drawn
+    first, second = picture["panels"]["local last"]["Posy"]
     assert (first[1], second[1]) == (values["1"][0], values["2"][0])
-    assert found["panels"]["local last"]["paper"] == [(1.0, 50.0, 0.0)] and found["points"] == {"paper"}
-    assert found["dashed"] == {"local last": {"Local": values["Local"][0], "Local, paper": 40.0}}
+    assert picture["panels"]["local last"]["paper"] == [(1.0, 50.0, 0.0)] and picture["points"] == {"paper"}
+    assert picture["dashed"] == {"local last": {"Local": values["Local"][0], "Local, paper": 40.0}}
 
 
-def test_all_tables_and_figures_are_listed_with_their_state(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(mine, printed=None)
-    written(mine, "figure1", title="Figure 1: nothing", **dict.fromkeys(("runs", "printed", "claims", "small")))
+def test_all_tables_and_figures_are_listed_with_their_state(
+    paper_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(paper_dir, printed=None)
+    written(paper_dir, "figure1", title="Figure 1: nothing", **dict.fromkeys(("runs", "printed", "claims", "small")))
     assert main(["paper"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["table1", "Table", "1:", "accuracy", "4", "not", "run", "5", "not", "run"] in lines
@@ -743,17 +755,17 @@ def test_all_tables_and_figures_are_listed_with_their_state(mine: Path, capsys: 
         ({"Global": {"of": "FedAvg", "measure": "served"}}, "there is no such number"),
     ],
 )
-def test_what_is_wrong_in_read_is_told(mine: Path, read: dict[str, Any], message: str) -> None:
-    written(mine, read=read)
+def test_what_is_wrong_in_read_is_told(paper_dir: Path, read: dict[str, Any], message: str) -> None:
+    written(paper_dir, read=read)
     with pytest.raises(SettingsError, match=message):
         _ = item("mine", "table1").readings
 
 
-def test_a_partition_is_drawn_without_runs(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_partition_is_drawn_without_runs(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"dataset": "digits", "num-clients": 4, "partition": "iid"}
     content = {"title": "Figure 2: partition", "settings": settings, "seeds": [0], "form": {"kind": "partition"}}
     variants = [{"name": "here"}, {"name": "elsewhere", "settings": {"dataset": "kvasir"}}]
-    (mine / "figure2.yaml").write_text(dump({**content, "variants": variants}), encoding="utf-8")
+    (paper_dir / "figure2.yaml").write_text(dump({**content, "variants": variants}), encoding="utf-8")
     before = Comparison(item("mine", "figure2"))
     assert {entry.variant: entry.state for entry in before.entries} == {"here": "not run", "elsewhere": "not run"}
     assert main(["paper", "mine", "figure2", "data-dir=nowhere", "download=false"]) == 0
@@ -768,18 +780,20 @@ def test_a_partition_is_drawn_without_runs(mine: Path, capsys: pytest.CaptureFix
     text = Path("docs/papers/mine.md").read_text(encoding="utf-8")
     assert "![Figure 2](mine-figure2.png)" in text
     assert "1 drawn, 1 not run" in text
-    (mine / "figure2.yaml").write_text(dump({**content, "settings": {**settings, "num-clients": 5}}), encoding="utf-8")
-    assert Comparison(item("mine", "figure2")).counts_of("") is None  # those of other settings do not count
+    (paper_dir / "figure2.yaml").write_text(
+        dump({**content, "settings": {**settings, "num-clients": 5}}), encoding="utf-8"
+    )
+    assert Comparison(item("mine", "figure2")).counts_of("") is None  # counts of other settings do not apply
 
 
-def test_heads_correlation_and_a_runs_own_picture_are_drawn(mine: Path) -> None:
+def test_heads_correlation_and_a_runs_own_picture_are_drawn(paper_dir: Path) -> None:
     settings = {**TABLE["settings"], "method": "cwfedavg", "partition": "pathological", "num-clients": 5}
     runs = [{"name": "with", "settings": {}}, {"name": "without", "settings": {"cwfedavg-wdr": False}}]
     changes = {"settings": settings, "runs": runs, "variants": None, "printed": None, "claims": None, "seeds": [0]}
     changes |= {"reasons": None, "small": {"settings": {"num-server-rounds": 1}}}
-    written(mine, "figure1", **changes, form={"kind": "heads", "counts": True, "difference": ["without", "with"]})
-    written(mine, "figure2", **changes, form={"kind": "correlation"}, measure="round distribution_distance")
-    written(mine, "figure3", **changes, form={"kind": "picture", "of": "norms", "row": "with"})
+    written(paper_dir, "figure1", **changes, form={"kind": "heads", "counts": True, "difference": ["without", "with"]})
+    written(paper_dir, "figure2", **changes, form={"kind": "correlation"}, measure="round distribution_distance")
+    written(paper_dir, "figure3", **changes, form={"kind": "picture", "of": "norms", "row": "with"})
     assert main(["paper", "mine", "all", "-j", "1"]) == 0
     comparison = Comparison(item("mine", "figure2"))
     with_wdr, without = (comparison.values("", row, comparison.item.measures[0])[0] for row in ("with", "without"))
@@ -793,8 +807,8 @@ def test_heads_correlation_and_a_runs_own_picture_are_drawn(mine: Path) -> None:
     assert with_wdr == pytest.approx(distances.mean(), rel=1e-4)
     for name in ("figure1", "figure2", "figure3"):
         assert Path(f"docs/papers/mine-{name}.png").is_file()
-    own = Path("papers/mine/results/figure1-small/with/seed-0/figures/norms.png")
-    assert Path("docs/papers/mine-figure3.png").read_bytes() == own.read_bytes()  # it shared the first figure's run
+    picture = Path("papers/mine/results/figure1-small/with/seed-0/figures/norms.png")
+    assert Path("docs/papers/mine-figure3.png").read_bytes() == picture.read_bytes()  # it reuses the first figure's run
 
 
 def test_counts_made_before_there_was_a_setting_are_of_its_default(tmp_path: Path) -> None:
@@ -803,15 +817,15 @@ def test_counts_made_before_there_was_a_setting_are_of_its_default(tmp_path: Pat
     plan = read_plan(tmp_path / "a.yaml")
     assert count(plan, {}) == {} and counted(plan).keys() == {"a", "b"}
     file = tmp_path / "out" / FILE
-    known = json.loads(file.read_text(encoding="utf-8"))
-    del known["a"]["data"]["transforms"]
-    known["b"]["data"]["transforms"] = "RandomInvert"
-    file.write_text(json.dumps(known), encoding="utf-8")
-    found = counted(plan)
-    assert found.keys() == {"a"} and sorted(found["a"].sum(1).tolist()) == [337, 337, 337, 338]
+    stored_counts = json.loads(file.read_text(encoding="utf-8"))
+    del stored_counts["a"]["data"]["transforms"]
+    stored_counts["b"]["data"]["transforms"] = "RandomInvert"
+    file.write_text(json.dumps(stored_counts), encoding="utf-8")
+    counts = counted(plan)
+    assert counts.keys() == {"a"} and sorted(counts["a"].sum(1).tolist()) == [337, 337, 337, 338]
 
 
-def test_parameters_are_counted_without_runs(mine: Path) -> None:
+def test_parameters_are_counted_without_runs(paper_dir: Path) -> None:
     content = {
         "title": "Table 2: memory",
         "measure": "parameters",
@@ -820,7 +834,7 @@ def test_parameters_are_counted_without_runs(mine: Path) -> None:
         "form": {"kind": "memory", "layers": {"FedAvg": "none", "All": "all", "Output": "output"}},
         "reasons": [{"rows": ["Output"], "say": "counted otherwise"}],
     }
-    (mine / "table2.yaml").write_text(dump(content), encoding="utf-8")
+    (paper_dir / "table2.yaml").write_text(dump(content), encoding="utf-8")
     entries = {entry.row: entry for entry in Comparison(item("mine", "table2")).entries}
     # torchvision's ResNet-18 with ten classes has 11,181,642 parameters, its output layer 512 * 10 + 10.
     assert [entry.ours.mean for entry in entries.values() if entry.ours] == pytest.approx(
@@ -838,9 +852,9 @@ def test_cwfedavgs_server_holds_what_is_counted(make_strategy: Callable[..., Any
         assert held(strategy.size, classwise, strategy.num_classes) == state
 
 
-def test_a_figure_without_runs_tells_why_there_are_none(mine: Path) -> None:
+def test_a_figure_without_runs_tells_why_there_are_none(paper_dir: Path) -> None:
     content = {"title": "Figure 1: idea", "needs": "nothing is measured"}
-    (mine / "figure1.yaml").write_text(dump(content), encoding="utf-8")
+    (paper_dir / "figure1.yaml").write_text(dump(content), encoding="utf-8")
     (entry,) = Comparison(item("mine", "figure1")).entries
     assert (entry.state, entry.why) == ("not run", "nothing is measured")
     assert main(["paper", "mine", "all"]) == 0
@@ -849,15 +863,15 @@ def test_a_figure_without_runs_tells_why_there_are_none(mine: Path) -> None:
     assert ".png" not in text
 
 
-def test_a_figure_on_a_data_set_in_an_npz(mine: Path) -> None:
-    """Figure 6 of cwFedAvg is run on made-up images in place of CIFAR-100's (see test_papers_standins)."""
-    shutil.copy(ROOT / "papers/cwfedavg/figure6.yaml", mine)
+def test_a_figure_on_a_data_set_in_an_npz(paper_dir: Path) -> None:
+    """Run Figure 6 of cwFedAvg on made-up images instead of CIFAR-100 (see test_papers_standins)."""
+    shutil.copy(ROOT / "papers/cwfedavg/figure6.yaml", paper_dir)
     rng = np.random.default_rng(0)
     y = np.repeat(np.arange(100), 8)
     x = rng.integers(0, 256, (len(y), 32, 32, 3), dtype=np.uint8)
     np.savez("cifar100.npz", x_train=x, y_train=y)
-    given = ["data-dir=.", "max-samples=0", "num-clients=5", "model=linear", "num-server-rounds=1", "evaluate-every=1"]
-    assert main(["paper", "mine", "figure6", "-j", "1", *given]) == 0
+    words = ["data-dir=.", "max-samples=0", "num-clients=5", "model=linear", "num-server-rounds=1", "evaluate-every=1"]
+    assert main(["paper", "mine", "figure6", "-j", "1", *words]) == 0
     folder = Path("results/papers/mine")
     assert (folder / "mine-figure6.png").is_file()
     text = (folder / "mine.md").read_text(encoding="utf-8")
@@ -865,13 +879,13 @@ def test_a_figure_on_a_data_set_in_an_npz(mine: Path) -> None:
     assert "4 drawn" in text
 
 
-def test_sent140_is_run_with_word_vectors_of_a_file(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Table 3 of PPFE is run on made-up tweets in the published layout, with vectors in GloVe's."""
-    shutil.copy(ROOT / "papers/ppfe/table3.yaml", mine)
+def test_sent140_is_run_with_word_vectors_of_a_file(paper_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run Table 3 of PPFE on made-up tweets in the published layout, with word vectors in GloVe's format."""
+    shutil.copy(ROOT / "papers/ppfe/table3.yaml", paper_dir)
     words = {"0": "bad", "4": "good"}
     rows = [f'"{p}","1","d","q","user{n % 3}","{words[p]} day"' for n in range(108) for p in ("04"[n // 3 % 2],)]
     Path("sent140.csv").write_text("\n".join(rows), encoding="latin-1")
-    given = [
+    options = [
         "data-dir=.",
         "download=false",
         "num-clients=3",
@@ -880,11 +894,11 @@ def test_sent140_is_run_with_word_vectors_of_a_file(mine: Path, capsys: pytest.C
         "text-length=3",
         "batch-size=9",
     ]
-    command = ["paper", "mine", "table3", "--scale", "full", "-j", "1", *given, "ppfe-stage-rounds=1,1,1,1"]
+    command = ["paper", "mine", "table3", "--scale", "full", "-j", "1", *options, "ppfe-stage-rounds=1,1,1,1"]
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "0 of 36 runs can be had here" in said
-    assert "not run: glove.6B.300d.txt: there is no glove.6B.300d.txt in " in said
+    printed = capsys.readouterr().out
+    assert "0 of 36 runs can be had here" in printed
+    assert "not run: glove.6B.300d.txt: there is no glove.6B.300d.txt in " in printed
     page_of = Path("results/papers/mine/mine.md")
     assert (
         "(sent140/training.1600000.processed.noemoticon.csv, or sent140.csv) and glove.6B.300d.txt there"
@@ -894,7 +908,7 @@ def test_sent140_is_run_with_word_vectors_of_a_file(mine: Path, capsys: pytest.C
     Path("glove.6B.300d.txt").write_text("\n".join(lines), encoding="utf-8")
     assert main(command) == 0
     assert "6 of 36 runs can be had here" in capsys.readouterr().out
-    chosen = parse_words([*given, "ppfe-stage-rounds=1,1,1,1"], "a test")
+    chosen = parse_words([*options, "ppfe-stage-rounds=1,1,1,1"], "a test")
     comparison = Comparison(item("mine", "table3"), chosen, Path("results/papers/mine"))
     entries = [entry for entry in comparison.entries if entry.variant == "Sent140"]
     assert [entry.row for entry in entries] == ["With MR", "Without MR"]

@@ -1,4 +1,4 @@
-"""PPFE: stages, reduction, reweighting and ensemble by hand; who has which stage, also when replies are lost."""
+"""PPFE: stages, reduction, reweighting and ensemble worked by hand, and the stages of clients that lose replies."""
 
 import itertools
 import math
@@ -27,10 +27,10 @@ PICTURES = (
 )
 
 
-def probabilities(stage, whole, x):
-    """Return what a fresh module with these parameters predicts."""
+def probabilities(stage, flat, x):
+    """Return the class probabilities of a fresh module with the parameters ``flat``."""
     model = stage.architecture.build()
-    model.load_state_dict(stage.architecture.layout.views(torch.as_tensor(whole)))
+    model.load_state_dict(stage.architecture.layout.views(torch.as_tensor(flat)))
     with torch.no_grad():
         return model.eval()(x).softmax(dim=1).numpy().astype(np.float64)
 
@@ -152,31 +152,31 @@ def test_wrong_rounds_are_errors(text, stages, total):
 
 
 def test_factorisation_of_a_layer_of_that_rank_leaves_the_function(make_strategy):
-    """Head 64 -> 3 of rank 2 and fc2 128 -> 64 of rank 40: the factors hold all of them."""
+    """The weights of head (64 -> 3) have rank 2, and of fc2 (128 -> 64) rank 40, so the factors are exact."""
     strategy = make_strategy("ppfe")
     first, second, third = strategy.stages
     rng = np.random.default_rng(0)
-    whole = torch.from_numpy(strategy.initial())
-    views = first.architecture.layout.views(whole)
+    flat = torch.from_numpy(strategy.initial())
+    views = first.architecture.layout.views(flat)
     for name, (rows, rank, columns) in {"head": (3, 2, 64), "blocks.fc2.linear": (64, 40, 128)}.items():
         product = rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, columns)) / math.sqrt(rank * columns)
         views[f"{name}.weight"].copy_(torch.from_numpy(product))
     x = torch.from_numpy(rng.normal(size=(20, 6)).astype(np.float32))
-    then = open_stage(first, second, whole)
-    last = open_stage(second, third, then)
-    expected = probabilities(first, whole, x)
-    np.testing.assert_allclose(probabilities(second, then, x), expected, atol=1e-5)
-    np.testing.assert_allclose(probabilities(third, last, x), expected, atol=1e-5)
-    assert len(whole) > len(then) > len(last)
+    second_flat = open_stage(first, second, flat)
+    third_flat = open_stage(second, third, second_flat)
+    expected = probabilities(first, flat, x)
+    np.testing.assert_allclose(probabilities(second, second_flat, x), expected, atol=1e-5)
+    np.testing.assert_allclose(probabilities(third, third_flat, x), expected, atol=1e-5)
+    assert len(flat) > len(second_flat) > len(third_flat)
 
 
 def test_factorisation_is_the_best_of_its_rank_and_touches_nothing_else(make_strategy):
     """The error of the head is its third singular value (Eckart-Young)."""
     strategy = make_strategy("ppfe")
     first, second, _ = strategy.stages
-    whole = torch.from_numpy(strategy.initial())
-    old = first.architecture.layout.views(whole)
-    new = second.architecture.layout.views(open_stage(first, second, whole))
+    flat = torch.from_numpy(strategy.initial())
+    old = first.architecture.layout.views(flat)
+    new = second.architecture.layout.views(open_stage(first, second, flat))
     product = (new["head.up.weight"] @ new["head.down.weight"]).numpy()
     dropped = np.linalg.svd(old["head.weight"].numpy())[1][2]
     assert np.linalg.norm(product - old["head.weight"].numpy()) == pytest.approx(dropped, rel=1e-4)
@@ -195,7 +195,7 @@ OF_FEDAVG = {"ppfe_reduction": "svd-fedavg", "ppfe_ranks": "20,10,2;10,5,1"}
 
 
 def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, update):
-    """Convolutions go on from the stage before; a shared fully connected layer is stage 1's, reduced (A.4)."""
+    """Convolutions continue from the previous stage. A shared fully connected layer is stage 1's, reduced (A.4)."""
     strategy = make_strategy(
         "ppfe", data=PICTURES, model="cnn-3fc", ppfe_stage_rounds="1,1,1,1", num_server_rounds=4, **OF_FEDAVG
     )
@@ -211,14 +211,14 @@ def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, u
             second.shared_part.put(np.zeros(second.architecture.layout.size, np.float32), sent[1])
         ),
     )
-    found = third.architecture.layout.views(
+    served = third.architecture.layout.views(
         third.shared_part.put(np.zeros(third.architecture.layout.size, np.float32), strategy.model)
     )
     for name in ("blocks.conv1.conv.weight", "blocks.conv2.conv.weight", "blocks.conv2.conv.bias"):
-        np.testing.assert_array_equal(found[name], before[name])
-    product = found["blocks.fc1.linear.up.weight"] @ found["blocks.fc1.linear.down.weight"]
+        np.testing.assert_array_equal(served[name], before[name])
+    product = served["blocks.fc1.linear.up.weight"] @ served["blocks.fc1.linear.down.weight"]
     np.testing.assert_allclose(product, low_rank(plain["blocks.fc1.linear.weight"], 20), atol=1e-4)
-    np.testing.assert_array_equal(found["blocks.fc1.linear.up.bias"], plain["blocks.fc1.linear.bias"])
+    np.testing.assert_array_equal(served["blocks.fc1.linear.up.bias"], plain["blocks.fc1.linear.bias"])
     strategy.aggregate(3, [update(0, [sent[2]], 4)])
     np.testing.assert_array_equal(
         strategy.model,
@@ -231,7 +231,7 @@ def test_server_begins_later_stages_with_stage_1s_shared_layers(make_strategy, u
 
 
 def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
-    """Neither the head that it has trained in stage 2 nor the shared layers of stage 2 come into its stages 3 and 4."""
+    """Stages 3 and 4 of the client use neither its head of stage 2 nor the shared layers of stage 2."""
     client = make_client("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, **OF_FEDAVG)
     rng = np.random.default_rng(0)
     sent = [torch.from_numpy(rng.normal(size=s.shared_part.size).astype(np.float32)) for s in client.stages]
@@ -245,17 +245,17 @@ def test_client_begins_later_stages_with_stage_1s_personal_layers(make_client):
         before, after = client.stages[stage - 2 : stage]
         client.keep(f"personal-{before.number}", torch.ones(before.personal_part.size))
         client.drive(client.close_stage(before, sent[stage - 2]))
-        whole = client.stage_model(after, sent[stage - 1])
-        found = after.architecture.layout.views(whole)
+        flat = client.stage_model(after, sent[stage - 1])
+        views = after.architecture.layout.views(flat)
         for name, rank in ranks.items():
-            product = (found[f"{name}.up.weight"] @ found[f"{name}.down.weight"]).numpy()
+            product = (views[f"{name}.up.weight"] @ views[f"{name}.down.weight"]).numpy()
             np.testing.assert_allclose(product, low_rank(plain[f"{name}.weight"], rank), atol=1e-4)
-            np.testing.assert_array_equal(found[f"{name}.up.bias"], plain[f"{name}.bias"])
-        assert torch.equal(after.shared_part.take(whole), sent[stage - 1])
+            np.testing.assert_array_equal(views[f"{name}.up.bias"], plain[f"{name}.bias"])
+        assert torch.equal(after.shared_part.take(flat), sent[stage - 1])
 
 
 def test_without_a_smaller_rank_the_reduced_model_is_stage_1s(make_strategy):
-    """Of a rank that holds all of a layer the function stays: FedAvg's layers on the convolutions of stage 2."""
+    """Factors of sufficient rank keep the function: FedAvg's layers on the convolutions of stage 2."""
     strategy = make_strategy("ppfe", data=PICTURES, model="cnn-3fc", num_server_rounds=4, **OF_FEDAVG)
     first, second, third, _ = strategy.stages
     fedavg = torch.from_numpy(strategy.initial())
@@ -279,7 +279,7 @@ def test_convolutions_are_kept_as_they_are(make_strategy):
 
 
 def test_mask_by_layer(make_strategy):
-    """30 % of the first personal layer's weights, 10 % of each later one's; no bias, no shared layer."""
+    """The mask drops 30 % of the first personal layer's weights and 10 % of each later one's, but no bias."""
     strategy = make_strategy("ppfe", ppfe_reduction="sparse")
     seed = strategy.settings.run.seed
     layout = strategy.architecture.layout
@@ -300,7 +300,7 @@ def test_mask_by_layer(make_strategy):
 
 
 def test_mask_of_a_deep_fixed_head(make_strategy):
-    """All its layers become personal in the first personal stage: 30 % of each."""
+    """All layers of the head become personal in the first personal stage, so the mask drops 30 % of each."""
     strategy = make_strategy("ppfe", ppfe_reduction="sparse", ppfe_fixed_head=2, num_server_rounds=4)
     views = strategy.architecture.layout.views(sparsity_mask(strategy.stages, 3, 0))
     assert int((views["head.weight"] == 0).sum()) == 58 and int((views["blocks.fc2.linear.weight"] == 0).sum()) == 2458
@@ -313,9 +313,9 @@ def test_masked_weights_are_the_same_on_all_clients_and_stay_zero(make_config, f
     for stage in stages[1:]:
         mask = stage.personal_part.take(sparsity_mask(stages, stage.number, seed)).numpy()
         for client in range(4):
-            kept = finished.kept(client)[f"personal-{stage.number}"]
-            assert (kept[mask == 0] == 0).all()
-            assert (kept[mask == 1] != 0).all()
+            personal = finished.kept(client)[f"personal-{stage.number}"]
+            assert (personal[mask == 0] == 0).all()
+            assert (personal[mask == 1] != 0).all()
 
 
 # -- reweighting ---------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_samme_floors_at_zero_and_then_leaves_the_weights():
 
 @pytest.mark.parametrize("rule", ["adaboost", "adaboost-positive"])
 def test_a_stage_that_is_wrong_more_often_than_not_counts_negative_or_not_at_all(rule):
-    """ε = 3/4: β = ½ log(1/3), or 0, which leaves the weights."""
+    """ε = 3/4: β = ½ log(1/3), or 0, which keeps the weights."""
     weights = torch.tensor([0.4, 1.6, 1.0, 1.0])
     beta, new = reweight(torch.tensor([1.0, 1, 0.6, 0.4]), weights, 3, rule)
     expected = 0.5 * math.log(1 / 3) if rule == "adaboost" else 0.0
@@ -375,9 +375,9 @@ def test_samme_with_two_classes_is_adaboost_above_chance():
 
 @pytest.mark.parametrize(("loss", "beta"), [(0.0, 0.5 * math.log(999_999)), (1.0, -0.5 * math.log(999_999))])
 def test_error_is_clipped(loss, beta):
-    """No error and nothing but errors: ε is 1e-6 and 1 - 1e-6; equal weights stay equal."""
-    found, new = reweight(torch.full((5,), loss), torch.ones(5), 2, "adaboost")
-    assert found == pytest.approx(beta, rel=1e-6)
+    """Without errors ε is 1e-6, and with errors alone 1 - 1e-6. Equal weights stay equal."""
+    computed, new = reweight(torch.full((5,), loss), torch.ones(5), 2, "adaboost")
+    assert computed == pytest.approx(beta, rel=1e-6)
     np.testing.assert_allclose(new, np.ones(5), rtol=1e-5)
 
 
@@ -403,8 +403,8 @@ def test_losses_of_three_samples_by_hand(make_client, loss, expected):
     client = make_client("ppfe", data=data, model="linear", ppfe_stages=1, ppfe_loss=loss)
     flat = torch.zeros(client.layout.size)
     flat[-4:] = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
-    found = client.drive(client.sample_losses(Predictor([Member(flat, client.architecture)])))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    losses = client.drive(client.sample_losses(Predictor([Member(flat, client.architecture)])))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 # -- ensemble ------------------------------------------------------------------------------------------
@@ -425,8 +425,8 @@ def test_ensemble_by_hand(make_client, betas, expected):
         flat = torch.zeros(client.layout.size)
         flat[-3:] = torch.log(torch.tensor(p))
         members.append(Member(flat, client.architecture, beta))
-    found = client.drive(client.predict(Predictor(members), "test"))
-    np.testing.assert_allclose(found.exp(), np.tile(expected, (len(found), 1)), rtol=1e-5)
+    log_probabilities = client.drive(client.predict(Predictor(members), "test"))
+    np.testing.assert_allclose(log_probabilities.exp(), np.tile(expected, (len(log_probabilities), 1)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("betas", "chosen"), [((-1.0, -0.5), 2), ((1.0, -2.0), 0), ((0.1, -3.0), 0), ((-3.0, 0.1), 2)])
@@ -438,9 +438,9 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
         flat = torch.zeros(client.layout.size)
         flat[-3:] = torch.log(torch.tensor(p))
         members.append(Member(flat, client.architecture, beta))
-    found = client.drive(client.predict(Predictor(members), "test")).exp()
-    assert found.argmax(dim=1).unique().tolist() == [chosen]
-    assert bool((found > 0).all())
+    mixture = client.drive(client.predict(Predictor(members), "test")).exp()
+    assert mixture.argmax(dim=1).unique().tolist() == [chosen]
+    assert bool((mixture > 0).all())
 
 
 @pytest.mark.parametrize(
@@ -460,44 +460,44 @@ def test_negative_coefficients_subtract(make_client, betas, chosen):
     ],
 )
 def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, options):
-    """Algorithm 1, lines 9 and 21, in plain NumPy from the models that each client has kept."""
+    """Recompute Algorithm 1, lines 9 and 21, in plain NumPy from the models in each client's state."""
     finished = federate(make_config("ppfe", num_server_rounds=6, ppfe_stages=3, **options))
-    own = finished.strategy.method
+    hparams = finished.strategy.method
     workspace = Workspace(finished.strategy.settings)
     moved = False
     for client in range(4):
-        kept, data = finished.kept(client), workspace.client_data(client)
+        state, data = finished.kept(client), workspace.client_data(client)
         y, n = data.y_train.numpy(), len(data.y_train)
         weights, betas, members = np.ones(n), [], []
 
         def error_of(mixture, y=y, n=n):
-            if own.loss == "probability":
+            if hparams.loss == "probability":
                 return 1 - mixture[np.arange(n), y]
-            if own.loss == "cross-entropy":
+            if hparams.loss == "cross-entropy":
                 return np.log(mixture[np.arange(n), y]) / np.log(mixture[np.arange(n), y]).min()
             return (mixture.argmax(axis=1) != y).astype(float)
 
         def beta_of(losses, weights):
             e = np.clip((weights * losses).sum() / weights.sum(), 1e-6, 1 - 1e-6)
             beta = 0.5 * np.log((1 - e) / e)
-            if own.beta == "samme":
+            if hparams.beta == "samme":
                 return max(0.0, beta + 0.5 * np.log(2))
-            return beta if own.beta == "adaboost" else max(0.0, beta)
+            return beta if hparams.beta == "adaboost" else max(0.0, beta)
 
         for stage in finished.strategy.stages:
-            whole = np.empty(stage.architecture.layout.size, np.float32)
-            stage.shared_part.put(whole, kept[f"shared-{stage.number}"])
+            flat = np.empty(stage.architecture.layout.size, np.float32)
+            stage.shared_part.put(flat, state[f"shared-{stage.number}"])
             if stage.number > 1:
-                stage.personal_part.put(whole, kept[f"personal-{stage.number}"])
-            members.append(probabilities(stage, whole, data.x_train))
+                stage.personal_part.put(flat, state[f"personal-{stage.number}"])
+            members.append(probabilities(stage, flat, data.x_train))
             losses = error_of(members[-1])
             beta = beta_of(losses, weights)
-            if betas and own.ensemble:
+            if betas and hparams.ensemble:
                 coefficients = np.array([*betas, beta])
                 if not coefficients.any():
                     coefficients = np.ones_like(coefficients)
                 coefficients /= np.abs(coefficients).sum()
-                if own.outputs == "log-probabilities":
+                if hparams.outputs == "log-probabilities":
                     mixture = np.prod(np.stack(members) ** coefficients[:, None, None], axis=0)
                     mixture /= mixture.sum(axis=1, keepdims=True)
                 else:
@@ -506,16 +506,16 @@ def test_coefficients_and_weights_of_a_run_recomputed(make_config, federate, opt
                 losses = error_of(mixture)
                 beta = beta_of(losses, weights)
             betas.append(beta)
-            if own.reweighting and stage.number < 3:  # no stage uses the weights after the last one
+            if hparams.reweighting and stage.number < 3:  # no stage uses the weights after the last one
                 weights = weights * np.exp(beta * losses)
                 weights *= n / weights.sum()
-        np.testing.assert_allclose(kept["betas"], betas, rtol=1e-4, atol=1e-5)
-        assert ("weights" in kept) == own.reweighting
-        if own.reweighting:
-            np.testing.assert_allclose(kept["weights"], weights, rtol=1e-3)
-            moved |= bool(np.abs(kept["weights"] - 1).max() > 0.01)
+        np.testing.assert_allclose(state["betas"], betas, rtol=1e-4, atol=1e-5)
+        assert ("weights" in state) == hparams.reweighting
+        if hparams.reweighting:
+            np.testing.assert_allclose(state["weights"], weights, rtol=1e-3)
+            moved |= bool(np.abs(state["weights"] - 1).max() > 0.01)
         assert len(betas) == 3
-    assert moved == own.reweighting
+    assert moved == hparams.reweighting
 
 
 @pytest.mark.parametrize("outputs", ["probabilities", "log-probabilities"])
@@ -529,8 +529,8 @@ def test_stored_ensemble_predicts_what_the_client_does(make_config, federate, tm
         arrays = load_file(tmp_path / "models" / f"client-{client}.safetensors")
         signs |= {float(np.sign(arrays[f"stage{t}.coefficient"][0])) for t in (1, 2, 3)}
         data = workspace.client_data(client)
-        found = stored_probabilities(workspace, finished.strategy.architecture, arrays, data.x_test, data.y_test)
-        accuracy = float((found.argmax(dim=1) == data.y_test).float().mean())
+        predicted = stored_probabilities(workspace, finished.strategy.architecture, arrays, data.x_test, data.y_test)
+        accuracy = float((predicted.argmax(dim=1) == data.y_test).float().mean())
         assert accuracy == pytest.approx(finished.column("local_accuracy")[-1][client])
     assert -1.0 in signs
 
@@ -607,17 +607,17 @@ def test_weights_are_factors_of_the_losses_or_odds(make_client, weighting, resam
     weights = torch.linspace(0.5, 1.5, len(client.data.y_train))
     client.keep("weights", weights)
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
-    work = next(client.local_round([shared], {"stage": 2, "first-finished": 2, "rounds-done": 0}))
-    assert work.resample is resample
-    assert torch.equal(work.sample_weight, weights)
+    training = next(client.local_round([shared], {"stage": 2, "first-finished": 2, "rounds-done": 0}))
+    assert training.resample is resample
+    assert torch.equal(training.sample_weight, weights)
 
 
 def test_a_stage_may_end_with_the_personal_layers_alone(make_client, make_strategy):
-    """Three whole-batch steps of the head on features that stay; in other rounds the shared layers move too."""
+    """The head takes three whole-batch steps on fixed features. In other rounds the shared layers train too."""
     client = make_client("ppfe", batch_size=100, ppfe_final_epochs=3, ppfe_reduction="none", local_epochs=1)
     first, second = client.stages[:2]
     client.drive(client.close_stage(first, client.initial()))
-    client.state.pop("weights")  # those of stage 1
+    client.state.pop("weights")  # the weights of stage 1
     shared = second.shared_part.take(open_stage(first, second, client.initial()))
     start = client.stage_model(second, shared)
     config = {"server-round": 2, "lr": 0.2, "stage": 2, "first-finished": 2, "rounds-done": 0, "stage-ends": True}
@@ -640,7 +640,7 @@ def test_a_stage_may_end_with_the_personal_layers_alone(make_client, make_strate
 
 
 def test_first_stage_is_fedavg(make_config, federate):
-    """Same batches, same weighted mean."""
+    """Both use the same batches and the same weighted mean."""
     progressive = federate(make_config("ppfe", ppfe_stages=1))
     average = federate(make_config("fedavg"))
     np.testing.assert_array_equal(progressive.strategy.model, average.strategy.model)
@@ -686,20 +686,20 @@ def test_personal_layers_are_never_sent(make_config, federate):
 
 @pytest.mark.parametrize("reduction", ["svd", "svd-fedavg"])
 def test_client_lost_for_a_whole_stage_keeps_the_head_it_was_given(make_config, federate, failing, reduction):
-    """It gets two finished stages at once in the end, and has all T members."""
+    """The client receives two finished stages at once in the end, and then has all T members."""
     fail = [("train", r, 1) for r in (3, 4, 5)]
-    own = {"ppfe_reduction": reduction, "ppfe_stage_rounds": "2,2,2"}
-    config = make_config("ppfe", num_server_rounds=6, evaluate_every=100, **own)
+    settings = {"ppfe_reduction": reduction, "ppfe_stage_rounds": "2,2,2"}
+    config = make_config("ppfe", num_server_rounds=6, evaluate_every=100, **settings)
     finished = federate(config, grid=failing(*fail))
     assert [[c for c, _ in r.dropped] for r in finished.records] == [[], [], [1], [1], [1], []]
-    kept = finished.kept(1)
+    state = finished.kept(1)
     first, second, _ = finished.strategy.stages
     begun = open_stage(first, second, torch.from_numpy(finished.strategy.finished[0]))
-    np.testing.assert_array_equal(kept["personal-2"], second.personal_part.take(begun))
-    others = finished.kept(0)
-    assert np.abs(others["personal-2"] - kept["personal-2"]).max() > 1e-4  # who trained has moved
-    assert len(kept["betas"]) == 3
-    assert {f"shared-{t}" for t in (1, 2, 3)} <= set(kept)
+    np.testing.assert_array_equal(state["personal-2"], second.personal_part.take(begun))
+    trained = finished.kept(0)
+    assert np.abs(trained["personal-2"] - state["personal-2"]).max() > 1e-4  # client 0 has trained
+    assert len(state["betas"]) == 3
+    assert {f"shared-{t}" for t in (1, 2, 3)} <= set(state)
     assert finished.records[-1].clients[1]["served_accuracy"] >= 0
 
 
@@ -714,24 +714,24 @@ def test_client_that_loses_its_state_is_sent_all_stages_again(make_config, feder
 
 
 def test_newcomer_gets_stage_1s_personal_layers_reduced(make_config, make_strategy, federate, failing):
-    """Its own training, after all, fails: what it keeps is what it was served."""
+    """The newcomer's training fails, so it keeps the layers that follow from the served models."""
     settings = {"ppfe_reduction": "svd-fedavg", "holdout_clients": 0.25, "seed": 3}
     (new,) = make_strategy("ppfe", **settings).newcomers
     finished = federate(make_config("ppfe", **settings), grid=failing(("train", 3, new)))
     _, second, third = finished.strategy.stages
     fedavg, last = (torch.from_numpy(model) for model in finished.strategy.finished[:2])
-    whole = second.shared_part.put(torch.zeros(second.architecture.layout.size), last)
-    begun = third.personal_part.take(open_stage(second, third, whole, fedavg))
-    kept = finished.kept(new)
-    assert len(kept["betas"]) == 3
-    np.testing.assert_allclose(kept["personal-3"], begun, atol=1e-6)
+    flat = second.shared_part.put(torch.zeros(second.architecture.layout.size), last)
+    begun = third.personal_part.take(open_stage(second, third, flat, fedavg))
+    state = finished.kept(new)
+    assert len(state["betas"]) == 3
+    np.testing.assert_allclose(state["personal-3"], begun, atol=1e-6)
     for client in finished.strategy.members:
-        if client != 3:  # whose single sample may be fitted already
+        if client != 3:  # client 3's only sample may be fitted already
             assert np.abs(finished.kept(client)["personal-3"] - begun.numpy()).max() > 1e-4
 
 
 def test_stages_that_are_sent_again_count_once(make_config, federate, failing):
-    """A reply is lost, but not the client's state: it is sent what it has closed already."""
+    """A reply is lost but the client's state is not, so the server resends stages that the client has closed."""
     config = make_config("ppfe", num_server_rounds=6, ppfe_stage_rounds="2,2,2")
     finished = federate(config, grid=failing(("train", 3, 1), ("evaluate", 5, 1)))
     assert [[c for c, _ in r.dropped] for r in finished.records] == [[], [], [1], [], [1], []]
@@ -756,7 +756,7 @@ def test_server_sends_each_finished_stage_once(make_config, federate):
 
 
 def test_pictured_coefficients_are_those_the_clients_have_told(make_config, federate, failing):
-    """Client 1's last evaluation fails: that of its stage 2 is not known."""
+    """Client 1's last evaluation fails, so the server lacks its coefficient of stage 2."""
     config = make_config("ppfe", num_server_rounds=2, ppfe_stages=2)
     finished = federate(config, grid=failing(("evaluate", 2, 1)))
     expected = [finished.kept(client)["betas"] for client in (0, 2, 3)]

@@ -1,4 +1,4 @@
-"""Using a finished run: its record, its clients' models, and what they predict for new samples."""
+"""Use of a finished run: its record, its clients' models, and their predictions for new samples."""
 
 import json
 import re
@@ -32,18 +32,18 @@ Noted = dict[tuple[int, str], tuple[int, list[int]]]
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    """Note by client and point the round of the last recorded accuracy, and the classes behind it."""
-    found: Noted = {}
+    """Record the round of the last accuracy and the predicted classes, by client and point."""
+    recorded: Noted = {}
     original = PersonalClient._scores
 
     def scores(self: PersonalClient, point: str, predictor: Any) -> Any:
         if len(self.data.y_test):
             outputs = yield from self.predict(predictor, "test")
-            found[self.client, point] = (self.round, outputs.argmax(dim=-1).tolist())
+            recorded[self.client, point] = (self.round, outputs.argmax(dim=-1).tolist())
         return (yield from original(self, point, predictor))
 
     monkeypatch.setattr(PersonalClient, "_scores", scores)
-    return found
+    return recorded
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -51,7 +51,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
 def test_predictions_are_those_behind_the_recorded_accuracy(
     method: str, data: str, make_config: MakeConfig, noted: Noted, tmp_path: Path
 ) -> None:
-    """Sample by sample, from the raw samples, at the method's point, and after training where that is stored."""
+    """Predict raw test samples at the method's point, and at each point that has a stored model."""
     if data == "features":
         config = make_config(method, num_server_rounds=4, model="mlp", lr=0.1)
     else:
@@ -97,7 +97,7 @@ def trained(rows: Any) -> set[int]:
 
 
 def raw_images(root: Path, count: int = 24) -> list[Path]:
-    """Write grey images of two classes, larger than the network's, and return the files in order of class and name."""
+    """Write grey images of two classes, larger than the input, and return the files by class and name."""
     rng = np.random.default_rng(3)
     files = []
     for number in range(count):
@@ -111,13 +111,13 @@ def raw_images(root: Path, count: int = 24) -> list[Path]:
 
 def run_on(dataset: Path, tmp_path: Path, **settings: Any) -> tuple[Record, Workspace]:
     """Run FedAvg with two clients on a file or folder, and return its record, and a workspace with its data."""
-    own = {"dataset": str(dataset), "partition": "iid", "num-clients": 2, "num-server-rounds": 1, "method": "fedavg"}
-    config = {**own, "output-dir": str(tmp_path / "runs"), "run-name": "one", **settings}
+    data = {"dataset": str(dataset), "partition": "iid", "num-clients": 2, "num-server-rounds": 1, "method": "fedavg"}
+    config = {**data, "output-dir": str(tmp_path / "runs"), "run-name": "one", **settings}
     return run(None, config).record(), Workspace(read_settings(config))
 
 
 def assert_prepared_alike(record: Record, workspace: Workspace, raw: list[Any]) -> ClientModel:
-    """Compare what the predictor makes of the raw samples, in the order of the data, with what was trained on."""
+    """Compare raw samples that the predictor prepares, in the order of the data, with the clients' test samples."""
     predictor = record.predictor(0)
     prepared = predictor.prepare(raw)
     for client, test in enumerate(workspace.partition.test):
@@ -211,18 +211,18 @@ def test_numbers_of_words(tmp_path: Path) -> None:
 
 
 def test_running_statistics_are_those_of_the_client(tmp_path: Path, noted: Noted) -> None:
-    """BatchNorm's, which FedBN keeps on the clients."""
+    """FedBN keeps the running statistics of BatchNorm on the clients."""
     (tmp_path / "nets.py").write_text(
         "from torch import nn\n\n\ndef small(task):\n"
         "    hidden = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())\n"
         "    return nn.Sequential(hidden, nn.Linear(8, task.num_classes))\n"
     )
-    own = {"method": "fedbn", "model": f"{tmp_path / 'nets.py'}:small", "max-samples": 120, "num-server-rounds": 3}
-    record, workspace = run_on(Path("digits"), tmp_path, **own)
+    options = {"method": "fedbn", "model": f"{tmp_path / 'nets.py'}:small", "max-samples": 120, "num-server-rounds": 3}
+    record, workspace = run_on(Path("digits"), tmp_path, **options)
     for client, test in enumerate(workspace.partition.test):
         predictor = record.predictor(client)
-        found = [p.label for p in predictor.predict_all(workspace.dataset.x[test])]
-        assert found == [str(number) for number in noted[client, predictor.point][1]]
+        labels = [p.label for p in predictor.predict_all(workspace.dataset.x[test])]
+        assert labels == [str(number) for number in noted[client, predictor.point][1]]
     means = [model.state_dict()["members.0.blocks.body.0.2.running_mean"] for model in map(record.predictor, (0, 1))]
     assert not torch.equal(*means)
 
@@ -302,7 +302,7 @@ def test_a_point_that_is_not_stored(make_config: MakeConfig) -> None:
 
 
 def test_a_model_that_says_nothing_of_itself(make_config: MakeConfig) -> None:
-    """As earlier versions stored them, and as damage leaves them."""
+    """Earlier versions stored models without their settings, and a damaged file cannot be read."""
     record = run(None, make_config("fedavg")).record()
     for name in ("served-0", "client-1"):
         arrays, _ = read_arrays(record.models / f"{name}.safetensors")
@@ -325,8 +325,8 @@ def test_the_command_predict(finished: Record, tmp_path: Path, capsys: pytest.Ca
     assert "client 1, served model of round 2" in shown
     assert re.search(rf"seven\.png +{expected.label} +{expected.label} [0-9.]+ %, ", shown)
     assert cli.main(["predict", str(finished.path), "1", str(image), "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["input"], told["class"], told["probabilities"]) == (str(image), *expected)
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert (answer["input"], answer["class"], answer["probabilities"]) == (str(image), *expected)
     arrays = tmp_path / "x.npy"
     np.save(arrays, np.zeros((3, 8, 8), np.uint8))
     assert cli.main(["predict", str(finished.path), "1", str(arrays)]) == 0

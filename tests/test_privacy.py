@@ -1,4 +1,4 @@
-"""Local differential privacy: clipping, noise, and which methods can bear it."""
+"""Local differential privacy: clipping, noise, and the methods that support it."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ NOISED = [method for method in METHODS if settings_class(method).noise is ALLOWE
 
 
 def by_flower(received: list[np.ndarray], sent: list[np.ndarray], sensitivity: float) -> list[np.ndarray]:
-    """Return what Flower's own mod makes of a reply, with clip 2, epsilon 0.5 and delta 1e-3."""
+    """Return the arrays of a reply after Flower's LocalDpMod, with clip 2, epsilon 0.5 and delta 1e-3."""
     InProcessGrid(1)  # gives this process the identity that messages need
 
     def record(arrays: list[np.ndarray]) -> RecordDict:
@@ -34,7 +34,7 @@ def by_flower(received: list[np.ndarray], sent: list[np.ndarray], sensitivity: f
     message = Message(record(received), 1, MessageType.TRAIN)
     context = Context(run_id=0, node_id=1, node_config={}, state=RecordDict(), run_config={})
     mod = LocalDpMod(2.0, sensitivity, 0.5, 1e-3)
-    reply = mod(message, context, lambda told, _: Message(record(sent), reply_to=told))
+    reply = mod(message, context, lambda request, _: Message(record(sent), reply_to=request))
     return reply.content.array_records["arrays"].to_numpy_ndarrays()
 
 
@@ -46,8 +46,8 @@ def test_clipping_by_hand() -> None:
     assert clipped[1].tolist() == [2.0]
     assert clipped[2] is sent[2]
     assert [array.dtype for array in clipped] == [np.float32, np.float32, np.int64]
-    whole = noised(sent, start, TrainSettings(dp_clip=6.0, dp_sensitivity=QUIET))
-    assert [array.tolist() for array in whole] == [[4.0, 1.0], [4.0], [9]]
+    unclipped = noised(sent, start, TrainSettings(dp_clip=6.0, dp_sensitivity=QUIET))
+    assert [array.tolist() for array in unclipped] == [[4.0, 1.0], [4.0], [9]]
     still = noised(start, start, TrainSettings(dp_clip=1.0, dp_sensitivity=QUIET))
     assert still[0].tolist() == [1.0, 1.0]
     assert still[1].tolist() == pytest.approx([0.0])
@@ -57,35 +57,35 @@ def test_clipping_and_noise_are_those_of_flowers_mod() -> None:
     rng = np.random.default_rng(5)
     start = [rng.normal(size=(30_000,)).astype(np.float32)]
     sent = [start[0] + rng.normal(size=(30_000,)).astype(np.float32)]
-    own = TrainSettings(dp_clip=2.0, dp_epsilon=0.5, dp_delta=1e-3, dp_sensitivity=QUIET)
-    np.testing.assert_allclose(noised(sent, start, own)[0], by_flower(start, sent, 0.0)[0], rtol=1e-5, atol=1e-6)
-    own = TrainSettings(dp_clip=2.0, dp_epsilon=0.5, dp_delta=1e-3, dp_sensitivity=3.0)
+    settings = TrainSettings(dp_clip=2.0, dp_epsilon=0.5, dp_delta=1e-3, dp_sensitivity=QUIET)
+    np.testing.assert_allclose(noised(sent, start, settings)[0], by_flower(start, sent, 0.0)[0], rtol=1e-5, atol=1e-6)
+    settings = TrainSettings(dp_clip=2.0, dp_epsilon=0.5, dp_delta=1e-3, dp_sensitivity=3.0)
     expected = 3.0 * math.sqrt(2 * math.log(1250)) / 0.5
-    assert noise_deviation(own) == pytest.approx(expected)
-    for made in (noised(sent, start, own)[0], by_flower(start, sent, 3.0)[0]):
-        assert (made - start[0]).std() == pytest.approx(expected, rel=0.02)
+    assert noise_deviation(settings) == pytest.approx(expected)
+    for reply in (noised(sent, start, settings)[0], by_flower(start, sent, 3.0)[0]):
+        assert (reply - start[0]).std() == pytest.approx(expected, rel=0.02)
     assert noise_deviation(TrainSettings(dp_clip=2.0)) == pytest.approx(4.0 * math.sqrt(2 * math.log(125_000)))
 
 
 def test_noise_is_not_of_any_seed() -> None:
     start = [np.zeros(8, np.float32)]
-    made = []
+    replies = []
     for _ in range(2):
-        np.random.seed(1)  # noqa: NPY002 - what a forked process would share
-        made.append(noised(start, start, TrainSettings(dp_clip=1.0))[0])
-    assert not np.array_equal(made[0], made[1])
+        np.random.seed(1)  # noqa: NPY002 - forked processes share this state
+        replies.append(noised(start, start, TrainSettings(dp_clip=1.0))[0])
+    assert not np.array_equal(replies[0], replies[1])
 
 
 @pytest.mark.parametrize("method", NOISED)
 def test_a_method_that_can_bear_noise_sends_it(method: str, make_client: MakeClient) -> None:
-    """All that is sent of the models lies within the clipping norm of what was received, or carries the noise."""
+    """The change of the sent model has the clipping norm, or the standard deviation of the noise."""
     sent = {}
-    for name, own in {
+    for name, dp_settings in {
         "plain": {},
         "clipped": {"dp_clip": 0.01, "dp_sensitivity": QUIET},
         "noised": {"dp_clip": 0.01, "dp_sensitivity": 1.0, "dp_epsilon": 1.0, "dp_delta": 0.1},
     }.items():
-        client = make_client(method, model="mlp", ppfe_stages=1, **own)
+        client = make_client(method, model="mlp", ppfe_stages=1, **dp_settings)
         models = client.settings.method.models if method == "fedfew" else 0
         start = client.shared.take(client.initial()).numpy().copy()
         received = [np.stack([start] * models)] if models else [start]
@@ -104,8 +104,8 @@ def test_a_method_that_can_bear_noise_sends_it(method: str, make_client: MakeCli
     np.testing.assert_allclose(sent["clipped"][0] / norms["clipped"], sent["plain"][0] / norms["plain"], atol=1e-3)
     chance = 5 / math.sqrt(2 * sent["noised"][0].size)  # five standard errors of a standard deviation
     assert sent["noised"][0].std() == pytest.approx(math.sqrt(2 * math.log(12.5)), rel=max(0.1, chance))
-    for one, other in zip(sent["plain"][1], sent["noised"][1], strict=True):
-        np.testing.assert_array_equal(one, other)  # FedFew's losses
+    for plain, noisy in zip(sent["plain"][1], sent["noised"][1], strict=True):
+        np.testing.assert_array_equal(plain, noisy)  # FedFew's losses
 
 
 @pytest.mark.parametrize("method", METHODS)

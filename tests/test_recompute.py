@@ -1,7 +1,7 @@
-"""Every number that a run records, computed again from what the run stored.
+"""Every number that a run records, recomputed from the files of the run.
 
-Nothing of the product is used but the run itself: data and partition are this file's own, models are read from the
-safetensors files, and forward passes, ensembles, routing and statistics are plain NumPy in double precision.
+These tests use Posy only for the runs. They generate the data and the partition, read the models from safetensors
+files, and compute forward passes, ensembles, routing and statistics in plain NumPy and double precision.
 """
 
 import csv
@@ -24,12 +24,12 @@ from posy.strategies.methods import METHODS
 
 Arrays = dict[str, np.ndarray]
 Members = list[tuple[Arrays, float]]
-"""Models with their coefficients; what predicts with one model has one of coefficient 1."""
+"""Models with their coefficients. A single model has coefficient 1."""
 
 CLASSES = 3
 TRAIN = (20, 13, 7, 1, 5)
 TEST = (15, 10, 8, 3, 0)
-HELD = ((0, 1, 2), (0, 1), (2,), (1,), (0, 2))
+HELD_CLASSES = ((0, 1, 2), (0, 1), (2,), (1,), (0, 2))
 CLIENTS = range(len(TRAIN))
 LR = 0.4
 
@@ -39,7 +39,7 @@ LR = 0.4
 
 @dataclass(frozen=True)
 class Task:
-    """Samples as the networks see them, and who holds which."""
+    """Samples as input to the networks, and the indices of each client."""
 
     x: np.ndarray
     y: np.ndarray
@@ -47,11 +47,14 @@ class Task:
     test: list[list[int]]
 
 
-def held() -> tuple[np.ndarray, list[list[int]], list[list[int]]]:
-    """Five clients: all classes; two; one; one training sample; no test sample."""
+def assign_samples() -> tuple[np.ndarray, list[list[int]], list[list[int]]]:
+    """Return the labels, and the training and test indices of five clients.
+
+    They have all classes, two classes, one class, one training sample, and no test sample.
+    """
     y: list[int] = []
     train, test = [], []
-    for classes, n_train, n_test in zip(HELD, TRAIN, TEST, strict=True):
+    for classes, n_train, n_test in zip(HELD_CLASSES, TRAIN, TEST, strict=True):
         start = len(y)
         y += [classes[i % len(classes)] for i in range(n_train + n_test)]
         train.append(list(range(start, start + n_train)))
@@ -60,7 +63,7 @@ def held() -> tuple[np.ndarray, list[list[int]], list[list[int]]]:
 
 
 def features(folder: Path) -> tuple[Path, Task]:
-    y, train, test = held()
+    y, train, test = assign_samples()
     rng = np.random.default_rng(11)
     x = rng.normal(0, 1.5, (CLASSES, 5))[y] + rng.normal(0, 1.2, (len(y), 5)) * [1, 10, 0.1, 1, 1] + [0, 5, 0, -3, 0]
     x = x.astype(np.float32)
@@ -70,7 +73,7 @@ def features(folder: Path) -> tuple[Path, Task]:
 
 
 def images(folder: Path) -> tuple[Path, Task]:
-    y, train, test = held()
+    y, train, test = assign_samples()
     rng = np.random.default_rng(12)
     pixels = np.clip(rng.normal(128, 14, (CLASSES, 16, 16))[y] + rng.normal(0, 60, (len(y), 16, 16)), 0, 255)
     pixels = pixels.astype(np.uint8)
@@ -79,8 +82,8 @@ def images(folder: Path) -> tuple[Path, Task]:
 
 
 def texts(folder: Path) -> tuple[Path, Task]:
-    """Words w00..w29, each seen more often than the next, so that their numbers are known: 2, 3, ..."""
-    y, train, test = held()
+    """Write texts of the words w00..w29, whose numbers are 2, 3, ... from the most frequent word on."""
+    y, train, test = assign_samples()
     rng = np.random.default_rng(13)
     words = [f"w{i:02d}" for i in range(30)]
     lines = [[words[i] for i in rng.integers(5 * label, 5 * label + 16, 4) % 30] for label in y]
@@ -94,18 +97,18 @@ def texts(folder: Path) -> tuple[Path, Task]:
 # -- networks --------------------------------------------------------------------------------------------
 
 
-def place(name: str) -> tuple[Any, ...]:
-    """Order of the tensors in a flat vector: branches last, the head after the blocks, weight before bias."""
-    later = ("client_blocks", "client_head", "policy", "global_head")
-    branch = next((number for number, start in enumerate(later, start=1) if name.startswith(start)), 0)
+def tensor_order(name: str) -> tuple[Any, ...]:
+    """Return the order of a tensor in a flat vector: branches last, the head after the blocks, weight before bias."""
+    branches = ("client_blocks", "client_head", "policy", "global_head")
+    branch = next((number for number, start in enumerate(branches, start=1) if name.startswith(start)), 0)
     stem, _, kind = name.rpartition(".")
     return branch, ".head" in "." + stem, stem, kind != "weight"
 
 
 def unflattened(flat: np.ndarray, names: Sequence[str], like: Mapping[str, np.ndarray]) -> Arrays:
-    """Return the tensors of a flat vector that holds some of a model's."""
+    """Return the tensors of a flat vector with some tensors of a model."""
     arrays, start = {}, 0
-    for name in sorted(names, key=place):
+    for name in sorted(names, key=tensor_order):
         stop = start + like[name].size
         arrays[name] = flat[start:stop].reshape(like[name].shape)
         start = stop
@@ -114,7 +117,7 @@ def unflattened(flat: np.ndarray, names: Sequence[str], like: Mapping[str, np.nd
 
 
 def flattened(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
-    return np.concatenate([arrays[name].ravel() for name in sorted(names, key=place)])
+    return np.concatenate([arrays[name].ravel() for name in sorted(names, key=tensor_order)])
 
 
 def affine(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.ndarray:
@@ -127,7 +130,7 @@ def affine(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.nda
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
-    """Return rows at length 1; a row of zeros stays."""
+    """Scale rows to length 1, except rows of zeros."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.where(lengths > 0, lengths, 1)
 
@@ -146,23 +149,23 @@ def block(x: np.ndarray, arrays: Mapping[str, np.ndarray], stem: str) -> np.ndar
 
 
 def logits(arrays: Mapping[str, np.ndarray], x: np.ndarray, branch: str = "") -> np.ndarray:
-    """Return the outputs of a stored model; ``client_`` gives those of FedDRM's client branch."""
+    """Return the logits of a stored model, or of FedDRM's client branch if ``branch`` is ``client_``."""
     wide = {name.removeprefix("model."): array.astype(np.float64) for name, array in arrays.items()}
-    seen = embedded(wide, x, branch)
-    return conditional(seen, wide) if "policy.linear.weight" in wide else affine(seen, wide, f"{branch}head")
+    embedding = embedded(wide, x, branch)
+    return conditional(embedding, wide) if "policy.linear.weight" in wide else affine(embedding, wide, f"{branch}head")
 
 
 def embedded(wide: Mapping[str, np.ndarray], x: np.ndarray, branch: str = "") -> np.ndarray:
-    """Return what the head sees."""
+    """Return the input of the head."""
     names = {name.split(".")[1] for name in wide if name.startswith("blocks.")}
-    own = {name.split(".")[1] for name in wide if name.startswith("client_blocks.")}
+    client_blocks = {name.split(".")[1] for name in wide if name.startswith("client_blocks.")}
     for name in sorted(names):  # conv1, conv2, embedding, fc1, fc2
-        x = block(x, wide, f"client_blocks.{name}" if branch and name in own else f"blocks.{name}")
+        x = block(x, wide, f"client_blocks.{name}" if branch and name in client_blocks else f"blocks.{name}")
     return x.reshape(len(x), -1)
 
 
 def conditional(x: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return what FedCP's heads make of features."""
+    """Return the logits of FedCP's two heads for features."""
     v = arrays["head.weight"].sum(axis=0)
     a = affine(x * v / np.linalg.norm(v), arrays, "policy.linear")
     a = (a - a.mean(axis=1, keepdims=True)) / np.sqrt(a.var(axis=1, keepdims=True) + 1e-5)
@@ -177,9 +180,9 @@ def softmax(z: np.ndarray) -> np.ndarray:
 
 
 def probabilities(members: Members, x: np.ndarray) -> np.ndarray:
-    """Return Σ_t β_t softmax(model_t) as probabilities; the mean where every β is 0.
+    """Return Σ_t β_t softmax(model_t) as probabilities, or the mean if every β is 0.
 
-    Where a β is negative, what is missing to 1 goes to all classes alike, and no class has less than 1e-12.
+    If a β is negative, the classes share the deficit to 1 equally, and each has at least 1e-12.
     """
     beta = np.array([coefficient for _, coefficient in members])
     beta = beta / np.abs(beta).sum() if beta.any() else np.full(len(beta), 1 / len(beta))
@@ -229,7 +232,7 @@ class Ran:
 
     @cached_property
     def stored(self) -> list[Arrays]:
-        """What each client's file holds."""
+        """The arrays in each client's file."""
         return [arrays_of(self.path / "models" / f"client-{c}.safetensors")[0] for c in CLIENTS]
 
     @cached_property
@@ -241,8 +244,8 @@ class Ran:
         """The server's state before the last round."""
         return arrays_of(self.path / "checkpoints" / f"round-{len(self.rounds) - 1}" / "server.safetensors")[0]
 
-    def kept(self, client: int) -> Arrays:
-        """What a client keeps on its node."""
+    def node_state(self, client: int) -> Arrays:
+        """Return the state that a client keeps on its node."""
         files = (self.path / "state" / f"client-{client}").glob("*.safetensors")
         newest = max(files, key=lambda file: [int(number) for number in file.stem.split("-")], default=None)
         return {} if newest is None else arrays_of(newest)[0]
@@ -252,7 +255,7 @@ class Ran:
         """The tensors of the plain model, for their shapes."""
         return {name.removeprefix("stage1."): a for name, a in self.stored[0].items() if "coefficient" not in name}
 
-    def own(self, key: str, default: Any) -> Any:
+    def setting(self, key: str, default: Any) -> Any:
         return self.settings.get(f"{self.method.replace('-', '_')}_{key}", default)
 
     def split(self, client: int, which: str) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +276,7 @@ def case(name: str, method: str, source: Callable[[Path], tuple[Path, Task]] = f
 
 PARTIAL = {"fraction_train": 0.5, "num_server_rounds": 3}
 OWN = {
-    "fedbabu": {"fedbabu_lr": 1e-30},  # without any effect of fine-tuning, its head is the initial one
+    "fedbabu": {"fedbabu_lr": 1e-30},  # fine-tuning has no effect, so the head is the initial one
     "fedfomo": {"fedfomo_validation": 0.0},  # models are compared on the training samples, all of which train
     "lg-fedavg": {"lg_fedavg_layers": 1},  # the network has two layers
 }
@@ -332,7 +335,7 @@ CASES = [*EVERY, *SOME, *FURTHER]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
-    """Return what runs a case once."""
+    """Return a function that runs each case once."""
     folder, done = tmp_path_factory.mktemp("recompute"), dict[str, Ran]()
     tasks = dict[Any, tuple[Path, Task]]()
 
@@ -340,7 +343,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
         if name not in done:
             data, task = tasks.setdefault(source, source(folder))
             (folder / "parts.json").write_text(json.dumps({"train": task.train, "test": task.test}))
-            own = {"num_server_rounds": 4, "system_accuracy": "on", "checkpoint_every": 1, **settings}
+            run_settings = {"num_server_rounds": 4, "system_accuracy": "on", "checkpoint_every": 1, **settings}
             common = {
                 "device": "cpu",
                 "dataset": str(data),
@@ -353,8 +356,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
                 "output-dir": str(folder / "runs"),
                 "run-name": f"run-{len(done)}",
             }
-            recorder = run(None, {"method": method, **common, **{k.replace("_", "-"): v for k, v in own.items()}})
-            done[name] = Ran(method, own, task, recorder.directory.path)
+            recorder = run(
+                None, {"method": method, **common, **{k.replace("_", "-"): v for k, v in run_settings.items()}}
+            )
+            done[name] = Ran(method, run_settings, task, recorder.directory.path)
         return done[name]
 
     return ran
@@ -365,7 +370,7 @@ def ran(request: pytest.FixtureRequest, runs: Callable[..., Ran]) -> Ran:
     return runs(*request.param)
 
 
-def of(cases: Sequence[Any]) -> pytest.MarkDecorator:
+def for_runs(cases: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ran", cases, indirect=True)
 
 
@@ -381,9 +386,9 @@ def is_head(name: str) -> bool:
 
 
 WITHOUT_HEAD = ("fedrep", "feddrm", "fedper", "fedbabu", "confree", "fedas", "fedcp", "fedpac")
-"""The methods that share all but the head."""
+"""Methods that share everything except the head."""
 OTHER_HEAD = ("fednh", "pfedfda")
-"""Those whose server makes the head otherwise than as a mean."""
+"""Methods whose server does not average the heads."""
 
 
 def is_shared(ran: Ran, name: str) -> bool:
@@ -394,24 +399,24 @@ def is_shared(ran: Ran, name: str) -> bool:
 
 def with_shared(ran: Ran, client: int, shared: np.ndarray) -> Arrays:
     """Return a client's stored model with its shared layers replaced by the server's."""
-    own = ran.stored[client]
-    return {**own, **unflattened(shared, [name for name in own if is_shared(ran, name)], own)}
+    arrays = ran.stored[client]
+    return {**arrays, **unflattened(shared, [name for name in arrays if is_shared(ran, name)], arrays)}
 
 
 def classwise_names(ran: Ran) -> list[str]:
-    wanted = {"output": ("head.",), "fc-output": ("head.", "blocks.fc"), "all": ("",)}[ran.own("layers", "output")]
+    wanted = {"output": ("head.",), "fc-output": ("head.", "blocks.fc"), "all": ("",)}[ran.setting("layers", "output")]
     return [name for name in ran.model if name.startswith(wanted)]
 
 
 def cwfedavg_served(ran: Ran, state: Arrays, client: int) -> Arrays:
     model, names = ran.model, classwise_names(ran)
     mixed = state["distributions"][client] @ state["class_models"].astype(np.float64)
-    others = [name for name in model if name not in names]
-    return {**unflattened(state["model"], others, model), **unflattened(mixed, names, model)}
+    shared_names = [name for name in model if name not in names]
+    return {**unflattened(state["model"], shared_names, model), **unflattened(mixed, names, model)}
 
 
 def fedproto_served(ran: Ran, state: Arrays, client: int) -> Arrays:
-    """Return a client's own network with a head that finds the nearest prototype."""
+    """Return a client's network with a head that selects the nearest prototype."""
     prototypes = state["prototypes"].astype(np.float64)
     bias = np.where(state["known"] > 0, -(prototypes**2).sum(axis=1), -1e9)
     return {**ran.stored[client], "head.weight": 2 * prototypes, "head.bias": bias}
@@ -424,15 +429,15 @@ def stage_models(arrays: Arrays) -> Members:
         return [(arrays, 1.0)]
     members = []
     for number in numbers:
-        own = {n.removeprefix(f"{number}."): a for n, a in arrays.items() if n.startswith(f"{number}.")}
-        members.append((own, float(own.pop("coefficient")[0])))
+        stage_arrays = {n.removeprefix(f"{number}."): a for n, a in arrays.items() if n.startswith(f"{number}.")}
+        members.append((stage_arrays, float(stage_arrays.pop("coefficient")[0])))
     return members
 
 
 def ppfe_shared(ran: Ran, stage: int, arrays: Arrays) -> list[str]:
-    """Return the tensors of a stage's model that are shared: all but those of the last t − 1 layers."""
+    """Return the names of the shared tensors of a stage's model: all except the last t − 1 layers."""
     layers = sorted({name.split(".")[1] for name in arrays if name.startswith("blocks.")})
-    depth = ran.own("fixed_head", 0) if stage > 1 and ran.own("fixed_head", 0) else stage - 1
+    depth = ran.setting("fixed_head", 0) if stage > 1 and ran.setting("fixed_head", 0) else stage - 1
     personal = [*(f"blocks.{layer}." for layer in layers), "head."][len(layers) + 1 - depth :]
     return [name for name in arrays if not name.startswith(tuple(personal))]
 
@@ -442,7 +447,7 @@ def num_stages(ran: Ran) -> int:
 
 
 def ppfe_served(ran: Ran, client: int) -> Members:
-    """After the last round all stages are finished: the server's shared layers with the client's own."""
+    """Return the ensemble after the last stage: the server's shared layers with the client's personal layers."""
     members, total = stage_models(ran.stored[client]), num_stages(ran)
     served = []
     for stage, (arrays, _) in enumerate(members, start=total - len(members) + 1):
@@ -452,8 +457,8 @@ def ppfe_served(ran: Ran, client: int) -> Members:
 
 
 def attended(ran: Ran, state: Arrays, client: int) -> np.ndarray:
-    seen = state["seen"].tolist()
-    return state["mixed"][seen.index(client)] if client in seen else state["models"].mean(axis=0)
+    participants = state["seen"].tolist()
+    return state["mixed"][participants.index(client)] if client in participants else state["models"].mean(axis=0)
 
 
 def candidates(ran: Ran, state: Arrays) -> list[Arrays]:
@@ -461,7 +466,7 @@ def candidates(ran: Ran, state: Arrays) -> list[Arrays]:
 
 
 def pfedfda_served(ran: Ran, state: Arrays, client: int) -> Arrays:
-    """Return the server's body with the discriminant of Gaussians between the global ones and the client's own."""
+    """Return the server's body with a discriminant of Gaussians between the global ones and the client's."""
     x, y = ran.split(client, "train")
     size = ran.model["head.weight"].shape[1]
     overall = state["means"].astype(np.float64), state["covariance"].astype(np.float64)
@@ -471,12 +476,12 @@ def pfedfda_served(ran: Ran, state: Arrays, client: int) -> Arrays:
 
     def gaussians(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         few = [(y[part] == c).sum() <= 2 for c in range(CLASSES)]
-        own = np.stack([overall[0][c] if few[c] else z[part][y[part] == c].mean(axis=0) for c in range(CLASSES)])
-        centred = z[part] - own[y[part]]
-        return own, centred.T @ centred / max(1, len(centred) - 1) + np.eye(size)
+        means = np.stack([overall[0][c] if few[c] else z[part][y[part] == c].mean(axis=0) for c in range(CLASSES)])
+        centred = z[part] - means[y[part]]
+        return means, centred.T @ centred / max(1, len(centred) - 1) + np.eye(size)
 
-    def head(share: float, own: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        mu, sigma = (share * a + (1 - share) * b for a, b in zip(own, overall, strict=True))
+    def head(share: float, local: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        mu, sigma = (share * a + (1 - share) * b for a, b in zip(local, overall, strict=True))
         weight = np.linalg.solve(sigma, mu.T).T
         return weight, np.log(prior / prior.sum()) - np.einsum("cd,cd->c", weight, mu) / 2
 
@@ -484,19 +489,19 @@ def pfedfda_served(ran: Ran, state: Arrays, client: int) -> Arrays:
     turn[[(y == label).sum() < 2 for label in y]] = -1
     losses = np.zeros(11)
     for fold in (0, 1):
-        own, test = gaussians((turn >= 0) & (turn != fold)), turn == fold
+        local, test = gaussians((turn >= 0) & (turn != fold)), turn == fold
         for i in range(11 if test.any() else 0):
-            weight, bias = head(i / 10, own)
+            weight, bias = head(i / 10, local)
             losses[i] += cross_entropy(softmax(z[test] @ weight.T + bias), y[test]) * test.sum()
     weight, bias = head(losses.argmin() / 10, gaussians(np.ones(len(y), bool)))
     return {**model, "head.weight": weight, "head.bias": bias}
 
 
 def served_by(ran: Ran, state: Arrays, client: int) -> Arrays:
-    """Return the model that a client is sent in some state of the server; of K models its best in training loss."""
+    """Return the model that the server sends to a client, or of K models the one with the least training loss."""
     if ran.method in (*WITHOUT_HEAD, "lg-fedavg") and ran.method != "fedpac":
         return with_shared(ran, client, state["model"])
-    if ran.method == "fedmtl":  # its own
+    if ran.method == "fedmtl":  # the stored model
         return ran.stored[client]
     if ran.method == "pfedfda":
         return pfedfda_served(ran, state, client)
@@ -532,7 +537,7 @@ def fedfomo_served(ran: Ran, state: Arrays, client: int) -> Arrays:
         return trained  # the file holds the last served model
     names = list(trained)
     received = [state["models"][state["seen"].tolist().index(c)] for c in state["sent"][client] if c >= 0]
-    models = [ran.kept(client)["start"], flattened(trained, names), *received]
+    models = [ran.node_state(client)["start"], flattened(trained, names), *received]
     wide = [np.asarray(model, np.float64) for model in models]
     losses = [cross_entropy(softmax(logits(unflattened(model, names, trained), x)), y) for model in wide]
     gains = [(losses[0] - loss) / np.linalg.norm(w - wide[0]) for loss, w in zip(losses[1:], wide[1:], strict=True)]
@@ -542,24 +547,24 @@ def fedfomo_served(ran: Ran, state: Arrays, client: int) -> Arrays:
 
 
 def fedala_served(ran: Ran, state: Arrays, client: int) -> Arrays:
-    """Return the server's model with a head between the client's and the server's, by weights of one more training."""
-    shared, own = unflattened(state["model"], list(ran.model), ran.model), ran.stored[client]
+    """Return the server's model with a head between the client's and the server's, after training its weights."""
+    shared, local = unflattened(state["model"], list(ran.model), ran.model), ran.stored[client]
     if not has_local(ran, client):
         return shared
-    (x, y), eta = ran.split(client, "train"), ran.own("eta", 1.0)
-    heads = [np.hstack([a["head.weight"], a["head.bias"][:, None]]).astype(np.float64) for a in (shared, own)]
+    (x, y), eta = ran.split(client, "train"), ran.setting("eta", 1.0)
+    heads = [np.hstack([a["head.weight"], a["head.bias"][:, None]]).astype(np.float64) for a in (shared, local)]
     gap = heads[0] - heads[1]
-    kept = ran.kept(client).get("weights")
+    saved = ran.node_state(client).get("weights")
     weights = np.ones_like(gap)
-    if kept is not None:
-        weights = np.hstack([kept[: -len(gap)].reshape(len(gap), -1), kept[-len(gap) :, None]]).astype(np.float64)
+    if saved is not None:
+        weights = np.hstack([saved[: -len(gap)].reshape(len(gap), -1), saved[-len(gap) :, None]]).astype(np.float64)
     identity = {"head.weight": np.eye(gap.shape[1] - 1), "head.bias": np.zeros(gap.shape[1] - 1)}
-    seen = np.hstack([logits({**shared, **identity}, x), np.ones((len(x), 1))])
+    inputs = np.hstack([logits({**shared, **identity}, x), np.ones((len(x), 1))])
     losses: list[float] = []
-    while not losses if kept is not None else len(losses) < 11 or (np.std(losses[-10:]) >= 0.01 and len(losses) < 50):
-        p = softmax(seen @ (heads[0] - (1 - weights) * gap).T)
+    while not losses if saved is not None else len(losses) < 11 or (np.std(losses[-10:]) >= 0.01 and len(losses) < 50):
+        p = softmax(inputs @ (heads[0] - (1 - weights) * gap).T)
         losses.append(cross_entropy(p, y))
-        weights = np.clip(weights - eta * ((p - np.eye(CLASSES)[y]).T @ seen / len(x)) * gap, 0, 1)
+        weights = np.clip(weights - eta * ((p - np.eye(CLASSES)[y]).T @ inputs / len(x)) * gap, 0, 1)
     head = heads[0] - (1 - weights) * gap
     return {**shared, "head.weight": head[:, :-1], "head.bias": head[:, -1]}
 
@@ -571,15 +576,20 @@ def served(ran: Ran, client: int) -> Members | None:
 
 
 def has_local(ran: Ran, client: int) -> bool:
-    """Some methods keep a model, or make one in each evaluation; in the others only who has trained has one."""
-    kept = ("local", "ditto", "fedacs", "fedamp", "apfl", "pfedme", "fedfomo", "fedala", "fedmtl", "moon", "fedproto")
-    if ran.method in kept:
+    """Return whether a client has a local model.
+
+    Some methods keep a model, or make one in each evaluation. In the others, only the last round's cohort has one.
+    """
+    stateful = (
+        "local", "ditto", "fedacs", "fedamp", "apfl", "pfedme", "fedfomo", "fedala", "fedmtl", "moon", "fedproto",
+    )  # fmt: skip
+    if ran.method in stateful:
         return any(client in ran.trained(row["round"]) for row in ran.rounds)
     tuned = ("fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu", "per-fedavg")
     return ran.method in tuned or client in ran.trained()
 
 
-@of(CASES)
+@for_runs(CASES)
 def test_accuracies_and_losses_are_those_of_the_stored_models(ran: Ran) -> None:
     last = len(ran.rounds)
     recorded = {
@@ -602,10 +612,10 @@ def test_accuracies_and_losses_are_those_of_the_stored_models(ran: Ran) -> None:
         assert right == pytest.approx(expected[point, "accuracy"], abs=1e-4)
         assert recorded[point, "loss"] == pytest.approx(expected[point, "loss"], rel=1e-4, abs=1e-6)
     answers = [sum(values.values()) for (_, measure), values in expected.items() if measure == "accuracy" and values]
-    assert all(0 < right < sum(TEST) for right in answers)  # or they would tell little
+    assert all(0 < right < sum(TEST) for right in answers)  # otherwise the comparison would show little
 
 
-@of(CASES)
+@for_runs(CASES)
 def test_sample_counts(ran: Ran) -> None:
     for row in ran.rows:
         client = int(row["partition"])
@@ -633,7 +643,7 @@ def spread_of(values: Mapping[int, float]) -> dict[str, Any] | None:
     }
 
 
-@of(CASES)
+@for_runs(CASES)
 def test_rounds_and_summary_follow_from_the_clients_rows(ran: Ran) -> None:
     points: dict[str, list[dict[str, Any]]] = {"served": [], "local": []}
     for number, row in enumerate(ran.rounds, start=1):
@@ -670,57 +680,57 @@ def elements(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> int:
 
 
 def ppfe_bytes(ran: Ran) -> list[tuple[int, int, int]]:
-    """Return (up, down before, down after) of each round: its stage's shared layers, and those of a finished one."""
+    """Return bytes (up, down before, down after) per round: shared layers of its stage and of a finished stage."""
     sizes = [ran.server[f"finished-{i + 1}"].nbytes for i in range(num_stages(ran))]
     stages = [row["stage"] for row in ran.rounds]
     result = []
-    for place_, stage in enumerate(stages):
-        following = stages[place_ + 1] if place_ + 1 < len(stages) else None
+    for index, stage in enumerate(stages):
+        following = stages[index + 1] if index + 1 < len(stages) else None
         ends = following != stage
         after = sizes[stage - 1 if following is None else following - 1] + (sizes[stage - 1] if ends else 0)
         result.append((sizes[stage - 1], sizes[stage - 1], after))
     return result
 
 
-@of(CASES)
+@for_runs(CASES)
 def test_bytes_are_those_of_the_arrays_sent(ran: Ran) -> None:
-    whole = elements(ran.model, list(ran.model))
+    model_size = elements(ran.model, list(ran.model))
     body = elements(ran.model, [name for name in ran.model if not is_head(name)])
     several = len(ran.server.get("models", ()))
     size = ran.model["head.weight"].shape[1] if ran.method == "pfedfda" else 0
     gaussians = (CLASSES + size) * size
-    empirical = CLASSES * (ran.own("distribution", "approx") == "empirical")
-    head = whole - body
+    empirical = CLASSES * (ran.setting("distribution", "approx") == "empirical")
+    head = model_size - body
     prototypes = ran.server["prototypes"].size if "prototypes" in ran.server else 0
     served, reply = {
         "local": (0, 0),
-        "fedfew": (4 * several * whole, 4 * several * whole + 4 * several),
-        "ifca": (4 * several * whole, 4 * whole + 8),  # the cluster is an int64
-        "cwfedavg": (4 * whole, 4 * (whole + empirical)),
+        "fedfew": (4 * several * model_size, 4 * several * model_size + 4 * several),
+        "ifca": (4 * several * model_size, 4 * model_size + 8),  # the cluster is an int64
+        "cwfedavg": (4 * model_size, 4 * (model_size + empirical)),
         "lg-fedavg": (4 * head, 4 * head),
         **dict.fromkeys(WITHOUT_HEAD, (4 * body, 4 * body)),
         "pfedfda": (4 * (body + gaussians), 4 * (body + gaussians)),
-        "scaffold": (8 * whole, 8 * whole),
+        "scaffold": (8 * model_size, 8 * model_size),
         "fedcp": (4 * body, 4 * body),
         "fedas": (4 * body, 4 * body + 4),
-        "fedpac": (4 * (whole + prototypes + CLASSES), 4 * (whole + 2 * prototypes + CLASSES + 1)),
+        "fedpac": (4 * (model_size + prototypes + CLASSES), 4 * (model_size + 2 * prototypes + CLASSES + 1)),
         "fedproto": (4 * prototypes + 4 * CLASSES, 4 * prototypes + 4 * CLASSES),
-    }.get(ran.method, (4 * whole, 4 * whole))
+    }.get(ran.method, (4 * model_size, 4 * model_size))
     sent = ppfe_bytes(ran) if ran.method == "ppfe" else [(reply, served, served)] * len(ran.rounds)
-    seen = set[int]()
-    for number, (up, down, later) in enumerate(sent, start=1):
+    trainers = set[int]()
+    for number, (up, down, down_after) in enumerate(sent, start=1):
         trained = ran.trained(number)
-        ups, downs, laters = (dict.fromkeys(CLIENTS, way) for way in (up, down, later))
-        if ran.method == "fedfomo":  # the models of others who were seen, and a weight of each candidate
-            before = {c: min(ran.own("models", 4), len(seen - {c})) for c in CLIENTS}
-            seen |= trained
-            after = {c: min(ran.own("models", 4), len(seen - {c})) for c in CLIENTS}
-            ups = {c: 4 * (whole + 1 + before[c]) for c in CLIENTS}
-            downs, laters = ({c: 4 * whole * count[c] for c in CLIENTS} for count in (before, after))
+        ups, downs, downs_after = (dict.fromkeys(CLIENTS, way) for way in (up, down, down_after))
+        if ran.method == "fedfomo":  # models of other clients that have trained, and a weight of each
+            before = {c: min(ran.setting("models", 4), len(trainers - {c})) for c in CLIENTS}
+            trainers |= trained
+            after = {c: min(ran.setting("models", 4), len(trainers - {c})) for c in CLIENTS}
+            ups = {c: 4 * (model_size + 1 + before[c]) for c in CLIENTS}
+            downs, downs_after = ({c: 4 * model_size * count[c] for c in CLIENTS} for count in (before, after))
         assert ran.column(number, "bytes_up") == {c: ups[c] * (c in trained) for c in CLIENTS}
         if ran.method == "ppfe" and "fraction_train" in ran.settings:
-            continue  # who was left out of a stage's end lacks more than one stage
-        assert ran.column(number, "bytes_down") == {c: downs[c] * (c in trained) + laters[c] for c in CLIENTS}
+            continue  # a client that missed the end of a stage lacks several stages
+        assert ran.column(number, "bytes_down") == {c: downs[c] * (c in trained) + downs_after[c] for c in CLIENTS}
 
 
 # -- the server's step -----------------------------------------------------------------------------------
@@ -739,18 +749,18 @@ MEANS = ("fedavg", "fedprox", "feduv", "scaffold", "fedbn", "moon")  # of networ
 MEANS += ("fedrep", "feddrm", "fedper", "lg-fedavg", "fedala", "fednh", "pfedfda", "fedpac")
 
 
-@of(methods(*MEANS))
+@for_runs(methods(*MEANS))
 def test_the_mean_model_is_that_of_the_clients_models(ran: Ran) -> None:
     clients = sorted(ran.trained())
     names = [n for n in ran.model if is_shared(ran, n)]
     expected = weighted([local_flat(ran, c, names) for c in clients], clients)
-    found = ran.server["model"]
-    if ran.method in OTHER_HEAD:  # the rest is no mean of stored models
-        found = found[: len(expected)]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    mean_model = ran.server["model"]
+    if ran.method in OTHER_HEAD:  # the other entries are not a mean of stored models
+        mean_model = mean_model[: len(expected)]
+    np.testing.assert_allclose(mean_model, expected, rtol=1e-4, atol=1e-6)
 
 
-@of(methods("fednh"))
+@for_runs(methods("fednh"))
 def test_prototypes_are_drawn_to_the_clients_mean_directions(ran: Ran) -> None:
     shape = ran.model["head.weight"].shape
     before, after = (state["model"][-math.prod(shape) :].reshape(shape) for state in (ran.before, ran.server))
@@ -764,12 +774,12 @@ def test_prototypes_are_drawn_to_the_clients_mean_directions(ran: Ran) -> None:
     np.testing.assert_allclose(after, unit(0.9 * before + 0.1 * fresh), rtol=1e-4, atol=1e-6)
 
 
-@of(methods("cwfedavg"))
+@for_runs(methods("cwfedavg"))
 def test_cwfedavgs_distributions_class_models_and_shares(ran: Ran) -> None:
     clients = sorted(ran.trained())
     norms = np.stack([np.linalg.norm(ran.stored[c]["head.weight"].astype(np.float64), axis=1) for c in clients])
     p = norms / norms.sum(axis=1, keepdims=True)
-    if ran.own("distribution", "approx") == "empirical":
+    if ran.setting("distribution", "approx") == "empirical":
         p = np.stack([np.bincount(ran.split(c, "train")[1], minlength=CLASSES) / TRAIN[c] for c in clients])
     np.testing.assert_allclose(ran.server["local_norms"][clients], norms, rtol=1e-5)
     np.testing.assert_allclose(ran.server["distributions"][clients], p, rtol=1e-5, atol=1e-7)
@@ -783,29 +793,29 @@ def test_cwfedavgs_distributions_class_models_and_shares(ran: Ran) -> None:
             continue
         expected = joint[:, label] @ rows / joint[:, label].sum()
         np.testing.assert_allclose(ran.server["class_models"][label], expected, rtol=1e-4, atol=1e-6)
-    if others := [n for n in ran.model if n not in names]:
-        expected = weighted([local_flat(ran, c, others) for c in clients], clients)
+    if shared_names := [n for n in ran.model if n not in names]:
+        expected = weighted([local_flat(ran, c, shared_names) for c in clients], clients)
         np.testing.assert_allclose(ran.server["model"], expected, rtol=1e-4, atol=1e-6)
 
 
-@of(methods("fedacs", "fedamp"))
+@for_runs(methods("fedacs", "fedamp"))
 def test_attention_and_mixed_models(ran: Ran) -> None:
-    server, seen, last = ran.server, ran.server["seen"].tolist(), len(ran.rounds)
-    assert seen == sorted(set().union(*(ran.trained(row["round"]) for row in ran.rounds)))
+    server, participants, last = ran.server, ran.server["seen"].tolist(), len(ran.rounds)
+    assert participants == sorted(set().union(*(ran.trained(row["round"]) for row in ran.rounds)))
     models = server["models"].astype(np.float64)
-    for client in seen:  # also the model of one that has not trained in the last round is its latest
+    for client in participants:  # a client that skipped the last round has its latest model
         if ran.method == "fedamp" or client in ran.trained():
-            np.testing.assert_array_equal(server["models"][seen.index(client)], local_flat(ran, client))
-    weights = np.zeros((len(seen), len(seen)))
+            np.testing.assert_array_equal(server["models"][participants.index(client)], local_flat(ran, client))
+    weights = np.zeros((len(participants), len(participants)))
     if ran.method == "fedacs":
         cosine = np.array([[a @ b / np.sqrt((a @ a) * (b @ b)) for b in models] for a in models])
         np.fill_diagonal(cosine, 1.0)
-        threshold = np.quantile(cosine, ran.own("p", 0.5))
+        threshold = np.quantile(cosine, ran.setting("p", 0.5))
         weights = np.where((cosine > threshold) & (cosine > 0), cosine, 0.0)
         np.fill_diagonal(weights, 1.0)
         weights /= weights.sum(axis=1, keepdims=True)
     else:
-        alpha, sigma = ran.own("alpha", 1000.0), ran.own("sigma", 0.1)
+        alpha, sigma = ran.setting("alpha", 1000.0), ran.setting("sigma", 0.1)
         for i, a in enumerate(models):
             for j, b in enumerate(models):
                 weights[i, j] = alpha / sigma * math.exp(-((a - b) @ (a - b)) / sigma) if i != j else 0.0
@@ -813,22 +823,22 @@ def test_attention_and_mixed_models(ran: Ran) -> None:
             weights[i, i] = 1.0 - weights[i].sum()
     assert server["pictured"][-1] == last
     drawn = server["pictures"][-1]
-    np.testing.assert_allclose(drawn[np.ix_(seen, seen)], weights, rtol=2e-3, atol=1e-6)
-    absent = [c for c in CLIENTS if c not in seen]
+    np.testing.assert_allclose(drawn[np.ix_(participants, participants)], weights, rtol=2e-3, atol=1e-6)
+    absent = [c for c in CLIENTS if c not in participants]
     assert not drawn[absent].any() and not drawn[:, absent].any()
     np.testing.assert_allclose(server["mixed"], weights @ models, rtol=1e-3, atol=1e-5)
-    others = weights - np.diag(np.diag(weights))
+    off_diagonal = weights - np.diag(np.diag(weights))
     assert ran.rounds[-1]["attention_to_self"] == pytest.approx(np.diag(weights).mean(), rel=1e-3)
-    assert ran.rounds[-1]["collaborators"] == pytest.approx((others > 0).sum(axis=1).mean())
+    assert ran.rounds[-1]["collaborators"] == pytest.approx((off_diagonal > 0).sum(axis=1).mean())
 
 
 def body_output(arrays: Arrays, x: np.ndarray) -> np.ndarray:
-    """Return what the head sees."""
+    """Return the input of the head."""
     width = arrays["head.weight"].shape[1]
     return logits({**arrays, "head.weight": np.eye(width), "head.bias": np.zeros(width)}, x)
 
 
-@of(methods("fedproto", "fedpac"))
+@for_runs(methods("fedproto", "fedpac"))
 def test_prototypes_are_the_mean_features_of_classes(ran: Ran) -> None:
     clients = sorted(ran.trained())
     assert int(ran.server["known"].sum()) == CLASSES
@@ -836,19 +846,19 @@ def test_prototypes_are_the_mean_features_of_classes(ran: Ran) -> None:
     outputs = np.concatenate([body_output(ran.stored[c], x) for c, (x, _) in samples.items()])
     labels = np.concatenate([y for _, y in samples.values()])
     for label in range(CLASSES):
-        members = outputs[labels == label]  # their mean is that of the clients' means, weighted by samples
+        members = outputs[labels == label]  # their mean is the sample-weighted mean of the clients' means
         expected = members.mean(axis=0) if len(members) else ran.before["prototypes"][label]
         np.testing.assert_allclose(ran.server["prototypes"][label], expected, rtol=1e-4, atol=1e-5)
 
 
-@of(methods("fedcp"))
+@for_runs(methods("fedcp"))
 def test_fedcps_global_head_is_that_of_half_the_clients_heads(ran: Ran) -> None:
     clients, sent = sorted(ran.trained()), []
     for client in clients:
-        own = dict(ran.stored[client])
+        arrays = dict(ran.stored[client])
         for kind in ("weight", "bias"):
-            own[f"global_head.{kind}"] = (own[f"global_head.{kind}"] + own[f"model.head.{kind}"]) / 2
-        sent.append(flattened(own, [name for name in own if not is_head(name)]).astype(np.float64))
+            arrays[f"global_head.{kind}"] = (arrays[f"global_head.{kind}"] + arrays[f"model.head.{kind}"]) / 2
+        sent.append(flattened(arrays, [name for name in arrays if not is_head(name)]).astype(np.float64))
     np.testing.assert_allclose(ran.server["model"], weighted(sent, clients), rtol=1e-4, atol=1e-6)
 
 
@@ -860,13 +870,13 @@ def squared_gradient(arrays: Arrays, x: np.ndarray, y: np.ndarray) -> float:
         inputs.append(np.maximum(affine(inputs[-1], wide, stem), 0))
     slope = (softmax(affine(inputs[-1], wide, "head")) - np.eye(CLASSES)[y]) / len(y)
     total = 0.0
-    for stem, seen in reversed(list(zip(stems, inputs, strict=True))):
-        total += np.square(slope.T @ seen).sum() + np.square(slope.sum(axis=0)).sum()
-        slope = slope @ wide[f"{stem}.weight"] * (seen > 0)
+    for stem, layer_input in reversed(list(zip(stems, inputs, strict=True))):
+        total += np.square(slope.T @ layer_input).sum() + np.square(slope.sum(axis=0)).sum()
+        slope = slope @ wide[f"{stem}.weight"] * (layer_input > 0)
     return float(total)
 
 
-@of(methods("fedas"))
+@for_runs(methods("fedas"))
 def test_fedas_bodies_by_fisher_information(ran: Ran) -> None:
     clients = sorted(ran.trained())
     weights = [TRAIN[c] * squared_gradient(ran.stored[c], *ran.split(c, "train")) for c in clients]
@@ -877,7 +887,7 @@ def test_fedas_bodies_by_fisher_information(ran: Ran) -> None:
 
 
 def least_on_simplex(matrix: np.ndarray) -> np.ndarray:
-    """Return the weights that minimise a quadratic: of all faces, the best with a minimum inside."""
+    """Return the weights that minimise a quadratic: the best minimum inside any face of the simplex."""
     count, best, value = len(matrix), np.empty(0), math.inf
     for chosen in range(1, 2**count):
         face = [j for j in range(count) if chosen >> j & 1]
@@ -890,9 +900,9 @@ def least_on_simplex(matrix: np.ndarray) -> np.ndarray:
     return best
 
 
-@of(methods("fedpac"))
+@for_runs(methods("fedpac"))
 def test_fedpacs_heads(ran: Ran) -> None:
-    """From the statistics of the features of the body that was served in the last round."""
+    """The heads follow from the features of the body that was served in the last round."""
     clients = sorted(ran.trained())
     products, variances, heads = [], [], []
     for client in clients:
@@ -902,25 +912,25 @@ def test_fedpacs_heads(ran: Ran) -> None:
         products.append(outer.mean(axis=0).ravel())
         variances.append(np.square(outer - outer.mean(axis=0)).sum() / len(y) ** 2)
         heads.append(local_flat(ran, client, [n for n in ran.model if is_head(n)]))
-    own = []
+    own_weights = []
     for i, client in enumerate(clients):
         away = products[i] - np.stack(products)
         weights = least_on_simplex(away @ away.T + np.diag(variances))
-        own.append(weights[i])
+        own_weights.append(weights[i])
         np.testing.assert_allclose(ran.server["heads"][client], weights @ np.stack(heads), rtol=1e-3, atol=1e-4)
-    assert ran.rounds[-1]["weight_of_own_head"] == pytest.approx(np.mean(own), abs=1e-3)
+    assert ran.rounds[-1]["weight_of_own_head"] == pytest.approx(np.mean(own_weights), abs=1e-3)
     mean = weighted(heads, clients)
     for client in CLIENTS:
         if not ran.server["seen"][client]:
             np.testing.assert_allclose(ran.server["heads"][client], mean, rtol=1e-4, atol=1e-6)
 
 
-@of(methods("fedfew"))
+@for_runs(methods("fedfew"))
 def test_fedfews_weights_objective_and_counts(ran: Ran) -> None:
     clients = sorted(ran.trained())
-    mu, n = ran.own("mu", 0.01), np.array([TRAIN[c] for c in clients], np.float64)
+    mu, n = ran.setting("mu", 0.01), np.array([TRAIN[c] for c in clients], np.float64)
     losses = ran.server["losses"][clients]
-    scale = n / n.sum() if ran.own("weigh_losses", True) else np.ones(len(n))
+    scale = n / n.sum() if ran.setting("weigh_losses", True) else np.ones(len(n))
     z = -losses * scale[:, None] / mu
     inner = softmax(z)
     log_s = z.max(axis=1) + np.log(np.exp(z - z.max(axis=1, keepdims=True)).sum(axis=1))
@@ -940,49 +950,51 @@ def test_fedfews_weights_objective_and_counts(ran: Ran) -> None:
     assert [ran.chosen[c] for c in clients] == [str(k) for k in best]
 
 
-@of(methods("ifca"))
+@for_runs(methods("ifca"))
 def test_ifcas_clusters(ran: Ran) -> None:
     clients = sorted(ran.trained())
     chosen = np.array([int(ran.chosen[c]) for c in clients])
     count = len(ran.server["models"])
     assert ran.rounds[-1]["cluster_sizes"] == [int((chosen == k).sum()) for k in range(count)]
     for k in range(count):
-        own = [c for c, cluster in zip(clients, chosen, strict=True) if cluster == k]
-        expected = weighted([local_flat(ran, c) for c in own], own) if own else ran.before["models"][k]
+        members = [c for c, cluster in zip(clients, chosen, strict=True) if cluster == k]
+        expected = weighted([local_flat(ran, c) for c in members], members) if members else ran.before["models"][k]
         np.testing.assert_allclose(ran.server["models"][k], expected, rtol=1e-4, atol=1e-6)
-    for client, cluster in zip(clients, chosen, strict=True):  # what they chose before they trained
+    for client, cluster in zip(clients, chosen, strict=True):  # the clients chose before they trained
         x, y = ran.split(client, "train")
         losses = [cross_entropy(softmax(logits(m, x)), y) for m in candidates(ran, ran.before)]
         assert losses[cluster] == pytest.approx(min(losses), rel=1e-5)
 
 
-@of(methods("cfl"))
+@for_runs(methods("cfl"))
 def test_cfls_clusters_and_where_they_are_split(ran: Ran) -> None:
     trained, before, after = ran.trained(), ran.before["cluster"], ran.server["cluster"]
     models = cluster_models(ran.server)
     assert len(models) > 1 or "cfl_eps1" not in ran.settings
     for number, model in enumerate(models):
-        own = [c for c in CLIENTS if after[c] == number and c in trained]
-        if own:
-            np.testing.assert_allclose(model, weighted([local_flat(ran, c) for c in own], own), rtol=1e-4, atol=1e-6)
+        members = [c for c in CLIENTS if after[c] == number and c in trained]
+        if members:
+            np.testing.assert_allclose(
+                model, weighted([local_flat(ran, c) for c in members], members), rtol=1e-4, atol=1e-6
+            )
         elif number < len(cluster_models(ran.before)):
             np.testing.assert_array_equal(model, cluster_models(ran.before)[number])
     for number, start in enumerate(cluster_models(ran.before)):
-        own = [c for c in CLIENTS if before[c] == number]
-        parts = {int(after[c]) for c in own}
-        moved = np.stack([local_flat(ran, c) - start for c in own])
-        at_rest = np.linalg.norm(weighted(list(moved), own)) < ran.own("eps1", 0.4)
-        apart = np.linalg.norm(moved, axis=1).max() > ran.own("eps2", 0.9)
-        assert (len(parts) == 2) is (len(own) > 1 and trained >= set(own) and bool(at_rest and apart))
+        members = [c for c in CLIENTS if before[c] == number]
+        parts = {int(after[c]) for c in members}
+        moved = np.stack([local_flat(ran, c) - start for c in members])
+        at_rest = np.linalg.norm(weighted(list(moved), members)) < ran.setting("eps1", 0.4)
+        far_apart = np.linalg.norm(moved, axis=1).max() > ran.setting("eps2", 0.9)
+        assert (len(parts) == 2) is (len(members) > 1 and trained >= set(members) and bool(at_rest and far_apart))
         if len(parts) == 2:
             unit = moved / np.linalg.norm(moved, axis=1, keepdims=True)
-            cosine, every = unit @ unit.T, itertools.product((False, True), repeat=len(own))
+            cosine, every = unit @ unit.T, itertools.product((False, True), repeat=len(members))
             largest = [cosine[np.ix_(bits, ~np.array(bits))].max() for bits in every if len(set(bits)) == 2]
-            found = np.array([after[c] == after[own[0]] for c in own])
-            assert cosine[np.ix_(found, ~found)].max() == pytest.approx(min(largest), abs=1e-9)
+            first_part = np.array([after[c] == after[members[0]] for c in members])
+            assert cosine[np.ix_(first_part, ~first_part)].max() == pytest.approx(min(largest), abs=1e-9)
 
 
-@of(methods("fedfew", "ifca"))
+@for_runs(methods("fedfew", "ifca"))
 def test_the_chosen_model_is_the_best_on_the_clients_training_data(ran: Ran) -> None:
     for client, chosen in ran.column(len(ran.rounds), "chosen").items():
         x, y = ran.split(client, "train")
@@ -990,7 +1002,7 @@ def test_the_chosen_model_is_the_best_on_the_clients_training_data(ran: Ran) -> 
         assert losses[int(chosen)] == pytest.approx(min(losses), rel=1e-5)
 
 
-@of(methods("ppfe"))
+@for_runs(methods("ppfe"))
 def test_ppfes_stages_and_the_mean_of_the_last(ran: Ran) -> None:
     total = num_stages(ran)
     assert ran.rounds[-1]["stage"] == total > 1
@@ -1008,9 +1020,9 @@ def boosted(ran: Ran, client: int, models: Sequence[Arrays]) -> list[float]:
 
     def losses(members: Members) -> np.ndarray:
         p = probabilities(members, x)
-        if ran.own("loss", "zero-one") == "zero-one":
+        if ran.setting("loss", "zero-one") == "zero-one":
             return (p.argmax(axis=1) != y).astype(np.float64)
-        if ran.own("loss", "zero-one") == "cross-entropy":
+        if ran.setting("loss", "zero-one") == "cross-entropy":
             surprise = -np.log(p[np.arange(len(y)), y])
             return surprise / surprise.max()
         return 1 - p[np.arange(len(y)), y]
@@ -1018,7 +1030,7 @@ def boosted(ran: Ran, client: int, models: Sequence[Arrays]) -> list[float]:
     def beta_of(loss: np.ndarray) -> float:
         error = min(max(float(weights @ loss / weights.sum()), 1e-6), 1 - 1e-6)
         beta = 0.5 * math.log((1 - error) / error)
-        return beta if ran.own("beta", "samme") == "adaboost" else max(0.0, beta + 0.5 * math.log(CLASSES - 1))
+        return beta if ran.setting("beta", "samme") == "adaboost" else max(0.0, beta + 0.5 * math.log(CLASSES - 1))
 
     for number, model in enumerate(models):
         loss = losses([(model, 1.0)])
@@ -1027,15 +1039,15 @@ def boosted(ran: Ran, client: int, models: Sequence[Arrays]) -> list[float]:
             loss = losses([*zip(models[:number], betas, strict=True), (model, beta)])
             beta = beta_of(loss)
         betas.append(beta)
-        if ran.own("reweighting", True):
+        if ran.setting("reweighting", True):
             weights = weights * np.exp(beta * loss)
             weights *= len(weights) / weights.sum()
     return betas
 
 
-@of([c for c in methods("ppfe") if c.values[0][3].get("ppfe_ensemble", True)])
+@for_runs([c for c in methods("ppfe") if c.values[0][3].get("ppfe_ensemble", True)])
 def test_ppfes_coefficients(ran: Ran) -> None:
-    """Those of the finished stages, as the server knows them, and those that a client's file holds."""
+    """Compare the finished stages' coefficients on the server, and the coefficients in each client's file."""
     for client in CLIENTS:
         finished = boosted(ran, client, [arrays for arrays, _ in ppfe_served(ran, client)])
         np.testing.assert_allclose(ran.server["betas"][client], finished, rtol=1e-3, atol=1e-5)
@@ -1048,29 +1060,29 @@ def test_ppfes_coefficients(ran: Ran) -> None:
 STARTS = ("fedavg", "fedavg-ft", "fedprox", "fedacs", "ifca", "fedamp", "fedfew", "cwfedavg")
 
 
-@of(methods(*STARTS, "fedprox-ft", "fedsam-ft", "fedbabu", "cfl", "fedmgda", "fednh", "scaffold", "fedbn"))
+@for_runs(methods(*STARTS, "fedprox-ft", "fedsam-ft", "fedbabu", "cfl", "fedmgda", "fednh", "scaffold", "fedbn"))
 def test_the_training_loss_is_that_of_what_the_clients_started_from(ran: Ran) -> None:
-    """All of a client's samples are one batch, so that the loss of the only epoch is that before its only step."""
+    """All of a client's samples form one batch, so the loss of the only epoch precedes its only step."""
     for client, recorded in ran.column(len(ran.rounds), "train_loss").items():
         x, y = ran.split(client, "train")
         if ran.method == "fedamp":
-            seen = ran.before["seen"].tolist()
-            if client not in seen:
+            participants = ran.before["seen"].tolist()
+            if client not in participants:
                 continue
-            start = unflattened(ran.before["models"][seen.index(client)], list(ran.model), ran.model)
+            start = unflattened(ran.before["models"][participants.index(client)], list(ran.model), ran.model)
         elif ran.method == "fedfew":
             start = candidates(ran, ran.before)[int(ran.chosen[client])]
         else:
             start = served_by(ran, ran.before, client)
         expected = cross_entropy(softmax(logits(start, x)), y)
-        if ran.method == "cwfedavg" and ran.own("wdr", True):
+        if ran.method == "cwfedavg" and ran.setting("wdr", True):
             norms = np.linalg.norm(start["head.weight"].astype(np.float64), axis=1)
             distance = np.bincount(y, minlength=CLASSES) / len(y) - norms / norms.sum()
             expected += 10.0 * float(np.linalg.norm(distance))
         assert recorded == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-# -- the federation as a whole ---------------------------------------------------------------------------
+# -- system and routing accuracy -------------------------------------------------------------------------
 
 
 def pooled(ran: Ran) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -1078,21 +1090,21 @@ def pooled(ran: Ran) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ran.task.x[indices], ran.task.y[indices], np.repeat(list(CLIENTS), TEST)
 
 
-@of([c for c in CASES if c.values[0][1] != "feddrm"])
+@for_runs([c for c in CASES if c.values[0][1] != "feddrm"])
 def test_system_accuracy_is_a_majority_vote(ran: Ran) -> None:
     x, y, _ = pooled(ran)
     votes = [probabilities(stage_models(arrays), x).argmax(axis=1) for arrays in ran.stored]
     counts = np.array([[sum(int(v[i] == label) for v in votes) for label in range(CLASSES)] for i in range(len(y))])
-    right = (counts.argmax(axis=1) == y).sum()  # of equals the lowest class
+    right = (counts.argmax(axis=1) == y).sum()  # ties go to the lowest class
     assert ran.summary["system-accuracy"] * len(y) == pytest.approx(right, abs=1e-4)
 
 
-@of(methods("feddrm"))
+@for_runs(methods("feddrm"))
 def test_feddrms_system_and_routing_accuracy(ran: Ran) -> None:
     x, y, owner = pooled(ran)
     models = [with_shared(ran, c, ran.server["model"]) for c in CLIENTS]
     match = logits(models[0], x, "client_")
-    if ran.own("routing", "density") == "density":
+    if ran.setting("routing", "density") == "density":
         match = match - np.log(np.array(TRAIN) / sum(TRAIN))
     chosen = match.argmax(axis=1)
     answers = np.stack([logits(model, x).argmax(axis=1) for model in models])[chosen, np.arange(len(y))]

@@ -1,4 +1,4 @@
-"""The directory of a run, its history, and what a run shows."""
+"""The directory of a run, its history, and its output."""
 
 import csv
 import io
@@ -27,19 +27,19 @@ from posy.storage import load_arrays, plain, write_arrays
 from posy.strategies.replies import RoundRecord
 
 
-def of(*values: float) -> Spread:
+def spread_of(*values: float) -> Spread:
     over = spread(values, [1] * len(values))
     assert over is not None
     return over
 
 
-def summarise(run: RunDirectory, totals: Totals, status: Status = "running", **more: Any) -> dict[str, Any]:
+def summarise(run: RunDirectory, totals: Totals, status: Status = "running", **extra: Any) -> dict[str, Any]:
     facts = {"status": status, "method": "fedavg", "dataset": "digits", "num-clients": 2, "rounds": 3, "seed": 1}
-    return run.write_summary({**facts, "seconds": 4.5, "system-accuracy": None, **totals.summary(), **more})
+    return run.write_summary({**facts, "seconds": 4.5, "system-accuracy": None, **totals.summary(), **extra})
 
 
 def a_round(number: int, *values: float, **more: Any) -> RoundRecord:
-    """Return a round in which clients had these accuracies of their served models."""
+    """Return a round in which the clients' served models had these accuracies."""
     rows = {c: {"n_train": 1, "served_accuracy": value} for c, value in enumerate(values)}
     return RoundRecord(number, clients=rows, **more)
 
@@ -68,23 +68,23 @@ class TestTotals:
         assert [e.round for e in local] == [2]
 
     def test_of_equals_the_earliest_is_best(self) -> None:
-        found = best([Evaluation(number, of(0.5, 0.5)) for number in (1, 2, 3)])
-        assert found is not None
-        assert found.round == 1
+        selected = best([Evaluation(number, spread_of(0.5, 0.5)) for number in (1, 2, 3)])
+        assert selected is not None
+        assert selected.round == 1
 
     def test_the_best_of_small_cohorts_is_not_the_best_round(self) -> None:
         sizes = {1: [0.9] * 8, 2: [0.5] * 10, 3: [0.6] * 9}  # one client was lost in round 3
-        found = best([Evaluation(number, of(*values)) for number, values in sizes.items()])
-        assert found is not None
-        assert found.round == 3
+        selected = best([Evaluation(number, spread_of(*values)) for number, values in sizes.items()])
+        assert selected is not None
+        assert selected.round == 3
 
     def test_a_round_is_added_whatever_the_order_of_its_replies(self) -> None:
         rows = {c: {"n_train": c + 1, "train_loss": 0.1 * c, "local_loss": 1 / (c + 1)} for c in range(20)}
-        one, other = Totals(), Totals()
-        spreads = one.add(RoundRecord(1, clients=rows), evaluated=True)
-        assert other.add(RoundRecord(1, clients=dict(reversed(rows.items()))), evaluated=True) == spreads
-        assert one == other
-        assert one.last_round == list(range(20))
+        forward, backward = Totals(), Totals()
+        spreads = forward.add(RoundRecord(1, clients=rows), evaluated=True)
+        assert backward.add(RoundRecord(1, clients=dict(reversed(rows.items()))), evaluated=True) == spreads
+        assert forward == backward
+        assert forward.last_round == list(range(20))
 
     def test_what_is_added_up(self) -> None:
         totals = Totals()
@@ -173,11 +173,11 @@ class TestRunDirectory:
             record = a_round(number, tested, tested)
             for row in record.clients.values():
                 row["served_validation_accuracy"] = validated
-            found = totals.add(record, evaluated=True)
-            assert found["served_validation_accuracy"] == of(validated, validated)
-            assert "local_validation_accuracy" not in found
+            spreads = totals.add(record, evaluated=True)
+            assert spreads["served_validation_accuracy"] == spread_of(validated, validated)
+            assert "local_validation_accuracy" not in spreads
         summary = summarise(run, Totals.from_json(json.loads(json.dumps(plain(totals.as_json())))))
-        assert summary["served"]["best"] == {"round": 2, **of(0.6, 0.6), "missing": 0}
+        assert summary["served"]["best"] == {"round": 2, **spread_of(0.6, 0.6), "missing": 0}
         assert summary["served"]["upper-bound"]["round"] == 1
         assert summary["served"]["last"]["round"] == 3
         lines = results_table(summary, run.path).splitlines()
@@ -195,9 +195,9 @@ class TestRunDirectory:
         returned = summarise(run, totals, **{"system-accuracy": math.nan, "dropped": {"timeout": 2}})
         summary = json.loads((run.path / "summary.json").read_text())
         assert summary == returned
-        assert summary["served"]["upper-bound"] == {"round": 2, **of(0.7, 0.9), "missing": 0}
-        assert summary["served"]["best"] is None  # nothing says which round it is
-        assert summary["served"]["last"] == {"round": 3, **of(0.5, 0.7), "missing": 0}
+        assert summary["served"]["upper-bound"] == {"round": 2, **spread_of(0.7, 0.9), "missing": 0}
+        assert summary["served"]["best"] is None  # no validation split selects a round
+        assert summary["served"]["last"] == {"round": 3, **spread_of(0.5, 0.7), "missing": 0}
         assert summary["local"]["last"]["round"] == 2
         assert (summary["bytes-up"], summary["bytes-down"], summary["num-clients"]) == (1000, 2000, 2)
         assert summary["system-accuracy"] is None
@@ -238,7 +238,7 @@ class TestRunDirectory:
         summarise(run, totals)
         before = (run.path / "summary.json").read_text()
         with pytest.raises(TypeError):
-            summarise(run, totals, dropped={"x": object()})  # JSON has no such value
+            summarise(run, totals, dropped={"x": object()})  # JSON cannot represent it
         path = run.models / "server.safetensors"
         write_arrays(path, {"w": np.ones(2)})
         with pytest.raises(TypeError):
@@ -343,9 +343,12 @@ class TestProgress:
         row = {"round": 1, "missing": [4], "dropped": [], "train_loss": None}
         log = io.StringIO()
         with Progress(2, stream=log) as shown:
-            shown.add({**row, "served_accuracy": of(*[0.5] * 29), "local_accuracy": of(0.9, 0.9, 0.9)}, 30)
             shown.add(
-                {**row, "round": 2, "missing": [], "served_accuracy": None, "local_accuracy": of(*[0.8] * 30)}, 30
+                {**row, "served_accuracy": spread_of(*[0.5] * 29), "local_accuracy": spread_of(0.9, 0.9, 0.9)}, 30
+            )
+            shown.add(
+                {**row, "round": 2, "missing": [], "served_accuracy": None, "local_accuracy": spread_of(*[0.8] * 30)},
+                30,
             )
         first, second = log.getvalue().splitlines()
         assert first.split("  ")[1:4] == ["served 50.00 %", "local 90.00 % (3 of 30)", "29 of 30 clients"]
@@ -418,8 +421,8 @@ class TestResultsTable:
     )
     def test_it_tells_which_clients_were_missing(self, extra: dict[str, Any], clients: str, run: RunDirectory) -> None:
         missing = len(extra["missing"])
-        served = [Evaluation(1, of(0.9, 0.9)), Evaluation(2, of(0.5, 0.5), missing)]
-        totals = Totals(accuracy=[served, [Evaluation(2, of(0.6, 0.6), missing)]])
+        served = [Evaluation(1, spread_of(0.9, 0.9)), Evaluation(2, spread_of(0.5, 0.5), missing)]
+        totals = Totals(accuracy=[served, [Evaluation(2, spread_of(0.6, 0.6), missing)]])
         text = results_table(summarise(run, totals, **extra), run.path)
         lines = {re.split(" {2,}", line.strip())[0]: line for line in text.splitlines()}
         assert lines["clients"].split("  ")[-1].strip() == clients
@@ -427,8 +430,8 @@ class TestResultsTable:
     @pytest.mark.parametrize("num_clients", [2, 30, 1000])
     def test_each_number_names_the_clients_that_it_covers(self, num_clients: int, run: RunDirectory) -> None:
         """After a round with a cohort of two, the local models of the other clients are not measured."""
-        everybody = of(*[0.5] * num_clients)
-        totals = Totals(accuracy=[[Evaluation(1, everybody)], [Evaluation(1, of(0.9, 0.9), num_clients - 2)]])
+        everybody = spread_of(*[0.5] * num_clients)
+        totals = Totals(accuracy=[[Evaluation(1, everybody)], [Evaluation(1, spread_of(0.9, 0.9), num_clients - 2)]])
         text = results_table(summarise(run, totals) | {"num-clients": num_clients}, run.path)
         lines = [re.split(" {2,}", line.strip()) for line in text.splitlines()]
         covered = {cells[0]: cells[-1] for cells in lines if "model," in cells[0]}
@@ -441,8 +444,8 @@ class TestResultsTable:
         }
 
     def test_newcomers_are_not_among_the_clients_of_a_round(self, run: RunDirectory) -> None:
-        newcomers = {"served": of(0.2), "local": of(0.4), "clients": {"1": {}}}
-        totals = Totals(accuracy=[[Evaluation(1, of(0.9))], [Evaluation(1, of(0.9))]])
+        newcomers = {"served": spread_of(0.2), "local": spread_of(0.4), "clients": {"1": {}}}
+        totals = Totals(accuracy=[[Evaluation(1, spread_of(0.9))], [Evaluation(1, spread_of(0.9))]])
         text = results_table(summarise(run, totals, newcomers=newcomers), run.path)
         rows = [re.split(" {2,}", line.strip()) for line in text.splitlines() if "model," in line]
         assert len(rows) == 6 and {cells[-1] for cells in rows} == {"1"}

@@ -1,4 +1,4 @@
-"""What a run notes of itself for `posy status`, with the real ClientApp behind every node."""
+"""The status that a run records for `posy status`, with the real ClientApp behind every node."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -21,16 +21,16 @@ NODES = tuple({"partition-id": i, "num-partitions": 4} for i in range(4))
 
 
 class Watched(NodeGrid):
-    """Looks at the file whenever messages have left, before they are answered, and may lose one of them."""
+    """Grid that reads the status file after messages are sent and before they are answered."""
 
     def __init__(self, path: Path, lose: tuple[str, int] = ("", 0)) -> None:
         super().__init__(*NODES)
         self.path, self.lose = path, lose
-        self.seen: list[dict[str, Any]] = []
+        self.snapshots: list[dict[str, Any]] = []
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         if self.path.exists():
-            self.seen.append(json.loads(self.path.read_text()))
+            self.snapshots.append(json.loads(self.path.read_text()))
         return super().pull_messages(message_ids)
 
 
@@ -49,16 +49,20 @@ def test_a_run_tells_what_it_waits_for_and_what_its_nodes_do(
         patched.setenv("FLWR_HOME", str(tmp_path / "flower"))
         status = RunStatus.of_run(7)
     recorder = run(grid, make_config("fedavg", num_server_rounds=2, round_timeout=100), status=status)
-    waited = [seen["waits"] for seen in grid.seen if seen["waits"]]
-    told = list(dict.fromkeys(waits["for"] for waits in waited))
-    assert told[-4:] == [
+    waited = [snapshot["waits"] for snapshot in grid.snapshots if snapshot["waits"]]
+    phases = list(dict.fromkeys(waits["for"] for waits in waited))
+    assert phases[-4:] == [
         "4 of 4 clients to train in round 1",
         "4 of 4 clients to evaluate in round 1",
         "4 of 4 clients to train in round 2",
         "4 of 4 clients to evaluate in round 2",
     ]
     assert all(90 < waits["until"] - waits["since"] <= 101 for waits in waited if "clients to" in waits["for"])
-    training = next(seen for seen in grid.seen if seen["waits"] and "to train in round 2" in seen["waits"]["for"])
+    training = next(
+        snapshot
+        for snapshot in grid.snapshots
+        if snapshot["waits"] and "to train in round 2" in snapshot["waits"]["for"]
+    )
     assert (training["round"], training["rounds"], training["dropped"]) == (1, 2, 0)
     assert training["nodes"]["1"]["does"] == "trains in round 2"
     assert training["nodes"]["1"]["versions"] == {name: str(version) for name, version in versions().items()}
@@ -86,39 +90,43 @@ def test_a_run_waits_for_nodes_visibly(make_config: Callable[..., dict[str, Any]
     grid = Late(path)
     grid.leave(4)
     run(grid, make_config("fedavg", num_server_rounds=1, join_timeout=100), status=RunStatus(path))
-    [waits] = {json.dumps(seen["waits"]): seen["waits"] for seen in grid.seen if "nodes" in str(seen["waits"])}.values()
+    [waits] = {
+        json.dumps(snapshot["waits"]): snapshot["waits"]
+        for snapshot in grid.snapshots
+        if "nodes" in str(snapshot["waits"])
+    }.values()
     assert waits["for"] == "nodes: 3 of 4 clients are there"
     assert waits["until"] - waits["since"] == pytest.approx(100)
 
 
 def ask(node: int, server_round: int, client: int = 0, kind: str = MessageType.TRAIN) -> Message:
     config = ConfigRecord({"client": client})
-    lives = 50 + CLOCK_SECONDS
-    return Message(RecordDict({"config": config}), node, kind, ttl=lives, group_id=str(server_round))
+    lifetime = 50 + CLOCK_SECONDS
+    return Message(RecordDict({"config": config}), node, kind, ttl=lifetime, group_id=str(server_round))
 
 
 def test_copies_of_a_message_are_counted_and_either_answer_counts() -> None:
     NodeGrid()
     status = RunStatus()
     messages = [ask(1, 3), ask(2, 3), ask(2, 3, client=1)]
-    status.sent(messages, ["a", "b", ""])  # one that was refused
+    status.sent(messages, ["a", "b", ""])  # the third was refused
     status.sent([ask(1, 3)], ["copy"])
-    seen = status.as_json()
-    assert (seen["sent-again"], seen["waits"]["for"]) == (1, "2 of 2 clients to train in round 3")
+    facts = status.as_json()
+    assert (facts["sent-again"], facts["waits"]["for"]) == (1, "2 of 2 clients to train in round 3")
     answer = Message(RecordDict(), reply_to=messages[0])
     answer.metadata.__dict__["_reply_to_message_id"] = "a"
     status.answered([answer])
-    seen = status.as_json()
-    assert (seen["waits"]["for"], set(seen["nodes"])) == ("1 of 2 clients to train in round 3", {"2"})
-    status.sent([ask(1, 4), ask(3, 4)], ["d", "e"])  # the next round begins without an answer of node 2
-    seen = status.as_json()
-    assert (seen["sent-again"], seen["waits"]["for"]) == (1, "2 of 2 clients to train in round 4")
-    assert seen["nodes"]["2"]["does"] == "trains in round 3"
+    facts = status.as_json()
+    assert (facts["waits"]["for"], set(facts["nodes"])) == ("1 of 2 clients to train in round 3", {"2"})
+    status.sent([ask(1, 4), ask(3, 4)], ["d", "e"])  # the next round begins without an answer from node 2
+    facts = status.as_json()
+    assert (facts["sent-again"], facts["waits"]["for"]) == (1, "2 of 2 clients to train in round 4")
+    assert facts["nodes"]["2"]["does"] == "trains in round 3"
 
 
 @pytest.mark.parametrize(("written", "off"), [(1000.0, 0.0), (1030.0, 0.0), (1130.0, 100.0), (900.0, -100.0)])
 def test_a_nodes_clock_is_seen_in_its_answer(written: float, off: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was asked at 1000, and its answer is read at 1030: written in between is right, however long that took."""
+    """The question leaves at 1000 and the answer arrives at 1030. An answer from that interval shows no clock error."""
     NodeGrid()
     status = RunStatus()
     question = ask(1, 0, kind=MessageType.QUERY)
@@ -149,7 +157,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, warn
     assert "`posy status` does not know it" in warnings.text
     warnings.clear()
     status.close()
-    assert not warnings.text  # it is told once
+    assert not warnings.text  # Posy warns once
 
 
 def test_outages_are_still_seen() -> None:

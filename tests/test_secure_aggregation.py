@@ -1,4 +1,4 @@
-"""Secure aggregation: the server learns the sum of the clients' updates, and of one client nothing."""
+"""Secure aggregation: the server learns the sum of the clients' updates, and nothing about a single update."""
 
 import math
 import shutil
@@ -57,12 +57,12 @@ Federate = Callable[..., Any]
 
 
 def test_numbers_by_hand() -> None:
-    one = encoded([np.array([1.0, -2.0])], 0.25, 16.0)
-    other = encoded([np.array([[0.5]]), np.array([4.0])], 0.75, 16.0)
-    assert one.tolist() == [2**24, 2**32 - 2**25, 2**28]
-    assert other.tolist() == [3 * 2**23, 3 * 2**26, 3 * 2**28]
-    np.testing.assert_array_equal(decoded(one + other, [0.25, 0.75], 16.0), [0.625, 2.5])
-    np.testing.assert_array_equal(decoded(other, [0.75], 16.0), [0.5, 4.0])
+    first = encoded([np.array([1.0, -2.0])], 0.25, 16.0)
+    second = encoded([np.array([[0.5]]), np.array([4.0])], 0.75, 16.0)
+    assert first.tolist() == [2**24, 2**32 - 2**25, 2**28]
+    assert second.tolist() == [3 * 2**23, 3 * 2**26, 3 * 2**28]
+    np.testing.assert_array_equal(decoded(first + second, [0.25, 0.75], 16.0), [0.625, 2.5])
+    np.testing.assert_array_equal(decoded(second, [0.75], 16.0), [0.5, 4.0])
 
 
 def test_the_mean_is_within_the_stated_error_of_the_exact_one() -> None:
@@ -72,11 +72,11 @@ def test_the_mean_is_within_the_stated_error_of_the_exact_one() -> None:
     shares = [int(weight) / int(weights.sum()) for weight in weights]
     words = [encoded([change], share, 16.0) for change, share in zip(changes, shares, strict=True)]
     for who in (range(7), (1, 4, 6)):
-        there = [shares[i] for i in who]
-        mean = decoded(np.add.reduce([words[i] for i in who], dtype=np.uint32), there, 16.0)
+        summed = [shares[i] for i in who]
+        mean = decoded(np.add.reduce([words[i] for i in who], dtype=np.uint32), summed, 16.0)
         exact = np.average(changes[list(who)], axis=0, weights=weights[list(who)])
         error = np.abs(mean - exact).max()
-        assert 0.1 * error_bound(there, 16.0) < error <= error_bound(there, 16.0)
+        assert 0.1 * error_bound(summed, 16.0) < error <= error_bound(summed, 16.0)
     assert error_bound([0.2] * 5, 16.0) == pytest.approx(3.73e-8, rel=0.01)  # float32 holds numbers near 1 to 6e-8
 
 
@@ -95,7 +95,7 @@ def test_a_sum_whose_masks_are_left_is_recognised() -> None:
 
 
 def test_masks_are_the_key_stream_of_aes() -> None:
-    """The block of zeros under the key of zeros, as it is published for AES-256."""
+    """The mask is the published AES-256 encryption of a zero block under a zero key."""
     assert stream(bytes(32), 4).astype("<u4").tobytes().hex() == "dc95c078a2408989ad48a21492842087"
 
 
@@ -103,10 +103,10 @@ def test_masks_of_pairs_cancel() -> None:
     keys = {client: private_key(new_secret()) for client in (0, 3, 7)}
     public = {client: public_key(key) for client, key in keys.items()}
 
-    def masks(context: bytes, others: Mapping[int, bytes] | None = None) -> np.ndarray:
+    def masks(context: bytes, overrides: Mapping[int, bytes] | None = None) -> np.ndarray:
         return np.add.reduce(
             [
-                pair_mask(key, public[other], client, other, (others or {}).get(client, context), 50)
+                pair_mask(key, public[other], client, other, (overrides or {}).get(client, context), 50)
                 for client, key in keys.items()
                 for other in keys
                 if other != client
@@ -123,29 +123,29 @@ def test_masks_of_pairs_cancel() -> None:
 def test_a_secret_comes_back_from_enough_shares_only() -> None:
     secret = new_secret()
     shares = split(secret, 3, 5)
-    for places in ((0, 1, 2), (4, 2, 0), (0, 1, 2, 3, 4)):
-        assert combined({place: shares[place] for place in places}, 3) == secret
+    for holders in ((0, 1, 2), (4, 2, 0), (0, 1, 2, 3, 4)):
+        assert combined({holder: shares[holder] for holder in holders}, 3) == secret
     with pytest.raises(MaskingError, match="2 shares of a secret, 3 are needed"):
         combined({0: shares[0], 1: shares[1]}, 3)
     assert Shamir.combine([(1, shares[0]), (2, shares[1])], ssss=False) != secret
 
 
 def test_sealed_shares_are_for_one_client_of_one_round_only() -> None:
-    one, other, third = (private_key(new_secret()) for _ in range(3))
-    content = sealed(b"share", one, public_key(other), 0, 1, b"1")
-    assert opened(content, other, public_key(one), 0, 1, b"1") == b"share"
+    sender, recipient, third = (private_key(new_secret()) for _ in range(3))
+    content = sealed(b"share", sender, public_key(recipient), 0, 1, b"1")
+    assert opened(content, recipient, public_key(sender), 0, 1, b"1") == b"share"
     for private, public, source, target, context in (
-        (third, public_key(one), 0, 1, b"1"),
-        (other, public_key(third), 0, 1, b"1"),
-        (other, public_key(one), 1, 0, b"1"),
-        (other, public_key(one), 0, 1, b"2"),
+        (third, public_key(sender), 0, 1, b"1"),
+        (recipient, public_key(third), 0, 1, b"1"),
+        (recipient, public_key(sender), 1, 0, b"1"),
+        (recipient, public_key(sender), 0, 1, b"2"),
     ):
         with pytest.raises(MaskingError, match="cannot be read"):
             opened(content, private, public, source, target, context)
     with pytest.raises(MaskingError, match="cannot be read"):
-        opened(content[:-1], other, public_key(one), 0, 1, b"1")
+        opened(content[:-1], recipient, public_key(sender), 0, 1, b"1")
     with pytest.raises(MaskingError, match="public key"):
-        sealed(b"share", one, bytes(32), 0, 1, b"1")
+        sealed(b"share", sender, bytes(32), 0, 1, b"1")
 
 
 def test_neighbours_and_threshold() -> None:
@@ -163,14 +163,14 @@ def test_neighbours_and_threshold() -> None:
 
 
 def test_flowers_masks_are_none() -> None:
-    """Why its own are not used: 32 bits decide a mask, and no mask ever takes the largest value."""
-    seed, alike = bytes(range(32)), bytes(range(4, 8)) + bytes(range(4)) + bytes(range(8, 32))
-    one, other = (pseudo_rand_gen(own, 2**32, [(100,)])[0] for own in (seed, alike))
-    np.testing.assert_array_equal(one, other)
+    """Flower's masks are unsafe: only 32 bits decide a mask, and a mask never has the largest value."""
+    seed, twin = bytes(range(32)), bytes(range(4, 8)) + bytes(range(4)) + bytes(range(8, 32))
+    first, second = (pseudo_rand_gen(key, 2**32, [(100,)])[0] for key in (seed, twin))
+    np.testing.assert_array_equal(first, second)
     assert pseudo_rand_gen(seed, 2, [(1000,)])[0].max() == 0
 
 
-# -- whole rounds in process --------------------------------------------------------------------------------
+# -- complete rounds in process ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def five() -> tuple[np.ndarray, np.ndarray, list[list[int]], list[list[int]]]:
 
 
 class ProcessGrid(InProcessGrid):
-    """Lets each message find the context of its node as a process finds it that was started for this message alone."""
+    """Grid that reloads the context of a node for each message, as a new process for this message would."""
 
     def _receive(self, message: Message) -> Message | Call:
         context = self._contexts[message.metadata.dst_node_id]
@@ -197,9 +197,9 @@ class ProcessGrid(InProcessGrid):
 
 
 class StageGrid(InProcessGrid):
-    """Loses messages, or replies to them, may send all twice, and keeps what was handed in.
+    """Grid that loses messages or replies, may send every message twice, and records the masked updates.
 
-    Messages are named by (stage, round, client).
+    Messages are identified by (stage, round, client).
     """
 
     def __init__(
@@ -215,20 +215,20 @@ class StageGrid(InProcessGrid):
         self.masked: dict[tuple[int, int], np.ndarray] = {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
-        asked = [(key_of(message), message) for message in messages]
-        sent = [(key, message) for key, message in asked if key not in self.lost]
+        keyed = [(key_of(message), message) for message in messages]
+        sent = [(key, message) for key, message in keyed if key not in self.lost]
         for key, message in sent:
             self.change(key, message)
         if self.twice:
             list(super().send_and_receive([message for _, message in sent], timeout=timeout))
         replies = list(super().send_and_receive([message for _, message in sent], timeout=timeout))
-        kept = []
+        delivered = []
         for (key, _), reply in zip(sent, replies, strict=True):
             if key[0] == "train" and not reply.has_error():
                 self.masked[key[1], key[2]] = reply.content.array_records["arrays"]["0"].numpy().copy()
             if key not in self.unheard:
-                kept.append(reply)
-        return kept
+                delivered.append(reply)
+        return delivered
 
 
 def key_of(message: Message) -> Key:
@@ -239,14 +239,14 @@ def key_of(message: Message) -> Key:
 
 
 def run(federate: Federate, config: dict[str, Any], **grid: Any) -> Any:
-    """Carry out a run with secure aggregation."""
+    """Run with secure aggregation."""
     return federate(config | {"secure-aggregation": True}, grid=lambda clients: StageGrid(clients, **grid))
 
 
-def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], most: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], most: float) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=0, atol=most, err_msg=name)
+        np.testing.assert_allclose(actual[name], array, rtol=0, atol=most, err_msg=name)
 
 
 def reasons(finished: Any, server_round: int) -> dict[int, str]:
@@ -255,7 +255,7 @@ def reasons(finished: Any, server_round: int) -> dict[int, str]:
 
 @pytest.mark.parametrize("method", SUMMED)
 def test_models_are_those_of_the_plain_run(make_config: Any, federate: Federate, five: Any, method: str) -> None:
-    """PPFE's second stage counts all clients alike; FedRep, FedDRM and PPFE keep layers, Ditto a model."""
+    """PPFE's second stage weights clients equally. FedRep, FedDRM and PPFE keep layers, and Ditto keeps a model."""
     config = make_config(method, data=five, model="mlp", num_server_rounds=4, ppfe_stages=2, ppfe_stage_rounds="2,2")
     plain, secure = federate(config), run(federate, config)
     assert [record.dropped for record in secure.records] == [[]] * 4
@@ -292,9 +292,9 @@ def test_the_same_run_twice_is_the_same_models_under_other_masks(
 
 def test_secrets_pass_from_process_to_process_in_the_context(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedavg", data=five) | {"secure-aggregation": True}
-    there, here = federate(config, grid=ProcessGrid), run(federate, config)
-    assert [record.dropped for record in there.records] == [[]] * 3
-    assert_close(there.strategy.server_state(), here.strategy.server_state(), 0)
+    reloaded, in_process = federate(config, grid=ProcessGrid), run(federate, config)
+    assert [record.dropped for record in reloaded.records] == [[]] * 3
+    assert_close(reloaded.strategy.server_state(), in_process.strategy.server_state(), 0)
 
 
 def test_messages_that_come_twice_are_answered_alike(make_config: Any, federate: Federate, five: Any) -> None:
@@ -327,7 +327,7 @@ def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
     summed: set[int],
     neighbours: int,
 ) -> None:
-    """Lost is the message to client 1 in round 1, unheard its answer, in one of the four stages."""
+    """In one stage of round 1, the message to client 1 is ``lost``, or its answer is ``unheard``."""
     config = make_config("fedavg", data=five, num_server_rounds=2)
     masked = config | {"secure-aggregation": True, "secure-neighbours": neighbours}
     secure = run(federate, masked, lost=[(s, 1, 1) for s in lost], unheard=[(s, 1, 1) for s in unheard])
@@ -342,14 +342,16 @@ def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
 def test_below_the_threshold_the_state_stays_as_it_is(
     make_config: Any, federate: Federate, five: Any, warnings: Any, stage: str, neighbours: int
 ) -> None:
-    """Three of five are too few for a threshold of 0.8; they are enough for themselves where no others have keys."""
+    """Three of five clients are too few for a threshold of 0.8, but are enough if only three have keys."""
     config = make_config("fedavg", data=five, num_server_rounds=1) | {"secure-neighbours": neighbours}
-    gone = [(stage, 1, client) for client in ((1, 2, 3, 4) if stage == "keys" else (1, 3))]
-    secure = run(federate, config | {"secure-threshold": 0.8}, lost=gone)
+    lost = [(stage, 1, client) for client in ((1, 2, 3, 4) if stage == "keys" else (1, 3))]
+    secure = run(federate, config | {"secure-threshold": 0.8}, lost=lost)
     np.testing.assert_array_equal(secure.strategy.model, secure.strategy.initial())
-    assert set(reasons(secure, 1)) == {client for _, _, client in gone}
-    [said] = {record.getMessage() for record in warnings.records if "the state stays as it is" in record.getMessage()}
-    assert "secure-threshold = 0.8 needs" in said or "1 of 5 clients have told their keys, 2 are needed" in said
+    assert set(reasons(secure, 1)) == {client for _, _, client in lost}
+    [message] = {
+        record.getMessage() for record in warnings.records if "the state stays as it is" in record.getMessage()
+    }
+    assert "secure-threshold = 0.8 needs" in message or "1 of 5 clients have told their keys, 2 are needed" in message
 
 
 def test_a_client_that_diverges_leaves_itself_out(make_config: Any, federate: Federate, five: Any) -> None:
@@ -362,22 +364,22 @@ def test_a_client_that_diverges_leaves_itself_out(make_config: Any, federate: Fe
 
 def test_noise_of_each_client_is_summed_too(make_config: Any, federate: Federate, five: Any) -> None:
     config = make_config("fedavg", data=five, num_server_rounds=1, dp_clip=1e-9, dp_sensitivity=1e-3)
-    found = run(federate, config).strategy
+    strategy = run(federate, config).strategy
     deviation = 1e-3 * np.sqrt(2 * np.log(1.25e5)) * np.sqrt(sum((len(p) / 76) ** 2 for p in five[2]))
-    assert 0.5 * deviation < (found.model - found.initial()).std() < 1.6 * deviation
+    assert 0.5 * deviation < (strategy.model - strategy.initial()).std() < 1.6 * deviation
 
 
-# -- what the server holds of one client --------------------------------------------------------------------
+# -- one masked update ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fixed_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let secrets come from a seed, so that a test of their distribution always comes out alike."""
+    """Draw secrets from a seed, so that a test of their distribution is reproducible."""
     monkeypatch.setattr(masking.secrets, "token_bytes", np.random.default_rng(5).bytes)
 
 
-def unlikely(words: np.ndarray) -> float:
-    """Return how likely uniform words have bytes that are spread as unevenly as those of these, or more so."""
+def byte_p_value(words: np.ndarray) -> float:
+    """Return the p-value of a chi-squared test that the bytes of ``words`` are uniform."""
     return float(chisquare(np.bincount(np.ascontiguousarray(words).view(np.uint8), minlength=256)).pvalue)
 
 
@@ -390,7 +392,7 @@ def test_what_is_handed_in_is_uniform_under_either_mask_and_not_without(
     fixed_secrets: None,
     left_out: str,
 ) -> None:
-    """With the own masks told, those of pairs hide it; with a key told, of one that came late, the own one does."""
+    """Pair masks hide an update whose own mask is revealed. The own mask hides a late update with a revealed key."""
 
     def nothing(*args: Any) -> np.ndarray:
         return np.zeros(args[-1], np.uint32)
@@ -404,17 +406,17 @@ def test_what_is_handed_in_is_uniform_under_either_mask_and_not_without(
     rounds = [masked[number, 0] for number in range(1, 21)]
     assert len(rounds[0]) > 5000
     if left_out == "both":
-        assert unlikely(np.concatenate(rounds)) < 1e-100
+        assert byte_p_value(np.concatenate(rounds)) < 1e-100
     else:
-        assert unlikely(np.concatenate(rounds)) > 0.001
-        assert unlikely(np.concatenate([one - other for one, other in pairwise(rounds)])) > 0.001
+        assert byte_p_value(np.concatenate(rounds)) > 0.001
+        assert byte_p_value(np.concatenate([first - second for first, second in pairwise(rounds)])) > 0.001
 
 
-# -- what a client refuses, whatever the server says ----------------------------------------------------------
+# -- requests that a client refuses --------------------------------------------------------------------------
 
 
-class Asked:
-    """Clients that are asked one stage after the other, by a server that may ask for anything."""
+class ClientGroup:
+    """Clients that answer one stage after another to a server that may request anything."""
 
     def __init__(self, clients: int = 4, threshold: int = 3, configs: Sequence[dict[str, Any]] = ()) -> None:
         InProcessGrid(1)  # gives this process the identity that messages need
@@ -428,36 +430,36 @@ class Asked:
         self.public: list[list[bytes]] = []
         self.sealed: list[list[bytes]] = []
 
-    def message(self, client: int, **told: Any) -> Message:
-        config = ConfigRecord({"client": client, "secure-round": "0-1", "settings": "{}", "lr": 0.1} | told)
+    def message(self, client: int, **fields: Any) -> Message:
+        config = ConfigRecord({"client": client, "secure-round": "0-1", "settings": "{}", "lr": 0.1} | fields)
         return Message(RecordDict({"config": config}), client + 1, MessageType.QUERY)
 
-    def ask(self, client: int, stage: str, **told: Any) -> list[bytes]:
-        config = {key.replace("_", "-"): value for key, value in told.items()}
+    def ask(self, client: int, stage: str, **fields: Any) -> list[bytes]:
+        config = {key.replace("_", "-"): value for key, value in fields.items()}
         return answer(self.message(client, **{"secure-stage": stage}, **config), self.contexts[client])
 
-    def keys(self, **told: Any) -> "Asked":
-        self.public = [self.ask(client, "keys", **told) for client in self.roster]
+    def keys(self, **fields: Any) -> "ClientGroup":
+        self.public = [self.ask(client, "keys", **fields) for client in self.roster]
         return self
 
-    def shares(self, client: int, **told: Any) -> list[bytes]:
+    def shares(self, client: int, **fields: Any) -> list[bytes]:
         keys = [text for texts in self.public for text in texts]
         usual = {"roster": self.roster, "public_keys": keys, "threshold": self.threshold}
-        return self.ask(client, "shares", **(usual | told))
+        return self.ask(client, "shares", **(usual | fields))
 
-    def shared(self) -> "Asked":
+    def shared(self) -> "ClientGroup":
         self.sealed = [self.shares(client) for client in self.keys().roster]
         return self
 
-    def mask(self, client: int, value: float = 0.5, reference: float = 0.0, **told: Any) -> np.ndarray:
+    def mask(self, client: int, value: float = 0.5, reference: float = 0.0, **fields: Any) -> np.ndarray:
         sources = [other for other in self.roster if other != client]
-        for_it = [self.sealed[other][client - (client > other)] for other in sources]
-        config = {"client": client, "secure-round": "0-1", "weights": 8, "sources": sources, "shares": for_it} | told
+        shares = [self.sealed[other][client - (client > other)] for other in sources]
+        config = {"client": client, "secure-round": "0-1", "weights": 8, "sources": sources, "shares": shares} | fields
         masked = Masking(config, self.message(client), self.contexts[client])
         arrays = [np.full(6, value, np.float32)], [np.full(6, reference, np.float32)]
         return masked.put_on(*arrays, 2, 16.0)
 
-    def handed_in(self) -> "Asked":
+    def handed_in(self) -> "ClientGroup":
         for client in self.shared().roster:
             self.mask(client)
         return self
@@ -467,57 +469,69 @@ class Asked:
 
 
 def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
-    asked = Asked().handed_in()
-    told = asked.ask(0, "unmask", survivors=[0, 1, 2])
-    assert asked.ask(0, "unmask", survivors=[0, 1, 2]) == told
+    group = ClientGroup().handed_in()
+    unmasked = group.ask(0, "unmask", survivors=[0, 1, 2])
+    assert group.ask(0, "unmask", survivors=[0, 1, 2]) == unmasked
     for other in ([0, 1, 3], [0, 1, 2, 3], [0, 2, 1]):
         with pytest.raises(ProtocolError, match="told for other clients before"):
-            asked.ask(0, "unmask", survivors=other)
+            group.ask(0, "unmask", survivors=other)
     for survivors in ([0, 2, 3], [0, 1], [0, 1, 1], [0, 1, 2, 9], []):
         with pytest.raises(ProtocolError, match="have handed in"):
-            asked.ask(1, "unmask", survivors=survivors)
-    shares = {0: told, 1: asked.ask(1, "unmask", survivors=[0, 1, 2]), 2: asked.ask(2, "unmask", survivors=[0, 1, 2])}
-    for client in (0, 1, 2):  # those that have handed in: their own secrets, not what their keys are made from
-        own = asked.secrets_of(client)
-        assert not own.own_secret and not own.mask_secret and not own.seal_secret and not own.sealed and not own.kept
-    left = asked.secrets_of(3)
-    assert combined({place: told[3] for place, told in shares.items()}, 3) == left.mask_secret
-    assert left.own_secret not in [combined({place: t[who] for place, t in shares.items()}, 3) for who in range(4)]
+            group.ask(1, "unmask", survivors=survivors)
+    shares = {
+        0: unmasked,
+        1: group.ask(1, "unmask", survivors=[0, 1, 2]),
+        2: group.ask(2, "unmask", survivors=[0, 1, 2]),
+    }
+    for client in (0, 1, 2):  # clients that have answered keep none of their secrets
+        secrets = group.secrets_of(client)
+        assert (
+            not secrets.own_secret
+            and not secrets.mask_secret
+            and not secrets.seal_secret
+            and not secrets.sealed
+            and not secrets.kept
+        )
+    absent = group.secrets_of(3)
+    assert combined({holder: unmasked[3] for holder, unmasked in shares.items()}, 3) == absent.mask_secret
+    assert absent.own_secret not in [
+        combined({holder: unmasked[who] for holder, unmasked in shares.items()}, 3) for who in range(4)
+    ]
 
 
 def test_nothing_is_told_before_the_update_was_handed_in_or_of_another_round() -> None:
-    asked = Asked().shared()
+    group = ClientGroup().shared()
     with pytest.raises(ProtocolError, match="has not handed in"):
-        asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
-    asked.mask(0)
+        group.ask(0, "unmask", survivors=[0, 1, 2, 3])
+    group.mask(0)
     with pytest.raises(ProtocolError, match=r"round 0-2 was not begun here"):
-        asked.ask(0, "unmask", survivors=[0, 1, 2, 3], secure_round="0-2")
-    first = asked.public[0]
-    assert asked.ask(0, "keys") == first
-    assert asked.ask(0, "keys", secure_round="0-10") != first
+        group.ask(0, "unmask", survivors=[0, 1, 2, 3], secure_round="0-2")
+    first = group.public[0]
+    assert group.ask(0, "keys") == first
+    assert group.ask(0, "keys", secure_round="0-10") != first
     for stale in ("0-1", "0-9"):
         with pytest.raises(ProtocolError, match=f"round {stale} is over"):
-            asked.ask(0, "keys", secure_round=stale)
+            group.ask(0, "keys", secure_round=stale)
     with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are gone"):
-        asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
-    assert asked.ask(0, "keys", secure_round="1-2") != first
+        group.ask(0, "unmask", survivors=[0, 1, 2, 3])
+    assert group.ask(0, "keys", secure_round="1-2") != first
 
 
 def test_one_update_is_masked_and_no_second_one() -> None:
-    asked = Asked().shared()
-    handed_in = asked.mask(0)
-    np.testing.assert_array_equal(asked.mask(0), handed_in)
+    group = ClientGroup().shared()
+    handed_in = group.mask(0)
+    np.testing.assert_array_equal(group.mask(0), handed_in)
     with pytest.raises(ProtocolError, match="another update was handed in"):
-        asked.mask(0, value=0.25)
+        group.mask(0, value=0.25)
     with pytest.raises(ProtocolError, match="another update was handed in"):
-        asked.mask(0, reference=0.1)
+        group.mask(0, reference=0.1)
     with pytest.raises(ProtocolError, match="another update was handed in"):
-        asked.mask(0, weights=9)
+        group.mask(0, weights=9)
     for client in (1, 2, 3):
-        asked.mask(client)
-    asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
+        group.mask(client)
+    group.ask(0, "unmask", survivors=[0, 1, 2, 3])
     with pytest.raises(ProtocolError, match="round 0-1 is over"):
-        asked.mask(0)
+        group.mask(0)
 
 
 def test_no_update_goes_out_without_masks(make_config: Any, federate: Federate, five: Any) -> None:
@@ -530,27 +544,27 @@ def test_no_update_goes_out_without_masks(make_config: Any, federate: Federate, 
 
 
 def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
-    asked = Asked().keys()
-    keys = [text for texts in asked.public for text in texts]
+    group = ClientGroup().keys()
+    keys = [text for texts in group.public for text in texts]
     for threshold in (1, 2, 5):
         with pytest.raises(ProtocolError, match=f"{threshold} of 4 clients are no safe threshold"):
-            asked.shares(0, threshold=threshold)
+            group.shares(0, threshold=threshold)
     with pytest.raises(ProtocolError, match="not this client's keys"):
-        asked.shares(0, public_keys=[keys[4], *keys[1:]])
+        group.shares(0, public_keys=[keys[4], *keys[1:]])
     with pytest.raises(ProtocolError, match="not this client's keys"):
-        asked.shares(0, roster=[1, 2, 3], public_keys=keys[4:], threshold=2)
+        group.shares(0, roster=[1, 2, 3], public_keys=keys[4:], threshold=2)
     with pytest.raises(ProtocolError, match="two public keys are the same"):
-        asked.shares(0, public_keys=[*keys[:8], *keys[4:8], *keys[12:]])
-    shares = asked.shares(0)
-    assert asked.shares(0) == shares
+        group.shares(0, public_keys=[*keys[:8], *keys[4:8], *keys[12:]])
+    shares = group.shares(0)
+    assert group.shares(0) == shares
     stranger = public_key(private_key(new_secret()))
     with pytest.raises(ProtocolError, match="to other keys before"):
-        asked.shares(0, public_keys=[*keys[:-4], stranger, *keys[-3:]])
+        group.shares(0, public_keys=[*keys[:-4], stranger, *keys[-3:]])
 
 
 @pytest.fixture
 def sites(tmp_path: Path) -> list[dict[str, Any]]:
-    """The node configs of four sites that know each other's keys; a fifth one's key lies elsewhere."""
+    """Return node configs of five sites. All trust the keys of the first four, and no site trusts the fifth key."""
     names = [f"site-{i}" for i in range(5)]
     make_certificates(tmp_path, [], names, 1)
     (tmp_path / "known").mkdir()
@@ -560,48 +574,50 @@ def sites(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_server_cannot_pose_as_a_site_whose_keys_are_known(sites: list[dict[str, Any]]) -> None:
-    asked = Asked(configs=sites).shared()
-    assert [len(sealed) for sealed in asked.sealed] == [3] * 4
-    honest = asked.keys(secure_round="0-2").public
+    group = ClientGroup(configs=sites).shared()
+    assert [len(sealed) for sealed in group.sealed] == [3] * 4
+    honest = group.keys(secure_round="0-2").public
     posed = [public_key(private_key(new_secret())) for _ in range(2)]
-    other = Asked(1, configs=sites[:1]).keys(secure_round="0-3").public[0]  # the same site, in another round
+    other = ClientGroup(1, configs=sites[:1]).keys(secure_round="0-3").public[0]  # the same site, in another round
     for texts, why in (
         ([*posed, b"", b""], "not signed by a site whose key is trusted"),
         ([*posed, *honest[1][2:]], "the signature is wrong"),
         ([*honest[2][:2], *honest[1][2:]], "the signature is wrong"),
         ([*posed, *other[2:]], "the signature is wrong"),
     ):
-        asked.public = [honest[0], texts, *honest[2:]]
-        mark, refusal = asked.shares(0, secure_round="0-2")
+        group.public = [honest[0], texts, *honest[2:]]
+        mark, refusal = group.shares(0, secure_round="0-2")
         assert mark == REFUSAL and refusal.decode().startswith(f"1 {why}")
-    asked.public = [honest[0], honest[2], honest[2], honest[3]]  # the keys of client 2 for those of client 1
-    assert asked.shares(0, secure_round="0-2") == [REFUSAL, b"1 the signature is wrong"]
-    asked.public = honest
-    assert len(asked.shares(0, secure_round="0-2")) == 3
+    group.public = [honest[0], honest[2], honest[2], honest[3]]  # client 2's keys replace client 1's keys
+    assert group.shares(0, secure_round="0-2") == [REFUSAL, b"1 the signature is wrong"]
+    group.public = honest
+    assert len(group.shares(0, secure_round="0-2")) == 3
 
-    twice = Asked(configs=[sites[0], sites[1], sites[1], sites[2]]).keys()
+    twice = ClientGroup(configs=[sites[0], sites[1], sites[1], sites[2]]).keys()
     why = b"one site has signed the keys of two clients"
     assert twice.shares(0) == [REFUSAL, b"1 " + why, b"2 " + why]
     assert twice.shares(1) == [REFUSAL, b"2 " + why]
 
 
-def signed(configs: Sequence[dict[str, Any]], others: Mapping[Key, bytes] | None = None) -> Callable[[int], StageGrid]:
-    """Return what makes a grid whose nodes have some configs, and where some answers of shares are others."""
+def signed(
+    configs: Sequence[dict[str, Any]], refusals: Mapping[Key, bytes] | None = None
+) -> Callable[[int], StageGrid]:
+    """Return a factory of grids with node configs, in which ``refusals`` replace some answers."""
 
     class Signed(StageGrid):
         def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Message]:
-            asked = list(messages)
-            replies = super().send_and_receive(asked, timeout=timeout)
-            for message, reply in zip(asked, replies, strict=True):
-                if text := (others or {}).get(key_of(message)):
+            requests = list(messages)
+            replies = super().send_and_receive(requests, timeout=timeout)
+            for message, reply in zip(requests, replies, strict=True):
+                if text := (refusals or {}).get(key_of(message)):
                     reply.content.config_records["config"]["answer"] = [REFUSAL, text]
             return replies
 
     def make(clients: int) -> StageGrid:
-        made = Signed(clients)
+        grid = Signed(clients)
         for number, config in enumerate(configs, start=1):
-            made._contexts[number].node_config.update(config)
-        return made
+            grid._contexts[number].node_config.update(config)
+        return grid
 
     return make
 
@@ -617,8 +633,8 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
     neighbours: int,
     config: str,
 ) -> None:
-    """The sum is that of the four sites that trust each other."""
-    if config == "untrusted":  # it knows all keys, and the others do not know its key
+    """The sum covers the four sites that trust each other."""
+    if config == "untrusted":  # it trusts all keys, but the others do not trust its key
         shutil.copytree(tmp_path / "known", tmp_path / "all")
         shutil.copy(tmp_path / "site-4.pub", tmp_path / "all")
         sites[4] |= {"trusted-keys": str(tmp_path / "all")}
@@ -639,8 +655,10 @@ def test_two_sites_of_one_key_are_refused_by_the_others(
 ) -> None:
     configs = [*sites[:4], sites[3]]
     done = federate(make_config("fedavg", data=five) | {"secure-aggregation": True}, grid=signed(configs))
-    found = reasons(done, 1)
-    assert set(found) == {3, 4} and all("one site has signed the keys of two clients" in why for why in found.values())
+    dropped = reasons(done, 1)
+    assert set(dropped) == {3, 4} and all(
+        "one site has signed the keys of two clients" in why for why in dropped.values()
+    )
     assert not np.array_equal(done.strategy.model, done.strategy.initial())
 
 
@@ -671,14 +689,14 @@ def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]])
     ]
     for config, why in wrong:
         with pytest.raises(SettingsError, match=why):
-            Asked(1, configs=[config]).keys()
+            ClientGroup(1, configs=[config]).keys()
 
 
 def test_a_site_that_knows_the_others_hands_in_nothing_plain(make_config: Any, federate: Federate, five: Any) -> None:
     def grid(clients: int) -> InProcessGrid:
-        made = InProcessGrid(clients)
-        made._contexts[2].node_config["trusted-keys"] = "known"
-        return made
+        in_process = InProcessGrid(clients)
+        in_process._contexts[2].node_config["trusted-keys"] = "known"
+        return in_process
 
     done = federate(make_config("fedavg", data=five, num_server_rounds=1), grid=grid)
     assert set(reasons(done, 1)) == {1}
@@ -686,38 +704,38 @@ def test_a_site_that_knows_the_others_hands_in_nothing_plain(make_config: Any, f
 
 
 def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
-    asked = Asked().shared()
-    usual = [asked.sealed[other][0] for other in (1, 2, 3)]
+    group = ClientGroup().shared()
+    usual = [group.sealed[other][0] for other in (1, 2, 3)]
     for sources, shares in (([1], usual[:1]), ([1, 2, 9], usual), ([0, 1, 2], usual)):
         with pytest.raises(ProtocolError, match="not the neighbours needed"):
-            asked.mask(0, sources=sources, shares=shares)
+            group.mask(0, sources=sources, shares=shares)
     with pytest.raises(MaskingError, match="what client 1 has sent client 0 cannot be read"):
-        asked.mask(0, shares=[usual[1], usual[0], usual[2]])
+        group.mask(0, shares=[usual[1], usual[0], usual[2]])
     with pytest.raises(ProtocolError, match="a weight of 2 in a sum of 1"):
-        asked.mask(0, weights=1)
+        group.mask(0, weights=1)
 
 
-@pytest.mark.parametrize("what", ["lr", "model", "weights"])
+@pytest.mark.parametrize("field", ["lr", "model", "weights"])
 def test_what_one_client_is_told_otherwise_keeps_its_update_hidden(
-    make_config: Any, federate: Federate, five: Any, warnings: Any, what: str
+    make_config: Any, federate: Federate, five: Any, warnings: Any, field: str
 ) -> None:
-    """Else a server could let all others stand still, and the sum would be the update of one."""
+    """Otherwise a server could make all other clients send zero updates, and the sum would be one update."""
 
     def change(key: Key, message: Message) -> None:
         if key == ("train", 1, 2):
             config = message.content.config_records["config"]
-            if what == "model":
+            if field == "model":
                 record = message.content.array_records["arrays"]
                 record["0"] = Array(record["0"].numpy() + np.float32(1e-3))
             else:
-                config[what] = config[what] * 2
+                config[field] = config[field] * 2
 
     done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), change=change)
     np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
     assert "the masks do not cancel" in warnings.text
 
 
-# -- what the server refuses ----------------------------------------------------------------------------------
+# -- answers that the server refuses -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", ["keys", "shares", "train", "unmask"])
@@ -728,20 +746,20 @@ def test_a_malformed_answer_is_that_of_a_client_that_drops_out(
     usual = StageGrid.send_and_receive
 
     def send(self: StageGrid, messages: Any, *, timeout: float | None = None) -> list[Message]:
-        asked = list(messages)
-        replies = usual(self, asked, timeout=timeout)
-        for message, reply in zip(asked, replies, strict=True):
+        requests = list(messages)
+        replies = usual(self, requests, timeout=timeout)
+        for message, reply in zip(requests, replies, strict=True):
             if key_of(message) == (stage, 1, 1):
                 if stage == "train":
                     words = reply.content.array_records["arrays"]["0"].numpy()
-                    bad = {"text": words.astype(np.int64), "short": words[1:], "zero": words.astype(np.float32)}
-                    reply.content.array_records["arrays"]["0"] = Array(bad.get(wrong, np.append(words, words)))
+                    malformed = {"text": words.astype(np.int64), "short": words[1:], "zero": words.astype(np.float32)}
+                    reply.content.array_records["arrays"]["0"] = Array(malformed.get(wrong, np.append(words, words)))
                 else:
                     config = reply.content.config_records["config"]
                     texts: Any = config["answer"]
-                    bad_texts = {"text": "text", "short": [t[1:] for t in texts], "many": [*texts, texts[0]]}
-                    # A key of zeros is one with which no secret can be agreed on; other zeros look like any text.
-                    config["answer"] = bad_texts.get(wrong, [bytes(len(text)) for text in texts])
+                    malformed_texts = {"text": "text", "short": [t[1:] for t in texts], "many": [*texts, texts[0]]}
+                    # Clients cannot agree on a secret with a key of zeros. Other zeros look like valid bytes.
+                    config["answer"] = malformed_texts.get(wrong, [bytes(len(text)) for text in texts])
         return replies
 
     monkeypatch.setattr(StageGrid, "send_and_receive", send)
@@ -760,10 +778,10 @@ def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
 ) -> None:
     honest = client_side._unmask
     monkeypatch.setattr(client_side, "_unmask", lambda *args: [bytes(16) for _ in honest(*args)])
-    for lost, said in (((), "the masks do not cancel"), ([("train", 1, 1)], "shares of client 1's key are wrong")):
+    for lost, message in (((), "the masks do not cancel"), ([("train", 1, 1)], "shares of client 1's key are wrong")):
         done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), lost=lost)
         np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
-        assert said in warnings.text
+        assert message in warnings.text
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -777,7 +795,7 @@ def test_who_may_sum(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "why"),
+    ("changes", "why"),
     [
         ({"max-update-norm": 1.0}, "the server sees no single update"),
         ({"num-clients": 1}, "two clients or more"),
@@ -786,9 +804,9 @@ def test_who_may_sum(method: str) -> None:
         ({"secure-threshold": 0.5}, "secure-threshold"),
     ],
 )
-def test_what_does_not_go_with_sums_is_refused_before_the_first_round(own: dict[str, Any], why: str) -> None:
+def test_what_does_not_go_with_sums_is_refused_before_the_first_round(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
-        check_privacy(read_settings({"method": "fedavg", "secure-aggregation": True} | own))
+        check_privacy(read_settings({"method": "fedavg", "secure-aggregation": True} | changes))
 
 
 # -- real nodes -----------------------------------------------------------------------------------------------
@@ -797,7 +815,7 @@ def test_what_does_not_go_with_sums_is_refused_before_the_first_round(own: dict[
 @pytest.mark.federation
 @pytest.mark.xdist_group("secure")
 def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_path: Path, five: Any) -> None:
-    """One of three is killed in the middle of the second run."""
+    """One of three nodes is killed during the second run."""
     x, y = five[:2]
     np.savez(tmp_path / "data.npz", x_train=x, y_train=y)
     common = {
@@ -807,26 +825,26 @@ def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_pat
     names = [f"node-{i}" for i in range(3)]
     deployment = Deployment(tmp_path, names)
     try:
-        known = tmp_path / "known"
-        known.mkdir()
+        trusted = tmp_path / "known"
+        trusted.mkdir()
         for name in names:
-            shutil.copy(tmp_path / f"certificates/{name}.pub", known)
+            shutil.copy(tmp_path / f"certificates/{name}.pub", trusted)
         for i, name in enumerate(names):
-            signed = f"signing-key=certificates/{name}.key", f"trusted-keys={known}"
+            signed = f"signing-key=certificates/{name}.key", f"trusted-keys={trusted}"
             deployment.node(name, f"partition-id={i}", "num-partitions=3", f"state-dir=state-{i}", *signed)
         for name in names:
             deployment.until(partial(deployment.ready, name), name, 200.0)
         words = [f"{key}={value}" for key, value in common.items()]
         summary = deployment.run("all", *words, "num-server-rounds=2")
         assert (summary["status"], summary["dropped"]) == ("completed", {})
-        own: dict[str, Any] = {key.replace("-", "_"): value for key, value in common.items()}
-        own["secure_aggregation"] = True
-        reference = posy.run(**own, num_server_rounds=2, output_dir=str(tmp_path / "here"))
+        settings: dict[str, Any] = {key.replace("-", "_"): value for key, value in common.items()}
+        settings["secure_aggregation"] = True
+        reference = posy.run(**settings, num_server_rounds=2, output_dir=str(tmp_path / "here"))
         expected = load_arrays(reference.models / "server.safetensors")
-        found = load_arrays(deployment.results("all") / "models/server.safetensors")
-        assert found.keys() == expected.keys()
+        actual = load_arrays(deployment.results("all") / "models/server.safetensors")
+        assert actual.keys() == expected.keys()
         for name, array in expected.items():
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
+            np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
         deployment.submit("cut", *words, "num-server-rounds=3", "round-timeout=30", "min-clients=2")
         deployment.until(lambda: deployment.rounds("cut"), "run-cut", 200.0)

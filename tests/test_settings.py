@@ -1,4 +1,4 @@
-"""Settings: types, ranges, names, experiment files, and what is wrong before the first round."""
+"""Settings: types, ranges, names, experiment files, and errors before the first round."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def test_no_synonym_is_a_key_or_stands_for_two() -> None:
 
 
 def test_what_is_generated_is_not_stale() -> None:
-    """The run config of pyproject.toml, and the tables of the pages; python docs/generate.py writes them."""
+    """`python docs/generate.py` writes the run config of pyproject.toml and the tables of the pages."""
     generate = runpy.run_path(str(ROOT / "docs/generate.py"))
     assert not {str(path.relative_to(ROOT)) for path in generate["stale"]()}
     written = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
@@ -159,10 +159,10 @@ def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
 @pytest.mark.parametrize(("method", "key", "value"), [("fedavg", "fedfew-models", 5), ("fedavg", "fedavg-ft-lr", 0.1)])
 def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Scalar, where: str) -> None:
     owner = "fedfew" if key.startswith("fedfew") else "fedavg-ft"
-    told = f"{key} in {where} is a setting of {owner}; the run's method is {method}"
+    message = f"{key} in {where} is a setting of {owner}; the run's method is {method}"
     with pytest.raises(SettingsError) as raised:
         read_settings({"method": method, key: value}, where)
-    assert str(raised.value) == told
+    assert str(raised.value) == message
     assert read_settings({"method": owner, key: value}).run.method == owner
 
 
@@ -212,9 +212,9 @@ def test_any_value_is_either_right_or_a_settings_error(value: Any, key: str) -> 
     }[key]
     if right:
         values = checked({f"mine-{key}": value}, settings_of(Sample, "mine"), "a test")
-        own = build(Sample, {**values, "other": 1}, "mine")
-        assert as_config(own, "mine")[f"mine-{key}"] == value
-        assert all(type(v) is kind for v, kind in zip(as_config(own).values(), KINDS, strict=True))
+        built = build(Sample, {**values, "other": 1}, "mine")
+        assert as_config(built, "mine")[f"mine-{key}"] == value
+        assert all(type(v) is kind for v, kind in zip(as_config(built).values(), KINDS, strict=True))
     else:
         with pytest.raises(SettingsError, match=f"^mine-{key} = "):
             checked({f"mine-{key}": value}, settings_of(Sample, "mine"), "a test")
@@ -281,16 +281,16 @@ _ALL_METHODS = f"it must be one of {', '.join(METHODS)}, or file:Name of your ow
     [("fedavgg", "fedavg"), ("FedAvg", "fedavg"), ("fed.avg", "fedavg"), ("fedfe", "fedfew"), ("", ""), ("base", "")],
 )
 def test_an_unknown_method_names_the_one_that_is_meant_or_lists_all(name: str, near: str) -> None:
-    told = f"did you mean {near}? (`posy methods` lists all)" if near else _ALL_METHODS
+    hint = f"did you mean {near}? (`posy methods` lists all)" if near else _ALL_METHODS
     with pytest.raises(SettingsError) as raised:
         read_settings({"method": name})
-    assert str(raised.value) == f"method = {name!r} in the run config: {told}"
+    assert str(raised.value) == f"method = {name!r} in the run config: {hint}"
     with pytest.raises(SettingsError) as raised:
         strategy_class(name)
-    assert str(raised.value) == f"method = {name!r}: {told}"
+    assert str(raised.value) == f"method = {name!r}: {hint}"
 
 
-# -- there and back --------------------------------------------------------------------------------------
+# -- serialisation ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -409,7 +409,7 @@ def test_the_experiments_of_the_project_are_valid(path: Path) -> None:
     assert read_settings({"experiment": str(path)}).run.experiment == str(path)
 
 
-# -- what only the data can tell, before the first round -------------------------------------------------
+# -- errors that need the data, before the first round ---------------------------------------------------
 
 BASE: dict[str, Any] = {
     "method": "fedavg",

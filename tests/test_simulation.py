@@ -1,7 +1,7 @@
-"""Flower's own simulation on Ray: for every method the models of one process, and a run in it outlives kill -9.
+"""Flower's simulation on Ray: every method gives the models of a single process, and a run survives kill -9.
 
-Ray takes longer to start than all methods together, so it is started only twice: once for all methods and for a run
-that is killed, once for `flwr run`, which goes on with that one.
+Ray takes longer to start than all methods together, so these tests start it only twice: once for all methods and for a
+run that is killed, and once for `flwr run`, which resumes the killed run.
 """
 
 import json
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.xdist_group("simulation")
 
 CLIENTS = 4
 MOST = 400.0
-"""Seconds that nothing here takes, however busy the machine is."""
+"""Timeout in seconds of every step, for a busy machine."""
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
-# All methods in one simulation with one worker, and at last a run whose server is killed. It bears the name of
-# Flower's simulation, by which each run keeps its clients' states apart, in its own directory.
+# Run all methods in one simulation with one worker, and last a run whose server is killed. The script has the name of
+# Flower's simulation, so each run stores its clients' states in its directory.
 SIMULATION = """
 import json, os, signal, sys
 sys.argv[0] = "flwr-simulation"
@@ -67,7 +67,7 @@ if __name__ == "__main__":
 
 
 def settings(folder: Path, method: str, name: str, **more: Any) -> dict[str, Any]:
-    own = {
+    config = {
         "method": method,
         "num-clients": CLIENTS,
         "num-server-rounds": 2,
@@ -81,11 +81,11 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> dict[str, Any
         "run-name": name,
     }
     if method == "ppfe":
-        own |= {"ppfe-stages": 2}
-    return {**own, **more}
+        config |= {"ppfe-stages": 2}
+    return {**config, **more}
 
 
-def here(settings: dict[str, Any]) -> None:
+def run_in_process(settings: dict[str, Any]) -> None:
     posy.run(**{key.replace("-", "_"): value for key, value in settings.items()})
 
 
@@ -95,19 +95,19 @@ SECURE = {"secure-aggregation": True}
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Return a directory with a short path, because Ray keeps Unix sockets there; what runs by it at last is ended."""
+    """Yield a directory with a short path, because Ray keeps Unix sockets there, and kill its leftover processes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
         yield Path(path)
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if f"TMPDIR={path}".encode() in (process / "environ").read_bytes():
                     os.kill(int(process.name), signal.SIGKILL)
-            except OSError:  # it has ended, or is another user's
+            except OSError:  # the process has ended, or belongs to another user
                 continue
 
 
 def environment(folder: Path) -> dict[str, str]:
-    own = {
+    variables = {
         "PATH": os.pathsep.join((str(SCRIPTS), os.environ["PATH"])),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -116,12 +116,12 @@ def environment(folder: Path) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    return {**os.environ, **own}
+    return {**os.environ, **variables}
 
 
 @pytest.fixture(scope="module")
 def simulated(folder: Path) -> Path:
-    """Run every method in one simulation, and one that is killed after round 5; return the directory of the runs."""
+    """Run every method in one simulation, then a run that is killed after round 5, and return their directory."""
     runs = folder / "runs"
     configs = [settings(runs, method, method) for method in METHODS]
     configs.append(settings(runs, "ppfe", "secure", **SECURE))
@@ -137,20 +137,20 @@ def simulated(folder: Path) -> Path:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ray_and_one_process_give_the_same_models(method: str, simulated: Path, tmp_path: Path) -> None:
-    here(settings(tmp_path, method, method))
+    run_in_process(settings(tmp_path, method, method))
     points = 2 if settings_class(method).point == "served" else 1
     assert len(models_of(simulated / method)) == points * CLIENTS + 1
     assert_same_results(simulated / method, tmp_path / method)
 
 
 def test_secure_aggregation_gives_the_same_models_on_ray(simulated: Path, tmp_path: Path) -> None:
-    here(settings(tmp_path, "ppfe", "secure", **SECURE))
+    run_in_process(settings(tmp_path, "ppfe", "secure", **SECURE))
     assert_same_results(simulated / "secure", tmp_path / "secure")
 
 
 @pytest.fixture(scope="module")
 def superlink(folder: Path) -> Iterator[None]:
-    """Start a SuperLink for simulations where folders lie that bear the names of the app's packages."""
+    """Start a SuperLink for simulations in a folder whose subfolders have the names of the app's packages."""
     for name in ("posy", "client_app"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise RuntimeError('the wrong code')")
@@ -200,7 +200,7 @@ def test_a_wrong_setting_through_flwr_run_is_told_in_one_line(
 def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
     simulated: Path, superlink: None, folder: Path, tmp_path: Path
 ) -> None:
-    """The command of the README; the clients' states lie in the run's directory, and the workers are others."""
+    """Run the README's command. The run's directory contains the clients' states, and the workers are new."""
     assert summary_of(simulated / "cut")["status"] == "running"
     assert len(rounds_of(simulated / "cut")) == 5
     words = ["--run-config", f'resume="cut" output-dir="{simulated}"']
@@ -211,7 +211,7 @@ def test_flwr_run_goes_on_with_a_run_whose_server_was_killed(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"Results of this run: {simulated / 'cut'}" in done.stdout
-    here(settings(tmp_path, "fedrep", "cut", **CUT))
+    run_in_process(settings(tmp_path, "fedrep", "cut", **CUT))
     assert_same_results(simulated / "cut", tmp_path / "cut")
     written = yaml.safe_load((simulated / "cut/config.yaml").read_text())
     # A checkpoint follows every second round, and others where writing one costs little.

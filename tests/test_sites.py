@@ -1,4 +1,4 @@
-"""Sites that hold their own data: the task they agree on, what they refuse, whole runs over them."""
+"""Sites with local data: the task that they agree on, the data that they refuse, and complete runs."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def grey(n: int, side: int = 4) -> np.ndarray:
     return np.arange(n * side * side, dtype=np.uint8).reshape(n, side, side)
 
 
-# -- what a site trains on -------------------------------------------------------------------------------
+# -- training data of a site -----------------------------------------------------------------------------
 
 
 def loaded(path: Path, settings: DataSettings, seed: int = 1) -> tuple[Dataset, Partition]:
@@ -78,10 +78,10 @@ def test_image_files_are_brought_to_the_shape_of_the_run(tmp_path: Path) -> None
 
 
 def test_a_site_with_one_class_and_one_without_some_take_part(tmp_path: Path) -> None:
-    one, part = loaded(npz(tmp_path / "one.npz", grey(4), ["c"] * 4), IMAGES)
-    assert one.y.tolist() == [2] * 4
-    assert one.task.num_classes == 3
-    assert part.counts(one.y, 3).tolist() == [[0, 0, 4]]
+    single, part = loaded(npz(tmp_path / "one.npz", grey(4), ["c"] * 4), IMAGES)
+    assert single.y.tolist() == [2] * 4
+    assert single.task.num_classes == 3
+    assert part.counts(single.y, 3).tolist() == [[0, 0, 4]]
     folder, _ = loaded(class_folders(tmp_path / "site", grey(3), "bbb"), IMAGES)
     assert folder.y.tolist() == [1] * 3
 
@@ -138,7 +138,7 @@ def test_words_are_hashed_alike_everywhere(tmp_path: Path) -> None:
     assert hashed(["123456789"], 1, 50).tolist() == [[2 + 0xCBF43926 % 48]]  # the check value of CRC-32
 
 
-# -- what a site refuses ---------------------------------------------------------------------------------
+# -- data that a site refuses ----------------------------------------------------------------------------
 
 
 def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]]:
@@ -238,7 +238,7 @@ def test_data_that_cannot_be_used_is_refused_with_file_and_reason(case: str, tmp
 OPEN = DataSettings(dataset="sites")
 
 
-def told(kind: str, shape: tuple[int, ...], *classes: str, fixed: bool = True, count: int = 5) -> Description:
+def describe(kind: str, shape: tuple[int, ...], *classes: str, fixed: bool = True, count: int = 5) -> Description:
     return Description(kind, shape, fixed, classes, count, np.empty(0), np.empty(0))
 
 
@@ -248,41 +248,52 @@ def agreed(settings: DataSettings, descriptions: list[Description]) -> DataSetti
 
 def test_classes_are_those_of_all_sites_in_order() -> None:
     some = [("10", "2"), ("2", "0"), ("10", "0")]
-    numbers = agreed(OPEN, [told("image", (1, 8, 8), *classes) for classes in some])
+    numbers = agreed(OPEN, [describe("image", (1, 8, 8), *classes) for classes in some])
     assert numbers.classes == "0,2,10"
     texts = agreed(
-        OPEN, [told("image", (1, 8, 8), "dog", "a, b", "cat"), told("image", (1, 8, 8), "dog", "a, b", "cat")]
+        OPEN, [describe("image", (1, 8, 8), "dog", "a, b", "cat"), describe("image", (1, 8, 8), "dog", "a, b", "cat")]
     )
     assert task_of(texts).class_names == ("a, b", "cat", "dog")
-    assert agreed(replace(OPEN, classes="x,y"), [told("image", (1, 8, 8))]).classes == "x,y"
+    assert agreed(replace(OPEN, classes="x,y"), [describe("image", (1, 8, 8))]).classes == "x,y"
     assert is_complete(numbers)
     assert task_of(numbers).input_shape == (1, 8, 8)
 
 
 def test_the_shape_is_that_of_most_files_that_have_a_fixed_one() -> None:
-    folders = [told("image", (3, 64, 64), "a", "b", "c", fixed=False)] * 3
-    assert agreed(OPEN, [*folders, told("image", (3, 32, 32), "b")]).input_shape == "3x32x32"
-    assert agreed(OPEN, [*folders, told("features", (4,), "b")]).input_shape == "3x64x64"
+    folders = [describe("image", (3, 64, 64), "a", "b", "c", fixed=False)] * 3
+    assert agreed(OPEN, [*folders, describe("image", (3, 32, 32), "b")]).input_shape == "3x32x32"
+    assert agreed(OPEN, [*folders, describe("features", (4,), "b")]).input_shape == "3x64x64"
     assert agreed(replace(OPEN, classes="a,b"), folders).input_shape == "3x64x64"
-    few = [told("image", (1, 8, 8), "a", "b"), told("image", (1, 9, 9), "q", "r"), told("image", (1, 9, 9), "r", "q")]
-    assert (agreed(OPEN, few).input_shape, agreed(OPEN, few).classes) == ("1x9x9", "q,r")  # not those left out
+    few = [
+        describe("image", (1, 8, 8), "a", "b"),
+        describe("image", (1, 9, 9), "q", "r"),
+        describe("image", (1, 9, 9), "r", "q"),
+    ]
+    assert (agreed(OPEN, few).input_shape, agreed(OPEN, few).classes) == (
+        "1x9x9",
+        "q,r",
+    )  # without the other site's classes
     assert agreed(replace(OPEN, input_shape="1x8x8"), few).classes == "a,b"
 
 
 @pytest.mark.parametrize(
     ("settings", "descriptions", "message"),
     [
-        (OPEN, [told("image", (1, 8, 8), "a")], "classes = 'a': needed are two"),
-        (replace(OPEN, sample_kind="text"), [told("image", (1, 8, 8), "a", "b")], "sample-kind = 'text' .* no site"),
-        (replace(OPEN, input_shape="3x3x3"), [told("image", (1, 8, 8), "a", "b")], "'3x3x3': no site"),
-        (replace(OPEN, classes="a,,b"), [told("image", (1, 8, 8))], "classes = 'a,,b'"),
-        (replace(OPEN, classes="a,a"), [told("image", (1, 8, 8))], "each once"),
-        (replace(OPEN, classes="[1"), [told("image", (1, 8, 8))], "not a JSON list"),
-        (replace(IMAGES, input_shape="8x8"), [told("image", (1, 8, 8))], "input-shape = '8x8'"),
-        (replace(IMAGES, input_shape="2x8x8"), [told("image", (2, 8, 8))], "1 or 3 channels"),
-        (replace(FEATURES, augment="crop"), [told("features", (3,))], "augment = 'crop' needs images"),
-        (replace(FEATURES, feature_std="0"), [told("features", (3,))], "feature-std = '0': .* above 0"),
-        (replace(FEATURES, feature_mean="1,2"), [told("features", (3,))], "feature-mean = '1,2': .* 3 with commas"),
+        (OPEN, [describe("image", (1, 8, 8), "a")], "classes = 'a': needed are two"),
+        (
+            replace(OPEN, sample_kind="text"),
+            [describe("image", (1, 8, 8), "a", "b")],
+            "sample-kind = 'text' .* no site",
+        ),
+        (replace(OPEN, input_shape="3x3x3"), [describe("image", (1, 8, 8), "a", "b")], "'3x3x3': no site"),
+        (replace(OPEN, classes="a,,b"), [describe("image", (1, 8, 8))], "classes = 'a,,b'"),
+        (replace(OPEN, classes="a,a"), [describe("image", (1, 8, 8))], "each once"),
+        (replace(OPEN, classes="[1"), [describe("image", (1, 8, 8))], "not a JSON list"),
+        (replace(IMAGES, input_shape="8x8"), [describe("image", (1, 8, 8))], "input-shape = '8x8'"),
+        (replace(IMAGES, input_shape="2x8x8"), [describe("image", (2, 8, 8))], "1 or 3 channels"),
+        (replace(FEATURES, augment="crop"), [describe("features", (3,))], "augment = 'crop' needs images"),
+        (replace(FEATURES, feature_std="0"), [describe("features", (3,))], "feature-std = '0': .* above 0"),
+        (replace(FEATURES, feature_mean="1,2"), [describe("features", (3,))], "feature-mean = '1,2': .* 3 with commas"),
     ],
 )
 def test_a_task_that_cannot_be_is_an_error(
@@ -297,21 +308,21 @@ GREY, RGB = (1, 48, 40), (3, 48, 40)
 
 def columns(*names: str) -> Description:
     zeros = np.zeros(len(names))
-    return replace(told("features", (len(names),), "a", "b"), mean=zeros, squares=zeros + 1, columns=names)
+    return replace(describe("features", (len(names),), "a", "b"), mean=zeros, squares=zeros + 1, columns=names)
 
 
 @pytest.mark.parametrize(
     ("descriptions", "message"),
     [
         (
-            [told("image", GREY, "a", "b", fixed=False), told("image", RGB, "a", "b", fixed=False)],
+            [describe("image", GREY, "a", "b", fixed=False), describe("image", RGB, "a", "b", fixed=False)],
             "different shapes, and no majority has one: 1x48x40 .site-0.; 3x48x40 .site-1.; set input-shape",
         ),
         (
-            [told("image", GREY, "a", "b", fixed=False)] * 2 + [told("image", RGB, "a", "b", fixed=False)],
+            [describe("image", GREY, "a", "b", fixed=False)] * 2 + [describe("image", RGB, "a", "b", fixed=False)],
             "site-2 would lose its colours: set input-shape .3x48x40 keeps them.",
         ),
-        ([told("image", (1, 8, 8), "a"), told("features", (4,), "b")], "different kinds .* set sample-kind"),
+        ([describe("image", (1, 8, 8), "a"), describe("features", (4,), "b")], "different kinds .* set sample-kind"),
         (
             [columns("age", "dose"), columns("age", "Dose")],
             "columns of site-1 differ from the columns of site-0 .*set feature",
@@ -327,19 +338,19 @@ def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: lis
     ("descriptions", "expected"),
     [
         (
-            [told("image", RGB, "a", "b", fixed=False)] * 2 + [told("image", GREY, "a", "b", fixed=False)],
+            [describe("image", RGB, "a", "b", fixed=False)] * 2 + [describe("image", GREY, "a", "b", fixed=False)],
             ["site-2: images of shape 1x48x40 are resized to 3x48x40, the run's shape"],
         ),
         (
-            [told("image", (1, 8, 8), "a", "b")] * 2
-            + [told("image", (1, 9, 9), "a", "b"), told("features", (4,), "a")],
+            [describe("image", (1, 8, 8), "a", "b")] * 2
+            + [describe("image", (1, 9, 9), "a", "b"), describe("features", (4,), "a")],
             [
                 "site-3: its samples are of the kind features, the run's are image; it cannot take part",
                 "site-2: its samples have the shape 1x9x9, the run's 1x8x8; it cannot take part",
             ],
         ),
         (
-            [told("image", GREY, "Cat", "dog")] * 2 + [told("image", GREY, "cat", "dog")] * 2,
+            [describe("image", GREY, "Cat", "dog")] * 2 + [describe("image", GREY, "cat", "dog")] * 2,
             [
                 "classes that nearly agree are taken for different ones: 'Cat' (site-0, site-1), 'cat' (site-2, "
                 "site-3); if they are one, rename it at a site"
@@ -352,7 +363,7 @@ def test_a_choice_that_would_cost_a_site_its_data_is_a_persons(descriptions: lis
                 "site-2: columns are in another order, and are put into the run's",
             ],
         ),
-        ([told("image", GREY, "a", "b")] * 2, []),
+        ([describe("image", GREY, "a", "b")] * 2, []),
     ],
 )
 def test_what_nearly_agrees_is_warned_of_by_site(descriptions: list[Description], expected: list[str]) -> None:
@@ -409,14 +420,14 @@ def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
-    good = told("image", (1, 8, 8), "a").as_answer()
-    assert Description.from_answer(good).shape == (1, 8, 8)
+    valid = describe("image", (1, 8, 8), "a").as_answer()
+    assert Description.from_answer(valid).shape == (1, 8, 8)
     with pytest.raises(DataError, match="makes no sense"):
-        Description.from_answer(good | change)
+        Description.from_answer(valid | change)
 
 
 def hospital(root: Path, name: str, labels: list[Any], seed: int, **columns: Any) -> Config:
-    """Write a table of patients, with the columns that are given in place of age and cholesterol in mg/dl."""
+    """Write a table of patients. ``columns`` replace age and cholesterol in mg/dl, or add to them."""
     rng = np.random.default_rng(seed)
     values = {"age": rng.normal(55, 9, 60).round(), "chol": rng.normal(240, 50, 60).round()} | columns
     lines = [[*row, labels[i % len(labels)]] for i, row in enumerate(zip(*values.values(), strict=True))]
@@ -490,9 +501,9 @@ def test_a_feature_in_other_units_is_warned_of_before_the_first_round(
     odd = hospital(tmp_path, "va", [0, 1], 2, **{column: values(np.random.default_rng(5))})
     run(NodeGrid(*hospitals[:2], odd), config | {"method": "fedavg", "model": "linear"})
     messages = [record.getMessage() for record in warnings.records]
-    found = [message for message in dict.fromkeys(messages) if message.startswith("feature ")]
-    assert len(found) == 1 and re.match(expected, found[0])
-    assert "cleveland" not in found[0] and "hungary" not in found[0]
+    feature_messages = [message for message in dict.fromkeys(messages) if message.startswith("feature ")]
+    assert len(feature_messages) == 1 and re.match(expected, feature_messages[0])
+    assert "cleveland" not in feature_messages[0] and "hungary" not in feature_messages[0]
 
 
 def test_sites_of_one_kind_are_not_warned_of(hospitals: list[Config]) -> None:
@@ -503,10 +514,10 @@ def test_sites_of_one_kind_are_not_warned_of(hospitals: list[Config]) -> None:
 def test_how_far_a_site_is_from_the_others() -> None:
     def site(count: int, mean: float, std: float) -> Description:
         return replace(
-            told("features", (1,), "a", "b", count=count), mean=np.array([mean]), squares=np.array([count * std**2])
+            describe("features", (1,), "a", "b", count=count), mean=np.array([mean]), squares=np.array([count * std**2])
         )
 
-    # The other two have mean 10 and variance (4 + 4) / 2 + 0; 18 is (18 - 10) / 2 = 4 deviations away.
+    # The other two have mean 10 and variance (4 + 4) / 2 + 0, so 18 is (18 - 10) / 2 = 4 deviations away.
     three = [("a", site(50, 10, 2)), ("b", site(5000, 10, 2)), ("c", site(20_000, 18, 2))]
     (text,) = unlike_features(three, ("dose",))
     assert text.startswith("feature dose: c's mean 18 is 4 standard deviations from the other sites' mean. ")
@@ -546,7 +557,7 @@ def test_an_extra_column_is_named(hospitals: list[Config], config: Config, tmp_p
     assert fixed[1] == ["va: its columns are not the run's (unknown: weight); it cannot take part"]
 
 
-# -- whole runs ------------------------------------------------------------------------------------------
+# -- complete runs ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -554,9 +565,9 @@ def sites(tmp_path: Path) -> list[Config]:
     """Return the node configs of three sites with digits: an .npz, folders of nine classes, folders of one."""
     digits = load_dataset(DataSettings(), Path(), 0)
     x, y = digits.x[..., 0], digits.y
-    others, nine = np.flatnonzero(y[200:400] < 9) + 200, np.flatnonzero(y[400:700] == 9) + 400
+    below_nine, nine = np.flatnonzero(y[200:400] < 9) + 200, np.flatnonzero(y[400:700] == 9) + 400
     npz(tmp_path / "a.npz", x[:120], y[:120], x_test=x[120:160], y_test=y[120:160])
-    class_folders(tmp_path / "b", x[others], y[others])
+    class_folders(tmp_path / "b", x[below_nine], y[below_nine])
     class_folders(tmp_path / "c" / "train", x[nine[:-3]], y[nine[:-3]])
     class_folders(tmp_path / "c" / "test", x[nine[-3:]], y[nine[-3:]])
     return [
@@ -605,10 +616,10 @@ def test_a_run_over_sites(
     assert re.search(r"^ *site-b +1 +136 +45 +image, shape 1x8x8 +9$", shown.partition("round 1/2")[0], re.MULTILINE)
     assert [row[-1] for row in rows_of(done)] == ["site-a", "site-b", "site-c"] * 2
     assert [path.name for path in done.directory.models.iterdir()] == ["server.safetensors"]
-    (own,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
-    kept = load_arrays(own)
-    assert any(array.shape == (10,) for array in kept.values())
-    model = posy.load(own.parent).predictor("site-b")  # by its own name, with what lies on its node alone
+    (node_file,) = (tmp_path / "models-b").glob(f"{done.directory.path.name}-*/client-1.safetensors")
+    stored = load_arrays(node_file)
+    assert any(array.shape == (10,) for array in stored.values())
+    model = posy.load(node_file.parent).predictor("site-b")  # by its name, from the files of its node alone
     site = Workspace(done.settings, str(tmp_path / "b"))
     test = site.partition.test[0]
     labels = [prediction.label for prediction in model.predict_all(site.dataset.x[test])]
@@ -657,7 +668,7 @@ def test_a_site_with_bad_data_is_left_out(
     summary = json.loads((done.directory.path / "summary.json").read_text())
     assert summary["sites"] == ["site-a", "site-b", None]
     (left_out,) = summary["left-out"]
-    assert (left_out["site"], left_out["times"]) == (None, 1)  # it could not say its name
+    assert (left_out["site"], left_out["times"]) == (None, 1)  # the site could not report its name
     assert reason in left_out["reason"]
     assert len({id(record) for record in warnings.records if reason in record.getMessage()}) == 1
     assert {row[1] for row in rows_of(done)} == {"0", "1"}
@@ -667,7 +678,7 @@ def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], conf
     settings = config | {"classes": "0,1,2,3,4,5,6,7,8", "min-clients": 1, "method": "fedavg"}
     done = run(NodeGrid(*sites), settings)
     reasons = " ".join(reason for _, reason in done.federation.left_out)
-    assert done.strategy.clients.keys() == {0}  # site-b alone knows no nine
+    assert done.strategy.clients.keys() == {0}  # only site-b has no nine
     assert f"{tmp_path / 'a.npz'}: label '9' of sample 9 is not a class of the run" in reasons
     assert f"{tmp_path / 'c'}: label '9'" in reasons
 
@@ -790,15 +801,15 @@ def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: py
     nodes = [{"data": str(tmp_path / "a"), "name": "a"}, {"data": str(tmp_path / "b"), "name": "b"}]
     nodes[1]["skip-unreadable"] = True
     run(Listening(*nodes), config | {"num-clients": 2, "method": "fedavg"})
-    told_by = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
+    by_site = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
     near = "'Cat' and 'cat' are classes of their own, though they nearly agree"
-    assert told_by["a"]["warnings"] == [near]
-    assert told_by["b"]["warnings"] == [
+    assert by_site["a"]["warnings"] == [near]
+    assert by_site["b"]["warnings"] == [
         "1 of 9 image files cannot be read and are left out: dog/torn.png",
         near,
     ]
-    assert (told_by["a"]["skipped"], told_by["b"]["skipped"]) == (0, 1)
-    assert all(len(answer["fingerprint"]) == 16 for answer in told_by.values())
+    assert (by_site["a"]["skipped"], by_site["b"]["skipped"]) == (0, 1)
+    assert all(len(answer["fingerprint"]) == 16 for answer in by_site.values())
     described = [answer for answer in answers if "kind" in answer]
     assert {len(answer["warnings"]) for answer in described} == {1, 2}
     assert "classes that nearly agree are taken for different ones: 'Cat' (a, b), 'cat' (a, b)" in warnings.text
@@ -812,9 +823,9 @@ def test_a_node_that_neither_skips_nor_does_not_is_told(tmp_path: Path) -> None:
 
 
 def test_no_more_is_told_than_can_be_shown() -> None:
-    told_to_server = told_of(["x" * 1000] * 50, 3)
-    assert [len(warning) for warning in told_to_server["warnings"]] == [300] * 20
-    assert told_to_server["skipped"] == 3
+    reported = told_of(["x" * 1000] * 50, 3)
+    assert [len(warning) for warning in reported["warnings"]] == [300] * 20
+    assert reported["skipped"] == 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`posy table`: the plan, the runs, what is skipped and what is run again, and the figures."""
+"""`posy table`: the plan, the runs, skipped and repeated runs, and the figures."""
 
 import gzip
 import json
@@ -46,20 +46,20 @@ COMMON = {
 
 def _table(folder: Path, **content: Any) -> Path:
     file = folder / "tiny.yaml"
-    whole = {
+    table = {
         "output": str(folder / "out"),
         "settings": COMMON,
         "seeds": [0],
         "runs": [{"name": "FedAvg", "settings": {"method": "fedavg"}}],
         **content,
     }
-    file.write_text(yaml.safe_dump(whole), encoding="utf-8")
+    file.write_text(yaml.safe_dump(table), encoding="utf-8")
     return file
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a directory of its own."""
+    """Run the test in a fresh working directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -77,8 +77,10 @@ def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> No
         ),
         {"momentum": 0.9},
     )
-    found = {(c.variant, c.row, c.seed): [c.config[k] for k in ("lr", "batch-size", "momentum")] for c in plan.cells}
-    assert found == {
+    configured = {
+        (c.variant, c.row, c.seed): [c.config[k] for k in ("lr", "batch-size", "momentum")] for c in plan.cells
+    }
+    assert configured == {
         **{("a", "x", s): [0.3, 4, 0.9] for s in (3, 1)},
         **{("a", "y", s): [0.1, 4, 0.9] for s in (3, 1)},
         **{("b", "x", s): [0.3, 8, 0.9] for s in (3, 1)},
@@ -91,7 +93,7 @@ def test_plan_lays_rows_over_variants_over_common_settings(tmp_path: Path) -> No
 def test_plan_lays_everything_over_an_experiment_file(tmp_path: Path) -> None:
     cell = read_plan(_table(tmp_path, settings={"experiment": "ppfe-cifar10-s2", "lr": 0.05})).cells[0]
     settings = read_settings(cell.config)
-    assert (settings.run.method, settings.train.lr) == ("fedavg", 0.05)  # 0.05 is the default: set all the same
+    assert (settings.run.method, settings.train.lr) == ("fedavg", 0.05)  # 0.05 is the default, but the table sets it
     assert settings.data.samples_per_client == 150
 
 
@@ -99,8 +101,8 @@ def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
     rows = [{"name": name, "settings": {"method": name}} for name in ("fedavg", "fedfew", "ditto")]
     table = _table(tmp_path, settings={**COMMON, "fedfew-models": 2}, runs=rows)
     cells = read_plan(table, {"ditto-strength": 2.0}).cells
-    own = {key for cell in cells for key in cell.config if key.startswith(("fedfew-", "ditto-"))}
-    assert own == {"fedfew-models", "ditto-strength"}
+    method_keys = {key for cell in cells for key in cell.config if key.startswith(("fedfew-", "ditto-"))}
+    assert method_keys == {"fedfew-models", "ditto-strength"}
     assert [("fedfew-models" in c.config, "ditto-strength" in c.config) for c in cells] == [
         (False, False), (True, False), (False, True),
     ]  # fmt: skip
@@ -156,8 +158,8 @@ def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "out/table.md").read_text() in printed
     assert len(pd.read_csv(tmp_path / "out/table.csv")) == 1
 
-    # Interrupted while seed 1 was running: seed 0 is left alone, seed 1 begins anew in its own place.
-    kept = (first / "summary.json").stat().st_mtime_ns
+    # The table was interrupted while seed 1 was running: seed 0 is not run again, and seed 1 restarts in its folder.
+    modified = (first / "summary.json").stat().st_mtime_ns
     shutil.copytree(first, second)
     summary = json.loads((second / "summary.json").read_text())
     (second / "summary.json").write_text(json.dumps({**summary, "status": "running", "seed": 1}))
@@ -167,14 +169,14 @@ def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert "| p = 0.5, no WDR | 1/2 |" in capsys.readouterr().out
     assert run_table(plan, jobs=1) == 0
     assert "1 of 2 runs are finished already\n[2/2] p = 0.5, no WDR / seed 1: " in capsys.readouterr().out
-    assert (first / "summary.json").stat().st_mtime_ns == kept
+    assert (first / "summary.json").stat().st_mtime_ns == modified
     assert json.loads((second / "summary.json").read_text())["status"] == "completed"
     assert not (second / "stale.txt").exists()
     assert {path.name for path in second.parent.iterdir() if path.is_dir()} == {"seed-0", "seed-1"}
 
 
 def test_one_seed_comes_after_the_other(tmp_path: Path) -> None:
-    """What has been interrupted then holds all rows."""
+    """An interrupted table then has results for every row."""
     begun: list[str] = []
 
     def begin(cell: Cell) -> subprocess.Popen[bytes]:
@@ -205,12 +207,12 @@ def test_finished_results_with_other_settings_are_set_aside(tmp_path: Path) -> N
 
 
 def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
-    mine = tmp_path / "out/FedAvg/seed-0/thesis.txt"
-    mine.parent.mkdir(parents=True)
-    mine.touch()
+    thesis = tmp_path / "out/FedAvg/seed-0/thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.touch()
     with pytest.raises(SettingsError, match=r"thesis\.txt"):
         run_cells(read_plan(_table(tmp_path)), jobs=1)
-    assert mine.exists()
+    assert thesis.exists()
 
 
 def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
@@ -245,13 +247,13 @@ def test_interrupting_a_table_ends_its_runs(tmp_path: Path) -> None:
     assert json.loads((rounds.parent / "summary.json").read_text())["status"] == "stopped"
     size = rounds.stat().st_size
     time.sleep(0.5)
-    assert rounds.stat().st_size == size  # nobody writes on
+    assert rounds.stat().st_size == size  # the run writes no rounds after it has stopped
     assert not (tmp_path / "out/FedAvg/seed-1").exists()
 
 
 def test_a_run_that_ends_while_it_is_told_to_is_in_the_archive(tmp_path: Path) -> None:
     class Ending:
-        """A run that comes to its end between Ctrl-C and the table's word to it."""
+        """A run that ends between Ctrl-C and the signal from the table."""
 
         def __init__(self, cell: Cell) -> None:
             self.process = table_module.start(cell)
@@ -302,25 +304,25 @@ def test_a_cell_with_checkpoints_goes_on_where_it_was_interrupted(tmp_path: Path
     run(tmp_path / "stopped", until=20)
     cell = read_plan(tmp_path / "stopped/tiny.yaml").cells[0]
     assert cell.going_on and not replace(cell, config={**cell.config, "lr": 0.3}).going_on
-    file = cell.path / "summary.json"  # as of a run that was killed between its last round and its system accuracy
+    file = cell.path / "summary.json"  # as if the run was killed before its system accuracy
     written = file.read_text()
     file.write_text(json.dumps(json.loads(written) | {"status": "completed"}))
     assert not cell.going_on
     file.write_text(written)
-    went_on, whole = run(tmp_path / "stopped"), run(tmp_path / "whole")
+    resumed, uninterrupted = run(tmp_path / "stopped"), run(tmp_path / "whole")
     assert len((cell.path / "rounds.jsonl").read_text().splitlines()) == 120
     file = cell.path / "config.yaml"
     record = yaml.safe_load(file.read_text())
     (entry,) = record["resumed"]
     assert {key: entry[key] for key in RAN_ON} == {key: record[key] for key in RAN_ON}
-    assert len(table_module.machines({cell: went_on})) == 1
-    # Begun on another machine, and with another place for its results.
+    assert len(table_module.machines({cell: resumed})) == 1
+    # The run began on another machine and with another output directory.
     entry["machine"]["cpu"], entry["changed"]["output-dir"] = "another", "/elsewhere"
     file.write_text(yaml.safe_dump(record))
-    assert next(iter(table_module.machines({cell: went_on}))).startswith("another, ")
+    assert next(iter(table_module.machines({cell: resumed}))).startswith("another, ")
     archive.store(tmp_path, [cell])
     assert "/elsewhere" not in json.dumps(archive.read(tmp_path)) and "another" in json.dumps(archive.read(tmp_path))
-    assert went_on["served"] == whole["served"] and went_on["local"] == whole["local"]
+    assert resumed["served"] == uninterrupted["served"] and resumed["local"] == uninterrupted["local"]
 
 
 def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
@@ -355,12 +357,12 @@ def test_figures_are_those_worked_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_seed_that_has_diverged_is_neither_left_out_in_silence_nor_shown_as_it_was_before(tmp_path: Path) -> None:
-    """Of A one seed has no served model at the end, of B no seed has; what they had in round 4 is not their last."""
+    """One seed of A and both seeds of B have no served model at the end. Round 4 is not their last round."""
     early = _summary(served=0.9, local=0.8, system=None, seconds=1)
     early["served"]["last"] = {**early["served"]["last"], "round": 4}
-    whole = _summary(served=0.5, local=0.8, system=None, seconds=1)
+    complete = _summary(served=0.5, local=0.8, system=None, seconds=1)
     plan, results = _results(
-        tmp_path, {("", "A", 0): whole, ("", "A", 1): early, ("", "B", 0): early, ("", "B", 1): early}
+        tmp_path, {("", "A", 0): complete, ("", "A", 1): early, ("", "B", 0): early, ("", "B", 1): early}
     )
     table = aggregate(results)
     a, b = table.to_dict("records")
@@ -381,7 +383,7 @@ def test_a_run_that_lacks_its_system_accuracy_is_not_finished(tmp_path: Path) ->
 
 
 def test_a_run_that_has_diverged_is_not_done_again(tmp_path: Path) -> None:
-    """It has no system accuracy, and its log ends with how to go on, which is no reason."""
+    """The run has no system accuracy, and the last line of its log does not give the cause."""
     summary = {**_summary(served=0.5, local=0.5, system=None, seconds=1), "status": "diverged"}
     plan, _ = _results(tmp_path, {("", "A", seed): summary for seed in (0, 1)}, **{"system-accuracy": "on"})
     assert plan.cells[0].summary() is None and plan.cells[0].summary("diverged") is not None
@@ -431,7 +433,7 @@ def _summary(
 def _results(
     folder: Path, summaries: dict[tuple[str, str, int], dict[str, Any]], **settings: Any
 ) -> tuple[Plan, dict[Cell, dict[str, Any]]]:
-    """Write summaries where the cells of a table have theirs."""
+    """Write the summaries to the folders of a table's cells, and return the plan and the results."""
     cells = {}
     for variant, row, seed in {**summaries, **{(v, r, s): None for v, r, _ in summaries for s in (0, 1)}}:
         config = {"output-dir": str(folder / variant / row), "run-name": f"seed-{seed}", "method": "fedavg", **settings}
@@ -453,7 +455,7 @@ def _results(
 
 
 def test_a_figure_over_a_cohort_names_its_clients(tmp_path: Path) -> None:
-    """Of four clients one trains in a round, so that the local models of two runs are those of two clients."""
+    """One of four clients trains in a round, so the local models of two runs cover two of eight clients."""
     summaries = {("", "A", seed): _summary(0.5, 0.9, None, 1, cohort=1) for seed in (0, 1)}
     plan, results = _results(tmp_path, summaries)
     frame = aggregate(results)
@@ -466,30 +468,30 @@ def test_a_figure_over_a_cohort_names_its_clients(tmp_path: Path) -> None:
 
 
 def test_finished_runs_can_be_carried_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only the archive of a table is, its cells are not run again, and the table is the same."""
+    """With only the archive of a table, its cells are not run again, and the table is the same."""
     file = tmp_path / "small.yaml"
     settings = "{dataset: digits, max-samples: 120, num-clients: 3, num-server-rounds: 2, model: linear, device: cpu}"
     runs = "runs: [{name: FedAvg, settings: {method: fedavg}}, {name: Local, settings: {method: local}}]"
     file.write_text(f"seeds: [0]\nsettings: {settings}\n{runs}\n")
-    here, there = tmp_path / "here", tmp_path / "there"
-    assert run_table(read_plan(file, output=str(here)), jobs=2) == 0
-    there.mkdir()
-    kept = (here / "cells.jsonl.gz").read_bytes()
-    assert str(tmp_path) not in gzip.decompress(kept).decode()
-    (there / "cells.jsonl.gz").write_bytes(kept + gzip.compress(b'{"name": "cut off"}')[:20])
+    source, target = tmp_path / "here", tmp_path / "there"
+    assert run_table(read_plan(file, output=str(source)), jobs=2) == 0
+    target.mkdir()
+    archived = (source / "cells.jsonl.gz").read_bytes()
+    assert str(tmp_path) not in gzip.decompress(archived).decode()
+    (target / "cells.jsonl.gz").write_bytes(archived + gzip.compress(b'{"name": "cut off"}')[:20])
     monkeypatch.setattr(table_module, "start", None)  # nothing may be run
-    assert run_table(read_plan(file, output=str(there)), jobs=2) == 0
+    assert run_table(read_plan(file, output=str(target)), jobs=2) == 0
     for name in ("table.md", "table.csv", "clients.csv", "cells.jsonl.gz"):
-        assert (there / name).read_bytes() == (here / name).read_bytes(), name
+        assert (target / name).read_bytes() == (source / name).read_bytes(), name
     other = tmp_path / "other"
     other.mkdir()
-    (other / "cells.jsonl.gz").write_bytes(kept)
+    (other / "cells.jsonl.gz").write_bytes(archived)
     plan = read_plan(file, {"lr": 0.01}, output=str(other))
     assert run_table(plan, jobs=1, only_print=True) == 1  # with other settings they are other runs
 
 
 def test_archived_runs_take_the_place_of_runs_with_other_settings(tmp_path: Path) -> None:
-    """As where a table was run here before its file was changed, and what its runs gave then comes from elsewhere."""
+    """The folder has results of other settings, and the archive has results of the wanted settings."""
     summary = _summary(served=0.5, local=0.5, system=None, seconds=1)
     plan, _ = _results(tmp_path / "here", {("", "A", 0): summary}, lr=0.1)
     (wanted,) = (cell for cell in plan.cells if cell.seed == 0)
@@ -498,7 +500,7 @@ def test_archived_runs_take_the_place_of_runs_with_other_settings(tmp_path: Path
     old, _ = _results(tmp_path / "here", {("", "A", 0): {**summary, "seconds": 9}}, lr=0.2)
     assert wanted.summary() is None
     archive.restore(plan.output, old.cells)
-    assert next(iter(old.cells)).summary()["seconds"] == 9  # what is archived is not theirs
+    assert next(iter(old.cells)).summary()["seconds"] == 9  # the archive has results of other settings
     archive.restore(plan.output, plan.cells)
     assert wanted.summary() == summary
     assert len(list(wanted.path.parent.glob("seed-0-before-*"))) == 1

@@ -1,4 +1,4 @@
-"""Test samples: nothing is fitted on them, and a test set that comes with the data stays a test set."""
+"""Test samples: nothing is fitted on them, and a supplied test set stays a test set."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -143,7 +143,7 @@ READERS = [write_npz, write_arrays, write_folders, write_saved, write_function]
 
 
 def values(space: Workspace, rows: np.ndarray) -> list[int]:
-    """Return the numbers that the files hold for some samples: 0 to 59 for training, 60 to 79 for the test."""
+    """Return the values of some samples in the files: 0 to 59 for training, 60 to 79 for the test."""
     return sorted(int(sample.flat[0]) for sample in space.dataset.x[rows])
 
 
@@ -259,13 +259,13 @@ def test_published_data_sets_keep_their_test_sets(tmp_path: Path) -> None:
     table_of = tmp_path / "fedisic/train_test_split"
     table_of.write_text(table_of.read_text().replace(",train,train_5", ",test,test_5"), encoding="utf-8")
     for name, tested in (("mnist", 10), ("femnist", 2), ("tiny-imagenet", 3), ("agnews", 4), ("fedisic", 3)):
-        found = load_dataset(DataSettings(dataset=name, download=False), tmp_path, 0)
-        assert found.is_test is not None and int(found.is_test.sum()) == tested, name
+        dataset = load_dataset(DataSettings(dataset=name, download=False), tmp_path, 0)
+        assert dataset.is_test is not None and int(dataset.is_test.sum()) == tested, name
     assert load_dataset(DataSettings(), tmp_path, 0).is_test is None  # digits
 
 
 def test_tables_and_experiments_of_papers_pool_explicitly() -> None:
-    """Their recorded numbers come from pooled data; a run that is older than the setting counts as pooled."""
+    """Their recorded numbers come from pooled data. A run older than the setting counts as pooled."""
     root = Path(posy.__file__).parent.parent
     files = [*root.glob("papers/*/*.yaml"), *root.glob("papers/*/settings/*.yaml"), *root.glob("benchmarks/*/*.yaml")]
     assert len(files) > 80

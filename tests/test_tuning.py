@@ -1,4 +1,4 @@
-"""Tuning: the same budget for all, on validation splits alone, taken up where it was stopped."""
+"""Tuning: an equal budget for every row, validation splits only, and resumption of a stopped search."""
 
 import json
 import subprocess
@@ -42,12 +42,12 @@ def file(tmp_path: Path) -> Path:
 def test_each_method_is_tuned_within_its_ranges(method: str) -> None:
     space = tuning.space_of(method, {})
     assert isinstance(space["lr"], FloatDistribution) and space["lr"].log
-    assert len(space) <= 4  # lr and what matters most
-    known = declared([method])
+    assert len(space) <= 4  # lr and the most important settings
+    settings = declared([method])
     for key, distribution in space.items():
         assert isinstance(distribution, FloatDistribution | IntDistribution)
         for end in (distribution.low, distribution.high):
-            known[key].checked(key, known[key].kind(end), "a test")
+            settings[key].checked(key, settings[key].kind(end), "a test")
     assert settings_class(method).point in ("served", "local")
 
 
@@ -59,18 +59,18 @@ def test_the_first_trial_has_the_settings_of_the_table_where_they_are_in_the_ran
     assert cells.keys() == METHODS.keys()
     for method, cell in cells.items():
         search = tuning.opened(cell, tmp_path, storage)
-        known = declared([method])
+        settings = declared([method])
         first = search.study.ask(dict(search.space)).params
-        kept = {key for key, value in first.items() if value == known[key].default}
-        others = {key: known[key].default for key in search.space.keys() - kept}
-        assert not any(others.values()), method  # 0 stands for the round's learning rate
+        unchanged = {key for key, value in first.items() if value == settings[key].default}
+        changed = {key: settings[key].default for key in search.space.keys() - unchanged}
+        assert not any(changed.values()), method  # 0 means the round's learning rate
 
 
 def test_what_was_found_becomes_a_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
     assert plan.cells[-1].config["lr"] == 0.1  # of the row in this variant
-    found = {("dir", "FedAvg"): {"lr": 0.02}, ("two", "FedProx"): {"fedprox-mu": 0.5}, ("dir", "FedProx"): {}}
-    content = plan_as_yaml(plan, found, {"validation-fraction": 0.2})
+    best = {("dir", "FedAvg"): {"lr": 0.02}, ("two", "FedProx"): {"fedprox-mu": 0.5}, ("dir", "FedProx"): {}}
+    content = plan_as_yaml(plan, best, {"validation-fraction": 0.2})
     tuned = tmp_path / "tuned.yaml"
     tuned.write_text(json.dumps(content))
     cells = {(cell.variant, cell.row): cell.config for cell in read_plan(tuned).cells}
@@ -107,15 +107,15 @@ def test_all_rows_get_the_same_trials_and_a_stopped_search_goes_on(
     tuning.tune(plan, trials=1, jobs=2)
     first = capsys.readouterr().out
     assert first.count("% on validation") == 2
-    assert "fedprox-mu=0.01" in first and first.count("lr=0.05") == 2  # the first trial is the table's own
+    assert "fedprox-mu=0.01" in first and first.count("lr=0.05") == 2  # the first trial uses the table's settings
     content = tuning.tune(plan, trials=2, jobs=2)
     second = capsys.readouterr().out
     assert second.count(", trial 1 (") == 2 and ", trial 0 (" not in second
     lines = (line for line in (first + second).splitlines() if "FedProx" in line and "validation" in line)
     best = max(lines, key=lambda line: float(line.split("): ")[1].split(" %")[0]))
-    found = content["runs"][1]["variants"]["dir"]
-    assert all(f"{key}={value}" in best for key, value in found.items())
-    assert set(found) == {"lr", "fedprox-mu"}
+    tuned = content["runs"][1]["variants"]["dir"]
+    assert all(f"{key}={value}" in best for key, value in tuned.items())
+    assert set(tuned) == {"lr", "fedprox-mu"}
     assert content["settings"]["validation-fraction"] == 0.2
     assert content["output"] == f"{read_yaml(file)['output']}-tuned"
     assert cli.main(["tune", str(file), "-n", "2"]) == 0
@@ -147,7 +147,7 @@ def test_a_bad_trial_is_given_up_and_one_that_was_stopped_counts_as_failed(file:
     def row(number: int, mean: float) -> str:
         return json.dumps({"round": number, "served_validation_accuracy": {"mean": mean}}) + "\n"
 
-    assert not attempt.look()  # there is no file yet
+    assert not attempt.look()  # the file does not exist yet
     rounds.write_text(row(1, 0.3))
     assert not attempt.look()  # too early
     rounds.write_text(row(1, 0.3) + row(2, 0.2) + row(3, 0.99)[:20])
@@ -168,5 +168,5 @@ def test_two_searches_do_not_work_on_one_table(file: Path, tmp_path: Path) -> No
     plan = read_plan(file)
     with alone(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* is at work in"):
         tuning.tune(plan, trials=1, jobs=1)
-    with alone(plan.output / "tuning"):  # it was given back
+    with alone(plan.output / "tuning"):  # the lock was released
         assert plan.output.is_dir()

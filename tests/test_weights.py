@@ -38,44 +38,44 @@ def net(task):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Be in a folder with a network of one's own."""
+    """Write a custom network to a folder and make it the working directory."""
     monkeypatch.chdir(tmp_path)
     Path("nets.py").write_text(NETS, encoding="utf-8")
     return tmp_path
 
 
 def module(seed: int = 3, classes: int = 10) -> nn.Sequential:
-    """Return the network of the file, as its author would have trained it elsewhere."""
+    """Return the network of the file with weights from a training outside Posy."""
     torch.manual_seed(seed)
     features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
-    made = nn.Sequential(features, nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, classes))
+    network = nn.Sequential(features, nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, classes))
     features[1].running_mean += 0.5
-    return made
+    return network
 
 
-def saved(made: nn.Module, name: str = "start.safetensors") -> str:
-    safetensors.torch.save_file(made.state_dict(), name)
+def saved(network: nn.Module, name: str = "start.safetensors") -> str:
+    safetensors.torch.save_file(network.state_dict(), name)
     return str(Path(name).absolute())
 
 
-def own(method: str) -> dict[str, Any]:
+def method_settings(method: str) -> dict[str, Any]:
     return {"ppfe_stages": 2, "ppfe_stage_rounds": "1,1"} if method == "ppfe" else {}
 
 
 def test_a_network_of_ones_own_starts_from_a_file_by_its_own_names() -> None:
-    made = module()
-    started = architecture_for("nets:net", DIGITS, weights=saved(made)).build(seed=7)
+    original = module()
+    started = architecture_for("nets:net", DIGITS, weights=saved(original)).build(seed=7)
     x = torch.rand(5, 1, 8, 8)
-    assert torch.equal(started.eval()(x), made.eval()(x))
-    assert not torch.equal(architecture_for("nets:net", DIGITS).build(seed=7).eval()(x), made(x))
+    assert torch.equal(started.eval()(x), original.eval()(x))
+    assert not torch.equal(architecture_for("nets:net", DIGITS).build(seed=7).eval()(x), original(x))
 
 
 def test_a_head_of_other_classes_starts_afresh_and_all_else_from_the_file() -> None:
-    made = module(classes=10)
-    architecture = architecture_for("nets:net", THREE, weights=saved(made))
+    original = module(classes=10)
+    architecture = architecture_for("nets:net", THREE, weights=saved(original))
     first, second = (architecture.build(seed=seed) for seed in (1, 2))
-    assert torch.equal(first.state_dict()["blocks.body.1.weight"], made[1].weight)
-    assert torch.equal(first.state_dict()["blocks.body.0.1.running_mean"], made[0][1].running_mean)
+    assert torch.equal(first.state_dict()["blocks.body.1.weight"], original[1].weight)
+    assert torch.equal(first.state_dict()["blocks.body.0.1.running_mean"], original[0][1].running_mean)
     assert first.head.weight.shape == (3, 8) and not torch.equal(first.head.weight, second.head.weight)
     assert not torch.equal(first.head.bias, second.head.bias)
 
@@ -109,14 +109,21 @@ def test_a_frozen_layer_is_neither_trained_nor_sent(method: str) -> None:
     plain = architecture_for("mlp", DIGITS)
     start = {name: torch.from_numpy(array.copy()) for name, array in plain.layout.views(plain.initial(5)).items()}
     safetensors.torch.save_file(start, "mlp.safetensors")
-    whole, record = (
-        posy.run(method=method, run_name=f"f{frozen}", weights="mlp.safetensors", frozen=frozen, **SMALL, **own(method))
+    unfrozen, record = (
+        posy.run(
+            method=method,
+            run_name=f"f{frozen}",
+            weights="mlp.safetensors",
+            frozen=frozen,
+            **SMALL,
+            **method_settings(method),
+        )
         for frozen in ("", "fc1")
     )
     assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})
     first = sum(start[f"blocks.fc1.linear.{kind}"].numel() for kind in ("weight", "bias"))
-    if whole.summary["bytes-down"] and method not in ("fedproto", "lg-fedavg"):  # which do not send it anyway
-        assert whole.summary["bytes-down"] - record.summary["bytes-down"] >= 4 * first
+    if unfrozen.summary["bytes-down"] and method not in ("fedproto", "lg-fedavg"):  # these methods never send it
+        assert unfrozen.summary["bytes-down"] - record.summary["bytes-down"] >= 4 * first
     predictor = record.predictor(0)
     for member in predictor.members:
         tensors = member.state_dict()
@@ -128,25 +135,25 @@ def test_a_frozen_layer_is_neither_trained_nor_sent(method: str) -> None:
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
 def test_a_frozen_batchnorm_keeps_its_statistics(stack: str) -> None:
-    made = module()
-    given = {**SMALL, "model": "nets:net", "weights": saved(made), "stack": stack}
-    record = posy.run(method="fedavg", run_name="a", frozen="0", **given)
+    original = module()
+    settings = {**SMALL, "model": "nets:net", "weights": saved(original), "stack": stack}
+    record = posy.run(method="fedavg", run_name="a", frozen="0", **settings)
     x = torch.rand(5, 1, 8, 8)
     predictor = record.predictor(0)
     body = predictor.members[0].blocks["body"]
-    assert torch.equal(body.get_submodule("0")(x), made[0].eval()(x))
-    assert not torch.equal(body.get_submodule("1").weight, made[1].weight)  # the next layer has been trained
+    assert torch.equal(body.get_submodule("0")(x), original[0].eval()(x))
+    assert not torch.equal(body.get_submodule("1").weight, original[1].weight)  # the next layer has been trained
 
 
 def texts() -> None:
-    """Write a data set of texts: good and bad words, those of two users."""
+    """Write a data set of texts with good and bad words."""
     words = {0: ["bad", "awful", "sad"], 1: ["good", "happy", "nice"]}
     rows = [f"{words[n % 2][n % 3]} day,{n % 2}" for n in range(80)]
     Path("texts.csv").write_text("text,label\n" + "\n".join(rows) + "\n", encoding="utf-8")
 
 
 def glove(words: dict[str, float], dimension: int = 300) -> str:
-    """Write word vectors, each number of a word's the same."""
+    """Write word vectors, each with one repeated number, and return their path."""
     lines = [f"{word} " + " ".join([str(value)] * dimension) for word, value in words.items()]
     Path("glove.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return "glove.txt"
@@ -154,14 +161,14 @@ def glove(words: dict[str, float], dimension: int = 300) -> str:
 
 def test_word_vectors_are_the_rows_of_the_embedding() -> None:
     path = Path(glove({"the": 9.0, "good": 0.5, "bad": -0.25}))
-    path.write_text("3 300\n" + path.read_text(encoding="utf-8"), encoding="utf-8")  # as word2vec has it
+    path.write_text("3 300\n" + path.read_text(encoding="utf-8"), encoding="utf-8")  # the header line of word2vec
     task = Task("text", (4,), ("-", "+"), vocabulary=5)
     network = architecture_for("lstm", task, weights=str(path), words=("bad", "3", "good")).build(seed=0)
     table = network.layer("embedding").tokens.weight
     expected = torch.tensor([0.0, 0.0, -0.25, 0.0, 0.5])  # padding, unknown, and the three words
     assert torch.equal(table, expected[:, None].expand(5, 300))
-    others = architecture_for("lstm", task).build(seed=0).state_dict()
-    assert all(torch.equal(t, others[name]) for name, t in network.state_dict().items() if "embedding" not in name)
+    fresh = architecture_for("lstm", task).build(seed=0).state_dict()
+    assert all(torch.equal(t, fresh[name]) for name, t in network.state_dict().items() if "embedding" not in name)
 
 
 @pytest.mark.parametrize("stack", ["loop", "vmap"])
@@ -169,8 +176,14 @@ def test_word_vectors_of_a_file_in_data_dir_stay_as_they_are(stack: str) -> None
     texts()
     Path("data").mkdir()
     Path(glove({"good": 0.5, "happy": 0.4, "bad": -0.5, "sad": -0.4})).rename("data/glove.txt")
-    given = {"dataset": "texts.csv", "data_dir": "data", "num_clients": 2, "partition": "iid", "num_server_rounds": 4}
-    given |= {
+    settings = {
+        "dataset": "texts.csv",
+        "data_dir": "data",
+        "num_clients": 2,
+        "partition": "iid",
+        "num_server_rounds": 4,
+    }
+    settings |= {
         "model": "lstm",
         "weights": "glove.txt",
         "frozen": "embedding",
@@ -178,7 +191,7 @@ def test_word_vectors_of_a_file_in_data_dir_stay_as_they_are(stack: str) -> None
         "stack": stack,
         "text_length": 4,
     }
-    record = posy.run(method="fedavg", run_name="frozen", **given)
+    record = posy.run(method="fedavg", run_name="frozen", **settings)
     assert record.settings["weights-sha256"] == sha256(Path("data/glove.txt").read_bytes()).hexdigest()
     predictor = record.predictor(0)
     words = predictor.preprocessing.words
@@ -186,14 +199,14 @@ def test_word_vectors_of_a_file_in_data_dir_stay_as_they_are(stack: str) -> None
     assert torch.equal(table[2 + words.index("happy")], torch.full((300,), 0.4))
     assert not table[2 + words.index("awful")].any()
     assert predictor.predict("good day").label != predictor.predict("bad day").label
-    trained = posy.run(method="fedavg", run_name="trained", **{**given, "frozen": ""}).predictor(0)
+    trained = posy.run(method="fedavg", run_name="trained", **{**settings, "frozen": ""}).predictor(0)
     assert not torch.equal(trained.members[0].layer("embedding").tokens.weight, table)
 
 
 def test_what_is_wrong_about_word_vectors_is_told() -> None:
     task = Task("text", (6,), ("-", "+"), vocabulary=4)
     words = ("good", "bad")
-    for text, model, told in (
+    for text, model, message in (
         ("good 1 2 3\n", "lstm", "line 1: cannot be read (3 numbers for 'good'; the network's embedding has 300)"),
         ("the 1\nbad " + "x " * 300, "lstm", "line 2: cannot be read (could not convert string to float: 'x')"),
         ("bad " + "nan " * 300, "lstm", "numbers that are not finite"),
@@ -203,7 +216,7 @@ def test_what_is_wrong_about_word_vectors_is_told() -> None:
         Path("glove.txt").write_text(text, encoding="utf-8")
         with pytest.raises(SettingsError) as raised:
             architecture_for(model, task, weights="glove.txt", words=words).build(seed=0)
-        assert told in str(raised.value)
+        assert message in str(raised.value)
     with pytest.raises(SettingsError, match="word vectors: they need a data set of texts"):
         posy.run(method="fedavg", weights="glove.txt", **SMALL)
     with pytest.raises(SettingsError, match="there is no such file, nor one of this name in data-dir"):
@@ -212,11 +225,11 @@ def test_what_is_wrong_about_word_vectors_is_told() -> None:
 
 def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
     Path("text.safetensors").write_text("no tensors", encoding="utf-8")
-    whole = module().state_dict()
-    safetensors.torch.save_file({k: v for k, v in whole.items() if k != "1.bias"}, "lacking.safetensors")
-    safetensors.torch.save_file({**whole, "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
-    safetensors.torch.save_file({**whole, "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
-    for name, told in (
+    tensors = module().state_dict()
+    safetensors.torch.save_file({k: v for k, v in tensors.items() if k != "1.bias"}, "lacking.safetensors")
+    safetensors.torch.save_file({**tensors, "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
+    safetensors.torch.save_file({**tensors, "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
+    for name, message in (
         ("nowhere.safetensors", "there is no such file"),
         ("text.safetensors", "cannot be read"),
         ("lacking.safetensors", "1.bias of shape (8,) is not in it"),
@@ -226,22 +239,22 @@ def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
     ):
         with pytest.raises(SettingsError) as raised:
             posy.run(method="fedavg", weights=name, **{**SMALL, "model": "nets:net"})
-        assert told in str(raised.value)
-    for frozen, told in (
+        assert message in str(raised.value)
+    for frozen, message in (
         ("nothing", "'nothing' is not a layer of model = 'mlp' that can be frozen; allowed are fc1, fc2"),
         ("fc1, head", "'head' is not a layer"),
     ):
         with pytest.raises(SettingsError) as raised:
             posy.run(method="fedavg", frozen=frozen, **SMALL)
-        assert told in str(raised.value)
+        assert message in str(raised.value)
     assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedrep", "feddrm", "ppfe"])
 def test_a_stored_model_needs_no_file_of_weights(method: str) -> None:
     file = Path(saved(module()))
-    given = {**SMALL, "model": "nets:net", "weights": str(file), "frozen": "0"}
-    record = posy.run(method=method, run_name="a", **given, **own(method))
+    settings = {**SMALL, "model": "nets:net", "weights": str(file), "frozen": "0"}
+    record = posy.run(method=method, run_name="a", **settings, **method_settings(method))
     image = torch.rand(8, 8).numpy().astype(np.float32) * 255
     before = record.predictor(0).predict(image.astype(np.uint8))
     file.unlink()
@@ -258,8 +271,8 @@ def test_a_stored_model_needs_no_file_of_weights(method: str) -> None:
 
 def test_a_run_names_its_weights_and_whoever_has_another_file_is_refused() -> None:
     file = saved(module(1))
-    given = {**SMALL, "method": "fedavg", "model": "nets:net", "weights": file}
-    record = posy.run(run_name="a", checkpoint_every=1, **given)
+    settings = {**SMALL, "method": "fedavg", "model": "nets:net", "weights": file}
+    record = posy.run(run_name="a", checkpoint_every=1, **settings)
     assert record.settings["weights-sha256"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
     saved(module(2))
     for again in ({"experiment": str(record.path / "config.yaml")}, {"resume": "a", "num_server_rounds": 3}):
