@@ -470,15 +470,17 @@ def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
     told = asked.ask(0, "unmask", survivors=[0, 1, 2])
     assert asked.ask(0, "unmask", survivors=[0, 1, 2]) == told
     for other in ([0, 1, 3], [0, 1, 2, 3], [0, 2, 1]):
-        with pytest.raises(ProtocolError, match="told for other clients before"):
+        with pytest.raises(ProtocolError, match="revealed shares for other clients before"):
             asked.ask(0, "unmask", survivors=other)
     for survivors in ([0, 2, 3], [0, 1], [0, 1, 1], [0, 1, 2, 9], []):
-        with pytest.raises(ProtocolError, match="have handed in"):
+        with pytest.raises(ProtocolError, match="have sent their updates"):
             asked.ask(1, "unmask", survivors=survivors)
     shares = {0: told, 1: asked.ask(1, "unmask", survivors=[0, 1, 2]), 2: asked.ask(2, "unmask", survivors=[0, 1, 2])}
     for client in (0, 1, 2):  # those that have handed in: their own secrets, not what their keys are made from
         own = asked.secrets_of(client)
-        assert not own.own_secret and not own.mask_secret and not own.seal_secret and not own.sealed and not own.kept
+        assert (
+            not own.own_secret and not own.mask_secret and not own.seal_secret and not own.sealed and not own.own_share
+        )
     left = asked.secrets_of(3)
     assert combined({place: told[3] for place, told in shares.items()}, 3) == left.mask_secret
     assert left.own_secret not in [combined({place: t[who] for place, t in shares.items()}, 3) for who in range(4)]
@@ -486,7 +488,7 @@ def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
 
 def test_nothing_is_told_before_the_update_was_handed_in_or_of_another_round() -> None:
     asked = Asked().shared()
-    with pytest.raises(ProtocolError, match="has not handed in"):
+    with pytest.raises(ProtocolError, match="has not sent its update"):
         asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
     asked.mask(0)
     with pytest.raises(ProtocolError, match=r"round 0-2 was not begun here"):
@@ -497,7 +499,7 @@ def test_nothing_is_told_before_the_update_was_handed_in_or_of_another_round() -
     for stale in ("0-1", "0-9"):
         with pytest.raises(ProtocolError, match=f"round {stale} is over"):
             asked.ask(0, "keys", secure_round=stale)
-    with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are gone"):
+    with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are deleted"):
         asked.ask(0, "unmask", survivors=[0, 1, 2, 3])
     assert asked.ask(0, "keys", secure_round="1-2") != first
 
@@ -506,11 +508,11 @@ def test_one_update_is_masked_and_no_second_one() -> None:
     asked = Asked().shared()
     handed_in = asked.mask(0)
     np.testing.assert_array_equal(asked.mask(0), handed_in)
-    with pytest.raises(ProtocolError, match="another update was handed in"):
+    with pytest.raises(ProtocolError, match="has sent another update"):
         asked.mask(0, value=0.25)
-    with pytest.raises(ProtocolError, match="another update was handed in"):
+    with pytest.raises(ProtocolError, match="has sent another update"):
         asked.mask(0, reference=0.1)
-    with pytest.raises(ProtocolError, match="another update was handed in"):
+    with pytest.raises(ProtocolError, match="has sent another update"):
         asked.mask(0, weights=9)
     for client in (1, 2, 3):
         asked.mask(client)
@@ -532,7 +534,7 @@ def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
     asked = Asked().keys()
     keys = [text for texts in asked.public for text in texts]
     for threshold in (1, 2, 5):
-        with pytest.raises(ProtocolError, match=f"{threshold} of 4 clients are no safe threshold"):
+        with pytest.raises(ProtocolError, match=f"{threshold} of 4 clients is not a safe threshold"):
             asked.shares(0, threshold=threshold)
     with pytest.raises(ProtocolError, match="not this client's keys"):
         asked.shares(0, public_keys=[keys[4], *keys[1:]])
@@ -543,7 +545,7 @@ def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
     shares = asked.shares(0)
     assert asked.shares(0) == shares
     stranger = public_key(private_key(new_secret()))
-    with pytest.raises(ProtocolError, match="to other keys before"):
+    with pytest.raises(ProtocolError, match="with other keys before"):
         asked.shares(0, public_keys=[*keys[:-4], stranger, *keys[-3:]])
 
 
@@ -688,7 +690,7 @@ def test_shares_that_are_not_of_the_neighbours_are_refused() -> None:
     asked = Asked().shared()
     usual = [asked.sealed[other][0] for other in (1, 2, 3)]
     for sources, shares in (([1], usual[:1]), ([1, 2, 9], usual), ([0, 1, 2], usual)):
-        with pytest.raises(ProtocolError, match="not the neighbours needed"):
+        with pytest.raises(ProtocolError, match="at least 2 neighbours, and of neighbours only"):
             asked.mask(0, sources=sources, shares=shares)
     with pytest.raises(MaskingError, match="what client 1 has sent client 0 cannot be read"):
         asked.mask(0, shares=[usual[1], usual[0], usual[2]])
