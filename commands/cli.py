@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 import typer.core
@@ -28,7 +28,7 @@ from posy.strategies.methods import METHODS, check_method
 from posy.strategies.registry import declared, groups, parse_words, read_settings, setting_of, with_experiment
 from posy.yaml12 import dump
 
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """Wrong use of a command. Older versions of Typer import it from click, and newer versions bring a copy of click."""
 WRONG_USE = 2
 """Exit status where a command or a setting is wrong."""

@@ -309,8 +309,8 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         reasons = without_effect(config)
         # An override on the command line may leave a setting of the file without an effect.
         reasons_in_file = without_effect(with_experiment(in_file, where)) if given else reasons
-        for place, group in groups.items():
-            effects.note(place, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
+        for source, group in groups.items():
+            effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
         effects.note("the command line", given, config, reasons)
         config = effective(config)
         for seed in seeds:

@@ -315,7 +315,9 @@ def test_paths_are_made_absolute_where_they_are_given(tmp_path: Path, monkeypatc
     Path("here.npz").touch()
     Path("store").mkdir()
     Path("store/there.csv").touch()
-    settings = read_settings({"dataset": "here.npz", "data-dir": "store", "partition-file": "p.json"})
+    settings = read_settings(
+        {"dataset": "here.npz", "data-dir": "store", "partition": "file", "partition-file": "p.json"}
+    )
     data = settings.data
     assert [data.dataset, data.data_dir, data.partition_file, settings.run.output_dir] == [
         str(tmp_path / place) for place in ("here.npz", "store", "p.json", "runs")

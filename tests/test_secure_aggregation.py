@@ -328,8 +328,9 @@ def test_the_sum_is_that_of_the_others_wherever_one_drops_out(
     neighbours: int,
 ) -> None:
     """Lost is the message to client 1 in round 1, unheard its answer, in one of the four stages."""
-    config = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-neighbours": neighbours}
-    secure = run(federate, config, lost=[(s, 1, 1) for s in lost], unheard=[(s, 1, 1) for s in unheard])
+    config = make_config("fedavg", data=five, num_server_rounds=2)
+    masked = config | {"secure-aggregation": True, "secure-neighbours": neighbours}
+    secure = run(federate, masked, lost=[(s, 1, 1) for s in lost], unheard=[(s, 1, 1) for s in unheard])
     assert reasons(secure, 1) == {1: "no reply"}
     assert reasons(secure, 2) == {}
     plain = federate(config, grid=lambda clients: StageGrid(clients, [] if 1 in summed else [("train", 1, 1)]))
