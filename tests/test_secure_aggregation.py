@@ -348,8 +348,8 @@ def test_below_the_threshold_the_state_stays_as_it_is(
     secure = run(federate, config | {"secure-threshold": 0.8}, lost=gone)
     np.testing.assert_array_equal(secure.strategy.model, secure.strategy.initial())
     assert set(reasons(secure, 1)) == {client for _, _, client in gone}
-    [said] = {record.getMessage() for record in warnings.records if "the state stays as it is" in record.getMessage()}
-    assert "secure-threshold = 0.8 needs" in said or "1 of 5 clients have told their keys, 2 are needed" in said
+    [line] = {record.getMessage() for record in warnings.records if "the round fails" in record.getMessage()}
+    assert "secure-threshold = 0.8 needs" in line or "1 of 5 clients have sent their keys, 2 are needed" in line
 
 
 def test_a_client_that_diverges_leaves_itself_out(make_config: Any, federate: Federate, five: Any) -> None:
@@ -625,8 +625,9 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
         shutil.copy(tmp_path / "site-4.pub", tmp_path / "all")
         sites[4] |= {"trusted-keys": str(tmp_path / "all")}
     configs = [*sites[:4], sites[4] if config == "untrusted" else {}]
-    settings = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-neighbours": neighbours}
-    done = federate(settings | {"secure-aggregation": True}, grid=signed(configs))
+    settings = make_config("fedavg", data=five, num_server_rounds=2)
+    masked = settings | {"secure-aggregation": True, "secure-neighbours": neighbours}
+    done = federate(masked, grid=signed(configs))
     for number in (1, 2):
         [(client, reason)] = reasons(done, number).items()
         assert client == 4 and "clients refuse its keys: not signed by a site whose key is trusted here" in reason
@@ -653,7 +654,7 @@ def test_one_client_that_refuses_others_is_left_out_itself(make_config: Any, fed
     assert reasons(done, 1) == {2: "it refuses the keys of client 0, which others accept: not signed"}
     malformed = {("shares", 1, 2): b"2 itself"}
     done = federate(settings | {"secure-aggregation": True}, grid=signed([], malformed))
-    assert reasons(done, 1) == {2: "a refusal of keys that names no neighbour"}
+    assert reasons(done, 1) == {2: "a refusal of keys that does not name a neighbour"}
 
 
 def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
@@ -762,7 +763,10 @@ def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
 ) -> None:
     honest = client_side._unmask
     monkeypatch.setattr(client_side, "_unmask", lambda *args: [bytes(16) for _ in honest(*args)])
-    for lost, said in (((), "the masks do not cancel"), ([("train", 1, 1)], "shares of client 1's key are wrong")):
+    for lost, said in (
+        ((), "the masks do not cancel"),
+        ([("train", 1, 1)], "the shares of client 1's private key are wrong"),
+    ):
         done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), lost=lost)
         np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
         assert said in warnings.text
@@ -837,6 +841,6 @@ def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_pat
         rows = deployment.rounds("cut")
         assert [row["round"] for row in rows] == [1, 2, 3]
         assert {drop["client"] for row in rows for drop in row["dropped"]} == {2}
-        assert "the state stays as it is" not in deployment.log("run-cut")
+        assert "the round fails" not in deployment.log("run-cut")
     finally:
         deployment.stop()
