@@ -1,9 +1,9 @@
-"""The client that all methods share: FedAvg's, with hooks for what a method does otherwise.
+"""The client that all methods share: FedAvg, with hooks that a method overrides.
 
-A method writes its round as a generator that yields :class:`~posy.client_app.training.work.Train` and
+A method writes its round as a generator. It yields :class:`~posy.client_app.training.work.Train` and
 :class:`~posy.client_app.training.work.Forward` requests and receives their results, so that it reads like the paper's
-algorithm while the training loop, evaluation, state and reply stay in one place. A hook that needs neither is a plain
-function.
+algorithm. The training loop, evaluation, state and reply are written once, outside the methods. A hook without requests
+is a plain function.
 """
 
 from collections.abc import Generator, Mapping
@@ -42,9 +42,9 @@ Steps = Generator[Train | Forward, Any, R]
 
 @dataclass
 class Member:
-    """One model of an ensemble: parameters ``(d,)``, its network and its coefficient.
+    """One model of an ensemble: its parameters ``(d,)``, its network and its coefficient.
 
-    ``held`` are the fixed tensors of the network by name, where they have been read from a file.
+    ``held`` contains the fixed tensors of the network by name, if the model was read from a file.
     """
 
     parameters: Tensor
@@ -55,10 +55,9 @@ class Member:
 
 @dataclass
 class Predictor:
-    """What a client predicts with: one model, or several whose probabilities are summed.
+    """One model, or an ensemble whose probabilities are summed (log-probabilities with ``logarithms``).
 
-    ``chosen`` is what the method chose for this client, for the record (FedFew: the server model's number). With
-    ``logarithms`` log-probabilities are summed.
+    ``chosen`` is the method's choice for this client, for the record (FedFew: the number of the server's model).
     """
 
     members: list[Member]
@@ -66,7 +65,7 @@ class Predictor:
     logarithms: bool = False
 
     def as_arrays(self) -> dict[str, FloatArray]:
-        """Return the tensors by name; those of several members with the member's number and its coefficient."""
+        """Return the tensors by name; in an ensemble with the prefix ``stage<t>.``, and with each coefficient."""
         several = len(self.members) > 1
         arrays: dict[str, FloatArray] = {}
         for number, member in enumerate(self.members, start=1):
@@ -79,27 +78,47 @@ class Predictor:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, FloatArray], architecture: Architecture, method: Any) -> Self:
-        """Return what :meth:`as_arrays` was made of, by the network and the settings of the method."""
+        """Return the predictor whose :meth:`as_arrays` is ``arrays``.
+
+        Parameters
+        ----------
+        arrays : mapping
+            The tensors of the members by name.
+        architecture : Architecture
+            The method's network, without reduced ranks.
+        method : MethodSettings
+            The settings of the method.
+        """
         members = []
         for stage in sorted({name.partition(".")[0] for name in arrays if name.startswith("stage")}) or [""]:
             prefix = f"{stage}." if stage else ""
-            own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-            coefficient = float(own.pop("coefficient", np.ones(1))[0])
-            reduced = reduced_like(architecture, own)
-            held = {name: own[name] for name in reduced.held}
-            members.append(Member(torch.from_numpy(reduced.layout.flatten(own)), reduced, coefficient, held))
+            tensors = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+            coefficient = float(tensors.pop("coefficient", np.ones(1))[0])
+            reduced = reduced_like(architecture, tensors)
+            fixed = {name: tensors[name] for name in reduced.held}
+            members.append(Member(torch.from_numpy(reduced.layout.flatten(tensors)), reduced, coefficient, fixed))
         return cls(members, logarithms=method.sums_logarithms)
 
 
 Result = tuple[Update, Predictor | None]
-"""What a round leaves: the update for the server, and the local model; None where only an evaluation makes it."""
+"""The result of a round: the update for the server, and the local model. None if an evaluation computes the model."""
 
 
 class PersonalClient(NumPyClient):
-    """A NumPyClient for one client of a method: its index (0..M-1), this process's resources, and what it has kept."""
+    """A NumPyClient for one client of a method.
+
+    Parameters
+    ----------
+    client : int
+        Index of the client, 0 to M − 1.
+    workspace : Workspace
+        Data, networks and trainer of this process.
+    state : State
+        Arrays that the client stored in earlier rounds.
+    """
 
     personal_in_every_evaluation = False
-    """Whether the local model is scored in evaluations, not in the training round itself."""
+    """Whether the local model is scored in evaluations instead of the training round."""
 
     def __init__(self, client: int, workspace: Workspace, state: State) -> None:
         self.client = client
@@ -112,91 +131,94 @@ class PersonalClient(NumPyClient):
         self.architecture: Architecture = self.method.network(workspace.architecture, self.settings.data.num_clients)
         self.shared, self.personal = self.architecture.divided(self.method.personal(self.architecture))
         self.masking: Masking | None = None
-        """What an update is masked with in a run with secure aggregation."""
+        """The masks of the update in a run with secure aggregation."""
         self.round = 0
         self.lr = 0.0
         self.processed = 0
-        """Samples that models were trained on in this call, those of K models K times."""
-        self._moments: dict[str, Moments] | None = None  # of a round's trainings, where the optimiser's state is kept
+        """Samples that models were trained on in this call; K models count each sample K times."""
+        self._moments: dict[str, Moments] | None = None  # of the round's trainings, with optimizer-state = kept
         self.acknowledgement: dict[str, float] = {}
-        """What the server is told with every reply, after training and evaluation alike."""
+        """Metrics of every reply, to training and to evaluation."""
 
-    # -- what a method contributes: by default FedAvg, with the method's personal layers --------------
+    # -- hooks of a method: by default FedAvg, with the method's personal layers -----------------------
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
-        """Train for one round on what the server sent (FedAvg, ClientUpdate)."""
+        """Train the served model for one round (FedAvg, ClientUpdate)."""
         served = yield from _result(self.served_model(received, config))
         trained: Trained = yield self.work(served.members[0].parameters)
         return self.share(trained)
 
     def work(self, start: Tensor) -> Train:
-        """Return the local training from a whole model ``(d,)``."""
+        """Return the local training that starts from a model ``(d,)``."""
         return Train(start)
 
     def served_model(self, received: list[Tensor], config: Config) -> Predictor | Steps[Predictor]:
-        """Return the model that the client holds after the server's message, before training."""
+        """Return the served model: the client's model after the server's message and before training."""
         return self.plain(self.assembled(received))
 
     def personal_model(
         self, received: list[Tensor], config: Config
     ) -> Predictor | Steps[Predictor | None] | Steps[Predictor] | None:
-        """Return the local model of a client that has not trained in this round; by default the kept one, if any."""
-        kept = self.recall("model")
-        return None if kept is None else self.plain(kept)
+        """Return the local model of a client that has not trained in this round.
+
+        The default is the stored model, or None if the client has not stored one.
+        """
+        stored = self.recall("model")
+        return None if stored is None else self.plain(stored)
 
     def assembled(self, received: list[Tensor]) -> Tensor:
-        """Return the whole model ``(d,)``: the server's layers with the client's own."""
+        """Return the model ``(d,)`` of the received shared layers and the client's personal layers."""
         shared = received[0]
         if not self.personal.size:
             return shared
-        kept = self.recall("personal")
-        whole = torch.empty(*shared.shape[:-1], self.layout.size, device=self.device)
-        self.personal.put(whole, self.personal.take(self.fresh(shared)) if kept is None else kept)
-        return self.shared.put(whole, shared)
+        stored = self.recall("personal")
+        model = torch.empty(*shared.shape[:-1], self.layout.size, device=self.device)
+        self.personal.put(model, self.personal.take(self.fresh(shared)) if stored is None else stored)
+        return self.shared.put(model, shared)
 
     def fresh(self, shared: Tensor) -> Tensor:
-        """Return the whole model that the personal layers are first taken from: the common initialisation."""
+        """Return the model ``(d,)`` with the initial personal layers; by default the common initialisation."""
         return self.initial()
 
     def share(self, trained: Trained) -> Result:
-        """Keep the personal layers of a trained model, hand in the others; the whole is the local model."""
+        """Store the personal layers of a trained model, and return its shared layers and itself as the local model."""
         self.keep_personal(trained.parameters)
         update = Update([self.shared.take(trained.parameters)], trained.loss)
         return update, self.plain(trained.parameters)
 
     def weight(self, config: Config) -> int:
-        """Return the client's weight in the mean of the round, the same as the strategy's."""
+        """Return the client's weight in the mean of the round; the strategy uses the same weight."""
         return 1 if self.settings.run.client_weights == "uniform" else len(self.data.y_train)
 
     # -- NumPyClient ---------------------------------------------------------------------------------
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Train; and score the local model on the client's test split when the config asks for it."""
+        """Train, and score the local model on the client's test split if the config has ``evaluate-local``."""
         return self.drive(self.fit_steps(parameters, config))
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Score the served model, and the personal model if one is kept, on the client's test split."""
+        """Score the served model, and with ``evaluate-personal`` the local model, on the client's test split."""
         return self.drive(self.evaluate_steps(parameters, config))
 
     # -- helpers for methods -------------------------------------------------------------------------
 
     def kept_model(self, otherwise: Tensor) -> Tensor:
-        """Return the model that the client keeps for itself, or another one until it has trained its own."""
-        kept = self.recall("model")
-        return otherwise if kept is None else kept
+        """Return the model that the client has stored, or ``otherwise`` if it has not stored one."""
+        stored = self.recall("model")
+        return otherwise if stored is None else stored
 
     def keep_model(self, parameters: Tensor) -> Predictor:
-        """Keep a model of the client's own ``(d,)`` and return it as a predictor."""
+        """Store the client's model ``(d,)`` and return it as a predictor."""
         self.keep("model", parameters)
         return self.plain(parameters)
 
     def keep_personal(self, parameters: Tensor) -> None:
-        """Keep the personal layers of one model ``(d,)`` or several ``(K, d)``, where the method has such layers."""
+        """Store the personal layers, if any, of one model ``(d,)`` or of several ``(K, d)``."""
         if self.personal.size:
             self.keep("personal", self.personal.take(parameters).clone())
 
     def best_of(self, models: Tensor) -> Steps[Predictor]:
-        """Return the one of K models ``(K, d)`` with the lowest training loss."""
+        """Return the model with the lowest training loss of K models ``(K, d)``."""
         best = int((yield from self.losses(models)).argmin())
         return self.plain(models[best], str(best))
 
@@ -210,28 +232,28 @@ class PersonalClient(NumPyClient):
         return Predictor([Member(parameters, self.architecture)], chosen)
 
     def initial(self, number: int = 0) -> Tensor:
-        """Return the common start ``(d,)`` of one of several models, as the server has it; not to be changed."""
+        """Return the initial parameters ``(d,)`` of one of several models, as on the server; do not change them."""
         return self.workspace.initial(self.architecture, model_seed(self.settings.run.seed, number))
 
     def recall(self, name: str) -> Tensor | None:
-        """Return a kept array as a tensor, or None."""
+        """Return a stored array as a tensor, or None if the client has not stored it."""
         array = self.state.get(name)
         return None if array is None else torch.from_numpy(array).to(self.device)
 
     def keep(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor in the client's state, without the larger one that it may be a part of."""
-        part = tensor.untyped_storage().nbytes() > tensor.nbytes
-        self.state[name] = array_of(tensor.clone() if part else tensor)
+        """Store a tensor in the client's state; a view is copied, so that its larger tensor can be freed."""
+        is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
+        self.state[name] = array_of(tensor.clone() if is_view else tensor)
 
     @cached_property
     def class_weight(self) -> Tensor | None:
-        """What each training sample ``(n,)`` counts in the loss by its class; 1 on average. None: all count alike."""
+        """Class weight of each training sample ``(n,)``, with mean 1; None if all samples have the same weight."""
         return self.class_weights("train")
 
     def class_weights(self, split: Split) -> Tensor | None:
-        """Return the weights ``(n,)`` of a split's samples by class, with mean 1; None if all samples count alike.
+        """Return the class weight of each sample of a split ``(n,)``, with mean 1; None if all weights are equal.
 
-        A class weighs one over its number of training samples.
+        The weight of a class is inversely proportional to its number of training samples.
         """
         if self.settings.train.class_weights == "none":
             return None
@@ -245,7 +267,7 @@ class PersonalClient(NumPyClient):
         return counts / counts.sum()
 
     def steps_of(self, work: Train) -> int:
-        """Return the number of steps that a training takes."""
+        """Return the number of steps of a local training."""
         return self._share(self._job(work)).steps
 
     def samples(self, split: Split) -> Samples:
@@ -253,7 +275,7 @@ class PersonalClient(NumPyClient):
         return Samples(getattr(self.data, f"x_{split}"), getattr(self.data, f"y_{split}"))
 
     def predict(self, predictor: Predictor, split: Split) -> Steps[Tensor]:
-        """Return log-probabilities ``(n, C)``; those of an ensemble are :func:`combined`."""
+        """Return log-probabilities ``(n, C)``; :func:`combined` computes them for an ensemble."""
         outputs = []
         for member in predictor.members:
             logits = yield Forward(member.parameters, split, member.architecture)
@@ -266,7 +288,7 @@ class PersonalClient(NumPyClient):
     def losses(self, models: Tensor, split: Split = "train") -> Steps[Tensor]:
         """Return the loss ``(K,)`` of each of K models ``(K, d)`` on a split; a diverged model has an infinite loss.
 
-        It is the loss that training minimises: the run's, with the run's class weights.
+        This is the loss that training minimises, with the run's class weights.
         """
         logits, labels = (yield Forward(models, split, self.architecture)), self.samples(split).y
         k, n, _ = logits.shape
@@ -279,13 +301,13 @@ class PersonalClient(NumPyClient):
     # -- one round -----------------------------------------------------------------------------------
 
     def fit_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[NDArrays, int, dict[str, Any]]]:
-        """Do what :meth:`fit` does, asking whoever drives the generator for training and outputs."""
+        """Run :meth:`fit` as a generator, which yields requests for training and outputs."""
         self._begin(config)
         self._moments = {} if self.settings.train.optimizer_state == "kept" else None
         update, local = yield from self.local_round(self._received(parameters), config)
         loss = float(update.loss)
         if not np.isfinite(loss):
-            raise ArithmeticError(f"client {self.client}: the training loss is {loss}")
+            raise ArithmeticError(f"client {self.client}: the training loss is {loss}; a smaller lr may help")
         self._keep_moments()
         metrics: dict[str, Any] = {**update.metrics, "train-loss": loss, "num-test": len(self.data.y_test)}
         if local is not None:
@@ -299,12 +321,12 @@ class PersonalClient(NumPyClient):
                 arrays = noised(arrays, reference, self.settings.train)
             if self.masking:
                 limit = self.settings.run.secure_range
-                reference = [*reference, *parameters[len(reference) :]]  # statistics have what was sent as reference
+                reference = [*reference, *parameters[len(reference) :]]  # the reference of statistics is the message
                 arrays = [self.masking.put_on(arrays, reference, self.weight(config), limit)]
         return arrays, len(self.data.y_train), {**metrics, "samples": self.processed, **self.acknowledgement}
 
     def evaluate_steps(self, parameters: NDArrays, config: Config) -> Steps[tuple[float, int, dict[str, Any]]]:
-        """Do what :meth:`evaluate` does, asking whoever drives the generator for training and outputs."""
+        """Run :meth:`evaluate` as a generator, which yields requests for training and outputs."""
         self._begin(config)
         metrics: dict[str, Any] = {"num-train": len(self.data.y_train)}
         received, best, point = self._received(parameters), None, "served"
@@ -317,7 +339,7 @@ class PersonalClient(NumPyClient):
         if self.personal_in_every_evaluation or config.get("evaluate-personal"):
             try:
                 personal = yield from _result(self.personal_model(received, config))
-            except ArithmeticError as error:  # what was measured of the served model stands
+            except ArithmeticError as error:  # the scores of the served model stay valid
                 log(WARNING, "client %s has no local model in round %s: %s", self.client, self.round, error)
                 personal = None
             if personal is not None:
@@ -329,8 +351,11 @@ class PersonalClient(NumPyClient):
         return metrics.get("served-loss", 0.0), len(self.data.y_test), metrics
 
     def _scores(self, point: str, predictor: Predictor) -> Steps[dict[str, float]]:
-        """Return a predictor's scores by key, on the splits that hold samples; on training's if asked for."""
-        found: dict[str, float] = {}
+        """Return a predictor's scores by key, on each split with samples.
+
+        The training split is scored only with ``evaluate-training``.
+        """
+        measured: dict[str, float] = {}
         splits: dict[str, Split] = {point: "test"}
         if self.settings.data.validation_fraction:
             splits[f"{point}-validation"] = "validation"
@@ -339,14 +364,14 @@ class PersonalClient(NumPyClient):
         for key, split in splits.items():
             if len(labels := self.samples(split).y):
                 loss, accuracy = scores((yield from self.predict(predictor, split)), labels)
-                found |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
-        return found
+                measured |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
+        return measured
 
     def _received(self, parameters: NDArrays) -> list[Tensor]:
         return [self.workspace.tensor(np.asarray(array)) for array in parameters]
 
     def drive(self, steps: Steps[R]) -> R:
-        """Carry out a method's requests one after the other; it hears of one that fails."""
+        """Run a method's requests in order and return its result; an error is raised inside the method."""
         try:
             request = next(steps)
             while True:
@@ -360,7 +385,7 @@ class PersonalClient(NumPyClient):
             return finished.value
 
     def carry_out(self, work: Train | Forward) -> Trained | Any:
-        """Do what the client's generator asks for."""
+        """Run a request of the client's generator."""
         network, trainer = self.network(work), self.workspace.trainer
         if isinstance(work, Forward):
             return trainer.forward(work, network, self.samples(work.split))
@@ -372,19 +397,19 @@ class PersonalClient(NumPyClient):
         self._moments = None
 
     def network(self, work: Train | Forward) -> Network:
-        """Return the resident network that a request is about."""
-        return self._own_network if work.network is None else self.workspace.network(work.network)
+        """Return the resident network of a request."""
+        return self._default_network if work.network is None else self.workspace.network(work.network)
 
     @cached_property
-    def _own_network(self) -> Network:
+    def _default_network(self) -> Network:
         return self.workspace.network(self.architecture)
 
     def job(self, work: Train) -> Job:
-        """Return a training with the client's samples and its random streams of this round."""
+        """Return a local training with the client's samples and its random streams of this round."""
         job = self._job(work)
-        for number, one in enumerate(job.models or (job,)):
-            if self._moments is not None and one.moments is not None:
-                self._moments[f"optimiser-{work.stream}-{number}"] = one.moments
+        for number, of_model in enumerate(job.models or (job,)):
+            if self._moments is not None and of_model.moments is not None:
+                self._moments[f"optimiser-{work.stream}-{number}"] = of_model.moments
         if not work.measures:
             self.processed += self._share(job).total * (1 if work.start.dim() == 1 else len(work.start))
         return job
@@ -399,7 +424,7 @@ class PersonalClient(NumPyClient):
         return self._job_of(work)
 
     def _job_of(self, work: Train, model: int = 0) -> Job:
-        """Return the job of one of several models; the first has the random streams of a single model."""
+        """Return the job of one of several models; model 0 has the same random streams as a single model."""
 
         def stream(purpose: str) -> torch.Generator:
             key = (self.round, self.client, work.stream, model)
@@ -416,12 +441,12 @@ class PersonalClient(NumPyClient):
         return Job(work, samples, batches, rate, augment, dropout, self.class_weight, moments=moments)
 
     def moments(self, work: Train, model: int = 0) -> Moments | None:
-        """Return what a round's training goes on with."""
+        """Return the optimiser's state that a training continues from; None for a fresh optimiser."""
         if self._moments is None or work.plain:
             return None
         name = f"optimiser-{work.stream}-{model}"
         means, squares, steps = (self.recall(f"{name}-{part}") for part in ("means", "squares", "steps"))
-        if means is None or steps is None or means.shape != work.start.shape:  # a first round, or a grown network
+        if means is None or steps is None or means.shape != work.start.shape:  # first round, or another network
             return Moments()
         return Moments(int(steps), means, squares)
 
@@ -434,10 +459,10 @@ class PersonalClient(NumPyClient):
                 self.state[f"{name}-steps"] = np.array(moments.steps, np.int64)
 
     def _save(self, predictor: Predictor, config: Config, point: str, file: str = "client") -> None:
-        """Write a model, with all that its use needs, to the folder that the config names (simulation: the run's own).
+        """Write a model with its settings and preprocessing to the folder ``save-models-to``, if the config has one.
 
-        ``client-<i>`` is the model after training, or else that before; ``served-<i>`` that before, of a method that is
-        meant to be used so.
+        ``client-<i>`` is the local model, or the served model of a client without one. ``served-<i>`` is the served
+        model of a method whose ``point`` is ``served``.
         """
         folder = config.get("save-models-to")
         if not folder:
@@ -451,19 +476,28 @@ class PersonalClient(NumPyClient):
 
 
 def scores(log_probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``; a NaN raises :class:`ArithmeticError`."""
+    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``; NaN raises :class:`ArithmeticError`."""
     if bool(torch.isnan(log_probabilities).any()):
-        raise ArithmeticError("the model's outputs are not numbers (it has diverged)")
+        raise ArithmeticError("the model has diverged: its outputs contain NaN; a smaller lr may help")
     loss = F.nll_loss(log_probabilities, labels)
     accuracy = (log_probabilities.argmax(dim=-1) == labels).float().mean()
     return float(loss), float(accuracy)
 
 
 def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) -> Tensor:
-    """Return the log-probabilities ``(n, C)`` of an ensemble from those of its members ``(T, n, C)``.
+    """Return the log-probabilities ``(n, C)`` of an ensemble of T members.
 
-    Probabilities, or with ``logarithms`` their logarithms, are averaged by the coefficients ``(T,)``; if these are all
-    zero the members count alike.
+    The members' probabilities, or with ``logarithms`` their logarithms, are averaged with the coefficients as weights.
+    If all coefficients are zero, all members have the same weight.
+
+    Parameters
+    ----------
+    outputs : Tensor, (T, n, C)
+        Log-probabilities of the members.
+    coefficients : Tensor, (T,)
+        Weights of the members, which may be negative.
+    logarithms : bool
+        Whether to average log-probabilities.
     """
     if not bool(coefficients.any()):
         coefficients = torch.ones_like(coefficients)
@@ -471,13 +505,13 @@ def combined(outputs: Tensor, coefficients: Tensor, logarithms: bool = False) ->
     if logarithms:
         return F.log_softmax(torch.einsum("t,tnc->nc", coefficients, outputs), dim=-1)
     mixture = torch.einsum("t,tnc->nc", coefficients, outputs.exp())
-    # Where a coefficient is negative, the missing mass is spread evenly, which leaves the order of the classes.
+    # Negative coefficients leave a sum below 1. The difference is spread evenly, which keeps the order of the classes.
     mixture += (1 - mixture.sum(dim=-1, keepdim=True)) / mixture.shape[-1]
     return mixture.clamp_min(1e-12).log()
 
 
 def array_of(values: Any) -> npt.NDArray[Any]:
-    """Return a tensor, or whatever is like an array, as a NumPy array on the host."""
+    """Return a tensor, or another array-like value, as a NumPy array in host memory."""
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 

@@ -1,14 +1,15 @@
-"""Secure aggregation on a client: it hands in its update under masks, and tells shares of secrets once.
+"""Secure aggregation on a client: it sends its update under masks, and reveals shares of secrets once.
 
-The server relays all keys and shares and says who takes part. What protects the client is checked here:
+The server relays all keys and shares and chooses the clients. This module checks everything that protects the client:
 
-- keys and secrets are those of one round, and later rounds begin with others;
-- no round is begun twice, and nothing is masked under the same masks but what was handed in before;
-- of each neighbour either the share of its own mask or that of its private key is told, never both, and only while more
-  than half of the neighbours, as many as the server has said before, have handed in;
-- the masks of clients that were told different models, settings or weights do not cancel.
+- Keys and secrets belong to one round. Each round has new ones.
+- A round begins once. Under the masks of a round the client sends one update, and only repeats it afterwards.
+- For each neighbour the client reveals the share of its self-mask or the share of its private key, never both. It
+  reveals them only if enough neighbours have sent their updates: the threshold that the server named before, which is
+  more than half of them.
+- The masks of clients that received different models, settings or weights do not cancel.
 
-Between the messages of a round the secrets are in the node's Flower context: in the memory of the SuperNode, no file.
+Between the messages of a round the secrets are in the node's Flower context, in the SuperNode's memory and in no file.
 """
 
 from collections import Counter
@@ -43,59 +44,59 @@ UNSIGNED = (b"", b"")
 
 
 class ProtocolError(RuntimeError):
-    """The server asks for what would reveal more than the sum, or what this client cannot know any more."""
+    """A request that would reveal more than the sum, or that needs secrets which the client has deleted."""
 
 
 @dataclass
 class Session:
-    """What a client knows of the round that it is in: neighbours are those that may share secrets, itself included."""
+    """State of a client in one round. Its neighbours, itself included, are the clients that may receive shares."""
 
     name: str
     mask_secret: bytes = b""
-    """What the private key of the masks with each other client is made from: its shares go to the neighbours."""
+    """Secret of the private key for the masks with other clients; the neighbours receive its shares."""
     seal_secret: bytes = b""
-    """What the private key is made from with which shares are sealed."""
+    """Secret of the private key that encrypts shares."""
     own_secret: bytes = b""
-    """What the client's own mask is made from: its shares go to the neighbours too."""
+    """Secret of the client's self-mask; the neighbours receive its shares too."""
     roster: list[int] = field(default_factory=list)
     public: list[bytes] = field(default_factory=list)
-    """The neighbours, and of each the public key for masks and that for sealing."""
+    """The neighbours, and two public keys of each: for masks and for encryption."""
     threshold: int = 0
     sealed: list[bytes] = field(default_factory=list)
-    """The shares for the others, as they were sent."""
-    kept: bytes = b""
-    """The client's own share of its secrets."""
+    """The encrypted shares for the other neighbours, as they were sent."""
+    own_share: bytes = b""
+    """The client's share of its secrets."""
     peers: list[int] = field(default_factory=list)
-    held: list[bytes] = field(default_factory=list)
-    """The neighbours that have shared their secrets, and of each two shares: of its own mask, and of its key."""
+    shares: list[bytes] = field(default_factory=list)
+    """The neighbours that have sent shares, and two shares of each: of its self-mask, and of its private key."""
     masked: bytes = b""
-    """Digest of what was handed in."""
+    """Digest of the masked update that the client has sent."""
     survivors: list[int] = field(default_factory=list)
-    """Whose masks the shares were told for: what is told after that is the same again."""
+    """The neighbours whose self-masks the client has revealed; later requests receive the same answer."""
 
     @classmethod
     def new(cls, name: str) -> Self:
-        """Return the beginning of a round."""
+        """Return the session of a new round, with new secrets."""
         return cls(name, new_secret(), new_secret(), new_secret())
 
     @property
     def masks(self) -> X25519PrivateKey:
-        """The private key of the masks with other clients."""
+        """The private key for the masks with other clients."""
         return private_key(self.mask_secret)
 
     @property
     def seals(self) -> X25519PrivateKey:
-        """The private key with which shares are sealed."""
+        """The private key that encrypts shares."""
         return private_key(self.seal_secret)
 
     def public_of(self, client: int) -> list[bytes]:
         """Return the public keys of a neighbour."""
-        place = 2 * self.roster.index(client)
-        return self.public[place : place + 2]
+        start = 2 * self.roster.index(client)
+        return self.public[start : start + 2]
 
 
 class Secrets:
-    """The sessions of a client, kept in the context of its node."""
+    """The sessions of a client, stored in the context of its node."""
 
     def __init__(self, client: int, context: Context, run: int) -> None:
         self.client = client
@@ -108,162 +109,187 @@ class Secrets:
         """Return the session of a round; :class:`ProtocolError` if it is not the client's latest."""
         session = self.latest()
         if session is None or session.name != name:
-            raise ProtocolError(f"secure aggregation: round {name} was not begun here, or its secrets are gone")
+            raise ProtocolError(f"secure aggregation: round {name} was not begun here, or its secrets are deleted")
         return session
 
     def latest(self) -> Session | None:
-        """Return the latest session, if there has been one."""
+        """Return the latest session, or None before the first round."""
         record = self._records.config_records.get(self._key)
         return None if record is None else Session(**record)  # type: ignore[arg-type]
 
     def save(self, session: Session) -> None:
-        """Keep a session in the place of all before."""
+        """Store a session; it replaces all earlier ones."""
         self._records[self._key] = ConfigRecord(vars(session).copy())
 
     def context_of(self, session: Session) -> bytes:
-        """Return what ties sealed shares, and signed keys, to a round."""
+        """Return the text that binds encrypted shares and signed keys to a round."""
         return f"{self._run}/{session.name}".encode()
 
     def signed(self, session: Session, client: int, keys: Sequence[bytes]) -> bytes:
-        """Return what a client signs of its keys."""
+        """Return the text that a client signs: the round, its index and its public keys."""
         return b" ".join((self.context_of(session), str(client).encode(), *keys))
 
 
 def answer(message: Message, context: Context) -> list[bytes]:
-    """Return what a client answers to a stage of a round other than its training."""
+    """Return a client's answer in a stage of a round other than its training."""
     config: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
-    held = Secrets(int(config["client"]), context, message.metadata.run_id)
+    client_secrets = Secrets(int(config["client"]), context, message.metadata.run_id)
     name = str(config["secure-round"])
     stage = config["secure-stage"]
     if stage == KEYS:
-        return _keys(held, name)
+        return _keys(client_secrets, name)
     if stage == SHARES:
         texts = config["public-keys"]
-        told = zip(config["roster"], *(texts[place::KEY_TEXTS] for place in range(KEY_TEXTS)), strict=True)
-        return _shares(held, held.load(name), {int(c): own for c, *own in told}, int(config["threshold"]))
+        rows = zip(config["roster"], *(texts[column::KEY_TEXTS] for column in range(KEY_TEXTS)), strict=True)
+        keys = {int(client): key_texts for client, *key_texts in rows}
+        return _shares(client_secrets, client_secrets.load(name), keys, int(config["threshold"]))
     if stage == UNMASK:
-        return _unmask(held, held.load(name), [int(client) for client in config["survivors"]])
-    raise ProtocolError(f"secure aggregation: there is no stage {stage!r}")
+        return _unmask(client_secrets, client_secrets.load(name), [int(client) for client in config["survivors"]])
+    raise ProtocolError(f"secure aggregation: the stage {stage!r} does not exist")
 
 
-def _keys(held: Secrets, name: str) -> list[bytes]:
-    """Begin a round, unless it was begun before: public keys for masks and for sealing, signature and signer."""
-    session = held.latest()
+def _keys(client_secrets: Secrets, name: str) -> list[bytes]:
+    """Begin a round, unless it has begun; return two public keys, their signature and the signer's public key."""
+    session = client_secrets.latest()
     if session is None or _order(session.name) < _order(name):
         session = Session.new(name)
-        held.save(session)
+        client_secrets.save(session)
     if session.name != name or not session.mask_secret:
         raise ProtocolError(f"secure aggregation: round {name} is over")
     keys = [public_key(session.masks), public_key(session.seals)]
-    return [*keys, *(held.signatures.sign(held.signed(session, held.client, keys)) if held.signatures else UNSIGNED)]
+    signatures = client_secrets.signatures
+    signed = signatures.sign(client_secrets.signed(session, client_secrets.client, keys)) if signatures else UNSIGNED
+    return [*keys, *signed]
 
 
-def _shares(held: Secrets, session: Session, told: dict[int, list[bytes]], threshold: int) -> list[bytes]:
-    """Share the secrets out to the neighbours: sealed shares in the order of the others, or a refusal of some keys.
+def _shares(
+    client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]], threshold: int
+) -> list[bytes]:
+    """Return an encrypted share of the secrets for each other neighbour, or a refusal of some neighbours' keys.
 
-    A refusal shares nothing: the server may ask again without the neighbours that it names.
+    A refusal contains no shares. The server may repeat the request without the neighbours in the refusal.
     """
-    if refused := _refused(held, session, told):
+    if refused := _refused(client_secrets, session, neighbour_keys):
         return [REFUSAL, *(f"{client} {reason}".encode() for client, reason in refused.items())]
-    public = {client: texts[:2] for client, texts in told.items()}
+    public = {client: texts[:2] for client, texts in neighbour_keys.items()}
     keys = [key for pair in public.values() for key in pair]
     if session.sealed:
         if (session.roster, session.public, session.threshold) != (list(public), keys, threshold):
-            raise ProtocolError("secure aggregation: the secrets were shared out to other keys before")
+            raise ProtocolError("secure aggregation: the client has shared its secrets with other keys before")
         return session.sealed
-    if not session.mask_secret or public.get(held.client) != [public_key(session.masks), public_key(session.seals)]:
+    if not session.mask_secret or public.get(client_secrets.client) != [
+        public_key(session.masks),
+        public_key(session.seals),
+    ]:
         raise ProtocolError("secure aggregation: these are not this client's keys")
     if len(set(keys)) != len(keys):
         raise ProtocolError("secure aggregation: two public keys are the same")
     if not (2 <= threshold <= len(public) < 2 * threshold):
-        raise ProtocolError(f"secure aggregation: {threshold} of {len(public)} clients are no safe threshold")
+        raise ProtocolError(
+            f"secure aggregation: {threshold} of {len(public)} clients is not a safe threshold; it must be above half"
+        )
     parts = zip(
         public,
         split(session.own_secret, threshold, len(public)),
         split(session.mask_secret, threshold, len(public)),
         strict=True,
     )
-    shares = {client: own + mask for client, own, mask in parts}
+    shares = {client: self_share + mask_share for client, self_share, mask_share in parts}
     session.roster, session.public, session.threshold = list(public), keys, threshold
-    session.kept = shares.pop(held.client)
-    context = held.context_of(session)
+    client = client_secrets.client
+    session.own_share = shares.pop(client)
+    context = client_secrets.context_of(session)
     session.sealed = [
-        sealed(share, session.seals, public[other][1], held.client, other, context) for other, share in shares.items()
+        sealed(share, session.seals, public[other][1], client, other, context) for other, share in shares.items()
     ]
-    held.save(session)
+    client_secrets.save(session)
     return session.sealed
 
 
-def _refused(held: Secrets, session: Session, told: dict[int, list[bytes]]) -> dict[int, str]:
-    """Return the neighbours whose keys no trusted site has signed, with the reasons; none where this site signs none.
+def _refused(client_secrets: Secrets, session: Session, neighbour_keys: dict[int, list[bytes]]) -> dict[int, str]:
+    """Return the neighbours whose keys this site refuses, with the reasons; none if the site has no signing key.
 
-    Nor may one site have signed the keys of two clients.
+    The site refuses keys that no trusted site has signed, and the keys of two clients with one signer.
     """
-    if held.signatures is None:
+    signatures = client_secrets.signatures
+    if signatures is None:
         return {}
-    refused, signers = {}, {held.client: held.signatures.own}
-    for client, (*keys, signature, signer) in told.items():
-        if client == held.client:
+    refused, signers = {}, {client_secrets.client: signatures.own}
+    for client, (*keys, signature, signer) in neighbour_keys.items():
+        if client == client_secrets.client:
             continue
         try:
-            held.signatures.check(held.signed(session, client, keys), signature, signer)
+            signatures.check(client_secrets.signed(session, client, keys), signature, signer)
             signers[client] = signer
         except UnknownSignerError as error:
             refused[client] = str(error)
     counts = Counter(signers.values())
-    double = [client for client, signer in signers.items() if counts[signer] > 1 and client != held.client]
+    double = [client for client, signer in signers.items() if counts[signer] > 1 and client != client_secrets.client]
     return refused | dict.fromkeys(double, "one site has signed the keys of two clients")
 
 
-def _unmask(held: Secrets, session: Session, survivors: list[int]) -> list[bytes]:
-    """Tell of each peer the share of its own mask if it has handed in, else that of its private key."""
+def _unmask(client_secrets: Secrets, session: Session, survivors: list[int]) -> list[bytes]:
+    """Return the share of the self-mask of each peer that has sent its update, and of the private key of each other."""
     if session.survivors:
         if session.survivors != survivors:
-            raise ProtocolError("secure aggregation: shares were told for other clients before")
-        return session.held
+            raise ProtocolError("secure aggregation: the client has revealed shares for other clients before")
+        return session.shares
     if not session.masked:
-        raise ProtocolError("secure aggregation: this client has not handed in its update")
-    if not {held.client} <= set(survivors) <= set(session.peers) or len(set(survivors)) < session.threshold:
+        raise ProtocolError("secure aggregation: this client has not sent its update")
+    client = client_secrets.client
+    if not {client} <= set(survivors) <= set(session.peers) or len(set(survivors)) < session.threshold:
         raise ProtocolError(
-            f"secure aggregation: {len(survivors)} clients have handed in, {session.threshold} neighbours are needed"
+            f"secure aggregation: {len(survivors)} clients have sent their updates, {session.threshold} of the "
+            "neighbours are needed"
         )
-    told = [
+    revealed = [
         shares[:SECRET_BYTES] if peer in survivors else shares[SECRET_BYTES:]
-        for peer, shares in zip(session.peers, session.held, strict=True)
+        for peer, shares in zip(session.peers, session.shares, strict=True)
     ]
-    held.save(Session(session.name, survivors=survivors, held=told))  # all secrets are gone
-    return told
+    client_secrets.save(Session(session.name, survivors=survivors, shares=revealed))  # deletes all secrets
+    return revealed
 
 
 class Masking:
-    """The masks of one training: made from its message before it, and put on afterwards."""
+    """The masks of one training: created from its message, and added to the update after the training."""
 
     def __init__(self, config: dict[str, Any], message: Message, context: Context) -> None:
-        """Take what belongs to it out of a message's config."""
+        """Remove the entries of secure aggregation from a message's config, and open the shares in them."""
         if "secure-round" not in config:
             raise ProtocolError("secure aggregation: the server asks for an update without masks")
-        self._held = Secrets(int(config["client"]), context, message.metadata.run_id)
-        session = self._held.load(str(config.pop("secure-round")))
+        self._secrets = Secrets(int(config["client"]), context, message.metadata.run_id)
+        session = self._secrets.load(str(config.pop("secure-round")))
         sources, shares = [int(client) for client in config.pop("sources")], config.pop("shares")
         self._weights = int(config.pop("weights"))
-        told: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
-        self._settings, self._rate = str(told["settings"]), float(told["lr"])
+        record: Mapping[str, Any] = record_in(message.content, "config", ConfigRecord)
+        self._settings, self._rate = str(record["settings"]), float(record["lr"])
         self._session = self._joined(session, dict(zip(sources, shares, strict=True)))
 
     def put_on(self, arrays: NDArrays, references: NDArrays, weight: int, limit: float) -> Words:
-        """Return an update under its masks; the weight is the client's in the mean, the limit ``secure-range``.
+        """Return the masked words ``(d + 1,)`` of an update.
+
+        Parameters
+        ----------
+        arrays : list of numpy.ndarray
+            The update.
+        references : list of numpy.ndarray
+            The arrays that the client started from, in the same shapes.
+        weight : int
+            Weight of the client in the mean.
+        limit : float
+            The setting ``secure-range``.
 
         Raises
         ------
         ArithmeticError
-            If it holds what is no number, or changes a parameter by more than ``secure-range``.
+            If the update contains NaN or infinite numbers, or changes a parameter by more than ``secure-range``.
         ProtocolError
-            If another update was handed in under these masks before: both together would tell their difference.
+            If the client has sent another update under these masks: the server could compute their difference.
         """
-        session, client = self._session, self._held.client
+        session, client = self._session, self._secrets.client
         references = references[: len(arrays)]
         if [array.shape for array in arrays] != [reference.shape for reference in references]:
-            raise ProtocolError("secure aggregation: the update has other shapes than what it is a change of")
+            raise ProtocolError("secure aggregation: the update and the received arrays have different shapes")
         if not 0 < weight <= self._weights:
             raise ProtocolError(f"secure aggregation: a weight of {weight} in a sum of {self._weights}")
         words = encoded(changes(arrays, references), weight / self._weights, limit)
@@ -272,27 +298,30 @@ class Masking:
         for peer in session.peers:
             if peer != client:
                 words += pair_mask(session.masks, session.public_of(peer)[0], client, peer, context, len(words))
-        handed_in = digest(words)
-        if self._held.load(session.name).masked not in (b"", handed_in):
-            raise ProtocolError("secure aggregation: another update was handed in for this round before")
-        self._held.save(replace(session, masked=handed_in))
+        masked = digest(words)
+        if self._secrets.load(session.name).masked not in (b"", masked):
+            raise ProtocolError("secure aggregation: the client has sent another update in this round before")
+        self._secrets.save(replace(session, masked=masked))
         return words
 
     def _joined(self, session: Session, sent: dict[int, bytes]) -> Session:
-        """Return the session with the shares that the others have sent, opened."""
+        """Return the session with the decrypted shares of the other neighbours."""
         if not session.sealed:
             raise ProtocolError(f"secure aggregation: round {session.name} is over")
-        client, context = self._held.client, self._held.context_of(session)
+        client, context = self._secrets.client, self._secrets.context_of(session)
         if client in sent or not sent.keys() <= set(session.roster) or len(sent) + 1 < session.threshold:
-            raise ProtocolError(f"secure aggregation: shares of {len(sent)} others, who are not the neighbours needed")
-        held = {client: session.kept}
+            raise ProtocolError(
+                f"secure aggregation: the message has shares of {len(sent)} other clients; it needs shares of at least "
+                f"{session.threshold - 1} neighbours, and of neighbours only"
+            )
+        shares = {client: session.own_share}
         for source, content in sent.items():
-            held[source] = opened(content, session.seals, session.public_of(source)[1], source, client, context)
-            if len(held[source]) != 2 * SECRET_BYTES:
-                raise ProtocolError(f"secure aggregation: what client {source} has sent are no shares")
-        return replace(session, peers=sorted(held), held=[held[peer] for peer in sorted(held)])
+            shares[source] = opened(content, session.seals, session.public_of(source)[1], source, client, context)
+            if len(shares[source]) != 2 * SECRET_BYTES:
+                raise ProtocolError(f"secure aggregation: client {source} has sent shares of the wrong length")
+        return replace(session, peers=sorted(shares), shares=[shares[peer] for peer in sorted(shares)])
 
 
 def _order(name: str) -> tuple[int, ...]:
-    """Return by what the names of rounds are in order: how often the run was resumed, and the round."""
+    """Return the sort key of a round's name: the number of times that the run was resumed, and the round."""
     return tuple(int(number) for number in name.split("-"))

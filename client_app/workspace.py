@@ -1,4 +1,4 @@
-"""What a client process keeps resident: data set, partition, networks, the clients' tensors."""
+"""Resident objects of a client process: data set, partition, networks and the clients' tensors."""
 
 import os
 import re
@@ -37,25 +37,28 @@ from posy.sharing import Once
 from posy.strategies.settings import Settings
 
 CACHED_PART = 0.25
-"""Part of the device's memory that the clients' tensors of all processes may take."""
+"""Part of the device's memory that the clients' tensors of all processes may use."""
 REMEMBERED = 8
-"""Number of arrays kept on the device because several clients need them: initial models, and as many from messages."""
+"""Number of initial models, and number of arrays from messages, that stay on the device for several clients."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that a setting names, or raise :class:`SettingsError` if there is none of that name."""
+    """Return the device that a setting names, or raise :class:`SettingsError` if it does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
-    if not known:
+    match = re.fullmatch(r"cpu|cuda(?::(0|[1-9][0-9]*))?", name)
+    if not match:
         raise SettingsError(f"device = {name!r}: it must be auto, cpu, cuda or cuda:N")
-    if name != "cpu" and int(known[1] or 0) >= torch.cuda.device_count():
-        raise SettingsError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if name != "cpu" and int(match[1] or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices; choose auto or cpu, or a "
+            "smaller N"
+        )
     return torch.device(name)
 
 
 def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()) -> Architecture:
-    """Return the network that the settings ask for, before a method changes it; ``words`` are those of texts."""
+    """Return the network of the settings, before a method changes it; ``words`` are the words of a text data set."""
     train, folder = settings.train, settings.data.data_dir
     start, digest = (train.linear_init, train.weights, train.frozen), train.weights_sha256
     return architecture_for(train.model, task, *start, digest=digest, words=words, folder=folder)
@@ -64,8 +67,14 @@ def plain_architecture(settings: Settings, task: Task, words: Sequence[str] = ()
 class Workspace:
     """Data, networks and trainer of one process, shared by all clients that it serves.
 
-    Where ``dataset`` is ``sites``, ``site`` is the path of the node's own data (the server has none), and
-    ``skip_unreadable`` says whether the node goes on without image files that cannot be read.
+    Parameters
+    ----------
+    settings : Settings
+        The settings of the run.
+    site : str
+        With ``dataset = sites``, the path of the node's data; empty on the server.
+    skip_unreadable : bool
+        With ``dataset = sites``, whether the node skips image files that it cannot read.
     """
 
     def __init__(self, settings: Settings, site: str = "", skip_unreadable: bool = False) -> None:
@@ -83,24 +92,24 @@ class Workspace:
         self._clients: dict[int, ClientData] = {}
         self._cached = 0
         self.processes = cores()
-        """Processes that share this machine's memory: there may be a client's on each core."""
+        """Processes that share this machine's memory: up to one client process on each core."""
         self._lock = RLock()
         self._initial = lru_cache(REMEMBERED)(lambda architecture, seed: self._moved(architecture.initial(seed)))
         self._received = Once(self._moved, REMEMBERED)
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The data set, loaded once: that of all clients, or the site's own."""
+        """The data set of all clients or of the site, loaded once."""
         return self._loaded[0]
 
     @cached_property
     def partition(self) -> Partition:
-        """Which samples each client has; a site's has one client."""
+        """The samples of each client; a site has one client."""
         return self._loaded[1]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of a site's data and its split; it changes with any of them."""
+        """Fingerprint of a site's data and split; it changes if either changes."""
         return fingerprint(self.dataset, self.partition)
 
     @cached_property
@@ -110,7 +119,7 @@ class Workspace:
 
     @cached_property
     def preprocessing(self) -> str:
-        """What is done to samples before a network sees them, as JSON."""
+        """The preprocessing of samples for the network, as JSON."""
         return Preprocessing.of(self.dataset).to_json()
 
     @cached_property
@@ -121,11 +130,11 @@ class Workspace:
 
     @cached_property
     def criterion(self) -> Criterion | None:
-        """What training minimises for each sample, where it is not the cross-entropy."""
+        """The loss of each sample that training minimises; None: the cross-entropy."""
         return criterion_of(self.settings.train.loss)
 
     def augment(self, generator: Callable[[], torch.Generator]) -> Augment | None:
-        """Return the training augmentation, if the settings ask for one."""
+        """Return the training augmentation of the settings, or None."""
         return Augment(*self._augmentation, generator()) if self._augmentation else None
 
     @cached_property
@@ -135,13 +144,13 @@ class Workspace:
         return augmentation(data.augment, data.transforms, mean, std)
 
     def part_of(self, client: int) -> int:
-        """Return a client's place in the partition; that of a site with its own data is 0."""
+        """Return a client's index in the partition; for a site it is 0."""
         return 0 if self.of_sites else client
 
     def client_data(self, client: int) -> ClientData:
-        """Return a client's tensors, made when it is first asked for and kept if there is room.
+        """Return a client's tensors, which stay in memory if there is room.
 
-        What is kept stays: clients take turns, so the one dropped to make room would be the next to be needed.
+        No client's tensors are evicted. Clients take turns, so the evicted client would be the next one in use.
         """
         with self._lock:
             data = self._clients.get(client)
@@ -156,47 +165,47 @@ class Workspace:
             return data
 
     def load_clients(self) -> None:
-        """Make the tensors of all clients, as far as there is room."""
+        """Load the tensors of all clients until the memory for them is full."""
         for client in range(self.settings.data.num_clients):
             if self._cached >= self._room:
                 return
             self.client_data(client)
 
     def network(self, architecture: Architecture) -> Network:
-        """Return the resident network of an architecture; every thread has its own."""
+        """Return the resident network of an architecture; each thread has a separate one."""
         networks: dict[Architecture, Network] = self._local.__dict__.setdefault("networks", {})
         if architecture not in networks:
             networks[architecture] = Network(architecture.build, architecture.layout, self.device, self.criterion)
         return networks[architecture]
 
     def initial(self, architecture: Architecture, seed: int) -> Tensor:
-        """Return freshly initialised parameters ``(d,)``, made once for all clients: they must not be written to."""
+        """Return freshly initialised parameters ``(d,)``, which all clients share; do not write to them."""
         with self._lock:
             return self._initial(architecture, seed)
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return an array on the device; one that came before, as for clients of one model, is not moved again.
+        """Return an array on the device; an array that several clients receive is moved once.
 
-        It shares the array's memory where it can, and must not be written to.
+        On a CPU the tensor shares the memory of a writeable array. Do not write to it.
         """
         return self._received(array)
 
     @property
     def workers(self) -> int:
-        """Clients that are trained at the same time: one on each core, or one on a GPU."""
+        """Number of clients that train at the same time: one client on each core, or one on a GPU."""
         threads = self.settings.train.threads
         return max(1, cores() // threads) if self.device.type == "cpu" and threads else 1
 
     @property
     def forks(self) -> bool:
-        """Whether forked processes can train: autograd's threads for GPUs, once started, do not survive a fork."""
+        """Whether forked processes can train: autograd's GPU threads, once started, do not survive a fork."""
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        tried = self.criterion is not None and torch.cuda.is_available()  # with its gradient
+        tried = self.criterion is not None and torch.cuda.is_available()  # the check of a custom loss uses autograd
         return not used and not tried
 
     @cached_property
     def _room(self) -> int:
-        """Bytes that clients' tensors may take."""
+        """Bytes that clients' tensors may use in this process."""
         if self.device.type == "cuda":
             return int(CACHED_PART * torch.cuda.get_device_properties(self.device).total_memory)
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
@@ -215,12 +224,12 @@ class Workspace:
 
 @lru_cache(maxsize=1)
 def workspace_for(settings: Settings, site: str, skip_unreadable: bool = False, /) -> Workspace:
-    """Return this process's workspace for some settings; a change of settings replaces it."""
+    """Return this process's workspace for some settings; other settings replace it."""
     return Workspace(settings, site, skip_unreadable)
 
 
 def data_path(site: str) -> Path:
-    """Return the path of a node's own data, or raise :class:`DataError` if it has none."""
+    """Return the path of a node's data, or raise :class:`DataError` if its config has none."""
     if not site:
-        raise DataError("this node holds no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'")
+        raise DataError("this node has no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'")
     return expanded(site)

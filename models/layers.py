@@ -71,15 +71,16 @@ class Dropout(nn.Module):
 class LowRankLinear(nn.Module):
     """Linear layer ``y = (x Vᵀ) Uᵀ + b`` held as two dense factors (PPFE, Section 4 and Appendix A.3).
 
-    V ``(rank, in_features)`` is the weight of ``down``; U ``(out_features, rank)`` and b are those of ``up``.
+    V ``(rank, in_features)`` is the weight of ``down``. U ``(out_features, rank)`` and b are the weight and bias of
+    ``up``. Without ``bias`` the layer has no b.
     """
 
-    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool = True) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.down = nn.Linear(in_features, rank, bias=False)
-        self.up = nn.Linear(rank, out_features)
+        self.up = nn.Linear(rank, out_features, bias)
 
     @property
     def weight(self) -> Tensor:
@@ -130,10 +131,14 @@ def spread_directions(count: int, size: int) -> Tensor:
     return F.normalize(helmert.T @ turned.T)
 
 
-def linear(in_features: int, out_features: int, rank: int | None = None) -> nn.Linear | LowRankLinear:
-    """Return a linear layer: of the given rank, capped at what saves parameters, or dense if none does."""
+def linear(
+    in_features: int, out_features: int, rank: int | None = None, bias: bool = True
+) -> nn.Linear | LowRankLinear:
+    """Return a linear layer of some rank, capped as in :func:`capped_rank`, or a dense one if no rank is smaller."""
     capped = None if rank is None else capped_rank(in_features, out_features, rank)
-    return nn.Linear(in_features, out_features) if capped is None else LowRankLinear(in_features, out_features, capped)
+    if capped is None:
+        return nn.Linear(in_features, out_features, bias)
+    return LowRankLinear(in_features, out_features, capped, bias)
 
 
 def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:

@@ -126,8 +126,8 @@ def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> OwnModel:
         rank = ranks.get(layer)
         part = module.get_submodule(path) if path else None
         if rank is not None and type(part) is nn.Linear:
-            _put(module, path, linear(part.in_features, part.out_features, rank))
-    network = OwnModel(module, _head(last, ranks), named, head)
+            _put(module, path, _reduced(part, rank))
+    network = OwnModel(module, _reduced(last, ranks["head"]) if "head" in ranks else last, named, head)
     if before is not None and not ranks:
         _check_repeats(network, probe, source)
         after = _logits(network, probe, task, source)
@@ -137,9 +137,9 @@ def build_own(name: str, task: Task, ranks: Mapping[str, int]) -> OwnModel:
     return network
 
 
-def _head(head: nn.Linear, ranks: Mapping[str, int]) -> nn.Linear | LowRankLinear:
-    """Return the head, low-rank if ``ranks`` names it."""
-    return linear(head.in_features, head.out_features, ranks["head"]) if "head" in ranks else head
+def _reduced(layer: nn.Linear, rank: int) -> nn.Linear | LowRankLinear:
+    """Return a new layer of lower rank with the shape of another layer, and with a bias only if that layer has one."""
+    return linear(layer.in_features, layer.out_features, rank, layer.bias is not None)
 
 
 def _given(name: str, task: Task, source: str) -> Described:

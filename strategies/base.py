@@ -1,7 +1,8 @@
-"""The Flower strategy that all methods share: FedAvg, with hooks for what a method does otherwise.
+"""The Flower strategy that all methods share: FedAvg, with hooks that a method overrides.
 
-A method's strategy holds the server's state as arrays, says what a client is sent (``serve``) and how replies change
-the state (``aggregate``). Cohorts, messages, checks of the replies, failures and the record of a round are here, once.
+A method's strategy stores the server's state as arrays. It returns the arrays for a client (``serve``) and changes the
+state with the replies (``aggregate``). This module draws cohorts, sends messages, checks replies, handles failures and
+records rounds for all methods.
 """
 
 import math
@@ -48,20 +49,28 @@ from posy.strategies.states import ClientStates, LostStateError, version_after
 from posy.words import are, one_line
 
 SAVE_SECONDS = 120.0
-"""Seconds between two rounds that store the models, so that a run that is stopped leaves some that are not too old."""
+"""Seconds between two rounds that store the models, so that a stopped run has recent ones."""
 MAX_LIFE_SECONDS = 7 * 86_400.0
-"""Longest life of a message."""
+"""Longest lifetime of a message."""
 MAX_REASONS = 10
-"""The number of reasons for dropped replies that the log of a phase names."""
+"""Number of reasons for dropped replies that the log of a phase lists."""
 
 
 class PersonalisedStrategy(Strategy):
-    """Base of all strategies, made from the settings and the plain network of the run."""
+    """Base of all strategies.
+
+    Parameters
+    ----------
+    settings : Settings
+        The settings of the run.
+    plain : Architecture
+        The network of the run, before the method changes it.
+    """
 
     state: ClassVar[tuple[str, ...]] = ("model",)
-    """The attributes, arrays all of them, that hold the server's state: all that later rounds and the pictures need.
+    """Names of the attributes, all arrays, that later rounds and the pictures need.
 
-    Their shapes stay as :meth:`initialise` makes them, but one without any row may grow rows.
+    :meth:`initialise` fixes their shapes. Only an array without rows may grow rows.
     """
 
     def __init__(self, settings: Settings, plain: Architecture) -> None:
@@ -70,69 +79,72 @@ class PersonalisedStrategy(Strategy):
         self.num_clients = settings.data.num_clients
         self.architecture: Architecture = self.method.network(plain, self.num_clients)
         self.shared = self.architecture.divided(self.method.personal(self.architecture))[0]
-        """The part of the network's parameters that is no client's own."""
+        """The part of the network's parameters that clients send and the server aggregates."""
         if not self.shared.size:
             raise SettingsError(
                 f"model = {plain.model!r}: {word_of(settings.run.method)} keeps its only layer on the clients, "
                 "so nothing is left to share; it must be a network with more layers"
             )
         self.clients: dict[int, ClientInfo] = {}
-        """The clients that can be reached, by index."""
+        """The clients that have a node, by index."""
         self.client_names: Mapping[int, str] = {}
-        """Names of clients that the data gives, as a natural partition does; other clients have their node's name."""
+        """Names of clients in the data, such as the groups of a natural partition; others have their node's name."""
         self.refresh: Callable[[], list[int]] | None = None
-        """Brings :attr:`clients` up to date before a round."""
+        """Updates :attr:`clients` before a round."""
         self.newcomers = self._held_out()
-        """The clients that are set aside until the end."""
+        """The clients that join only after the last round."""
         self.members = sorted(set(range(self.num_clients)) - set(self.newcomers))
-        """The clients that take part in the rounds."""
+        """The other clients, from which the cohorts are drawn."""
         self.newcomer_rows: dict[int, dict[str, Any]] = {}
-        """What these have scored, by client."""
+        """Scores of the newcomers, by client."""
         self.record = RoundRecord(0)
         self.models_folder: Path | None = None
         self.resumed_after = 0
-        """Rounds that were finished before this process took up the run."""
+        """Rounds that were finished before this process resumed the run."""
         self.states = ClientStates()
         self.secure: SecureRound | None = None
-        """What the server and the clients of this round have agreed on, where it aggregates securely."""
+        """The server's side of secure aggregation in this round, if the run uses it."""
         self.saving = False
-        """Whether the models of this round are stored: the last round's, and now and then before."""
+        """Whether clients store their models in this round; see :data:`SAVE_SECONDS` for rounds before the last."""
         self.class_counts: npt.NDArray[np.int64] | None = None
-        """Training samples by client and class, for the pictures, where the server knows the partition."""
+        """Training samples by client and class ``(M, C)``, for the pictures. None if the server has no partition."""
         self._saved = -math.inf
         self._settings_json = settings.to_json()
         self._sent: list[Message] = []
         self._clock = time.perf_counter()
         self.initialise()
 
-    # -- what a method contributes: by default FedAvg over the shared layers --------------------------
+    # -- hooks of a method: by default FedAvg over the shared layers -----------------------------------
 
     def initialise(self) -> None:
         """Set up the server's state."""
         self.model: FloatArray = np.ascontiguousarray(self.shared.take(self.initial()))
 
     def serve(self, client: int) -> NDArrays:
-        """Return the arrays that a client is sent; an array that is sent is never written to again."""
+        """Return the arrays for a client; nothing may write to them afterwards."""
         return [self.model]
 
     def expected_shapes(self, client: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the arrays that a client sends after training; by default those that it is sent."""
+        """Return the shapes of the arrays in a client's update; by default the shapes in :meth:`serve`."""
         return [array.shape for array in self.serve(client)]
 
     def check(self, arrays: NDArrays) -> None:
-        """Raise :class:`BadReplyError` for arrays of the right shapes that mean nothing to the method."""
+        """Raise :class:`BadReplyError` for arrays of the right shapes with values that the method cannot use."""
 
     def check_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Raise :class:`BadReplyError` for metrics that the method cannot use, after training or evaluation."""
 
     def reference(self, client: int, arrays: NDArrays) -> NDArrays:
-        """Return what a client's reply is a change of, for ``max-update-norm``; by default as both sides know it."""
+        """Return the arrays that the client started from, for ``max-update-norm``.
+
+        The default calls the settings' ``reference``, so that server and client agree.
+        """
         return self.method.reference(self.architecture, self.serve(client), arrays)
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Change the server's state; return the method's own quantities for the record.
+        """Change the server's state and return the method's quantities for the record.
 
-        ``updates`` is never empty, and in the order of the clients: sums do not depend on which reply came first.
+        ``updates`` is never empty. It is sorted by client, so that sums do not depend on the order of arrival.
         """
         self.model = mean_of(updates)
         return {}
@@ -142,7 +154,7 @@ class PersonalisedStrategy(Strategy):
         return 1 if self.settings.run.client_weights == "uniform" else self.clients[client].num_train
 
     def cohort(self, server_round: int) -> list[int]:
-        """Return the clients that train in a round, drawn from (seed, round) alone."""
+        """Return the sorted clients that train in a round, drawn from the seed and the round."""
         if self.settings.run.fraction_train >= 1 or self.takes_all(server_round):
             return list(self.members)
         size = max(1, math.ceil(self.settings.run.fraction_train * len(self.members) - 1e-9))
@@ -150,45 +162,46 @@ class PersonalisedStrategy(Strategy):
         return sorted(generator.choice(self.members, size, replace=False).tolist())
 
     def takes_all(self, server_round: int) -> bool:
-        """Tell whether all clients train in a round, whatever ``fraction-train`` is."""
+        """Return whether all clients train in a round, regardless of ``fraction-train``."""
         run = self.settings.run
         return run.full_last_round and server_round == run.num_server_rounds
 
     def train_config(self, server_round: int, client: int) -> dict[str, Any]:
-        """Return what a client is told besides the arrays."""
+        """Return further config entries of a message to a client."""
         return {}
 
     def acknowledged(self, client: int, metrics: Mapping[str, Any]) -> None:
-        """Update the server's notes on a client after an accepted reply to training or evaluation."""
+        """Update the server's state of a client after an accepted reply to training or evaluation."""
 
     def lost(self, client: int) -> None:
-        """Take note that a client has lost its own state and begins anew."""
+        """Update the server's state of a client that has lost its state and starts again without it."""
 
     def server_state(self) -> dict[str, npt.NDArray[np.generic]]:
         """Return the server's state by name."""
         return {name: getattr(self, name) for name in self.state}
 
     def load_server_state(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        """Take up a state that :meth:`server_state` of another strategy with these settings returned.
+        """Load the state that :meth:`server_state` of a strategy with the same settings returned.
 
         Raises
         ------
         KeyError, ValueError
-            If an array is missing, or of another type or shape than this strategy's; then nothing is taken up.
+            If an array is missing, or has another type or shape than this strategy's array. The strategy then keeps its
+            state.
         """
         for name in self.state:
             array, fresh = arrays[name], getattr(self, name)
-            rows = int(fresh.shape[:1] == (0,))  # an array without rows may have grown some
+            rows = int(fresh.shape[:1] == (0,))  # an array without rows may grow rows
             if array.dtype != fresh.dtype or array.ndim != fresh.ndim or array.shape[rows:] != fresh.shape[rows:]:
                 raise ValueError(f"{name}: {array.dtype} {array.shape} instead of {fresh.dtype} {fresh.shape}")
         for name in self.state:
             setattr(self, name, np.require(arrays[name], requirements=("C", "W")))
 
     def draw(self, folder: Path) -> None:
-        """Draw the method's own pictures into a folder."""
+        """Draw the method's pictures into a folder."""
 
     def extra_summary(self) -> dict[str, Any]:
-        """Return the method's own results for the summary."""
+        """Return the method's results for the summary."""
         return {}
 
     # -- Flower's Strategy -----------------------------------------------------------------------------
@@ -212,9 +225,9 @@ class PersonalisedStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Carry out the rounds from the one after ``resumed_after`` to ``num_rounds``.
+        """Run the rounds from ``resumed_after`` + 1 to ``num_rounds``.
 
-        The phases and arguments are those of Flower's own loop, which however always begins with round 1.
+        Flower's ``Strategy.start`` has the same phases and arguments, but always begins with round 1.
         """
         log(INFO, "Starting %s: rounds %s to %s", word_of(self.settings.run.method), self.resumed_after + 1, num_rounds)
         self.summary()
@@ -246,7 +259,7 @@ class PersonalisedStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Make one message for each client of the round's cohort."""
+        """Return one message for each client of the round's cohort."""
         self._begin_round(server_round, grid)
         clients = [c for c in self.cohort(server_round) if c in self.clients]
         self.record.cohort = tuple(clients)
@@ -254,18 +267,18 @@ class PersonalisedStrategy(Strategy):
         flags: dict[int, dict[str, Any]] = {c: {"evaluate-local": self.evaluates(server_round)} for c in clients}
         if self.settings.run.secure_aggregation:
             self.secure = self._secure_round(server_round, clients, grid)
-            flags = {client: flags[client] | own for client, own in self.secure.opened().items()}
-            for client, own in flags.items():
-                self._count_bytes(client, down=sum(map(len, own["shares"])))
+            flags = {client: flags[client] | entries for client, entries in self.secure.opened().items()}
+            for client, entries in flags.items():
+                self._count_bytes(client, down=sum(map(len, entries["shares"])))
         return self._messages(MessageType.TRAIN, server_round, config, flags)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies, change the server's state with the accepted ones, and record the round.
+        """Check the replies, aggregate the accepted updates, and record the round.
 
-        A round without enough good replies leaves no trace: the server's state stays as it is, and the next message
-        names the version that each client had before the round.
+        A round fails if it has fewer than ``min-train-replies`` accepted updates or if secure aggregation fails. A
+        failed round changes no state, and the next message to a client names the version before the round.
         """
         self._lap("train")
         versions: dict[int, str] = {}
@@ -274,12 +287,12 @@ class PersonalisedStrategy(Strategy):
         accepted = updates
         why = self.secure.refusal if self.secure else ""
         if not why and len(updates) < (least := self.settings.run.min_train_replies):
-            why = f"{len(updates)} good replies, min-train-replies is {least}"
+            why = f"{len(updates)} accepted replies, min-train-replies is {least}"
         if not why and self.secure:
             updates, why = self._summed(self.secure, updates)
         if why:
-            log(WARNING, "aggregate_train: %s: the round is refused, server and clients keep their states", why)
-            for row in self.record.clients.values():  # these models are discarded
+            log(WARNING, "aggregate_train: %s; the round fails, and server and clients keep their states", why)
+            for row in self.record.clients.values():  # the clients discard these models
                 for column in [name for name in row if name == "train_loss" or name.startswith("local_")]:
                     del row[column]
             return None, None
@@ -293,7 +306,7 @@ class PersonalisedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Send every client what it is served now, in the rounds that are evaluated."""
+        """Return a message to every member with the arrays that it is served now, if the round is evaluated."""
         self._sent = []
         if not self.evaluates(server_round):
             return []
@@ -311,23 +324,26 @@ class PersonalisedStrategy(Strategy):
         served = [row["served_accuracy"] for row in self.record.clients.values() if "served_accuracy" in row]
         return MetricRecord({"served-accuracy": float(np.mean(served))}) if results and served else None
 
-    # -- clients that never trained ----------------------------------------------------------------------
+    # -- newcomers: clients that never trained -----------------------------------------------------------
 
     def _held_out(self) -> tuple[int, ...]:
-        """Return the clients that are set aside, drawn from the seed alone."""
+        """Return the newcomers, drawn from the seed."""
         run = self.settings.run
         if not run.holdout_clients:
             return ()
         count = min(max(1, round(run.holdout_clients * self.num_clients)), self.num_clients - 1)
         if not count:
-            raise SettingsError(f"holdout-clients = {run.holdout_clients:g}: a single client cannot be set aside")
+            raise SettingsError(
+                f"holdout-clients = {run.holdout_clients:g} with num-clients = 1: no client would train; set "
+                "holdout-clients = 0, or use more clients"
+            )
         drawn = numpy_generator(run.seed, "holdout").choice(self.num_clients, count, replace=False)
         return tuple(sorted(drawn.tolist()))
 
     def _try_newcomers(
         self, server_round: int, train_config: ConfigRecord, evaluate_config: ConfigRecord, grid: Grid, timeout: float
     ) -> None:
-        """Serve each client that has never trained, and let it train once; the server learns nothing of it."""
+        """Evaluate the served model of each newcomer, and let it train once; its update is not aggregated."""
         last = self.record
         self._begin_round(server_round, grid)
         present = [client for client in self.newcomers if client in self.clients]
@@ -350,7 +366,7 @@ class PersonalisedStrategy(Strategy):
     # -- helpers for methods ---------------------------------------------------------------------------
 
     def learning_rate(self, server_round: int) -> float:
-        """Return the learning rate of a round, from 1 on; the cosine schedule goes from ``lr`` towards 0."""
+        """Return the learning rate of a round; rounds count from 1, and the cosine schedule ends near 0."""
         train, done = self.settings.train, server_round - 1
         if train.lr_schedule == "cosine":
             return train.lr * 0.5 * (1 + math.cos(math.pi * done / self.settings.run.num_server_rounds))
@@ -358,12 +374,12 @@ class PersonalisedStrategy(Strategy):
         return train.lr * float(train.lr_decay**steps)
 
     def evaluates(self, server_round: int) -> bool:
-        """Tell whether a round is evaluated."""
+        """Return whether a round is evaluated."""
         run = self.settings.run
         return server_round % run.evaluate_every == 0 or server_round == run.num_server_rounds
 
     def in_average(self, server_round: int) -> bool:
-        """Tell whether a round is one of the last ones over which results are averaged."""
+        """Return whether a round is one of the last ``average-rounds`` rounds."""
         run = self.settings.run
         return server_round > run.num_server_rounds - run.average_rounds
 
@@ -385,7 +401,7 @@ class PersonalisedStrategy(Strategy):
         self.record = RoundRecord(server_round, away=away)
         self._clock = time.perf_counter()
         last = server_round == self.settings.run.num_server_rounds
-        # System accuracy is that of stored models.
+        # The system accuracy of these rounds is computed from the stored models.
         due = last or self.in_average(server_round) or self._clock - self._saved > SAVE_SECONDS
         self.saving = self.models_folder is not None and self.evaluates(server_round) and due
         if self.saving:
@@ -394,58 +410,66 @@ class PersonalisedStrategy(Strategy):
     def _messages(
         self, kind: str, server_round: int, config: ConfigRecord, flags: Mapping[int, Mapping[str, Any]]
     ) -> list[Message]:
-        """Make a message for each client in ``flags``, with what a phase tells that client."""
+        """Return a message for each client in ``flags``, with the client's config entries of the phase."""
         common = ConfigRecord({**config, "settings": self._settings_json, "server-round": server_round})
         common["lr"] = self.learning_rate(server_round)
         if self.saving:
             common["save-models-to"] = str(self.models_folder)
-        pack = Once(Array)  # an array that several clients are sent is serialised once
+        pack = Once(Array)  # serialises an array for several clients once
         self._sent = []
-        for client, own in flags.items():
+        for client, entries in flags.items():
             served, info, row = self.serve(client), self.clients[client], self.record.row(client)
             arrays = record_of({str(i): pack(array) for i, array in enumerate(served)})
-            state, more = self.states.config(kind, server_round, client), self.train_config(server_round, client)
-            told = {"client": client, **state, **own, **more}
+            state = self.states.config(kind, server_round, client)
+            config_entries = {"client": client, **state, **entries, **self.train_config(server_round, client)}
             size = sum(array.nbytes for array in served)
             self.record.bytes_down += size
             row["bytes_down"] += size
             if name := self.client_names.get(client, info.name):
                 row["site"] = name
                 if self.saving:
-                    told["site"] = name
-            content = content_of(arrays=arrays, config=with_entries(common, told))
+                    config_entries["site"] = name
+            content = content_of(arrays=arrays, config=with_entries(common, config_entries))
             self._sent.append(self._message(content, client, kind))
         return self._sent
 
     def _message(self, content: RecordDict, client: int, kind: str) -> Message:
-        """Return a message of this round for a client; a node that hangs need not answer it after the timeout."""
-        lives = min(self.settings.run.timeout, MAX_LIFE_SECONDS) + CLOCK_SECONDS
-        return Message(content, self.clients[client].node_id, kind, ttl=lives, group_id=str(self.record.number))
+        """Return a message of this round for a client; it expires soon after ``round-timeout``."""
+        lifetime = min(self.settings.run.timeout, MAX_LIFE_SECONDS) + CLOCK_SECONDS
+        return Message(content, self.clients[client].node_id, kind, ttl=lifetime, group_id=str(self.record.number))
 
     def _collect(
         self, replies: Iterable[Message], read: Any, versions: dict[int, str] | None = None, *, stateful: bool = True
     ) -> list[Any]:
-        """Read the replies; drop and record errors and replies that must not be used.
+        """Return the contents of the accepted replies; drop and record errors and unusable replies.
 
-        ``stateful`` says whether a reply names the version of the client's state. The versions are written to
-        ``versions``, by default to the strategy's states.
+        Parameters
+        ----------
+        replies : iterable of Message
+            Replies to the messages in ``_sent``.
+        read : callable
+            Returns the content of a client's reply, or raises one of :data:`UNREADABLE`.
+        versions : dict, optional
+            Receives the version of each client's state; by default the strategy's ``states.versions``.
+        stateful : bool
+            Whether replies name the version of the client's state.
         """
         versions = self.states.versions if versions is None else versions
-        good, dropped = [], []
-        # A lost node's error comes from the SuperLink: only the message it answers tells whose it is.
-        # A message that was never sent, for lack of time, has no id.
+        accepted, dropped = [], []
+        # The SuperLink reports the error of a lost node. Only the id of the message identifies the client.
+        # A message that was not sent before the timeout has no id.
         unsent = [client_of(m) for m in self._sent if not m.metadata.message_id]
         waiting = {m.metadata.message_id: m for m in self._sent if m.metadata.message_id}
         for reply in replies:
-            asked = waiting.pop(reply.metadata.reply_to_message_id, None)
-            client = -1 if asked is None else client_of(asked)
+            message = waiting.pop(reply.metadata.reply_to_message_id, None)
+            client = -1 if message is None else client_of(message)
             try:
-                if asked is None:
-                    raise BadReplyError("a reply to no message of this phase, or a second one")
+                if message is None:
+                    raise BadReplyError("a reply to no message of this phase, or a second reply")
                 if reply.has_error():
                     raise BadReplyError(failure(reply.error))
-                version = version_after(asked, reply) if stateful else None
-                good.append(read(client, reply.content))
+                version = version_after(message, reply) if stateful else None
+                accepted.append(read(client, reply.content))
                 if version is not None:
                     versions[client] = version
             except UNREADABLE as error:
@@ -457,22 +481,22 @@ class PersonalisedStrategy(Strategy):
         timeout = self.settings.run.timeout
         late = "no reply" + (f" within round-timeout = {timeout:g} s" if timeout < math.inf else "")
         dropped += [(client, late) for client in (*map(client_of, waiting.values()), *unsent)]
-        self._tell_dropped(set(dropped) - set(self.record.dropped))  # not again what the training has told already
+        self._log_dropped(set(dropped) - set(self.record.dropped))  # an earlier phase may have logged the same reason
         self.record.dropped += dropped
-        return good
+        return accepted
 
-    def _tell_dropped(self, dropped: set[tuple[int, str]]) -> None:
-        """Say who is left out of the round and why, those with the same reason together."""
+    def _log_dropped(self, dropped: set[tuple[int, str]]) -> None:
+        """Log the clients that are dropped from the round, one line for each reason."""
         reasons: dict[str, list[int]] = defaultdict(list)
         for client, reason in sorted(dropped):
             reasons[reason].append(client)
         names = {client: info.name for client, info in self.clients.items() if info.name}
         for reason, clients in list(reasons.items())[:MAX_REASONS]:
-            known = [client for client in clients if client >= 0]
-            who = f"{are(known, names, self.num_clients)} left out" if known else "dropped"
+            senders = [client for client in clients if client >= 0]
+            who = f"{are(senders, names, self.num_clients)} dropped" if senders else "dropped"
             log(WARNING, "round %s: %s: %s", self.record.number, who, reason)
         if (more := len(reasons) - MAX_REASONS) > 0:
-            log(WARNING, "round %s: replies are dropped for %s other reasons", self.record.number, more)
+            log(WARNING, "round %s: replies are dropped for %s further reasons", self.record.number, more)
 
     def _read_update(self, client: int, content: RecordDict) -> Update:
         shapes = self.expected_shapes(client)
@@ -482,14 +506,14 @@ class PersonalisedStrategy(Strategy):
             check_masked(update, self.clients[client].num_train)
         else:
             self.check(update.arrays)
-        if limit := self.settings.run.max_update_norm:  # beyond it an update is not clipped, which would hide it
+        if limit := self.settings.run.max_update_norm:  # a larger update is dropped: clipping would hide it
             moved = changes(update.arrays, self.reference(client, update.arrays))
             if not (norm := norm_of([self._parameters_of(array) for array in moved])) <= limit:
                 log(WARNING, "round %s, client %s: an update of norm %.6g", self.record.number, client, norm)
-                raise BadReplyError(f"an update beyond max-update-norm = {limit:g}")
+                raise BadReplyError(f"the norm of the update exceeds max-update-norm = {limit:g}")
         scores, samples = scores_of(update.metrics), samples_of(update.metrics)
         self.check_metrics(update.metrics)
-        # From here on the reply is good: one that is dropped leaves nothing in the client's row.
+        # All checks have passed. A dropped reply writes nothing into the client's row.
         size = sum(array.nbytes for array in update.arrays)
         self.record.bytes_up += size
         row = self.record.row(client)
@@ -500,11 +524,11 @@ class PersonalisedStrategy(Strategy):
         return update
 
     def exchanged(self) -> tuple[Layout, Part]:
-        """Return the layout of the network that clients train now, and the part of it that they send."""
+        """Return the layout of the network that clients train in this round, and the part that they send."""
         return self.architecture.layout, self.shared
 
     def _parameters_of(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a model, or its shared part, without BatchNorm's running statistics; another array as it is."""
+        """Return a model, or its shared part, without BatchNorm's running statistics; other arrays unchanged."""
         layout, shared = self.exchanged()
         parameters = layout.trainable
         is_parameter = parameters.put(np.zeros(layout.size, np.bool_), np.ones(parameters.size, np.bool_))
@@ -516,11 +540,11 @@ class PersonalisedStrategy(Strategy):
     # -- secure aggregation ----------------------------------------------------------------------------
 
     def _secure_round(self, server_round: int, clients: list[int], grid: Grid) -> SecureRound:
-        """Return what leads some clients through the stages of a round."""
+        """Return the server's side of secure aggregation in a round with some clients."""
         name = f"{self.states.attempt}-{server_round}"
 
         def ask(
-            stage: str, told: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
+            stage: str, requests: Mapping[int, Mapping[str, Any]], check: Callable[[int, Answer], None]
         ) -> dict[int, Answer]:
             def read(client: int, content: RecordDict) -> tuple[int, Answer]:
                 answer: Any = record_in(content, "config", ConfigRecord)["answer"]
@@ -529,8 +553,8 @@ class PersonalisedStrategy(Strategy):
                 return client, answer
 
             self._sent = []
-            for client, own in told.items():
-                config = ConfigRecord({"client": client, "secure-round": name, "secure-stage": stage, **own})
+            for client, entries in requests.items():
+                config = ConfigRecord({"client": client, "secure-round": name, "secure-stage": stage, **entries})
                 self._count_bytes(client, down=config.count_bytes())
                 self._sent.append(self._message(RecordDict({"config": config}), client, MessageType.QUERY))
             replies = grid.send_and_receive(self._sent, timeout=self.settings.run.timeout)
@@ -538,20 +562,20 @@ class PersonalisedStrategy(Strategy):
 
         def drop(client: int, reason: str) -> None:
             dropped = client, one_line(reason, MAX_REASON)
-            self._tell_dropped({dropped} - set(self.record.dropped))
+            self._log_dropped({dropped} - set(self.record.dropped))
             self.record.dropped.append(dropped)
 
         weights = {client: self.weight(client) for client in clients}
         return SecureRound(name, self.settings.run, weights, ask, drop)
 
     def _summed(self, secure: SecureRound, updates: list[Update]) -> tuple[list[Update], str]:
-        """Return the mean of masked updates as that of one client, or why there is none."""
-        client = updates[0].client  # all are served the same
+        """Return the mean of masked updates as a single update, or no update and the reason."""
+        client = updates[0].client  # all clients are served the same arrays
         shapes = self.expected_shapes(client)
         unknown = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
         sent = self.serve(client)
         references = self.method.reference(self.architecture, sent, unknown)[: len(shapes)]
-        references += sent[len(references) : len(shapes)]  # statistics are changes of the statistics that were sent
+        references += sent[len(references) : len(shapes)]  # statistics are compared with the statistics in the message
         rate = self.learning_rate(self.record.number)
         mean = secure.summed(updates, self._settings_json, rate, references)
         return ([], secure.refusal) if mean is None else ([mean], "")
@@ -576,12 +600,12 @@ class PersonalisedStrategy(Strategy):
         row |= {"n_train": int(count), "n_test": int(tested)}
         self.record.samples += samples
         for column, value in scores.items():
-            row.setdefault(column, value)  # those of its training round stand before those of an evaluation
+            row.setdefault(column, value)  # the scores of the training round take precedence
         if chosen:
             row["chosen"] = str(chosen)
         return client
 
     def _lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + now - self._clock
-        self._clock = now
+        clock = time.perf_counter()
+        self.record.seconds[phase] = self.record.seconds.get(phase, 0.0) + clock - self._clock
+        self._clock = clock

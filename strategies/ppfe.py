@@ -404,7 +404,8 @@ def open_stage(before: Stage, after: Stage, model: Tensor, fedavg: Tensor | None
             down, up = low_rank_factors(sources[stem + "weight"], view.shape[0])
             view.copy_(down)
             new[stem + "up.weight"].copy_(up)
-            new[stem + "up.bias"].copy_(sources[stem + "bias"])
+            if stem + "bias" in sources:
+                new[stem + "up.bias"].copy_(sources[stem + "bias"])
     return result
 
 

@@ -1,9 +1,14 @@
-"""Secure aggregation on the server: SecAgg+ (Bell et al., 2020), which shows it the sum of the clients' updates only.
+"""Secure aggregation on the server: SecAgg+ (Bell et al., 2020), in which the server learns only the sum of updates.
 
-A round has four messages. Each client tells its public keys; shares two secrets out to its neighbours, encrypted;
-trains, and hands in its update under masks; and tells shares of secrets, of each neighbour one: of the own mask of one
-that has handed in, of the private key of one that has not. With them the masks in the sum can be told and taken away.
-The client's side, which must not rely on any of this, is :mod:`posy.client_app.secure_aggregation`.
+A round has four stages:
+
+1. Each client sends its public keys.
+2. Each client sends encrypted shares of two secrets to its neighbours.
+3. Each client trains, and sends its update under masks.
+4. Each client reveals one share for each neighbour: of its self-mask if the neighbour has sent its update, else of its
+   private key. The server computes the masks in the sum from these shares and subtracts them.
+
+The client's side, which does not trust the server, is :mod:`posy.client_app.secure_aggregation`.
 """
 
 import math
@@ -34,47 +39,51 @@ from posy.strategies.replies import BadReplyError, Update
 from posy.strategies.settings import RunSettings
 
 KEYS, SHARES, UNMASK = "keys", "shares", "unmask"
-"""The stages of a round, besides the training."""
+"""The stages of a round other than the training."""
 REFUSAL = b"refused"
-"""First text of the answer of a client that does not trust the keys of some neighbours; a text for each follows."""
+"""First text of the answer of a client that refuses some neighbours' keys; one text for each neighbour follows."""
 MAX_REFUSAL = 300
-"""Most bytes of the text for a neighbour: its index, a space and the reason."""
+"""Most bytes of the text for a refused neighbour: its index, a space and the reason."""
 KEY_TEXTS, MAX_SIGNATURE = 4, 1000
-"""Texts that a client's keys consist of: two keys, a signature, who signed; and the most bytes of the last two."""
+"""Number of texts of a client's keys (two keys, a signature, the signer), and most bytes of each of the last two."""
 Answer = list[bytes]
 Ask = Callable[[str, Mapping[int, Mapping[str, Any]], Callable[[int, Answer], None]], dict[int, Answer]]
-"""Asks clients for a stage, by index with what they are told, and returns the answers that stand a check."""
+"""Sends the requests of a stage, by client, and returns the answers that pass a check, by client."""
 
 
 class TooFewError(MaskingError):
-    """So few clients are left that nothing of a round may be unmasked."""
+    """Too few clients remain to unmask the sum of a round."""
 
 
 def threshold_of(size: int, fraction: float) -> int:
-    """Return how many of a client and its neighbours, together ``size``, must stay to the end: more than half."""
+    """Return the number of clients among ``size`` neighbours, the client included, that must finish: above half."""
     return max(2, size // 2 + 1, math.ceil(fraction * size - 1e-9))
 
 
 def neighbourhoods(clients: Sequence[int], neighbours: int) -> dict[int, list[int]]:
-    """Return each client with its neighbours, sorted: all clients, or (Bell et al.) a ring in random order.
+    """Return the sorted neighbours of each client, itself included.
 
-    In a ring each client has as many neighbours to either side; an odd number is rounded up.
+    With ``neighbours`` = 0, or with few clients, all clients are neighbours. Otherwise the clients form a ring in
+    random order (Bell et al.), with the same number of neighbours on either side. An odd number is rounded up.
     """
     ring, reach = list(clients), -(-neighbours // 2)
     if not neighbours or 2 * reach + 1 >= len(ring):
         return {client: sorted(ring) for client in ring}
     secrets.SystemRandom().shuffle(ring)
     near = range(-reach, reach + 1)
-    return {client: sorted(ring[(place + step) % len(ring)] for step in near) for place, client in enumerate(ring)}
+    return {client: sorted(ring[(index + step) % len(ring)] for step in near) for index, client in enumerate(ring)}
 
 
 def connected(clients: set[int], rosters: Mapping[int, Sequence[int]]) -> bool:
-    """Tell whether some clients hang together: where they fall apart, the sum of each part would be seen."""
-    reached, ahead = set[int](), sorted(clients)[:1]
-    while ahead:
-        client = ahead.pop()
+    """Return whether the graph of some clients and their neighbours is connected.
+
+    In a graph with several components the server would learn the sum of each component.
+    """
+    reached, frontier = set[int](), sorted(clients)[:1]
+    while frontier:
+        client = frontier.pop()
         reached.add(client)
-        ahead += [other for other in rosters[client] if other in clients and other not in reached]
+        frontier += [other for other in rosters[client] if other in clients and other not in reached]
     return reached == clients
 
 
@@ -84,15 +93,15 @@ class SecureRound:
     Parameters
     ----------
     name : str
-        Name of the round, no two of a run have the same.
+        Name of the round, unique in the run.
     run : RunSettings
         The settings.
     weights : Mapping of int to int
-        What each client of the cohort counts, by index.
+        Weight of each client of the cohort, by index.
     ask : callable
-        Sends the messages of a stage.
+        Sends the messages of a stage, and returns the answers.
     drop : callable
-        Records that a client is left out of the round, with the reason.
+        Records that a client is dropped from the round, with the reason.
     """
 
     def __init__(
@@ -100,7 +109,7 @@ class SecureRound:
     ) -> None:
         self.name = name
         self.refusal = ""
-        """Why the round has no result; empty as long as nothing is wrong."""
+        """The reason why the round fails; empty unless it fails."""
         self._run, self._weights, self._ask, self._drop = run, weights, ask, drop
         self._public: dict[int, Answer] = {}
         self._rosters: dict[int, list[int]] = {}
@@ -109,7 +118,10 @@ class SecureRound:
         self.total = 0
 
     def opened(self) -> dict[int, dict[str, Any]]:
-        """Let the clients exchange keys and shares; return what each is told with its training, none if too few."""
+        """Run the stages of keys and shares; return the config entries of each client's training message.
+
+        The result is empty if too few clients remain.
+        """
         try:
             return self._opened()
         except TooFewError as error:
@@ -119,30 +131,30 @@ class SecureRound:
     def _opened(self) -> dict[int, dict[str, Any]]:
         self._public = self._ask(KEYS, {client: {} for client in self._weights}, _check_keys)
         if len(self._public) < 2:
-            raise TooFewError(f"{len(self._public)} of {len(self._weights)} clients have told their keys, 2 are needed")
+            raise TooFewError(f"{len(self._public)} of {len(self._weights)} clients have sent their keys, 2 are needed")
         self._rosters = neighbourhoods(sorted(self._public), self._run.secure_neighbours)
         sealed = self._sealed()
         self._sharing = set(sealed)
-        while alone := {c for c in self._sharing if len(self._near(c, self._sharing)) < self._threshold(c)}:
-            self._sharing -= alone
+        while isolated := {c for c in self._sharing if len(self._near(c, self._sharing)) < self._threshold(c)}:
+            self._sharing -= isolated
         if not self._sharing:
             few = "%s of %s clients have shared their secrets, secure-threshold = %g needs %s"
             needed = min(map(self._threshold, self._rosters))
             raise TooFewError(few % (len(sealed), len(self._weights), self._run.secure_threshold, needed))
         sent = {c: dict(zip(self._others(c, set(self._rosters)), shares, strict=True)) for c, shares in sealed.items()}
         self.total = sum(self._weights[client] for client in self._sharing)
-        told = {}
+        entries = {}
         for client in sorted(self._sharing):
             sources = self._others(client, self._sharing)
             shares = [sent[source][client] for source in sources]
-            told[client] = {"secure-round": self.name, "weights": self.total, "sources": sources, "shares": shares}
-        return told
+            entries[client] = {"secure-round": self.name, "weights": self.total, "sources": sources, "shares": shares}
+        return entries
 
     def _sealed(self) -> dict[int, Answer]:
-        """Return the sealed shares of each client's secrets, without the clients whose keys most neighbours refuse.
+        """Return each client's encrypted shares, without the clients whose keys most of their neighbours refuse.
 
-        A client that refuses neighbours is asked again with a roster without those that most of their neighbours
-        refuse. A client that refuses others is left out itself: one vote excludes nobody.
+        A client that refuses neighbours receives another request, with a roster without the excluded clients. A client
+        that refuses further clients is dropped itself, because one vote does not exclude a client.
         """
         refused: dict[int, dict[int, str]] = {}
 
@@ -172,22 +184,29 @@ class SecureRound:
         return sealed
 
     def _keys_for(self, client: int) -> dict[str, Any]:
-        """Return what a client is told of its neighbours' keys."""
+        """Return the request for a client's shares: its neighbours, their keys and the threshold."""
         roster = self._rosters[client]
         keys = [key for other in roster for key in self._public[other]]
         return {"roster": roster, "public-keys": keys, "threshold": self._threshold(client)}
 
     def summed(self, updates: Sequence[Update], settings: str, rate: float, references: NDArrays) -> Update | None:
-        """Return the weighted mean of some masked updates as the update of one client; None for a refusal.
+        """Return the weighted mean of masked updates as a single update, or None if the round fails.
 
-        All clients were sent the same settings, learning rate, and arrays that their updates are changes of.
+        Parameters
+        ----------
+        updates : sequence of Update
+            Masked updates of the clients.
+        settings, rate : str, float
+            The settings and learning rate in the messages to all clients.
+        references : list of numpy.ndarray
+            The arrays from which all clients started.
         """
         try:
             self._context = context_of(self.name, self.total, settings, rate, references)
             masked = {update.client: update.arrays[0] for update in updates}
             mean = decoded(self._unmasked(masked), [self._share(c) for c in masked], self._run.secure_range)
         except MaskingError as error:
-            self.refusal = f"{error}, so the sum of this round is not told"
+            self.refusal = f"{error}, so the sum of this round cannot be unmasked"
             return None
         ends = np.cumsum([reference.size for reference in references])[:-1]
         arrays = [
@@ -200,43 +219,44 @@ class SecureRound:
 
     def _unmasked(self, masked: Mapping[int, Words]) -> Words:
         """Return the sum of masked updates without the masks."""
-        there = set(masked)
+        survivors = set(masked)
         for client in self._sharing:
-            if client in there or self._near(client, there):
-                self._suffices(client, there, "handed in")
-        if not connected(there, self._rosters):
-            raise TooFewError("the clients that are left share no secrets with each other")
-        asked = {client: {"survivors": self._near(client, there)} for client in sorted(there)}
+            if client in survivors or self._near(client, survivors):
+                self._check_threshold(client, survivors, "sent their updates")
+        if not connected(survivors, self._rosters):
+            raise TooFewError("the remaining clients share no secrets with each other")
+        requests = {client: {"survivors": self._near(client, survivors)} for client in sorted(survivors)}
 
         def check(client: int, answer: Answer) -> None:
             _check(answer, len(self._near(client, self._sharing)), SECRET_BYTES)
 
-        answers = self._ask(UNMASK, asked, check)
+        answers = self._ask(UNMASK, requests, check)
         shares: dict[int, dict[int, bytes]] = {client: {} for client in self._sharing}
-        for teller, answer in answers.items():
-            for client, share in zip(self._near(teller, self._sharing), answer, strict=True):
-                shares[client][self._rosters[client].index(teller)] = share
-        total = np.add.reduce([masked[client] for client in sorted(there)], dtype=np.uint32)
+        for sender, answer in answers.items():
+            for client, share in zip(self._near(sender, self._sharing), answer, strict=True):
+                shares[client][self._rosters[client].index(sender)] = share
+        total = np.add.reduce([masked[client] for client in sorted(survivors)], dtype=np.uint32)
         for client in sorted(self._sharing):
-            near = self._near(client, there)
+            near = self._near(client, survivors)
             if not near:
                 continue
-            self._suffices(client, set(answers), "told their shares")
+            self._check_threshold(client, set(answers), "sent their shares")
             secret = combined(shares[client], self._threshold(client))
-            if client in there:
+            if client in survivors:
                 total -= own_mask(secret, self._context, len(total))
                 continue
             private = private_key(secret)
             if public_key(private) != self._public[client][0]:
-                raise MaskingError(f"shares of client {client}'s key are wrong")
-            for other in near:  # what they have added for it
+                raise MaskingError(f"the shares of client {client}'s private key are wrong")
+            for other in near:  # subtract the masks that they have added for this client
                 key = self._public[other][0]
                 total += pair_mask(private, key, client, other, self._context, len(total))
         return total
 
-    def _suffices(self, client: int, there: set[int], done: str) -> None:
+    def _check_threshold(self, client: int, present: set[int], done: str) -> None:
+        """Raise :class:`TooFewError` if too few neighbours of a client are present."""
         roster, needed = self._rosters[client], self._threshold(client)
-        if (count := len(self._near(client, there))) < needed:
+        if (count := len(self._near(client, present))) < needed:
             few = "%s of %s clients have %s, secure-threshold = %g needs %s"
             raise TooFewError(few % (count, len(roster), done, self._run.secure_threshold, needed))
 
@@ -259,7 +279,7 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
     Parameters
     ----------
     refused : Mapping
-        For each refusing client, the clients that it refuses with its reasons.
+        The refused clients of each refusing client, with the reasons.
     neighbours : Mapping
         The neighbours of each client that have answered.
     """
@@ -276,44 +296,44 @@ def excluded_by(refused: Mapping[int, Mapping[int, str]], neighbours: Mapping[in
 
 
 def masked_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int]:
-    """Return the shape of a masked update: a word for each parameter, and one for the weight."""
+    """Return the shape of a masked update: one word for each parameter, and one word for the weight."""
     return (sum(map(math.prod, shapes)) + 1,)
 
 
 def check_masked(update: Update, num_train: int) -> None:
-    """Raise :class:`BadReplyError` for a masked update that cannot be one of a client with so many samples."""
+    """Raise :class:`BadReplyError` for a masked update of the wrong type or with another number of samples."""
     if update.arrays[0].dtype != np.uint32:
         raise BadReplyError(f"masked numbers of type {update.arrays[0].dtype} instead of uint32")
     if update.num_examples != num_train:
-        raise BadReplyError(f"num-examples = {update.num_examples}, it has joined with {num_train}")
+        raise BadReplyError(f"num-examples = {update.num_examples}, but the client has joined with {num_train}")
 
 
 def context_of(name: str, weights: int, settings: str, rate: float, references: NDArrays) -> bytes:
-    """Return what enters every mask: the masks of clients that were told otherwise do not cancel.
+    """Return the context of all masks of a round; masks of different contexts do not cancel.
 
-    Were one client sent another model, learning rate or sum of the weights than the others, its update could be told
-    from the sum.
+    If the server sent one client another model, learning rate or sum of weights, it could otherwise recognise this
+    client's update in the sum.
     """
     return digest(name, str(weights), settings, repr(rate), *references)
 
 
 def _check(answer: Any, count: int, size: int) -> None:
     if not isinstance(answer, list) or [type(text) for text in answer] != [bytes] * count:
-        raise BadReplyError(f"an answer that does not hold {count} texts")
+        raise BadReplyError(f"an answer without the expected {count} texts")
     if any(len(text) != size for text in answer):
         raise BadReplyError(f"texts of {[len(text) for text in answer]} bytes instead of {size}")
 
 
-def _refusals(texts: Sequence[Any], others: set[int]) -> dict[int, str]:
-    """Return the neighbours that an answer refuses, with the reasons; :class:`BadReplyError` if it is malformed."""
+def _refusals(texts: Sequence[Any], neighbours: set[int]) -> dict[int, str]:
+    """Return the refused neighbours in an answer with the reasons; raise :class:`BadReplyError` if it is malformed."""
     refused = {}
     for text in texts:
         number, _, reason = text.decode(errors="replace").partition(" ") if isinstance(text, bytes) else ("", "", "")
-        if not number.isdecimal() or int(number) not in others or len(text) > MAX_REFUSAL:
-            raise BadReplyError("a refusal of keys that names no neighbour")
+        if not number.isdecimal() or int(number) not in neighbours or len(text) > MAX_REFUSAL:
+            raise BadReplyError("a refusal of keys that does not name a neighbour")
         refused[int(number)] = reason
     if not refused:
-        raise BadReplyError("a refusal of keys that names no neighbour")
+        raise BadReplyError("a refusal of keys that does not name a neighbour")
     return refused
 
 
@@ -325,4 +345,4 @@ def _check_keys(client: int, answer: Answer) -> None:
         check_public(key)
     signature = answer[2:]
     if [type(text) for text in signature] != [bytes] * (KEY_TEXTS - 2) or max(map(len, signature)) > MAX_SIGNATURE:
-        raise BadReplyError("keys with what is no signature")
+        raise BadReplyError("keys with a malformed signature")

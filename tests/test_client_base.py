@@ -130,11 +130,11 @@ def test_scores_by_hand() -> None:
 
 
 def test_a_model_that_outputs_no_numbers_has_no_accuracy(make_client: MakeClient) -> None:
-    with pytest.raises(ArithmeticError, match="not numbers"):
+    with pytest.raises(ArithmeticError, match="its outputs contain NaN"):
         scores(torch.tensor([[math.nan, 0.0]]), torch.tensor([0]))
     client = make_client("fedavg")
     for value in (math.nan, math.inf):
-        with pytest.raises(ArithmeticError, match="not numbers"):
+        with pytest.raises(ArithmeticError, match="its outputs contain NaN"):
             client.evaluate([np.full(client.layout.size, value, np.float32)], {"server-round": 1})
 
 

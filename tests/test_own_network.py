@@ -34,6 +34,14 @@ def mlp(task):
     )
 
 
+def unbiased(task):
+    """Three linear layers without bias."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 24, bias=False), nn.ReLU(), nn.Linear(24, 16, bias=False), nn.ReLU(),
+        nn.Linear(16, task.num_classes, bias=False),
+    )
+
+
 class Net(nn.Module):
     """A parameter outside all modules, BatchNorm, channel dropout, and a head inside a nested module."""
 
@@ -289,6 +297,35 @@ def test_a_low_rank_layer_of_ones_own_network(network_folder: Path) -> None:
     assert network.layout.part(["1"]).size == 5 * 64 + 24 * 5 + 24
     assert network.layout.part(["head"]).size == 3 * 16 + 10 * 3 + 10
     assert network.build()(torch.rand(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_a_low_rank_layer_has_a_bias_only_if_the_dense_layer_has_one(here: Path) -> None:
+    network = Architecture("nets:unbiased", DIGITS, ranks=(("1", 5), ("head", 3)))
+    names = {entry.name: entry.shape for entry in network.layout.entries}
+    assert names == {
+        "blocks.body.1.down.weight": (5, 64), "blocks.body.1.up.weight": (24, 5), "blocks.body.3.weight": (16, 24),
+        "head.down.weight": (3, 16), "head.up.weight": (10, 3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["svd", "svd-fedavg", "sparse", "none"])
+def test_ppfe_reduces_a_network_without_biases(here: Path, reduction: str) -> None:
+    """With a factorisation the last two layers have the ranks 6 and 4 in stage 3, and still no bias."""
+    record = posy.run(
+        method="ppfe", model="nets:unbiased", num_clients=2, num_server_rounds=3, max_samples=200, partition="iid",
+        output_dir=str(here / "runs"), local_epochs=1, ppfe_stages=3, ppfe_stage_rounds="1,1,1",
+        ppfe_reduction=reduction, ppfe_ranks="4;6,3" if reduction == "svd" else "6,4",
+    )  # fmt: skip
+    assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})
+    arrays = posy.storage.load_arrays(record.models / "client-0.safetensors")
+    stage3 = {name: array.shape for name, array in arrays.items() if name.startswith("stage3.")}
+    assert not [name for name in stage3 if name.endswith("bias")]
+    factors = {name.removeprefix("stage3."): shape for name, shape in stage3.items() if "up" in name or "down" in name}
+    expected = {
+        "blocks.body.3.down.weight": (6, 24), "blocks.body.3.up.weight": (16, 6),
+        "head.down.weight": (4, 16), "head.up.weight": (10, 4),
+    }  # fmt: skip
+    assert factors == (expected if reduction.startswith("svd") else {})
 
 
 IMAGES = """

@@ -325,8 +325,8 @@ def test_lies_of_a_node_are_dropped(long: Federation) -> None:
     assert [number for number, _ in dropped] == [1, 2, 3, 4, 5, 6, 7]
     for (_, told), reason in zip(dropped, reasons, strict=True):
         assert reason in told
-    long.wait_for_words("long", "node-1 (client 1) is left out: ", len(reasons))
-    assert long.log("run-long").count("node-1 (client 1) is left out: ") == len(reasons)
+    long.wait_for_words("long", "node-1 (client 1) is dropped: ", len(reasons))
+    assert long.log("run-long").count("node-1 (client 1) is dropped: ") == len(reasons)
     with (long.results("long") / "clients.csv").open() as file:
         assert all(np.isfinite(float(row["served_loss"])) for row in csv.DictReader(file) if row["served_loss"])
 
@@ -357,7 +357,7 @@ def test_a_worker_that_hangs_is_left_out_by_the_timeout_and_replaced(long: Feder
     long.wait(lambda: len(long.dropped("long", 1)) > before, "run-long")
     number, reason = long.dropped("long", 1)[before]
     assert reason == "no reply within round-timeout = 12 s"
-    long.wait_for_words("long", f"node-1 (client 1) is left out: {reason}")
+    long.wait_for_words("long", f"node-1 (client 1) is dropped: {reason}")
     long.wait(lambda: long.whole_since("long", number), "run-long")
     assert "the worker process was killed: a reply after more than" in long.log("node-1")
 
@@ -368,7 +368,7 @@ def test_a_node_is_killed_and_comes_back_with_its_personal_state(long: Federatio
     before = len(long.dropped("long", 3))
     long.kill("node-3")
     long.wait(lambda: len(long.dropped("long", 3)) > before, "run-long")
-    long.wait_for_words("long", "node-3 (client 3) is left out: ")
+    long.wait_for_words("long", "node-3 (client 3) is dropped: ")
     seen = len(long.rounds("long"))
     long.start_again("node-3", lambda: long.bring_up(3))
     long.wait(lambda: long.whole_since("long", seen), "run-long")

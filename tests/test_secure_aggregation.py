@@ -349,9 +349,9 @@ def test_below_the_threshold_the_state_stays_as_it_is(
     np.testing.assert_array_equal(secure.strategy.model, secure.strategy.initial())
     assert set(reasons(secure, 1)) == {client for _, _, client in lost}
     [message] = {
-        record.getMessage() for record in warnings.records if "the state stays as it is" in record.getMessage()
+        record.getMessage() for record in warnings.records if "the round fails" in record.getMessage()
     }
-    assert "secure-threshold = 0.8 needs" in message or "1 of 5 clients have told their keys, 2 are needed" in message
+    assert "secure-threshold = 0.8 needs" in message or "1 of 5 clients have sent their keys, 2 are needed" in message
 
 
 def test_a_client_that_diverges_leaves_itself_out(make_config: Any, federate: Federate, five: Any) -> None:
@@ -473,10 +473,10 @@ def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
     unmasked = group.ask(0, "unmask", survivors=[0, 1, 2])
     assert group.ask(0, "unmask", survivors=[0, 1, 2]) == unmasked
     for other in ([0, 1, 3], [0, 1, 2, 3], [0, 2, 1]):
-        with pytest.raises(ProtocolError, match="told for other clients before"):
+        with pytest.raises(ProtocolError, match="revealed shares for other clients before"):
             group.ask(0, "unmask", survivors=other)
     for survivors in ([0, 2, 3], [0, 1], [0, 1, 1], [0, 1, 2, 9], []):
-        with pytest.raises(ProtocolError, match="have handed in"):
+        with pytest.raises(ProtocolError, match="have sent their updates"):
             group.ask(1, "unmask", survivors=survivors)
     shares = {
         0: unmasked,
@@ -490,7 +490,7 @@ def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
             and not secrets.mask_secret
             and not secrets.seal_secret
             and not secrets.sealed
-            and not secrets.kept
+            and not secrets.own_share
         )
     absent = group.secrets_of(3)
     assert combined({holder: unmasked[3] for holder, unmasked in shares.items()}, 3) == absent.mask_secret
@@ -501,7 +501,7 @@ def test_shares_are_told_of_one_secret_of_each_and_once() -> None:
 
 def test_nothing_is_told_before_the_update_was_handed_in_or_of_another_round() -> None:
     group = ClientGroup().shared()
-    with pytest.raises(ProtocolError, match="has not handed in"):
+    with pytest.raises(ProtocolError, match="has not sent its update"):
         group.ask(0, "unmask", survivors=[0, 1, 2, 3])
     group.mask(0)
     with pytest.raises(ProtocolError, match=r"round 0-2 was not begun here"):
@@ -512,7 +512,7 @@ def test_nothing_is_told_before_the_update_was_handed_in_or_of_another_round() -
     for stale in ("0-1", "0-9"):
         with pytest.raises(ProtocolError, match=f"round {stale} is over"):
             group.ask(0, "keys", secure_round=stale)
-    with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are gone"):
+    with pytest.raises(ProtocolError, match="round 0-1 was not begun here, or its secrets are deleted"):
         group.ask(0, "unmask", survivors=[0, 1, 2, 3])
     assert group.ask(0, "keys", secure_round="1-2") != first
 
@@ -521,11 +521,11 @@ def test_one_update_is_masked_and_no_second_one() -> None:
     group = ClientGroup().shared()
     handed_in = group.mask(0)
     np.testing.assert_array_equal(group.mask(0), handed_in)
-    with pytest.raises(ProtocolError, match="another update was handed in"):
+    with pytest.raises(ProtocolError, match="has sent another update"):
         group.mask(0, value=0.25)
-    with pytest.raises(ProtocolError, match="another update was handed in"):
+    with pytest.raises(ProtocolError, match="has sent another update"):
         group.mask(0, reference=0.1)
-    with pytest.raises(ProtocolError, match="another update was handed in"):
+    with pytest.raises(ProtocolError, match="has sent another update"):
         group.mask(0, weights=9)
     for client in (1, 2, 3):
         group.mask(client)
@@ -639,8 +639,9 @@ def test_one_site_without_a_trusted_signature_is_refused_alone(
         shutil.copy(tmp_path / "site-4.pub", tmp_path / "all")
         sites[4] |= {"trusted-keys": str(tmp_path / "all")}
     configs = [*sites[:4], sites[4] if config == "untrusted" else {}]
-    settings = make_config("fedavg", data=five, num_server_rounds=2) | {"secure-neighbours": neighbours}
-    done = federate(settings | {"secure-aggregation": True}, grid=signed(configs))
+    settings = make_config("fedavg", data=five, num_server_rounds=2)
+    masked = settings | {"secure-aggregation": True, "secure-neighbours": neighbours}
+    done = federate(masked, grid=signed(configs))
     for number in (1, 2):
         [(client, reason)] = reasons(done, number).items()
         assert client == 4 and "clients refuse its keys: not signed by a site whose key is trusted here" in reason
@@ -669,7 +670,7 @@ def test_one_client_that_refuses_others_is_left_out_itself(make_config: Any, fed
     assert reasons(done, 1) == {2: "it refuses the keys of client 0, which others accept: not signed"}
     malformed = {("shares", 1, 2): b"2 itself"}
     done = federate(settings | {"secure-aggregation": True}, grid=signed([], malformed))
-    assert reasons(done, 1) == {2: "a refusal of keys that names no neighbour"}
+    assert reasons(done, 1) == {2: "a refusal of keys that does not name a neighbour"}
 
 
 def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
@@ -853,6 +854,6 @@ def test_real_nodes_give_the_models_of_one_process_and_go_on_without_one(tmp_pat
         rows = deployment.rounds("cut")
         assert [row["round"] for row in rows] == [1, 2, 3]
         assert {drop["client"] for row in rows for drop in row["dropped"]} == {2}
-        assert "the state stays as it is" not in deployment.log("run-cut")
+        assert "the round fails" not in deployment.log("run-cut")
     finally:
         deployment.stop()

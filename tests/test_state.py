@@ -201,7 +201,7 @@ def test_a_client_without_its_state_says_so_once_and_begins_anew(
     dropped = [(record.number, *drop) for record in finished.records for drop in record.dropped]
     assert dropped == [(4, 1, f"{reason}; it begins anew")]
     told = {id(r): r.getMessage() for r in warnings.records if "begins anew" in r.getMessage()}
-    assert list(told.values()) == [f"round 4: client 1 is left out: {reason}; it begins anew"]
+    assert list(told.values()) == [f"round 4: client 1 is dropped: {reason}; it begins anew"]
     assert finished.kept(1).keys() == finished.kept(0).keys()
     assert "served_accuracy" in finished.records[4].clients[1]
 

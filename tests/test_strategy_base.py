@@ -246,7 +246,7 @@ def test_errors_lost_doubled_and_foreign_replies_are_counted_by_reason(make_stra
     foreign.metadata.__dict__["_reply_to_message_id"] = "of another run"
     take(strategy, [replies[0], replies[0], error, foreign])
     assert state_of(strategy) == state_of(expected)
-    strange = "a reply to no message of this phase, or a second one"
+    strange = "a reply to no message of this phase, or a second reply"
     late = "no reply"
     assert Counter(strategy.record.dropped) == Counter(
         [(-1, strange), (1, "its copy of the app is not valid: out of memory"), (-1, strange), (2, late), (3, late)]
@@ -282,7 +282,7 @@ def test_an_error_is_told_in_plain_words_with_the_name_of_the_site(
     answers = [*(replies[c] for c in (0, 1, 3)), Message(sent, reply_to=messages[2])]
     take(strategy, answers, phase="evaluate")
     [line] = lines_of(warnings)  # once, though it did not answer twice
-    assert line == f"round 1: site-c (client 2) is left out: {words}"
+    assert line == f"round 1: site-c (client 2) is dropped: {words}"
     assert strategy.record.dropped == [(2, words)] * 2
     assert strategy.record.missing == [2]
 
@@ -299,16 +299,16 @@ def test_clients_that_are_left_out_for_one_reason_are_told_together(
     take(strategy, [replies[1], replies[0], foreign])
     late = "no reply"
     assert lines_of(warnings)[:3] == [
-        "round 1: dropped: a reply to no message of this phase, or a second one",
-        "round 1: client 0 and client 1 are left out: NaN or Inf in the reply",
-        f"round 1: client 2 and client 3 are left out: {late}",
+        "round 1: dropped: a reply to no message of this phase, or a second reply",
+        "round 1: client 0 and client 1 are dropped: NaN or Inf in the reply",
+        f"round 1: client 2 and client 3 are dropped: {late}",
     ]
     for client, member in strategy.clients.items():
         member.name = f"site-{'abcd'[client]}"
     send(strategy, server_round=2)
     warnings.clear()
     take(strategy, [], server_round=2)
-    assert lines_of(warnings)[0] == f"round 2: 4 of 4 clients (site-a, site-b, site-c, …) are left out: {late}"
+    assert lines_of(warnings)[0] == f"round 2: 4 of 4 clients (site-a, site-b, site-c, …) are dropped: {late}"
 
 
 def lines_of(warnings: pytest.LogCaptureFixture) -> list[str]:
@@ -706,7 +706,7 @@ def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_str
         assert [client for client, _ in strategy.record.dropped] == ([BAD] if dropped else [])
         assert ("train_loss" in strategy.record.clients[BAD]) is not dropped
         if dropped:
-            assert strategy.record.dropped[0][1] == "an update beyond max-update-norm = 4.999"
+            assert strategy.record.dropped[0][1] == "the norm of the update exceeds max-update-norm = 4.999"
             without_it = make_strategy(method, lr=1e-4)
             _, others = send(without_it)
             take(without_it, [others[c] for c in GOOD])

@@ -1,4 +1,4 @@
-"""The networks that are trained: resident modules, one after the other, or stacked."""
+"""The networks in training: resident modules that are trained in turn, or stacked models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -20,8 +20,8 @@ from posy.sharing import is_shared
 class Network:
     """A module and K resident copies of it whose parameters are views of one ``(K, d)`` buffer.
 
-    Loading a model is one copy into the buffer; nothing is built again between rounds. ``nets`` are the copies as
-    objectives see them.
+    Loading a model is one copy into the buffer, so that no module is built again between rounds. ``nets`` are the
+    copies in the form that objectives use.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Network:
 
     @cached_property
     def template(self) -> nn.Module:
-        """A module to be evaluated with parameters from outside."""
+        """A module that is evaluated with the parameters of any model."""
         module = self._build().to(self.device)
         return unfold_convolutions(module) if self.device.type == "cuda" else module
 
     @cached_property
     def smallest_batch(self) -> int:
-        """Samples that a training step needs: a BatchNorm that is trained has no variance for one."""
+        """Fewest samples of a training step: two with a trained BatchNorm, because one sample has no variance."""
         trained = {entry.name for entry in self.layout.entries}
         kind = nn.modules.batchnorm._BatchNorm
         norms = [(name, module) for name, module in self.template.named_modules() if isinstance(module, kind)]
@@ -61,35 +61,35 @@ class Network:
 
     @cached_property
     def linear_layers(self) -> list[str]:
-        """The layers of a perceptron that minimises the cross-entropy and has no fixed tensor, else none."""
+        """Linear layers of a perceptron with cross-entropy and no fixed tensor; empty for other networks."""
         layers = linear_layers(self.template) if self.criterion is None else []
         tensors = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
         return layers if tensors <= {entry.name for entry in self.layout.entries} else []
 
     def closed_form(self, work: Train) -> ClosedForm | None:
-        """Return what differentiates a training without autograd, if there is a formula for it."""
+        """Return the gradients of a training in closed form, or None if autograd is necessary."""
         names = trainable_names(self.layout, work.rates)
         return ClosedForm(self.linear_layers, names) if self.is_closed(work) and names else None
 
     def is_closed(self, work: Train) -> bool:
-        """Tell whether there is a formula for the gradients of a training."""
+        """Return whether the gradients of a training have a closed form."""
         return work.objective is classification and bool(self.linear_layers)
 
     @cached_property
     def has_buffers(self) -> bool:
-        """Whether training writes more than parameters: vmap would lose BatchNorm's running statistics."""
+        """Whether training also changes buffers: vmap would lose BatchNorm's running statistics."""
         return not all(entry.trainable for entry in self.layout.entries)
 
     @cached_property
     def dropouts(self) -> dict[str, slice]:
-        """The tensor of numbers of each dropout layer by name, and which columns of a batch's numbers it takes."""
+        """Name of each dropout layer's tensor of random numbers, and its columns of a batch's numbers."""
         layers = {name: module for name, module in self.template.named_modules() if isinstance(module, Dropout)}
         ends = list(accumulate((layer.features for layer in layers.values()), initial=0))
         return {f"{name}.numbers": slice(*columns) for name, columns in zip(layers, pairwise(ends), strict=True)}
 
     @cached_property
     def dropout_width(self) -> int:
-        """How many numbers a sample needs for dropout."""
+        """Number of random numbers for dropout of a sample."""
         return max((columns.stop for columns in self.dropouts.values()), default=0)
 
     @cached_property
@@ -98,7 +98,7 @@ class Network:
         return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.template.modules())
 
     def stack(self, size: int) -> Tensor:
-        """Return the ``(size, d)`` buffer, with a resident module behind each row."""
+        """Return the ``(size, d)`` buffer; each row holds the parameters of a resident module."""
         if len(self.nets) < size:
             self._flat = torch.empty(size, self.layout.size, device=self.device)
             self.modules = [self._build().to(self.device) for _ in range(size)]
@@ -112,8 +112,8 @@ class Network:
 class LoopedModels:
     """K models of one client as resident modules, differentiated one after the other on each batch.
 
-    ``count`` is K, ``flat`` all parameters ``(P, K, d)`` of the models of P clients, here one; ``parameters`` are what
-    moves in it, tensor by tensor, ``rates`` the factors on their learning rates.
+    ``count`` is K. ``flat`` contains all parameters ``(P, K, d)`` of the models of P = 1 client. ``parameters`` are its
+    trained tensors, and ``rates`` the factors on their learning rates.
     """
 
     def __init__(self, network: Network, work: Train) -> None:
@@ -131,7 +131,7 @@ class LoopedModels:
         for net, resident in zip(self._nets, network.modules, strict=False):
             resident.train(not work.measures)
             for name, module in resident.named_modules():
-                if isinstance(module, nn.modules.batchnorm._NormBase):  # a frozen one keeps its statistics
+                if isinstance(module, nn.modules.batchnorm._NormBase):  # a frozen layer keeps its statistics
                     layer = layer_of.get(f"{name}.running_mean")
                     module.train(not work.measures and layer is not None and work.rates.get(layer, 1.0) != 0)
             for name, tensor in net.tensors.items():
@@ -152,13 +152,13 @@ class LoopedModels:
         self.rates = [work.rates.get(layer_of[name], 1.0) for name in self._names] * len(self._nets)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Cut one vector ``(d,)`` or ``(K, d)`` a client into the shapes of ``parameters``."""
+        """Return the vector ``(d,)`` or ``(K, d)`` of one client in the shapes of ``parameters``."""
         rows = values[0].expand(len(self._nets), -1)
         views = [self.layout.views(row) for row in rows]
         return [view[name] for view in views for name in self._names]
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``, 0 where nothing moves."""
+        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``; other entries are 0."""
         rows = torch.zeros_like(self.flat)
         for number, row in enumerate(rows[0]):
             views = self.layout.views(row)
@@ -169,8 +169,8 @@ class LoopedModels:
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
         if self._closed is not None and not autocasts(batch):
-            one = Batch(batch.x[None], batch.y[None], None if batch.weight is None else batch.weight[None])
-            each = [self._closed.gradients(net.tensors, lambda tensor: tensor[None], one) for net in self._nets]
+            of_client = Batch(batch.x[None], batch.y[None], None if batch.weight is None else batch.weight[None])
+            each = [self._closed.gradients(net.tensors, lambda tensor: tensor[None], of_client) for net in self._nets]
             return torch.stack([loss for loss, _ in each], dim=1), [t[0] for _, slopes in each for t in slopes]
         for layer, columns in self._dropouts:
             layer.numbers = _numbers_of(batch)[:, columns]
@@ -188,28 +188,29 @@ class LoopedModels:
         return torch.stack([torch.linalg.vector_norm(torch.stack(norms)) for norms in each]).unsqueeze(0)
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, those of each model scaled down to an L2 norm that they exceed, or up to it too."""
+        """Return the gradients, with each model's gradient scaled down to an L2 norm, or with ``enlarge`` up to it."""
         resized: list[Tensor] = []
         for number, length in enumerate(self.norms(gradients)[0]):
             resized += torch._foreach_mul(self.of_model(gradients, number), _factor(norm, length, enlarge))
         return resized
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Return what belongs to one of the K models."""
+        """Return the tensors of one of the K models."""
         size = len(self._names)
         return list(tensors[number * size : (number + 1) * size])
 
 
 class StackedModels:
-    """K models of each of P clients, every tensor ``(P, K, ...)`` by itself, differentiated as one computation.
+    """K models of each of P clients, differentiated as one computation.
 
-    It has the attributes and methods of :class:`LoopedModels`.
+    Each tensor of the models is one tensor ``(P, K, ...)``. The class has the attributes and methods of
+    :class:`LoopedModels`.
     """
 
     def __init__(self, network: Network, works: Sequence[Train]) -> None:
         first, starts = works[0], rows_of([work.start for work in works])
         self.layout = network.layout
-        # Cut out of a vector they would lie apart, and each product of matrices would put them together first.
+        # Views of the vectors are not contiguous, and each matrix product would copy them again.
         views = self.layout.views(starts)
         self._tensors = {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
         self._names = trainable_names(self.layout, first.rates)
@@ -219,7 +220,7 @@ class StackedModels:
         self.beside: list[Tensor] = []
         self.statistics: list[Tensor] = []  # a network with buffers is never stacked
         self._module = network.template.train(not first.measures)
-        for module in self._module.modules():  # their statistics are fixed: a network with others is not stacked
+        for module in self._module.modules():  # a stacked network has no running statistics to train
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()
         self._criterion = network.criterion
@@ -229,23 +230,23 @@ class StackedModels:
         fields = (first.notes is None, not self._dropouts)
         batches = Batch(0, 0, 0, *(None if absent else 0 for absent in fields))  # type: ignore[arg-type]
         self.count = starts.shape[1]
-        # A single model needs no axis of its own, which would cost every operation.
+        # A single model has no axis of models, which would slow down every operation.
         models = vmap(self._loss, in_dims=(0, None, None), randomness="error") if self.count > 1 else self._loss
         self._losses = vmap(models, in_dims=(0, batches, 0), randomness="error")
         self._closed = network.closed_form(first)
 
     @property
     def flat(self) -> Tensor:
-        """All parameters ``(P, K, d)``, in memory of their own."""
+        """A copy of all parameters ``(P, K, d)``."""
         return torch.cat([self._tensors[entry.name].flatten(2) for entry in self.layout.entries], dim=-1)
 
     def parts(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Cut P vectors ``(d,)`` or ``(K, d)`` into the shapes of ``parameters``."""
+        """Return P vectors ``(d,)`` or ``(K, d)`` in the shapes of ``parameters``."""
         views = by_tensor(self.layout, rows_of(values, self.count))
         return [views[name] for name in self._names]
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``, 0 where nothing moves."""
+        """Return tensors in the shapes of ``parameters`` as ``(P, K, d)``; other entries are 0."""
         rows = torch.zeros_like(self.flat)
         views = self.layout.views(rows)
         for name, tensor in zip(self._names, tensors, strict=True):
@@ -253,7 +254,7 @@ class StackedModels:
         return rows
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Differentiate the models of the first A clients, to which the batch ``(A, B, ...)`` belongs."""
+        """Differentiate the models of the first A clients on their batch ``(A, B, ...)``."""
         active = len(batch.y)
         if self._closed is not None and not autocasts(batch):
             samples = (batch.x, batch.y) if batch.weight is None else (batch.x, batch.y, batch.weight)
@@ -262,11 +263,11 @@ class StackedModels:
             return losses.view(active, -1), [gradient.view(active, -1, *gradient.shape[1:]) for gradient in slopes]
         tensors = {name: tensor[:active].detach() for name, tensor in self._tensors.items()}
         moving = [tensors[name].requires_grad_() for name in self._names]
-        seen = tensors if self.count > 1 else {name: tensor[:, 0] for name, tensor in tensors.items()}
-        losses = self._losses(seen, batch, {name: value[:active] for name, value in self._context.items()})
-        # The models have nothing in common, so the gradient of the sum holds that of each.
-        found = torch.autograd.grad(losses.sum(), moving, allow_unused=True, materialize_grads=True)
-        return losses.detach().view(active, -1), found
+        models = tensors if self.count > 1 else {name: tensor[:, 0] for name, tensor in tensors.items()}
+        losses = self._losses(models, batch, {name: value[:active] for name, value in self._context.items()})
+        # The models share no parameters, so the gradient of the sum contains the gradient of each loss.
+        gradients = torch.autograd.grad(losses.sum(), moving, allow_unused=True, materialize_grads=True)
+        return losses.detach().view(active, -1), gradients
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
@@ -278,7 +279,7 @@ class StackedModels:
         return [gradient * factor.view(*factor.shape, *[1] * (gradient.dim() - 2)) for gradient in gradients]
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Return what belongs to one of the K models of each client."""
+        """Return the tensors of one of the K models of each client."""
         return [tensor[:, number] for tensor in tensors]
 
     def _loss(self, tensors: Mapping[str, Tensor], batch: Batch, context: Context) -> Tensor:
@@ -291,32 +292,32 @@ Models = LoopedModels | StackedModels
 
 
 def _numbers_of(batch: Batch) -> Tensor:
-    assert batch.numbers is not None  # the trainer has seen to it
+    assert batch.numbers is not None  # the trainer has checked it
     return batch.numbers
 
 
-def _factor(norm: float, found: Tensor, enlarge: bool) -> Tensor:
-    """Return what scales vectors of some norms to another one; one of zeros stays as it is."""
-    factor = norm / found.clamp_min(torch.finfo(found.dtype).tiny)
-    return torch.where(found > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
+def _factor(norm: float, lengths: Tensor, enlarge: bool) -> Tensor:
+    """Return the factors that scale vectors of some lengths to a norm; a zero vector has the factor 1."""
+    factor = norm / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+    return torch.where(lengths > 0, factor, 1.0) if enlarge else factor.clamp(max=1.0)
 
 
 def autocasts(batch: Batch) -> bool:
-    """Tell whether operations on a batch are carried out in another precision than its own."""
+    """Return whether autocast changes the precision of operations on a batch."""
     return torch.is_autocast_enabled(batch.y.device.type)
 
 
 def trainable_names(layout: Layout, rates: Mapping[str, float]) -> list[str]:
-    """Return the names of the tensors that a training moves."""
+    """Return the names of the tensors that a training changes."""
     if unknown := set(rates) - set(layout.layers):
         raise KeyError(f"rates name layers {sorted(unknown)}; the model has {layout.layers}")
     return [e.name for e in layout.entries if e.trainable and rates.get(e.layer, 1.0) != 0.0]
 
 
 def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
-    """Return one ``(d,)`` or ``(K, d)`` a client as ``(P, K, d)``; what all share is not copied.
+    """Return P tensors ``(d,)`` or ``(K, d)``, one for each client, as ``(P, K, d)``; a shared tensor is not copied.
 
-    Where K is given, a single vector stands for all K models.
+    With ``models`` = K a single vector is repeated for all K models.
     """
     models = models or (1 if values[0].dim() == 1 else len(values[0]))
     if is_shared(values) and len(values) > 1:
@@ -325,12 +326,12 @@ def rows_of(values: Sequence[Tensor], models: int | None = None) -> Tensor:
 
 
 def by_tensor(layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Return the tensors ``(P, K, ...)`` of vectors ``(P, K, d)`` by name, each of them without gaps."""
+    """Return the contiguous tensors ``(P, K, ...)`` of vectors ``(P, K, d)`` by name."""
     return {name: view.contiguous() for name, view in layout.views(rows).items()}
 
 
 def _bound(module: nn.Module, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Let a module's parameters and buffers be some views, and return them by name."""
+    """Replace a module's parameters and buffers by views, and return them by name."""
     tensors: dict[str, Tensor] = {}
     for name, view in views.items():
         owner, _, attribute = name.rpartition(".")

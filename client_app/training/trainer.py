@@ -1,8 +1,8 @@
 """Local training and inference, written once for every method.
 
-An objective is a function of (network, batch, context), so the same code trains one model, or K models over a
-stacked axis: one after the other with resident modules, or as one computation under :func:`torch.func.vmap`.
-Several clients are one more axis.
+An objective is a function of (network, batch, context), so the same code trains one model or K models. K models are
+trained in turn with resident modules, or as one stacked computation under :func:`torch.func.vmap`. Several clients are
+one more axis of the computation.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from posy.strategies.settings import TrainSettings
 
 EVALUATION_BATCH = 512
 STACK_BYTES = 2 << 30
-"""Memory of a CPU that stacked models may take."""
+"""Bytes of memory that stacked models may use on a CPU."""
 STACK, STACK_PARAMETERS = 16, 1 << 20
-"""Clients that are stacked on a CPU: so many, or as many as have so many parameters in all, if that is more.
+"""Size of a group of stacked clients on a CPU: 16 clients, or more if their models have at most 2²⁰ parameters in all.
 
-Beyond 16 a step costs a client hardly less. But a process finds its caches cold each time it takes up a group, which
-is most of what small models cost: they come in larger groups, whose parameters still fit into the cache.
+Above 16 clients the cost of a step for each client hardly falls. But each new group starts with cold caches, and this
+is most of the cost of small models. They form larger groups for this reason, whose parameters still fit into the cache.
 """
 SMALL, SMALL_PERCEPTRON = 30_000, 200_000
-"""Parameters up to which a network without convolutions is stacked on a CPU, and a perceptron without autograd."""
+"""Most parameters of a stacked network on a CPU: one without convolutions, and one with gradients in closed form."""
 
 
 class Trainer:
-    """Carries out :class:`Train` and :class:`Forward` on a device."""
+    """Runs :class:`Train` and :class:`Forward` requests on a device."""
 
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:
         self.settings = settings
@@ -44,13 +44,22 @@ class Trainer:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.precision == "tf32"
         self._graphs = Graphs(device) if device.type == "cuda" else None
         self.interrupted = Event()
-        """Set from another thread to end all training at the next step."""
+        """Set by another thread to stop all training at the next step."""
 
     def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:
-        """Tell whether so many models are trained as one stacked computation, in a training that may be known.
+        """Return whether a number of models is trained as one stacked computation.
 
         The setting ``stack`` decides. `auto` stacks on a GPU; on a CPU it stacks small networks without
-        convolutions, whose time goes into calls rather than arithmetic.
+        convolutions, which spend their time in calls rather than arithmetic.
+
+        Parameters
+        ----------
+        network : Network
+            The network of all models.
+        models : int
+            Number of models.
+        work : Train, optional
+            The training, to check whether its gradients have a closed form; None: assume the default objective.
         """
         if models < 2 or network.has_buffers or self.settings.stack == "loop":
             return False
@@ -60,10 +69,10 @@ class Trainer:
         return not network.convolves and network.size <= (SMALL_PERCEPTRON if closed else SMALL)
 
     def together(self, network: Network, clients: int) -> int:
-        """Return how many of some clients advance together: on a CPU no more than it takes to make stacking pay.
+        """Return the number of clients in a stack, at most ``clients``; on a CPU a larger stack would not be faster.
 
-        There more than two clients make two groups or more, for as many cores; how many cores there are must not decide
-        it, as stacks of other sizes round otherwise.
+        On a CPU more than two clients form at least two stacks, for two cores. The number of cores cannot decide the
+        size of a stack, because stacks of different sizes round differently.
         """
         most = self.capacity(network)
         if self.device.type == "cuda":
@@ -71,84 +80,83 @@ class Trainer:
         return min(most, max(STACK, STACK_PARAMETERS // network.size), max(2, -(-clients // 2)))
 
     def capacity(self, network: Network) -> int:
-        """Return how many models of a network may be trained at once, by the memory that there is for them.
+        """Return the number of models of a network that fit into memory at the same time.
 
-        An estimate: parameters, gradients, momentum, anchor and result, and as much again for activations.
+        The estimate covers parameters, gradients, momentum, anchor and result, and the same amount for activations.
         """
         free = STACK_BYTES
-        if self.device.type == "cuda":  # what PyTorch holds from earlier rounds, but does not use, is free to it
-            held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            free = torch.cuda.mem_get_info(self.device)[0] + held
+        if self.device.type == "cuda":  # PyTorch can reuse the memory that it has reserved and not allocated
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] + unused
         return max(1, int(0.8 * free) // (10 * 4 * network.size))
 
     def train(self, job: Job, network: Network) -> Trained:
-        """Run one client's local SGD, or raise :class:`TrainingDivergedError` if it leaves the finite numbers."""
+        """Run one client's local SGD, or raise :class:`TrainingDivergedError` if its numbers are not finite."""
         (result,) = self.train_together([job], network)
         if isinstance(result, TrainingDivergedError):
             raise result
         return result
 
     def train_together(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Run the local SGD of several clients, every one with the steps that it would take alone.
+        """Run the local SGD of several clients, each with the same steps as alone.
 
-        All jobs are of one :attr:`Train.kind` and one learning rate; more than one are a stacked computation.
+        All jobs have the same :attr:`Train.kind` and learning rate. Two or more jobs are one stacked computation.
 
         Raises
         ------
         ValueError
             If a client has no batch to train on, or no random numbers for a network with dropout.
         TrainingInterruptedError
-            If :attr:`interrupted` is set meanwhile.
+            If :attr:`interrupted` is set during the training.
         """
         for job in jobs:
             if job.samples.y.shape[0] < network.smallest_batch:
                 raise ValueError(
-                    f"no mini-batch to train on: {job.samples.y.shape[0]} samples, and BatchNorm needs two in a batch"
+                    f"no mini-batch to train on: the client has {job.samples.y.shape[0]} samples, and BatchNorm needs "
+                    "two in a batch; give each client more samples"
                 )
             if network.dropout_width and job.dropout is None and not job.work.measures:
-                raise ValueError(
-                    "a network with dropout needs random numbers that tell what is dropped: there are none"
-                )
+                raise ValueError("the network has dropout, but the job has no random numbers for it (Job.dropout)")
         if jobs[0].models:
-            return self._train_apart(jobs, network)
+            return self._train_separately(jobs, network)
         single = jobs[0].work.start.dim() == 1
         shares = [self.share(job, network.smallest_batch) for job in jobs]
         models: Models
         schedule: Share | Schedule
         if len(jobs) > 1 or self.stacks(network, 1 if single else len(jobs[0].work.start), jobs[0].work):
             schedule = Schedule(shares)
-            places = schedule.order
-            models = StackedModels(network, [jobs[place].work for place in places])
+            order = schedule.order
+            models = StackedModels(network, [jobs[index].work for index in order])
         else:
-            schedule, places = shares[0], [0]
+            schedule, order = shares[0], [0]
             models = LoopedModels(network, jobs[0].work)
-        ordered = [jobs[place] for place in places]
+        ordered = [jobs[index] for index in order]
         optimiser = Optimiser(self.settings, models, ordered)
         loss = self._run(network, models, ordered, schedule, optimiser) / schedule.seen
-        flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # which joins them anew
+        flat = models.flat.clone() if isinstance(models, LoopedModels) else models.flat  # a new tensor
         finite = (torch.isfinite(loss) & torch.isfinite(flat.sum(dim=-1))).all(dim=1).tolist()
         results: list[Any] = [None] * len(jobs)
-        kept = [flat, loss]
+        outcome = [flat, loss]
         if models.beside:
             with torch.no_grad():
-                kept.append(flat + models.joined(torch._foreach_sub(models.beside, models.parameters)))
-        own = [(t[:, 0] if single else t).unbind() for t in kept]
-        for row, (place, *trained) in enumerate(zip(places, *own, strict=True)):
-            results[place] = Trained(*trained)
+                outcome.append(flat + models.joined(torch._foreach_sub(models.beside, models.parameters)))
+        of_jobs = [(t[:, 0] if single else t).unbind() for t in outcome]
+        for row, (index, *trained) in enumerate(zip(order, *of_jobs, strict=True)):
+            results[index] = Trained(*trained)
             if not finite[row]:
-                results[place] = TrainingDivergedError(
+                results[index] = TrainingDivergedError(
                     f"training diverged: the loss of the last epoch is {loss[row].tolist()}; "
-                    f"a smaller lr than {jobs[place].lr:g} may help"
+                    f"a smaller lr than {jobs[index].lr:g} may help"
                 )
         if jobs[0].moments is not None:
-            rows = zip(ordered, places, optimiser.moments(models, single), finite, strict=True)
-            for job, place, later, good in rows:
-                if good and job.moments is not None:
-                    job.moments.follow(shares[place].steps, *later)
+            rows = zip(ordered, order, optimiser.moments(models, single), finite, strict=True)
+            for job, index, means, is_finite in rows:
+                if is_finite and job.moments is not None:
+                    job.moments.follow(shares[index].steps, *means)
         return results
 
-    def _train_apart(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
-        """Train K models of each client over batches of their own: as many trainings of one model."""
+    def _train_separately(self, jobs: Sequence[Job], network: Network) -> list[Trained | TrainingDivergedError]:
+        """Train K models of each client over separate batches, as K trainings of one model."""
         count = len(jobs[0].models)
         singles = [single for job in jobs for single in job.models]
         stacked = len(jobs) > 1 or self.stacks(network, count, jobs[0].work)
@@ -169,13 +177,13 @@ class Trainer:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.precision != "bfloat16":
             return nullcontext()
-        # Without its cache, which a step has no use for: one that is not cleared holds weights of earlier steps.
+        # A step does not reuse autocast's cache, which would keep the weights of earlier steps until it is cleared.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def _run(
         self, network: Network, models: Models, jobs: Sequence[Job], schedule: Share | Schedule, optimiser: Optimiser
     ) -> Tensor:
-        """Train and return the summed losses ``(P, K)`` of the last epoch."""
+        """Train all steps, and return the sums ``(P, K)`` of the losses in the last epoch."""
         total = torch.zeros(len(jobs), models.count, device=self.device)
         work = jobs[0].work
 
@@ -187,21 +195,21 @@ class Trainer:
                 rows = total[: len(losses)]
                 rows.addcmul_(losses, counted) if isinstance(counted, Tensor) else rows.add_(losses, alpha=counted)
 
-        def go_on() -> None:
+        def check_interrupted() -> None:
             if self.interrupted.is_set():
-                raise TrainingInterruptedError("local training was told to stop")
+                raise TrainingInterruptedError("local training was interrupted")
 
         if self._graphs is not None and isinstance(schedule, Schedule) and optimiser.is_repeatable:
             kind = (work.kind, network)
-            self._graphs.carry_out(kind, schedule.runs(), lambda *place: step(*schedule.at(*place)), go_on)
+            self._graphs.carry_out(kind, schedule.runs(), lambda *index: step(*schedule.at(*index)), check_interrupted)
             return total
         for batch, counted in schedule:
             step(batch, counted)
-            go_on()
+            check_interrupted()
         return total
 
     def share(self, job: Job, smallest: int = 1) -> Share:
-        """Return a job's passes over its samples, as many as the job or the settings ask for."""
+        """Return the batches of a job: epochs or steps of the job, by default of the settings."""
         work, size = job.work, self.settings.batch_size
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
@@ -221,15 +229,16 @@ class Trainer:
     def forward_together(self, works: Sequence[Forward], network: Network, samples: Sequence[Samples]) -> list[Any]:
         """Return the outputs for several clients.
 
-        Where all have the same parameters, their samples are one sequence; else the models, of one shape,
-        are one stacked computation.
+        If all clients have the same parameters, their samples are one sequence. Otherwise the models, which have the
+        same shape, are one stacked computation.
         """
         with self._autocast():
-            if is_shared([work.parameters for work in works]):  # requests of one kind: all with features, or none
+            if is_shared([work.parameters for work in works]):  # all requests have the same ``features``
                 inputs = samples[0].x if len(samples) == 1 else torch.cat([each.x for each in samples])
                 lengths = [len(each.y) for each in samples]
                 outputs = self._forward_alone(works[0], network, inputs)
-                results = [list(own) for own in zip(*(torch.split(t, lengths, dim=-2) for t in outputs), strict=True)]
+                pieces = (torch.split(t, lengths, dim=-2) for t in outputs)
+                results = [list(of_client) for of_client in zip(*pieces, strict=True)]
             else:
                 results = self._forward_stacked(works, network, samples)
         return [result[0].float() if len(result) == 1 else tuple(t.float() for t in result) for result in results]
@@ -269,17 +278,17 @@ class Trainer:
             active = int((counts > begin).sum())
             columns = torch.arange(begin, min(begin + width, int(counts[0])))
             index = starts[:active, None] + torch.minimum(columns[None, :], counts[:active, None] - 1)
-            own = {name: tensor[:active] for name, tensor in tensors.items()}
-            result = _tuple(compute(own, inputs[index.to(inputs.device)]))
-            for place in range(active):
-                held = min(int(counts[place]) - begin, width)
-                pieces[order[place]].append([t[place, :, :held] for t in result])
-        # A client without samples has outputs of no rows, like those of the others.
-        nothing = [t[:, :0] for t in pieces[order[0]][0]]
-        joined = [[torch.cat(column, dim=1) for column in zip(*(own or [nothing]), strict=True)] for own in pieces]
-        return [[t[0] for t in own] for own in joined] if single else joined
+            of_active = {name: tensor[:active] for name, tensor in tensors.items()}
+            result = _tuple(compute(of_active, inputs[index.to(inputs.device)]))
+            for row in range(active):
+                valid = min(int(counts[row]) - begin, width)
+                pieces[order[row]].append([t[row, :, :valid] for t in result])
+        # A client without samples has outputs without rows.
+        empty = [t[:, :0] for t in pieces[order[0]][0]]
+        joined = [[torch.cat(column, dim=1) for column in zip(*(client or [empty]), strict=True)] for client in pieces]
+        return [[t[0] for t in client] for client in joined] if single else joined
 
 
 def _tuple(output: Any) -> tuple[Tensor, ...]:
-    """Return the outputs of a network, of which most have one."""
+    """Return the outputs of a network as a tuple."""
     return output if isinstance(output, tuple) else (output,)

@@ -1,4 +1,4 @@
-"""What a method may ask for: trainings and outputs."""
+"""The requests of a method: local trainings and outputs of networks."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,32 +14,32 @@ from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Sam
 Split = Literal["train", "test", "validation"]
 V = TypeVar("V", Tensor, Tensor | None)
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""From logits ``(B, C)`` and labels ``(B,)`` to the loss of each sample ``(B,)``."""
+"""A function of logits ``(B, C)`` and labels ``(B,)`` that returns the loss of each sample ``(B,)``."""
 
 
 class TrainingDivergedError(ArithmeticError):
-    """Local training left the range of finite numbers."""
+    """Local training produced NaN or infinite numbers."""
 
 
 class TrainingInterruptedError(Exception):
-    """Local training was told to stop."""
+    """Local training was interrupted from another thread."""
 
 
 @dataclass(frozen=True)
 class Net:
-    """What an objective sees of a model: its outputs for a batch, ``net(x)``, and its tensors, ``net[name]``."""
+    """A model as an objective uses it: ``net(x)`` returns its outputs for a batch, and ``net[name]`` a tensor."""
 
     module: nn.Module
     tensors: Mapping[str, Tensor]
     resident: bool = False
-    """Whether the tensors are the module's own."""
+    """Whether ``tensors`` are the parameters and buffers of the module itself."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    """The batch's numbers for dropout, by name, where they are not the module's own."""
+    """The batch's random numbers for dropout, by name, if they are not buffers of the module."""
     criterion: Criterion | None = None
-    """What is minimised for each sample, in place of the cross-entropy."""
+    """The loss of each sample; None: the cross-entropy."""
 
     def __call__(self, x: Tensor, *options: Any) -> Any:
-        """Return the outputs for a batch of inputs; the options are those of the module's ``forward``."""
+        """Return the outputs for a batch of inputs; ``options`` are further arguments of the module's ``forward``."""
         if self.resident:
             return self.module(x, *options)
         return functional_call(self.module, {**self.tensors, **self.numbers}, (x, *options))
@@ -48,18 +48,18 @@ class Net:
         return self.tensors[name]
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the head sees of a batch ``(B, D)``, and the logits ``(B, C)``."""
-        seen, logits = self(x, True)
-        return seen, logits
+        """Return the head's inputs ``(B, D)`` for a batch, and the logits ``(B, C)``."""
+        embedded, logits = self(x, True)
+        return embedded, logits
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the (weighted) mean over a batch of what the run minimises for each sample."""
+        """Return the (weighted) mean of the run's loss over a batch."""
         if self.criterion is None:
             return cross_entropy(logits, batch)
         return mean_over(self.criterion(logits, batch.y), batch)
 
     def at(self, tensors: Mapping[str, Tensor]) -> "Net":
-        """Return the same network with other tensors, which may be functions of this one's."""
+        """Return the same network with other tensors, which may be functions of this network's tensors."""
         return Net(self.module, tensors, numbers=self.numbers, criterion=self.criterion)
 
 
@@ -75,23 +75,23 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def mean_over(values: Tensor, batch: Batch) -> Tensor:
-    """Return the (weighted) mean of what the samples of a batch have come to ``(B,)``."""
+    """Return the (weighted) mean of the per-sample values ``(B,)`` of a batch."""
     return (values if batch.weight is None else values * batch.weight).mean()
 
 
 def classification(net: Net, batch: Batch, context: Context) -> Tensor:
-    """Return the plain objective: the loss of the labels, which is the cross-entropy unless the run says otherwise."""
+    """Return the default objective: the mean loss of the labels, by default the cross-entropy."""
     return net.loss(net(batch.x), batch)
 
 
 class Models(Protocol):
-    """The models that are trained, as a rule sees them: K of each of P clients."""
+    """The models in training, as a rule uses them: K models of each of P clients."""
 
     parameters: list[Tensor]
     beside: list[Tensor]
-    """What a rule keeps from batch to batch, in the shapes of ``parameters``; empty at first."""
+    """Tensors that a rule updates from batch to batch, in the shapes of ``parameters``; empty at first."""
     statistics: list[Tensor]
-    """BatchNorm's running statistics, which a forward pass changes in place; empty where there are none."""
+    """BatchNorm's running statistics, which a forward pass changes in place; empty in a network without BatchNorm."""
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the losses ``(P, K)`` of a batch and the gradients, in the shapes of ``parameters``."""
@@ -100,24 +100,24 @@ class Models(Protocol):
         """Return the L2 norms ``(P, K)`` of the models' gradients."""
 
     def resized(self, gradients: Sequence[Tensor], norm: float, *, enlarge: bool = False) -> list[Tensor]:
-        """Return the gradients, each model's scaled down to an L2 norm, or up too."""
+        """Return the gradients, with each model's gradient scaled down to an L2 norm, or with ``enlarge`` up to it."""
 
     def of_model(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Return what belongs to one of the K models of each client."""
+        """Return the tensors of one of the K models of each client."""
 
 
 class Rule(Protocol):
-    """What a step descends along, where it is not the gradient at the parameters; hashable."""
+    """A step direction other than the gradient at the parameters; hashable."""
 
     regularises: ClassVar[bool]
-    """Whether the rule itself applies ``weight-decay`` and ``max-grad-norm``, in place of the optimiser."""
+    """Whether the rule, not the optimiser, applies ``weight-decay`` and ``max-grad-norm``."""
 
     def gradients(self, models: Models, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return what :meth:`Models.gradients` returns; the parameters are as they were."""
+        """Return losses and directions in the form of :meth:`Models.gradients`; the parameters do not change."""
 
 
 class Pull(NamedTuple):
-    """A proximal term ``strength / 2 * ||w - anchor||^2``; its gradient is added in closed form."""
+    """A proximal term ``strength / 2 * ||w - anchor||^2``, whose gradient is added in closed form."""
 
     anchor: Tensor
     strength: float
@@ -125,14 +125,14 @@ class Pull(NamedTuple):
 
 @dataclass
 class Train:
-    """Local SGD from a start, one model ``(d,)`` or K models ``(K, d)``, over the same batches or each over its own.
+    """A request for local SGD on one model ``(d,)`` or on K models ``(K, d)``.
 
-    ``objective(net, batch, context)`` is differentiated by the parameters of ``net``; the context is constant. With
-    ``resample`` samples are drawn in proportion to their weights, with replacement, instead of weighting their losses:
-    the same objective on average, without steps as large as the largest weight.
+    ``objective(net, batch, context)`` is differentiated with respect to the parameters of ``net``; the context is
+    constant. With ``resample`` samples are drawn in proportion to their weights, with replacement, instead of weighting
+    their losses. The expected objective is the same, and no step is as large as the largest weight.
     """
 
-    start: Tensor  # never changed
+    start: Tensor  # not changed by the training
     objective: Objective = classification
     context: Context = field(default_factory=dict)
     sample_weight: Tensor | None = None  # (n,)
@@ -140,22 +140,22 @@ class Train:
     pull: Pull | None = None
     rule: Rule | None = None  # of posy.client_app.training.rules; None: the gradient
     offset: Tensor | None = None  # (d,), added to each gradient
-    notes: Tensor | None = None  # (n, ...), constants that go with the samples: the objective's ``batch.notes``
-    bounds: tuple[float, float] | None = None  # between which the parameters are kept
+    notes: Tensor | None = None  # (n, ...), constants of the samples: the objective's ``batch.notes``
+    bounds: tuple[float, float] | None = None  # lower and upper bound of the parameters
     plain: bool = False  # without the settings momentum, weight-decay and max-grad-norm
-    measures: bool = False  # in evaluation mode, without augmentation, dropout and class weights; no sample is counted
-    rates: Mapping[str, float] = field(default_factory=dict)  # factors on the learning rate by layer, else 1; 0 freezes
+    measures: bool = False  # evaluation mode without augmentation, dropout, class weights and count of samples
+    rates: Mapping[str, float] = field(default_factory=dict)  # factors on the learning rate by layer; 0 freezes
     mask: Tensor | None = None  # (d,) 0/1; parameters whose entry is 0 do not move
     epochs: int | None = None  # instead of the setting local-epochs
     steps: int | None = None  # instead of the setting local-steps
-    lr: float | None = None  # instead of the round's
+    lr: float | None = None  # instead of the round's learning rate
     network: Any = None  # which of the client's networks to train
-    stream: int = 0  # distinguishes several trainings of one round, which then see different batches
-    own_batches: bool = False  # each of K models sees batches in an order of its own
+    stream: int = 0  # number of the training in the round; it decides the random order of the batches
+    own_batches: bool = False  # whether each of K models has a separate order of batches
 
     @property
     def kind(self) -> Hashable:
-        """What must be equal in trainings that are one computation, besides network and learning rate."""
+        """Key of trainings that can be one stacked computation, if they also share network and learning rate."""
         return (
             self.objective,
             self.start.shape,
@@ -168,20 +168,20 @@ class Train:
         )
 
     def of_model(self, number: int) -> "Train":
-        """Return the training of one of K models by itself."""
+        """Return the training of one of K models alone."""
 
-        def own(values: V) -> V:
+        def row(values: V) -> V:
             return values[number] if isinstance(values, Tensor) and values.dim() > 1 else values
 
-        pull = self.pull and Pull(own(self.pull.anchor), self.pull.strength)
-        start, offset, mask = own(self.start), own(self.offset), own(self.mask)
+        pull = self.pull and Pull(row(self.pull.anchor), self.pull.strength)
+        start, offset, mask = row(self.start), row(self.offset), row(self.mask)
         return replace(self, start=start, pull=pull, offset=offset, mask=mask, own_batches=False)
 
 
 class Trained(NamedTuple):
-    """Result of :class:`Train`: parameters like ``start``, mean loss of the last epoch ``()`` or ``(K,)``.
+    """Result of :class:`Train`: parameters in the shape of ``start``, mean loss of the last epoch ``()`` or ``(K,)``.
 
-    ``beside`` are the parameters that a rule has kept beside them, else None.
+    ``beside`` is the second set of parameters that some rules update; None for other trainings.
     """
 
     parameters: Tensor
@@ -191,9 +191,9 @@ class Trained(NamedTuple):
 
 @dataclass
 class Forward:
-    """Outputs of one model ``(d,)`` or K models ``(K, d)`` on a split: ``(n, C)`` or ``(K, n, C)``.
+    """A request for the outputs of one model ``(d,)`` or K models ``(K, d)`` on a split: ``(n, C)`` or ``(K, n, C)``.
 
-    With ``features`` what the head sees, ``(n, D)`` or ``(K, n, D)``, comes before them.
+    With ``features`` the head's inputs, ``(n, D)`` or ``(K, n, D)``, precede the outputs.
     """
 
     parameters: Tensor
@@ -204,10 +204,10 @@ class Forward:
 
 @dataclass
 class Moments:
-    """What an optimiser goes on with in the next round: steps taken, and means of gradients and of their squares.
+    """State of an optimiser between rounds: number of steps, mean of gradients and mean of their squares.
 
-    Both are like the parameters that were trained, ``(d,)`` or ``(K, d)``, or None before the first step; SGD has no
-    mean of squares. A training that ends well puts its own in their place.
+    Both means have the shape of the trained parameters, ``(d,)`` or ``(K, d)``, and are None before the first step. SGD
+    has no mean of squares. A training that ends with finite numbers replaces the state.
     """
 
     steps: int = 0
@@ -215,16 +215,16 @@ class Moments:
     squares: Tensor | None = None
 
     def follow(self, steps: int, means: Tensor | None, squares: Tensor | None) -> None:
-        """Take over what a training of some steps has left."""
+        """Add the steps of a training and replace the means."""
         self.steps, self.means, self.squares = self.steps + steps, means, squares
 
 
 class Job(NamedTuple):
     """One client's local training.
 
-    The generator draws the order of the samples, on the CPU, so that every device sees the same batches; the
-    augmentation and the dropout have their own. Where each of K models has batches of its own, ``models`` holds a job
-    for each.
+    The generator draws the order of the samples on the CPU, so that every device uses the same batches. Augmentation
+    and dropout have separate generators. With ``own_batches`` of the work, ``models`` contains a job for each of the K
+    models.
     """
 
     work: Train
@@ -233,6 +233,6 @@ class Job(NamedTuple):
     lr: float
     augment: Augment | None = None
     dropout: DropoutNumbers | None = None
-    class_weight: Tensor | None = None  # (n,), of each sample by its class
+    class_weight: Tensor | None = None  # (n,), the class weight of each sample
     models: tuple["Job", ...] = ()
-    moments: Moments | None = None  # None: the optimiser begins afresh
+    moments: Moments | None = None  # None: a fresh optimiser, whose state is not stored
