@@ -111,7 +111,7 @@ def test_node_config_is_handed_on(words: list[str], told: str) -> None:
 
 
 def test_node_config_must_be_key_and_value() -> None:
-    with pytest.raises(SettingsError, match="'partition-id': node config is given as key=value"):
+    with pytest.raises(SettingsError, match="'partition-id': node config has the form key=value"):
         node_config(["partition-id"])
 
 
@@ -172,7 +172,7 @@ def test_nodes_of_one_command_share_out_the_partitions() -> None:
     assert node_configs(["data=/srv/{name}"], names) == [[f"data=/srv/{name}"] for name in names]
     assert node_configs(["data=/srv", "partition-id=4", *shared], names)[2][0] == "partition-id=6"
     for words in (["partition-id=25"], ["partition-id=x", "num-partitions=50"]):
-        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes: it must be a number"):
+        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes: it must be the partition number"):
             node_configs(words, names)
 
 

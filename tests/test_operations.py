@@ -108,7 +108,7 @@ def test_status_tells_what_goes_on(going: Sites) -> None:
     assert "free disk for the state" in seen
     assert str(going.folder / "runs") in seen
     elsewhere = going.posy("status", *going.where, "--state", "nowhere").stdout
-    assert "is known on the SuperLink's machine" in elsewhere
+    assert "--state nowhere holds no SuperLink's state" in elsewhere
     assert " 1.39." not in elsewhere
 
 
@@ -147,8 +147,8 @@ def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
     renewed = going.documented("certificates certificates site-a --renew")
     assert renewed.split() == ["certificates/site-a.key", "certificates/site-a.pub"]
     register = "register --renew certificates/site-a.pub"
-    assert "beside the old" in going.documented(register)
-    with pytest.raises(LaunchError, match="keeps its old key: its node was not online with the new one"):
+    assert "both keys are valid" in going.documented(register)
+    with pytest.raises(LaunchError, match="keeps its old key: its node was not online with the new key"):
         going.documented(register)
     seen = len(going.rounds("long"))
     going.until(lambda: going.whole_after("long", seen), "run-long", MOST)  # with the old key
@@ -160,7 +160,7 @@ def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
     seen = len(going.rounds("long"))
     going.until(lambda: going.whole_after("long", seen + 1), "run-long", MOST)
     assert "site-a (client 0) is back" in going.log("run-long")
-    assert "has its new key only" in going.documented(register)
+    assert "has only its new key" in going.documented(register)
     [old] = (going.folder / "certificates").glob("site-a.key.*")
     where = ["--superlink", going.fleet, "--root-certificates", str(going.ca)]
     with pytest.raises(LaunchError, match=rf"{old.name} is not registered"):
