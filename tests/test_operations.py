@@ -174,7 +174,7 @@ def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
 
 def test_a_lost_state_is_restored_and_the_run_resumed(going: Sites) -> None:
     going.documented("backup state.backup")
-    with pytest.raises(LaunchError, match=r"a SuperLink is at work with it \(process [0-9, ]+\): kill"):
+    with pytest.raises(LaunchError, match=r"a running SuperLink uses it \(process [0-9, ]+\): kill"):
         going.documented("restore state.backup")
     superlink = going.processes["superlink"]
     ours = children(superlink.pid)
