@@ -56,7 +56,9 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
 
 def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path) -> None:
     for host in ("", "a b", "ä.example", "server:9092"):
-        with pytest.raises(SettingsError, match=r"--host .*: it must be an IP address or a name such as server\.example\.org"):
+        with pytest.raises(
+            SettingsError, match=r"--host .*: it must be an IP address or a name such as server\.example\.org"
+        ):
             make_certificates(tmp_path / "none", [host], [], 1)
     assert not (tmp_path / "none").exists()
     make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1)
