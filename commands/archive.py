@@ -1,7 +1,7 @@
-"""What a table needs of its finished runs, in one file that can be carried elsewhere: ``cells.jsonl.gz``.
+"""The archive of a table's finished runs, in one portable file: ``cells.jsonl.gz``.
 
-A line for each run holds its settings, machine, summary, and the clients in the last round. A table that finds it does
-not run these cells again.
+One line per run holds its settings, machine, summary, and the clients' results in the last round. ``posy table`` does
+not repeat the runs in the archive.
 """
 
 import csv
@@ -26,9 +26,9 @@ from posy.yaml12 import dump, read_yaml
 
 FILE = "cells.jsonl.gz"
 KEPT = "kept.json"
-"""File in the directory of a run with what else was kept of it."""
+"""File in a run's directory with further recorded numbers (see :mod:`posy.commands.papers.record`)."""
 ENDED = ("completed", "diverged")
-"""Status of a run that is not done again: one that has diverged would do so again."""
+"""Status of a run that is not repeated. A diverged run would diverge again."""
 
 
 class Place(Protocol):
@@ -43,19 +43,19 @@ class Place(Protocol):
         """Directory of its run."""
 
     def summary(self, *status: str) -> dict[str, Any] | None:
-        """Return the summary of its run if that has ended so, with these very settings."""
+        """Return the summary of its run if the run has the same settings and one of the statuses, else None."""
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Tell whether a run had these very settings."""
+        """Return whether a run had the same settings."""
 
 
 P = TypeVar("P", bound=Place)
 
 
 def restore(folder: Path, cells: Iterable[P]) -> list[P]:
-    """Write the files of the cells that have no run here and stand in the archive of a folder.
+    """Write the files of cells that have no run here from a folder's archive.
 
-    Return the cells that still have none. A run that is under way is left alone, and its cell is not among them.
+    Return the cells that still have no run. Skip running cells, which are not in the returned list.
     """
     lines, lacking = read(folder), []
     for cell in cells:
@@ -70,15 +70,18 @@ def restore(folder: Path, cells: Iterable[P]) -> list[P]:
 
 
 def clear(path: Path) -> None:
-    """Delete an unfinished run; set a finished one with other settings aside.
+    """Delete an unfinished run, or rename a finished run.
 
-    What is no run raises :class:`SettingsError`.
+    Raises
+    ------
+    SettingsError
+        If the directory holds files that do not belong to a run.
     """
     if not path.exists():
         return
     unknown = {item.name for item in path.iterdir()} - {"config.yaml", "models", "figures"}
     if unknown and not (path / "summary.json").exists():
-        raise SettingsError(f"{path} is in the way: {', '.join(sorted(unknown))} in it is no run's")
+        raise SettingsError(f"{path} is not a run: it holds {', '.join(sorted(unknown))}; move it away")
     if read_summary(path).get("status") == "completed":
         path.rename(path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}"))
     else:
@@ -86,7 +89,7 @@ def clear(path: Path) -> None:
 
 
 def write(path: Path, line: Mapping[str, Any]) -> None:
-    """Write the files of a run from its line in an archive; see :func:`clear` for one that lies there."""
+    """Write the files of a run from its line in an archive; :func:`clear` treats an existing run."""
     clear(path)
     path.mkdir(parents=True)
     text = io.StringIO()
@@ -102,13 +105,13 @@ def write(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def store(folder: Path, cells: Iterable[Place]) -> None:
-    """Write the archive of some cells, whose runs have finished, in their order."""
-    content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # the same cells are the same file
+    """Write the archive of cells with finished runs, in their order."""
+    content = gzip.compress(b"".join(map(_line, cells)), mtime=0)  # the same cells give the same bytes
     replace(folder / FILE, lambda temporary: temporary.write_bytes(content))
 
 
 def add(folder: Path, cell: Place) -> None:
-    """Append a cell, so that it is kept if the table is interrupted."""
+    """Append a cell to the archive, which then survives an interruption of the table."""
     with (folder / FILE).open("ab") as file:
         file.write(gzip.compress(_line(cell), mtime=0))
 
@@ -118,7 +121,7 @@ def _line(cell: Place) -> bytes:
     rows = client_rows(cell.path, summary["rounds"])
     config = read_yaml(cell.path / "config.yaml")
     config["settings"] = current_keys(config["settings"])
-    # Where and how it was carried out is of no use elsewhere.
+    # Settings that do not decide the results, such as paths, mean nothing on another machine.
     matter = {key for key, setting in declared_for(config["settings"]).items() if setting.decides}
     config["settings"] = {key: value for key, value in config["settings"].items() if key in matter}
     for entry in config.get("resumed", []):
@@ -131,14 +134,14 @@ def _line(cell: Place) -> bytes:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of an archive by the names of their cells; of several for one the last.
+    """Return the last line of each cell of an archive, by the name of the cell.
 
-    What a process that was stopped while it wrote has left is passed over.
+    Ignore an incomplete line, which a stopped process leaves behind.
     """
-    found: dict[str, dict[str, Any]] = {}
+    last_lines: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error), gzip.open(folder / FILE) as file:
         for text in file:
             with suppress(ValueError, LookupError, TypeError):
                 line = json.loads(text)
-                found[line["name"]] = line
-    return found
+                last_lines[line["name"]] = line
+    return last_lines

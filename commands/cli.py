@@ -1,4 +1,4 @@
-"""The `posy` command: runs, tables of runs, and lists of what there is to choose from."""
+"""The `posy` command: runs, tables of runs, and lists of settings, methods and data sets."""
 
 import ast
 import importlib.util
@@ -29,13 +29,13 @@ from posy.strategies.registry import declared, groups, parse_words, read_setting
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""Wrong use of a command. Older versions of Typer import it from click, and newer versions bring a copy of click."""
+"""Wrong use of a command. Older versions of Typer import it from click. Newer versions include a copy of click."""
 WRONG_USE = 2
-"""Exit status where a command or a setting is wrong."""
+"""Exit status for a wrong command or a wrong setting."""
 WHERE = "the command line"
-"""Where settings come from that are typed, as messages say it."""
+"""Source that error messages name for typed settings."""
 
-typer.core.HAS_RICH = False  # plain help: typer escapes brackets in it (`\\[default: 1]`) wherever rich is installed
+typer.core.HAS_RICH = False  # plain help: with rich installed, Typer escapes brackets (`\\[default: 1]`)
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
@@ -45,13 +45,13 @@ examples:
   posy run                                           FedFew on scikit-learn's digits
   posy run method=ppfe dataset=mnist num-clients=20
   posy run ppfe-cifar10-s2 data-dir=datasets         a paper's setting (papers/ppfe/settings/)
-  posy settings fedfew                               what can be set
-  posy COMMAND --help                                more about a command""",
+  posy settings fedfew                               the settings of a method
+  posy COMMAND --help                                the help of a command""",
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out a command and return the exit status: 0, 1 (failed), 2 (wrong use or settings), 130 (interrupted)."""
+    """Run a command and return its exit status: 0, 1 (failed), 2 (wrong use or settings) or 130 (interrupted)."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = typer.main.get_command(app)
     assert isinstance(command, typer.core.TyperGroup)
@@ -71,13 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_version(wanted: bool) -> None:
-    """Show the versions of what runs, without importing it."""
+    """Print the versions of Posy, Flower, PyTorch and Python. Import none of them."""
     if wanted:
         file = APP / "pyproject.toml"
-        own = (
+        posy_version = (
             tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"] if file.is_file() else version("posy")
         )
-        print(f"posy {own} (flwr {version('flwr')}, torch {version('torch')}, Python {sys.version.partition(' ')[0]})")
+        flower, torch, python = version("flwr"), version("torch"), sys.version.partition(" ")[0]
+        print(f"posy {posy_version} (flwr {flower}, torch {torch}, Python {python})")
         raise typer.Exit
 
 
@@ -95,60 +96,63 @@ def posy(
 examples:
   posy run num-server-rounds=5
   posy run method=fedavg dataset=mnist partition=classes classes-per-client=2 num-clients=20
-  posy run fedfew-agnews method=fedavg                             an experiment with another method
-  posy run my.yaml lr=0.01 seed=1                                  settings over those of a file
-  posy run resume=my-run                                           go on with runs/my-run
-  posy run --superlink localhost:8000 dataset=sites num-clients=3  on the nodes of a federation"""
+  posy run fedfew-agnews method=fedavg                             a file of settings, another method
+  posy run my.yaml lr=0.01 seed=1                                  override settings of a file
+  posy run resume=my-run                                           resume runs/my-run
+  posy run --superlink localhost:8000 dataset=sites num-clients=3  run on the nodes of a federation"""
 )
 def run(
     settings: Annotated[list[str] | None, typer.Argument(metavar="[EXPERIMENT] [key=value]...")] = None,
     superlink: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="A SuperLink to submit the run to.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Submit the run to this SuperLink (its --control address).")
     ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
     verbose: Verbose = False,
 ) -> int:
-    """Run an experiment, here or on a federation.
+    """Run an experiment, on this machine or on a federation.
 
-    EXPERIMENT is a file of settings: a path, or a name in papers/*/settings/. Settings beside it count more. Without
-    any, it is FedFew on scikit-learn's digits. All clients are in this process, unless --superlink names a federation,
-    whose log is then shown. (Flower's simulation is started with `flwr run .` in a checkout.)
+    EXPERIMENT is a file of settings: a path, or a name in papers/*/settings/. Settings typed as key=value override the
+    file. By default, Posy runs FedFew on scikit-learn's digits.
+
+    All clients run in this process. With --superlink, Posy submits the run to a federation and shows the log of the
+    run. (`flwr run .` in a checkout starts Flower's simulation.)
     """
     words = settings or []
     if words and words[0] and ("=" not in words[0] or is_file(Path(words[0]))):
         words[0] = f"experiment={words[0]}"
-    given = parse_words(words, WHERE)
+    config = parse_words(words, WHERE)
     if superlink is None:
-        return run_in_process(given, WHERE)
-    given = with_experiment(given, WHERE)
-    if not given.get("resume"):  # otherwise the run's other settings lie on the SuperLink's machine
-        read_settings(given, WHERE)
+        return run_in_process(config, WHERE)
+    config = with_experiment(config, WHERE)
+    if not config.get("resume"):  # the SuperLink's machine stores the other settings of a resumed run
+        read_settings(config, WHERE)
     reached = connection(superlink, root_certificates, insecure)
     from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
 
-    return run_on_superlink(given, reached, verbose=verbose)
+    return run_on_superlink(config, reached, verbose=verbose)
 
 
 @app.command()
 def table(
     file: Annotated[Path, typer.Argument()],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Runs at a time.")] = os.cpu_count()
-    or 1,
+    jobs: Annotated[
+        int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
+    ] = os.cpu_count() or 1,
     output: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="DIR", help="Where results go, in place of the file's.")
+        str | None, typer.Option("-o", "--output", metavar="DIR", help="Directory for results; overrides the file's.")
     ] = None,
-    only_print: Annotated[bool, typer.Option("--only-print", help="Run nothing; tabulate what is finished.")] = False,
+    only_print: Annotated[bool, typer.Option("--only-print", help="Run nothing; print the finished runs.")] = False,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster whose workers run the cells.")
+        str | None, typer.Option(metavar="ADDRESS", help="Address of a Ray cluster; its workers do the runs.")
     ] = None,
-    ray_gpus: Annotated[float, typer.Option(min=0, metavar="N", help="GPUs of a cell on the Ray cluster.")] = 0,
+    ray_gpus: Annotated[float, typer.Option(min=0, metavar="N", help="GPUs per run on the Ray cluster.")] = 0,
 ) -> int:
     """Run a grid of experiments and tabulate the results.
 
-    FILE is a table in YAML, as in benchmarks/tables/; settings beside it count more. Every row x variant x seed is run
-    in a process of its own. What is finished is not run again.
+    FILE is a table in YAML (examples: benchmarks/tables/). Settings typed as key=value override the file. Every row x
+    variant x seed runs in a separate process. Posy does not repeat finished runs.
     """
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
@@ -156,7 +160,7 @@ def table(
     if ray is None or only_print:
         return run_table(plan, jobs=jobs, only_print=only_print)
     if importlib.util.find_spec("ray") is None:
-        raise SettingsError("--ray needs Ray: pip install 'flwr[simulation]'")
+        raise SettingsError("--ray needs Ray, which is not installed; install it: pip install 'flwr[simulation]'")
     from posy.commands.on_ray import cluster  # noqa: PLC0415 - imports Ray
 
     with cluster(ray, ray_gpus) as begin:
@@ -167,60 +171,67 @@ def table(
 def tune(
     file: Annotated[Path, typer.Argument()],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    trials: Annotated[int, typer.Option("-n", "--trials", min=1, metavar="N", help="Runs for each row.")] = 12,
-    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Runs at a time.")] = os.cpu_count()
-    or 1,
+    trials: Annotated[int, typer.Option("-n", "--trials", min=1, metavar="N", help="Trials per row and variant.")] = 12,
+    jobs: Annotated[
+        int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
+    ] = os.cpu_count() or 1,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="The tuned table; default FILE-tuned.yaml.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Output file (default: FILE-tuned.yaml)."),
     ] = None,
 ) -> int:
-    """Search good settings for each row of a table, the same number of runs for all.
+    """Tune every row of a table with an equal budget.
 
-    FILE is a table, as for `posy table`. The learning rate and what a method declares are searched (`posy settings`
-    shows the ranges), on the clients' validation splits alone. What is finished is not run again. The outcome is a
-    table with the settings that were found.
+    FILE is a table, as for `posy table`. Posy tunes the learning rate and the settings for which a method declares a
+    search range (`posy settings` lists the ranges). It scores trials on the clients' validation splits, never on test
+    data. It does not repeat finished trials. The output is a table with the best settings.
     """
     if importlib.util.find_spec("optuna") is None:
-        raise SettingsError("posy tune needs Optuna: pip install 'posy[compare]'")
+        raise SettingsError("posy tune needs Optuna, which is not installed; install it: pip install 'posy[compare]'")
     from posy.commands.table import read_plan  # noqa: PLC0415 - imports pandas and the methods
     from posy.commands.tuning import tune as search  # noqa: PLC0415 - imports Optuna
 
     plan = read_plan(file, parse_words(settings or [], WHERE))
     target = output or file.with_name(f"{file.stem}-tuned.yaml")
     text = dump(search(plan, trials=trials, jobs=jobs))
-    target.write_text(f"# Written by `posy tune {file}`: {trials} trials a row.\n{text}", encoding="utf-8")
-    print(f"written to {target}; `posy table {target}` runs it")
+    target.write_text(f"# Written by `posy tune {file}`: {trials} trials per row.\n{text}", encoding="utf-8")
+    print(f"wrote {target}; run it with `posy table {target}`")
     return 0
 
 
 @app.command(
     epilog="""\b
 examples:
-  posy paper                                          the papers, and what came of their claims
-  posy paper fedfew                                   draw docs/papers/fedfew.md from the runs that there are
-  posy paper fedfew table1 --scale small              run a table, then draw
-  posy paper fedfew table1 --scale small --seeds 5    with more seeds, where a claim is within the noise
+  posy paper                                          the papers and the verdicts on their claims
+  posy paper fedfew                                   redraw docs/papers/fedfew.md from the finished runs
+  posy paper fedfew table1 --scale small              run a table, then redraw the page
+  posy paper fedfew table1 --scale small --seeds 5    use more seeds for claims within the noise
   posy paper cwfedavg all --scale small -j 2 data-dir=datasets"""
 )
 def paper(
     name: Annotated[str, typer.Argument(metavar="[PAPER]")] = "",
     part: Annotated[str, typer.Argument(metavar="[TABLE|FIGURE|all]")] = "",
     settings: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    scale: Annotated[str, typer.Option(metavar="small|full", help="The paper's own size, or a laptop's.")] = "small",
+    scale: Annotated[str, typer.Option(metavar="small|full", help="Reduced run or the paper's size.")] = "small",
     seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, metavar="N", help="Seeds 0 to N - 1 in place of the file's.")
+        int | None,
+        typer.Option("--seeds", min=1, metavar="N", help="Use seeds 0 to N - 1, not the file's seeds."),
     ] = None,
-    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Runs at a time.")] = os.cpu_count()
-    or 1,
+    jobs: Annotated[
+        int, typer.Option("-j", "--jobs", min=1, metavar="N", help="Number of parallel runs.")
+    ] = os.cpu_count() or 1,
 ) -> int:
-    """Run the papers' tables and figures, and set them beside the originals.
+    """Reproduce a paper's tables and figures.
 
-    Each is a YAML file in papers/. What is finished is not run again, nor what another table of the paper has run.
+    Posy compares its results with the paper's in docs/papers/PAPER.md. Each table or figure is a YAML file in papers/.
+    Posy does not repeat finished runs, and the tables and figures of a paper share their runs.
     """
     from posy.commands.papers.run import list_papers, run_part, show_paper  # noqa: PLC0415 - imports pandas
 
     if seeds and not part:
-        raise SettingsError(f"--seeds {seeds}: nothing is run without the name of a table or figure, or `all`")
+        raise SettingsError(
+            f"--seeds {seeds}: nothing is run without the name of a table or figure; name one, or type `all`"
+        )
     if not name:
         return list_papers()
     if not part:
@@ -246,15 +257,19 @@ def predict(
     files: Samples,
     point: Annotated[
         str,
-        typer.Option(metavar="served|local", help="Before or after own training; default: as the method is used."),
+        typer.Option(
+            metavar="served|local", help="Model before or after local training; default: depends on the method."
+        ),
     ] = "",
     as_json: Json = False,
 ) -> int:
     """Predict classes with a client's model.
 
-    RUN is the folder of a run, or its name in runs/; at a site, the folder where its node stores the model. CLIENT is a
-    number, or the name of a site. A FILE is an image, or a text (which may stand there itself); a .csv with a header
-    holds a sample in each row, a .npy array along its first axis.
+    RUN is the directory of a run, or its name in runs/. At a site, RUN is the directory where the node stores its
+    model. CLIENT is a number or the name of a site.
+
+    FILE is an image or a text. You may also type a text instead of its file. A .csv file with a header holds one sample
+    per row. In a .npy array, the first axis counts the samples.
     """
     from posy.commands.predict import predict as show  # noqa: PLC0415 - imports PyTorch
 
@@ -272,14 +287,14 @@ def route(
     run: Run,
     files: Samples,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to draw the clients' probabilities, or the votes.")
+        Path | None, typer.Option(metavar="FILE", help="Draw the clients' probabilities or votes into this file.")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Answer queries that name no client.
+    """Classify inputs of unknown origin.
 
-    FedDRM routes each to the client whose data it looks like; of other methods the clients' local models vote. RUN and
-    FILE are as for `posy predict`.
+    FedDRM routes each input to the client whose data it resembles most. With other methods, the clients' local models
+    vote. RUN and FILE are the same as for `posy predict`.
     """
     from posy.commands.predict import route as show  # noqa: PLC0415 - imports PyTorch
 
@@ -291,15 +306,16 @@ def route(
     epilog="""\b
 examples:
   posy report runs/a
-  posy report runs/fedfew-* runs/fedacs-* -o compared.html     several runs, compared"""
+  posy report runs/fedfew-* runs/fedacs-* -o compared.html     compare several runs"""
 )
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Output file.")] = Path("report.html"),
 ) -> int:
-    """Write a page on one run or several: a single HTML file.
+    """Write an HTML report on one run or several.
 
-    RUN is the directory of a run. Runs that differ in their seed only are taken together, and compared with the others.
+    RUN is the directory of a run. The report is a single HTML file. Runs that differ only in their seed form a group,
+    and the report compares the groups.
     """
     from posy.report.page import page  # noqa: PLC0415 - imports pandas and the methods
 
@@ -313,15 +329,16 @@ def report(
 def watch(
     run: Annotated[str, typer.Argument(metavar="[RUN]")] = "",
     superlink: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes orders that carries it out.")
+        str | None, typer.Option(metavar="HOST:PORT", help="SuperLink of the run (its --control address).")
     ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Watch a run until it ends: round, accuracy, dropped replies, time left.
+    """Watch a run until it ends.
 
-    RUN is the directory of a run, or its name in runs/; with --superlink the run id or run-name of one there, of which
-    the nodes that are online are shown too. By default it is the newest. Ctrl-C leaves the run alone.
+    Shows the round, the accuracy, the dropped replies and the time left. RUN is the directory of a run, or its name in
+    runs/. With --superlink, RUN is the run id or run-name of a run there, and Posy also shows the nodes that are
+    online. The default is the newest run. Ctrl-C ends the watching, not the run.
     """
     if superlink is not None:
         from posy.commands.deploy.control import show_run  # noqa: PLC0415 - imports Flower
@@ -334,7 +351,7 @@ def watch(
 
 @app.command()
 def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
-    """List all settings, or those of a method and the common ones."""
+    """List all settings, or only the settings that a METHOD uses."""
     if method:
         check_method(method)
     for title, group in groups([method] if method else METHODS).items():
@@ -345,7 +362,7 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
 
 
 def _meaning(item: Setting) -> str:
-    """Return what a setting means, and where `posy tune` searches it."""
+    """Return the meaning of a setting, with the range in which `posy tune` searches."""
     return item.described + (f"; `posy tune`: {item.search.low:g} to {item.search.high:g}" if item.search else "")
 
 
@@ -361,7 +378,7 @@ def datasets() -> int:
     """List the data sets."""
     from posy.data.published import describe  # noqa: PLC0415
 
-    print_table("data sets", ("name", "what it holds", "what to put into data-dir", "downloads"), describe())
+    print_table("data sets", ("name", "content", "files for data-dir", "downloads"), describe())
     return 0
 
 
@@ -369,17 +386,17 @@ def datasets() -> int:
 def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value...")]) -> int:
     """Check a site's data before any run.
 
-    Does on a site's data what its node would do in a run with dataset=sites, and shows what is found: kind, shape,
-    classes, split, warnings, files that cannot be read. Nothing is sent anywhere. The words are node config (data,
-    name, skip-unreadable), and the settings of the run as far as they are known.
+    Loads a site's data as its node does in a run with dataset=sites. Shows kind, shape, classes, split, warnings and
+    unreadable files. Sends nothing. The key=value words are the node config (data, name, skip-unreadable) and the
+    settings of the run, if you know them.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
 
     node_config = dict(word.split("=", 1) for word in words if word.partition("=")[0] in NODE_WORDS)
     check_node_config(node_config)
-    given = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], WHERE)
-    settings = read_settings({**given, "dataset": SITES}, WHERE)
+    config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], WHERE)
+    settings = read_settings({**config, "dataset": SITES}, WHERE)
     site.show(site.check_site(node_config, settings.data, settings.run.seed))
     return 0
 
@@ -388,20 +405,20 @@ app.add_typer(deployment.app)
 
 
 def _check_command(words: Sequence[str], group: typer.core.TyperGroup) -> None:
-    """Raise :class:`SettingsError` for a command that there is not, naming the one that is meant."""
+    """Raise :class:`SettingsError` for an unknown command, and suggest a similar command."""
     word = next((word for word in words if not word.startswith("-")), None)
     if word is None or word in group.commands:
         return
     if "=" in word or setting_of(word):
         setting = word if "=" in word else f"{setting_of(word)}={word}"
-        raise SettingsError(f"{word!r} is no command; did you mean `posy run {setting}`?")
+        raise SettingsError(f"{word!r} is not a command; did you mean `posy run {setting}`?")
     near = nearest(word, group.commands)
-    hint = f"did you mean `posy {near}`?" if near else f"there are {', '.join(group.commands)}"
-    raise SettingsError(f"{word!r} is no command; {hint}")
+    hint = f"did you mean `posy {near}`?" if near else f"choose from {', '.join(group.commands)}"
+    raise SettingsError(f"{word!r} is not a command; {hint}")
 
 
 def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -> str:
-    """Return in one line what is wrong about the options: ``--method fedavg`` is a setting."""
+    """Return a one-line error message about wrong options, such as the setting ``--method fedavg``."""
     name = next((word for word in words if word in group.commands), "")
     command, typed = (group.commands[name], f"posy {name}") if name else (group, "posy")
     message = error.format_message().rstrip(".")
@@ -409,15 +426,15 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
         option = error.option_name
         takes_settings = any(parameter.name == "settings" for parameter in command.params)
         key = meant(option[2:], declared() if takes_settings else {}).partition(" or ")[0]
-        near = nearest(option, [known for parameter in command.params for known in parameter.opts], 0.8)
+        near = nearest(option, [name for parameter in command.params for name in parameter.opts], 0.8)
         if near and key != option[2:]:
-            return f"{option} is no option of `{typed}`; did you mean {near}?"
+            return f"{option} is not an option of `{typed}`; did you mean {near}?"
         if key:
             word, *following = words[[word.partition("=")[0] for word in words].index(option) :]
             value = word.partition("=")[2] or next((text for text in following[:1] if not text.startswith("-")), "...")
-            return f"{word} on {WHERE}: settings are given as key=value: {key}={value}"
-        message = f"{option} is no option"
-    return f"{message[0].lower()}{message[1:]}; `{typed} --help` tells more"
+            return f"{word} on {WHERE}: {key} is a setting, not an option; type {key}={value}"
+        message = f"{option} is not an option"
+    return f"{message[0].lower()}{message[1:]}; see `{typed} --help`"
 
 
 def _about(method: str) -> str:

@@ -1,4 +1,4 @@
-"""Tables: a grid of methods x variants x seeds, each cell a run in a process of its own, and what came out."""
+"""Tables: run a grid of methods x variants x seeds, one process per run, and summarise the results."""
 
 import itertools
 import shutil
@@ -51,16 +51,16 @@ PARTS: dict[str, type] = {
     "variants": list,
     "seeds": list,
 }
-"""What a table file may hold."""
+"""Keys of a table file, with the types of their values."""
 DIVERGED = "it has diverged, so that the other seeds flatter its method"
-"""What is told of such a run, whose numbers are in no mean."""
+"""Reason for leaving a diverged run out of all means."""
 ALL = "all"
-"""The word in place of the rows of a table that has one for each method."""
+"""Value of ``runs`` in a table with one row per method."""
 ENTRIES = {"runs": ("name", "settings", "variants"), "variants": ("name", "settings")}
-"""What an entry of its lists may hold."""
+"""Keys of an entry of ``runs`` and of ``variants``."""
 POINTS = [f"{point}-{w}" for point, w in itertools.product(("served", "local"), ("last", "best", "upper-bound"))]
-"""What is measured of each run: the model that a client is sent, and its own, in the last round, in the one that is
-best on the validation splits, and in the one that is highest on the test splits."""
+"""Accuracies of a run: of the served and of the local models, in the last round, in the round that is best on the
+validation splits, and in the round that is best on the test splits."""
 LEGEND = (
     "Accuracy in %: mean over the clients, averaged over the seeds, ± its standard deviation over the seeds (n - "
     "1); in brackets the standard deviation over the clients. `served`: the model that a client is sent; `local`: the "
@@ -76,19 +76,19 @@ LEGEND = (
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a table: of a variant (data set, partition; its name may be empty), a row (method) and a seed."""
+    """One run of a table, with its variant (data set, partition; may be unnamed), row (method) and seed."""
 
     variant: str
     row: str
     seed: int
     config: Mapping[str, Scalar]
-    """The settings that are given to it."""
+    """The settings of the run."""
     where: str = ""
-    """Where they stand, for the message of an error."""
+    """Source of the settings, for error messages."""
 
     @property
     def place(self) -> str:
-        """Name of its row in its variant."""
+        """Names of its variant and row."""
         return " / ".join(filter(None, (self.variant, self.row)))
 
     @property
@@ -98,7 +98,7 @@ class Cell:
 
     @property
     def method(self) -> str:
-        """The method that it runs."""
+        """The method of the run."""
         return str(self.config.get("method", RunSettings.method))
 
     @property
@@ -108,28 +108,28 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """What the run has printed."""
+        """File with the output of the run."""
         return self.path.with_suffix(".log")
 
     def summary(self, *status: str) -> dict[str, Any] | None:
-        """Return the summary of the run if it has finished with these very settings, else None.
+        """Return the summary of the run if it has finished with the same settings, else None.
 
-        A run has finished if its status is ``completed``, or one of those that are given.
+        A run has finished if its status is one of ``status``, by default ``completed``.
         """
         summary = read_summary(self.path)
         if summary.get("status") not in (status or ("completed",)):
             return None
         try:
             ran: dict[str, Any] = read_yaml(self.path / "config.yaml")["settings"]
-        except (SettingsError, LookupError):  # not there, or damaged: it is run again
+        except (SettingsError, LookupError):  # missing or damaged: Posy repeats the run
             return None
-        # The status is written before the system accuracy is computed, which a run that has diverged does without.
+        # The run writes its status before it computes the system accuracy, which a diverged run does not need.
         lacks = ran.get("system-accuracy") == "on" and ran.get("save-models", True)
         lacks = lacks and summary["system-accuracy"] is None and summary["status"] == "completed"
         return summary if self.fits(ran) and not lacks else None
 
     def fits(self, ran: Mapping[str, Any]) -> bool:
-        """Return whether a run had the same settings, as far as they decide its results."""
+        """Return whether a run had the same values of all settings that decide its results."""
         if ran.get("method") != self.decisive["method"][0]:
             return False
         decided = normalised(ran)
@@ -137,46 +137,46 @@ class Cell:
 
     @property
     def going_on(self) -> dict[str, Scalar] | None:
-        """The settings that take up its run, if that was interrupted and has a checkpoint, else None."""
+        """The settings that resume an interrupted run with a checkpoint; None without one."""
         if not self.config.get("checkpoint-every") or read_summary(self.path).get("status") in ENDED:
             return None
         config = dict(self.config)
         config["resume"] = config.pop("run-name")
         try:
             stored = StoredRun.find(config, self.name)
-        except SettingsError:  # there is none that can be used
+        except SettingsError:  # no usable checkpoint
             return None
         return config if stored is not None and self.fits(stored.settings) else None
 
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
-        """The settings that decide its results, with what they were in runs that are older than the setting."""
+        """The settings that decide the results, with their values in runs from before the setting existed."""
         wanted = read_settings(self.config, self.where or self.name).as_config()
-        known = declared_for(wanted)
-        return {key: (wanted[key], known[key].before) for key in wanted if known[key].decides}
+        declarations = declared_for(wanted)
+        return {key: (wanted[key], declarations[key].before) for key in wanted if declarations[key].decides}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a table file asks for."""
+    """The runs of a table file."""
 
     title: str
     output: Path
     cells: tuple[Cell, ...]
     content: Mapping[str, Any] = field(default_factory=dict)
-    """What the file holds."""
+    """Content of the file."""
     collect: Callable[[Path], None] | None = None
-    """What is to be done with the directory of a run that has finished, before its models are deleted."""
+    """Called with the directory of each finished run, before Posy deletes its models."""
 
 
 class Running(Protocol):
-    """A run that is under way, in a process here or elsewhere."""
+    """A running cell, in a process on this or another machine."""
 
     def poll(self) -> int | None:
-        """Return its exit status, None if it goes on."""
+        """Return the exit status, or None while it runs."""
 
     def terminate(self) -> None:
-        """Have it end."""
+        """Ask it to end."""
 
     def wait(self) -> int:
         """Wait until it has ended."""
@@ -187,11 +187,23 @@ Start = Callable[[Cell], Running]
 
 
 def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start | None = None) -> int:
-    """Run what a table lacks, print it, and write it to ``table.md`` and ``table.csv``; return the exit status.
+    """Run the missing cells of a table, print it, and write ``table.md`` and ``table.csv``; return the exit status.
 
-    So many ``jobs`` run at a time, each as ``begin`` starts it, by default in a process here; with ``only_print`` none
-    does. If the table is being run already, or something else
-    lies where a run is to go, it raises :class:`SettingsError`.
+    Parameters
+    ----------
+    plan : Plan
+        The table.
+    jobs : int
+        Number of parallel runs.
+    only_print : bool
+        Whether to start no run.
+    begin : callable, optional
+        Starts a run. By default it starts a process on this machine.
+
+    Raises
+    ------
+    SettingsError
+        If another process runs the table, or the directory of a run holds other files.
     """
     archive.restore(plan.output, plan.cells)
     failures = {} if only_print else fill(plan, jobs=jobs, begin=begin)
@@ -217,24 +229,29 @@ def run_table(plan: Plan, *, jobs: int, only_print: bool = False, begin: Start |
 
 
 def fill(plan: Plan, *, jobs: int, begin: Start | None = None) -> dict[str, str]:
-    """Run what a table lacks and add it to its archive; return what failed, by name, with the reason.
+    """Run the missing cells of a table and add them to its archive; return the failures, a reason by cell name.
 
-    If the table is being run already, or something else lies where a run is to go, it raises :class:`SettingsError`.
+    Raises
+    ------
+    SettingsError
+        If another process runs the table, or the directory of a run holds other files.
     """
     with alone(plan.output):
-        archive.store(plan.output, ended(plan))  # whole, so that it can be added to
+        archive.store(plan.output, ended(plan))  # complete, so that new runs can be appended
         return run_cells(plan, jobs, begin)
 
 
 @contextmanager
 def alone(output: Path) -> Iterator[None]:
-    """Make a folder for what is run, and keep others out of it; if there is another, raise :class:`SettingsError`."""
+    """Create and lock an output folder; raise :class:`SettingsError` if another process has locked it."""
     output.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise SettingsError(f"another `posy table`, `posy tune` or `posy paper` is at work in {output}") from None
+        raise SettingsError(
+            f"another `posy table`, `posy tune` or `posy paper` uses {output}; wait for its end"
+        ) from None
     try:
         yield
     finally:
@@ -242,40 +259,44 @@ def alone(output: Path) -> Iterator[None]:
 
 
 def ended(plan: Plan) -> list[Cell]:
-    """Return the cells of a table that are not to be run again."""
+    """Return the cells of a table with a finished run, which Posy does not repeat."""
     return [cell for cell in plan.cells if cell.summary(*ENDED) is not None]
 
 
 def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str | None = None) -> Plan:
     """Read a table file and check the settings of all its cells.
 
-    It holds ``runs`` (rows: ``name`` and ``settings``, and ``variants``, which are settings by the names of variants;
-    or ``all`` methods as they are), ``seeds``, and, if need be, ``variants`` (``name`` and ``settings``), ``settings``
-    for all cells, ``title`` and ``output`` (directory; default ``results/`` and the file's name).
-    A row's settings override a variant's, which override the common ones; a row's settings in a variant override all
-    three. The settings ``given`` on the command line override the file, and ``output`` overrides the file's.
+    A table file holds ``runs`` and ``seeds``. Optional keys are ``variants``, ``settings`` for all cells, ``title`` and
+    ``output`` (directory; default ``results/`` and the file's name). Each entry of ``runs`` is a row with ``name``,
+    ``settings`` and ``variants``, which maps names of variants to settings. ``runs: all`` makes one row per method.
+    Each entry of ``variants`` has a ``name`` and ``settings``.
 
-    Each group of settings applies to several cells. A cell leaves out the settings that have no effect in it, such as
-    ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in all of its cells is
-    an error.
+    A row's settings override a variant's settings, which override the common settings. A row's settings in a variant
+    override all three. The settings ``given`` on the command line override the file, as does the argument ``output``.
+
+    Each group of settings applies to several cells. A cell skips the settings without an effect in it, such as
+    ``dirichlet-alpha`` in a variant with the partition ``classes``. A setting without an effect in all its cells is an
+    error.
 
     Raises
     ------
     SettingsError
-        If something in the file is missing, misspelt or wrong, or a setting has no effect in any cell.
+        If a part of the file is missing, misspelt or wrong, or a setting has no effect in any cell.
     """
     if not file.is_file():
-        raise SettingsError(f"there is no table {file}")
+        raise SettingsError(
+            f"the table {file} does not exist; name a YAML file, such as benchmarks/tables/compare-digits.yaml"
+        )
     return plan_of(read_yaml(file), file, given or {}, output)
 
 
 def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], output: str | None = None) -> Plan:
-    """Return what the content of a table file asks for; see :func:`read_plan`."""
+    """Return the runs of a table file's content; see :func:`read_plan`."""
     if content.get("runs") == ALL:
         content["runs"] = [{"name": method, "settings": {"method": method}} for method in METHODS]
     for key, value in content.items():
         if key not in PARTS:
-            raise SettingsError(f"{key} in {file} is not part of a table; it may hold {', '.join(PARTS)}")
+            raise SettingsError(f"{key} in {file} is not part of a table; use only {', '.join(PARTS)}")
         if not isinstance(value, PARTS[key]):
             raise SettingsError(f"{key} = {value!r} in {file}: it must be a {PARTS[key].__name__}")
     seeds = content.get("seeds", [])
@@ -284,8 +305,8 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
     rows = _named(content.get("runs", []), "runs", file)
     variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
     special = {entry["name"]: entry.get("variants", {}) for entry in content["runs"]}
-    if unknown := {name for own in special.values() for name in own} - variants.keys():
-        raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is no variant of it")
+    if unknown := {name for row_settings in special.values() for name in row_settings} - variants.keys():
+        raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is not in its list of variants")
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
     cells, methods, effects = [], set(), Effects()
     for (variant, below), (row, of_row) in itertools.product(variants.items(), rows.items()):
@@ -296,15 +317,15 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
             f"the settings of {row} in {file}": of_row,
             where: special[row].get(variant, {}),
         }
-        own = {**of_row, **special[row].get(variant, {})}
+        row_settings = {**of_row, **special[row].get(variant, {})}
         in_file = dict(itertools.chain(*(group.items() for group in groups.values())))
         chosen = {**in_file, **given}
         if clash := chosen.keys() & {"seed", "output-dir", "run-name"}:
             raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
-        # A cell without checkpoints is run anew if it is interrupted: most take minutes.
+        # Without checkpoints, an interrupted cell starts from its first round: most cells take minutes.
         config = {"checkpoint-every": 0} | with_experiment(chosen, where)
         method = str(config.get("method", RunSettings.method))
-        check_own(own, method, where)
+        check_own(row_settings, method, where)
         config = pertinent(config, method)  # rows share settings, which may belong to another row's method
         reasons = without_effect(config)
         # An override on the command line may leave a setting of the file without an effect.
@@ -316,7 +337,7 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         for seed in seeds:
             paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
             cells.append(cell := Cell(variant, row, seed, config | paths, where))
-            cell.decisive  # noqa: B018 - what cannot be read raises now
+            cell.decisive  # noqa: B018 - raises an error of the settings now
         methods.add(method)
     effects.check()
     for key in sorted(given):
@@ -327,30 +348,32 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
 
 @dataclass
 class Effects:
-    """The settings of a table that have an effect in a cell, and those that have none, by place and key."""
+    """The settings of a table with an effect in a cell, and the settings without one, by source and key."""
 
     useful: set[tuple[str, str]] = field(default_factory=set)
     idle: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def note(self, place: str, group: Mapping[str, Any], config: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-        """Note which settings of a group have an effect in a cell.
+    def note(
+        self, source: str, group: Mapping[str, Any], config: Mapping[str, Any], reasons: Mapping[str, str]
+    ) -> None:
+        """Record which settings of a group have an effect in a cell.
 
         Parameters
         ----------
-        place : str
-            Where the group is, for an error message.
+        source : str
+            Source of the group, for error messages.
         group : mapping
             Settings that apply to several cells.
         config : mapping
             The settings of the cell, without those of other methods.
         reasons : mapping
-            Why settings have no effect in the cell, by key.
+            Reasons why settings have no effect in the cell, by key.
         """
         for key in group.keys() & config.keys():
             if key in reasons:
-                self.idle[place, key] = no_effect(key, group[key], place, reasons[key])
+                self.idle[source, key] = no_effect(key, group[key], source, reasons[key])
             else:
-                self.useful.add((place, key))
+                self.useful.add((source, key))
 
     def check(self) -> None:
         """Raise :class:`SettingsError` for a setting that has no effect in any cell."""
@@ -359,37 +382,41 @@ class Effects:
 
 
 def plan_as_yaml(
-    plan: Plan, found: Mapping[tuple[str, str], Mapping[str, Scalar]], common: Mapping[str, Scalar]
+    plan: Plan, tuned: Mapping[tuple[str, str], Mapping[str, Scalar]], common: Mapping[str, Scalar]
 ) -> dict[str, Any]:
-    """Return a table file with what was ``found`` for each (variant, row), and further ``common`` settings."""
+    """Return the table file with the tuned settings of each (variant, row) and the ``common`` settings."""
     content: dict[str, Any] = {**plan.content}
     content["title"] = f"{plan.title}, tuned"
-    # As the file has it: it must hold no place of this machine.
+    # Relative as in the file: the tuned table may not hold a path of this machine.
     content["output"] = f"{content.get('output', f'results/{plan.output.name}')}-tuned"
     content["settings"] = {**content.get("settings", {}), **common}
     content["runs"] = runs = [dict(entry) for entry in content["runs"]]
     for entry in runs:
-        own = {variant: dict(values) for (variant, row), values in found.items() if row == entry["name"] and values}
+        row_values = {
+            variant: dict(values) for (variant, row), values in tuned.items() if row == entry["name"] and values
+        }
         if "variants" in content:
             before = entry.get("variants", {})
-            entry["variants"] = before | {variant: {**before.get(variant, {}), **own[variant]} for variant in own}
+            entry["variants"] = before | {
+                variant: {**before.get(variant, {}), **row_values[variant]} for variant in row_values
+            }
         else:
-            entry["settings"] = {**entry.get("settings", {}), **own.get("", {})}
+            entry["settings"] = {**entry.get("settings", {}), **row_values.get("", {})}
     return content
 
 
 def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, str]:
-    """Run the cells that are not finished, some at a time; return what failed, by name, with the reason.
+    """Run the unfinished cells, ``jobs`` at a time; return the failures, a reason by cell name.
 
-    One seed comes after the other, so that what is interrupted holds all rows of the seeds that are done.
+    Run all cells of a seed before the next seed, so that an interrupted table has complete seeds.
     """
-    turn = {seed: place for place, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
+    turn = {seed: index for index, seed in enumerate(dict.fromkeys(cell.seed for cell in plan.cells))}
     unfinished = (cell for cell in plan.cells if cell.summary(*ENDED) is None)
     waiting = deque(sorted(unfinished, key=lambda cell: turn[cell.seed]))
     total, done = len(plan.cells), len(plan.cells) - len(waiting)
     before, began = done, time.monotonic()
     if done:
-        print(f"{done} of {total} runs are finished already", flush=True)
+        print(f"{done} of {total} runs are already finished", flush=True)
     running: dict[Cell, Running] = {}
     failures: dict[str, str] = {}
     try:
@@ -414,19 +441,19 @@ def run_cells(plan: Plan, jobs: int, begin: "Start | None" = None) -> dict[str, 
                         if (last := last_round(summary, point))
                     )
                     outcome = ", ".join([*means, duration(summary["seconds"])])
-                left = (time.monotonic() - began) / (done - before) * (total - done)
-                told = f"; about {duration(left)} left" if done < total else ""
-                print(f"[{done}/{total}] {cell.name}: {outcome}{told}", flush=True)
+                seconds_left = (time.monotonic() - began) / (done - before) * (total - done)
+                remaining = f"; about {duration(seconds_left)} left" if done < total else ""
+                print(f"[{done}/{total}] {cell.name}: {outcome}{remaining}", flush=True)
             time.sleep(0.05)
     finally:
         stop(running.values())
-        for cell in running:  # one may have come to its end meanwhile
+        for cell in running:  # a run may have ended since the last poll
             _keep(plan, cell)
     return failures
 
 
 def _keep(plan: Plan, cell: Cell) -> None:
-    """Add a cell to the table's archive if its run has ended, and delete what a finished one needs no more."""
+    """Add a cell to the table's archive if its run has ended; delete the models and checkpoints of a finished run."""
     if cell.summary() is not None:
         if plan.collect is not None:
             plan.collect(cell.path)
@@ -437,7 +464,7 @@ def _keep(plan: Plan, cell: Cell) -> None:
 
 
 def stop(processes: Collection[Running]) -> None:
-    """End runs that are under way, and wait for their end."""
+    """Stop running cells and wait until they have ended."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -445,13 +472,13 @@ def stop(processes: Collection[Running]) -> None:
 
 
 def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
-    """Sum up the summaries of each variant and row over their seeds: a line for each, accuracies in 0..1.
+    """Average the summaries over the seeds; return one line per variant and row, with accuracies in 0..1.
 
-    ``X`` is a mean over the seeds, ``X-seeds-std`` its sample standard deviation (NaN for one seed), ``X-clients-std``
-    the mean over the seeds of the standard deviation over the clients, ``X-measured`` the number of seeds that ``X``
-    was measured in, and ``X-scored`` the number of clients that it covers in these seeds. Without a measured seed ``X``
-    is NaN. ``members`` is the number of clients that a round of a run can evaluate. ``last`` is the last round: a
-    number of an earlier round does not count.
+    ``X`` is the mean over the seeds, or NaN if no seed has a value. ``X-seeds-std`` is the sample standard deviation
+    over the seeds (NaN for one seed). ``X-clients-std`` is the mean over the seeds of the standard deviation over the
+    clients. ``X-measured`` is the number of seeds with a value of ``X``, and ``X-scored`` the number of clients that it
+    covers in these seeds. ``members`` is the number of clients that a round can evaluate. ``last`` uses only the last
+    round, never an earlier one.
     """
     columns: dict[str, Any] = {"seeds": ("seconds", "size")}
     columns["members"] = ("members", "mean")
@@ -472,7 +499,7 @@ def aggregate(results: Mapping[Cell, Mapping[str, Any]]) -> pd.DataFrame:
 def markdown(
     plan: Plan, results: Mapping[Cell, Mapping[str, Any]], table: pd.DataFrame, failures: Mapping[str, str]
 ) -> str:
-    """Return the table as Markdown, one part for each variant."""
+    """Return the table as Markdown, one section per variant."""
     chosen = len(table) and table[["served-best", "local-best"]].notna().any(axis=None)
     points = [point for point in POINTS if not point.endswith("upper-bound" if chosen else "best")]
     header = ["method", "seeds", *(point.replace("-", " ") for point in points), "served weighted", "local weighted"]
@@ -505,15 +532,15 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
     for entry in entries:
         if not isinstance(entry, dict) or not entry.keys() <= set(ENTRIES[key]) or "name" not in entry:
             allowed = " and ".join(f"`{part}`" for part in ENTRIES[key])
-            raise SettingsError(f"{entry!r} in {key} of {file}: an entry holds {allowed}")
+            raise SettingsError(f"{entry!r} in {key} of {file}: an entry may hold {allowed}, and needs `name`")
         name, settings = entry["name"], entry.get("settings", {})
         within = entry.get("variants", {})
-        if not isinstance(within, dict) or not all(isinstance(own, dict) for own in within.values()):
+        if not isinstance(within, dict) or not all(isinstance(overrides, dict) for overrides in within.values()):
             raise SettingsError(f"variants of {name} in {key} of {file}: they must be `variant: settings`")
         if not isinstance(name, str) or not name.strip() or name.startswith(".") or set(name) & set("/\\|"):
             raise SettingsError(f"name = {name!r} in {key} of {file}: it must be the name of a folder, without |")
         if name in named:
-            raise SettingsError(f"{name} stands twice in {key} of {file}")
+            raise SettingsError(f"{name} appears twice in {key} of {file}; rename one of the two")
         if not isinstance(settings, dict):
             raise SettingsError(f"settings of {name} in {file}: they must be `key: value` lines")
         named[name] = settings
@@ -523,12 +550,12 @@ def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, 
 
 
 def start(cell: Cell, jobs: int = 1) -> WarmProcess:
-    """Start the run of a cell as `posy run FILE`, one of so many that share the cores."""
+    """Start the run of a cell as `posy run FILE` does, with the share of the cores of one of ``jobs`` runs."""
     return WarmProcess(carry_out, str(prepared(cell)), log=cell.log, cores=max(1, cores() // jobs))
 
 
 def carry_out(file: str) -> int:
-    """Carry out the run of a cell in this process and return its exit status, as `posy run FILE` does."""
+    """Run a cell in this process as `posy run FILE` does, and return the exit status."""
     try:
         with interruptible():
             return run_in_process({"experiment": file}, "the table")
@@ -540,9 +567,9 @@ def carry_out(file: str) -> int:
 
 
 def prepared(cell: Cell) -> Path:
-    """Make room for the run of a cell, and return the file of its settings, which stays beside its results.
+    """Clear the directory of a cell's run, and return the file of its settings, which stays next to the results.
 
-    One that was interrupted goes on from its last checkpoint, if it has any.
+    An interrupted run with a checkpoint keeps its directory, and the settings resume it.
     """
     config = cell.going_on
     if config is None:
@@ -555,29 +582,29 @@ def prepared(cell: Cell) -> Path:
 
 
 def failure_of(status: int, log: Path) -> str:
-    """Return in words why a run has ended with a status other than 0."""
+    """Return the reason for a run's exit status other than 0, in words."""
     lines = list(filter(None, map(str.strip, log.read_text(encoding="utf-8", errors="replace").splitlines())))
-    reasons = [line for line in lines if not line.startswith("posy: failed ")]  # which tells how to go on
+    reasons = [line for line in lines if not line.startswith("posy: failed ")]  # this line says how to resume
     last = (reasons or lines or ["no output"])[-1]
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}: {last}"
 
 
 def _figures(cell: Cell, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a table holds of one run; None where nothing was measured."""
+    """Return the figures of one run in a table, None for missing values."""
     figures = {"variant": cell.variant, "method": cell.row, "dropped": sum(summary["dropped"].values())}
     figures |= {key: summary[key] for key in ("seconds", "bytes-up", "bytes-down")}
     figures |= {"system": summary["system-accuracy"], "members": members_of(summary)}
     for point in POINTS:
         where, _, which = point.partition("-")
-        found = last_round(summary, where) if which == "last" else summary[where][which] or {}
+        spread = last_round(summary, where) if which == "last" else summary[where][which] or {}
         keys = {"": "mean", "-clients-std": "std", "-weighted": "weighted", "-round": "round", "-scored": "clients"}
-        figures |= {point + name: found.get(key) for name, key in keys.items()}
+        figures |= {point + name: spread.get(key) for name, key in keys.items()}
     return figures
 
 
 def _std(values: "pd.Series[float]") -> float:
-    """Return the sample standard deviation of what was measured; pandas' own rounds on the way."""
-    return statistics.stdev(found) if len(found := values.dropna()) > 1 else float("nan")
+    """Return the sample standard deviation of the values without NaN; pandas' function has rounding errors."""
+    return statistics.stdev(numbers) if len(numbers := values.dropna()) > 1 else float("nan")
 
 
 def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
@@ -590,26 +617,26 @@ def _percent(row: Mapping[str, Any], key: str, *, clients: bool = False) -> str:
 
 
 def _measured(row: Mapping[str, Any], point: str) -> str:
-    """Return in how many seeds a point was measured, where not in all that have finished."""
+    """Return the number of finished seeds with a value, if some have none."""
     measured, ever = row[f"{point}-measured"], row[f"{point.partition('-')[0]}-upper-bound-measured"]
-    if measured == row["seeds"] or not (measured or ever):  # the method has no such point
+    if measured == row["seeds"] or not (measured or ever):  # the method never evaluates this point
         return ""
     return f" {measured} of {row['seeds']}!".removeprefix("" if measured else " ")
 
 
 def _covered(row: Mapping[str, Any], point: str) -> str:
-    """Return how many clients a figure covers in all seeds, where it does not cover all of them."""
+    """Return the number of clients that a figure covers over all seeds, if it does not cover all clients."""
     scored, members = round(row[f"{point}-scored"]), round(row["members"] * row[f"{point}-measured"])
     return f", {coverage(scored, members)} clients" if 0 < scored < members else ""
 
 
 def machines(results: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
-    """Return a line for each machine and set of versions that the cells ran on, with the day of the last run."""
+    """Return one line per machine and set of versions of the runs, with the day of the last run."""
     days: dict[str, str] = {}
     for cell in results:
         record = read_yaml(cell.path / "config.yaml")
         day = time.strftime("%Y-%m-%d", time.localtime((cell.path / "summary.json").stat().st_mtime))
-        for part in (*record.get("resumed", []), record):  # one that was resumed may have begun elsewhere
+        for part in (*record.get("resumed", []), record):  # a resumed run may have started on another machine
             if not part.keys() >= set(RAN_ON):
                 continue
             machine, versions = part["machine"], part["versions"]

@@ -1,4 +1,4 @@
-"""Tuning: the same number of trials for every row of a table, scored on the clients' validation splits alone."""
+"""Tune every row of a table with the same number of trials, scored on the clients' validation splits."""
 
 import json
 import shutil
@@ -21,13 +21,13 @@ from posy.strategies.methods import settings_class
 from posy.strategies.registry import declared, unmet_conditions
 
 FRACTION = 0.2
-"""Fraction of the training samples that are for validation where a table does not say it."""
+"""Default fraction of the training samples for validation."""
 DIGITS = 3
-"""Digits to which a tried number is rounded, so that it can be written down."""
+"""Significant digits of a tuned number."""
 FIRST_TRIALS = 4
-"""Trials of a study that are carried out to the end before any is given up."""
+"""Trials of a study that run to their end before the study prunes any trial."""
 FIRST_ROUNDS = 2
-"""Rounds before which none is."""
+"""Rounds of a trial before the study may prune it."""
 SEED = 0
 
 
@@ -36,16 +36,16 @@ class Search:
     """The search for the settings of one row in one variant."""
 
     cell: Cell
-    """The run that is made again and again, of the table's first seed, with other settings."""
+    """The run that every trial repeats with other settings; its seed is the table's first seed."""
     space: Mapping[str, BaseDistribution]
     study: optuna.Study
 
     def done(self) -> int:
-        """Return how many trials count."""
+        """Return the number of finished trials."""
         return sum(trial.state.is_finished() for trial in self.study.trials)
 
     def best(self) -> dict[str, Scalar]:
-        """Return the settings of the best trial; nothing if none has come to its end."""
+        """Return the settings of the best trial, or an empty mapping if no trial is complete."""
         finished = [trial for trial in self.study.trials if trial.state == TrialState.COMPLETE]
         if not finished:
             return {}
@@ -54,23 +54,23 @@ class Search:
 
 
 def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
-    """Search the settings of every row and variant of a table, and return the table with what was found.
+    """Tune the settings of every row and variant of a table, and return the table with the best settings.
 
     Parameters
     ----------
     plan : Plan
-        The table; its first seed is the one that is tuned on.
+        The table. All trials use its first seed.
     trials : int
-        Trials of each row and variant; the first one has the settings of the table, where they are in the range.
+        Trials per row and variant. The first trial has the table's settings, if they are in the search range.
     jobs : int
-        Runs at a time.
+        Number of parallel runs.
 
     Notes
     -----
-    What is finished is not done again, and nobody else may search meanwhile: the studies lie in ``tuning/`` of the
-    table's output (Optuna's journal). A trial is scored by the mean accuracy on the validation splits in its last
-    round, which is what a table shows, at the point at which its method is meant to be used. It is given up early
-    where its best accuracy so far is below the median of the trials before it in the same round.
+    Optuna's journal in ``tuning/`` of the table's output stores the studies. Finished trials are not repeated. A lock
+    keeps other processes from tuning the table at the same time. The score of a trial is the mean accuracy on the
+    validation splits in its last round, as in a table, at the evaluation point of its method. A trial is pruned if its
+    best accuracy so far is below the median of the earlier trials in the same round.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     common = {"validation-fraction": fraction_of(plan)}
@@ -80,20 +80,22 @@ def tune(plan: Plan, *, trials: int, jobs: int) -> dict[str, Any]:
         storage = JournalStorage(JournalFileBackend(str(folder / "studies.journal")))
         searches = [opened(cell, folder, storage) for cell in cells]
         run_trials(searches, trials, jobs)
-    found = {(search.cell.variant, search.cell.row): search.best() for search in searches}
-    return plan_as_yaml(plan, found, common)
+    tuned = {(search.cell.variant, search.cell.row): search.best() for search in searches}
+    return plan_as_yaml(plan, tuned, common)
 
 
 def fraction_of(plan: Plan) -> float:
-    """Return the fraction of the samples for validation, which is one for all."""
-    found = {float(cell.config.get("validation-fraction", 0) or FRACTION) for cell in plan.cells}
-    if len(found) > 1:
-        raise SettingsError("validation-fraction: the rows of a table that is tuned must all have the same")
-    return found.pop()
+    """Return the fraction of the samples for validation, which all rows share."""
+    fractions = {float(cell.config.get("validation-fraction", 0) or FRACTION) for cell in plan.cells}
+    if len(fractions) > 1:
+        raise SettingsError(
+            "validation-fraction: the rows of the table have different values; set one value for all rows"
+        )
+    return fractions.pop()
 
 
 def space_of(method: str, config: Mapping[str, Scalar]) -> dict[str, BaseDistribution]:
-    """Return the search space of a row: the numbers with a declared range that have an effect in its runs."""
+    """Return the search space of a row: the numbers with a declared range and an effect in its runs."""
     space: dict[str, BaseDistribution] = {}
     idle = unmet_conditions({**config, "method": method})
     for key, item in declared([method]).items():
@@ -108,11 +110,11 @@ def space_of(method: str, config: Mapping[str, Scalar]) -> dict[str, BaseDistrib
 
 
 def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
-    """Return the search of a cell, begun or taken up again."""
+    """Return the search of a cell, new or loaded from the journal."""
     space = space_of(cell.method, cell.config)
     settings = {key: value for key, value in cell.config.items() if key not in ("output-dir", "run-name")}
     study = optuna.create_study(
-        study_name=f"{cell.place} {json.dumps(settings, sort_keys=True)}",  # other settings are another study
+        study_name=f"{cell.place} {json.dumps(settings, sort_keys=True)}",  # one study per set of settings
         storage=storage,
         load_if_exists=True,
         direction="maximize",
@@ -120,12 +122,12 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
         pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_TRIALS, n_warmup_steps=FIRST_ROUNDS),
     )
     for trial in study.trials:
-        if trial.state == TrialState.RUNNING:  # of a process that was stopped
+        if trial.state == TrialState.RUNNING:  # left by a stopped process
             study.tell(trial.number, state=TrialState.FAIL)
     if not study.trials:
-        known = declared([cell.method])
-        given = {key: cell.config.get(key, known[key].default) for key in space}
-        study.enqueue_trial({key: value for key, value in given.items() if _within(space[key], value)})
+        declarations = declared([cell.method])
+        first_trial = {key: cell.config.get(key, declarations[key].default) for key in space}
+        study.enqueue_trial({key: value for key, value in first_trial.items() if _within(space[key], value)})
     output = folder / (cell.variant or "all") / cell.row
     return Search(replace(cell, config={**cell.config, "output-dir": str(output)}), space, study)
 
@@ -136,40 +138,40 @@ def _within(space: BaseDistribution, value: Any) -> bool:
 
 
 def rounded(values: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return numbers with as many digits as a person would write."""
+    """Return settings with floats rounded to ``DIGITS`` significant digits."""
     return {key: float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for key, v in values.items()}
 
 
 @dataclass(eq=False)
 class Attempt:
-    """A trial that is under way."""
+    """A running trial."""
 
     search: Search
     trial: Trial
     cell: Cell
     process: Running
-    told: int = 0
+    rounds_read: int = 0
     score: float = -1.0
-    """Accuracy in the last round that was evaluated."""
+    """Validation accuracy in the last evaluated round, -1 before the first one."""
 
     def look(self) -> bool:
-        """Read the rounds that are new; tell whether the trial is to be given up."""
+        """Read the new rounds and return whether to prune the trial."""
         point = settings_class(self.cell.method).point
         file = self.cell.path / "rounds.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-        for line in lines[self.told :]:
-            if not line.endswith("\n"):  # not all of it is written yet
+        for line in lines[self.rounds_read :]:
+            if not line.endswith("\n"):  # the run is still writing it
                 break
-            self.told += 1
+            self.rounds_read += 1
             row = json.loads(line)
-            if found := row.get(f"{point}_validation_accuracy"):
-                self.score = found["mean"]
+            if accuracy := row.get(f"{point}_validation_accuracy"):
+                self.score = accuracy["mean"]
                 self.trial.report(self.score, row["round"])
-        return self.told > 0 and self.trial.should_prune()
+        return self.rounds_read > 0 and self.trial.should_prune()
 
 
 def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
-    """Carry out what the searches lack, some at a time, one of each row after the other."""
+    """Run the missing trials of all searches, ``jobs`` at a time, in turn over the rows."""
     total, running = trials * len(searches), list[Attempt]()
     try:
         while True:
@@ -181,17 +183,20 @@ def run_trials(searches: list[Search], trials: int, jobs: int) -> None:
                 if ended(attempt):
                     running.remove(attempt)
                     done = sum(min(search.done(), trials) for search in searches)
-                    print(f"[{done}/{total}] {told(attempt)}", flush=True)
+                    print(f"[{done}/{total}] {describe_trial(attempt)}", flush=True)
             time.sleep(0.1)
     finally:
         stop([attempt.process for attempt in running])
 
 
 def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Search | None:
-    """Return the search with the fewest trials, done or under way, if any lacks some; of equals one that rests."""
+    """Return the search with the fewest finished and running trials, or None if none lacks trials.
+
+    Among equals, prefer the search with the fewest running trials.
+    """
 
     def trials_of(search: Search) -> tuple[int, int]:
-        under_way = sum(one.search is search for one in running)
+        under_way = sum(attempt.search is search for attempt in running)
         return search.done() + under_way, under_way
 
     search = min(searches, key=trials_of)
@@ -201,14 +206,14 @@ def next_of(searches: list[Search], running: list[Attempt], trials: int) -> Sear
 def begun(search: Search, jobs: int) -> Attempt:
     """Start a trial."""
     trial = search.study.ask(dict(search.space))
-    own = {**rounded(trial.params), "save-models": False, "system-accuracy": "off"}
+    tried = {**rounded(trial.params), "save-models": False, "system-accuracy": "off"}
     name = f"trial-{trial.number}"
-    cell = replace(search.cell, config={**search.cell.config, **own, "run-name": name})
+    cell = replace(search.cell, config={**search.cell.config, **tried, "run-name": name})
     return Attempt(search, trial, cell, start(cell, jobs))
 
 
 def ended(attempt: Attempt) -> bool:
-    """Look after a trial; note its outcome if it is over."""
+    """Poll a trial, record the outcome if it has ended, and return whether it has."""
     study, trial = attempt.search.study, attempt.trial
     status = attempt.process.poll()
     over = status is not None
@@ -218,20 +223,20 @@ def ended(attempt: Attempt) -> bool:
         study.tell(trial, state=TrialState.PRUNED)
     elif status == 0 and attempt.score >= 0:
         study.tell(trial, attempt.score)
-    elif over:  # it has diverged, as with too large a learning rate
+    elif over:  # it has diverged, for example after a too large learning rate
         study.tell(trial, state=TrialState.FAIL)
     if over or pruned:
         shutil.rmtree(attempt.cell.path, ignore_errors=True)
     return over or pruned
 
 
-def told(attempt: Attempt) -> str:
-    """Return a line about a trial that is over."""
+def describe_trial(attempt: Attempt) -> str:
+    """Return a line about a finished trial."""
     trial: FrozenTrial = attempt.search.study.trials[attempt.trial.number]
     tried = ", ".join(f"{key}={value}" for key, value in rounded(trial.params).items())
     words = {
         TrialState.COMPLETE: f"{100 * attempt.score:.2f} % on validation",
-        TrialState.PRUNED: f"given up in round {attempt.told}",
+        TrialState.PRUNED: f"given up in round {attempt.rounds_read}",
         TrialState.FAIL: f"failed: {failure_of(attempt.process.wait(), attempt.cell.log)}",
     }
     took = duration(trial.duration.total_seconds()) if trial.duration else ""

@@ -77,10 +77,13 @@ def test_values_take_the_type_of_their_setting(text: str, value: object) -> None
         (["run", "fedavgg"], ["'fedavgg'", "did you mean method=fedavg?"]),
         (["run", "digits"], ["'digits'", "did you mean dataset=digits?"]),
         (["run", "no-such-experiment"], ["no-such-experiment", "ppfe-cifar10-s2"]),
-        (["run", "--method", "fedavg"], ["--method", "settings are given as key=value: method=fedavg"]),
-        (["run", "--method=fedavg"], ["--method=fedavg", "settings are given as key=value: method=fedavg"]),
-        (["run", "lr=1", "--rounds", "3", "-v"], ["--rounds", "key=value: num-server-rounds=3"]),
-        (["run", "--superlnk", "x"], ["--superlnk", "no option of `posy run`; did you mean --superlink?"]),
+        (["run", "--method", "fedavg"], ["--method", "is a setting, not an option; type method=fedavg"]),
+        (["run", "--method=fedavg"], ["--method=fedavg", "is a setting, not an option; type method=fedavg"]),
+        (
+            ["run", "lr=1", "--rounds", "3", "-v"],
+            ["--rounds", "not an option; type num-server-rounds=3"],
+        ),
+        (["run", "--superlnk", "x"], ["--superlnk", "not an option of `posy run`; did you mean --superlink?"]),
         (["run", "--nonsense", "3"], ["--nonsense", "--help"]),
         (["run", "--superlink"], ["--superlink", "requires an argument", "`posy run --help`"]),
         (["rnu", "lr=1"], ["'rnu'", "did you mean `posy run`?"]),
@@ -210,7 +213,7 @@ def test_orders_are_taken_from_the_network_only_on_demand(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["superlink", "--control", f"{host}:8000"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    danger = "which is no secret, can run code on every node"
+    danger = "the public ca.pem can run code on every node"
     for part in (f"--control {host}:8000", danger, "ssh -L 8000:127.0.0.1:8000 SERVER", "--control-open-to-network"):
         assert part in line
     assert cli.main(["superlink", "--control", f"{host}:8000", "--control-open-to-network"]) == 2

@@ -45,30 +45,32 @@ def test_certificates_are_made_once(tmp_path: Path) -> None:
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     make_certificates(tmp_path, [], ["a"], 30)
     (tmp_path / "server.key").unlink()
-    with pytest.raises(SettingsError, match=r"server\.pem is there without its other half"):
+    with pytest.raises(SettingsError, match=r"server\.pem exists without its other half"):
         make_certificates(tmp_path, [], [], 30)
     (tmp_path / "a.key").unlink()  # the machine with the authority may delete the nodes' private keys
     (tmp_path / "server.pem").unlink()
     assert [path.name for path in make_certificates(tmp_path, [], ["a"], 30)] == ["server.key", "server.pem"]
-    with pytest.raises(SettingsError, match="no name for a node"):
+    with pytest.raises(SettingsError, match="cannot name a node"):
         make_certificates(tmp_path, [], ["../a"], 30)
 
 
 def test_certificates_of_other_hosts_and_what_is_none_are_refused(tmp_path: Path) -> None:
     for host in ("", "a b", "ä.example", "server:9092"):
-        with pytest.raises(SettingsError, match=r"--host .*: it must be a name such as server\.example\.org"):
+        with pytest.raises(
+            SettingsError, match=r"--host .*: it must be an IP address or a name such as server\.example\.org"
+        ):
             make_certificates(tmp_path / "none", [host], [], 1)
     assert not (tmp_path / "none").exists()
     make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1)
     assert make_certificates(tmp_path, ["one.example", "10.0.0.1"], [], 1) == []
     with pytest.raises(
-        SettingsError, match=r"server\.pem is there and is not for 10\.0\.0\.2, two\.example; --renew has it made anew"
+        SettingsError, match=r"server\.pem exists, but not for 10\.0\.0\.2, two\.example; --renew replaces it"
     ):
         make_certificates(tmp_path, ["two.example", "10.0.0.2", "one.example"], [], 1)
     for name in ("server.pem", "server.key"):
         (tmp_path / name).unlink()
     (tmp_path / "ca.key").write_text("no key")
-    with pytest.raises(SettingsError, match="holds what is no certificate or key"):
+    with pytest.raises(SettingsError, match="holds a file with the name of a certificate or key"):
         make_certificates(tmp_path, [], [], 1)
 
 
@@ -111,7 +113,7 @@ def test_node_config_is_passed_to_flower(words: list[str], expected: str) -> Non
 
 
 def test_node_config_must_be_key_and_value() -> None:
-    with pytest.raises(SettingsError, match="'partition-id': node config is given as key=value"):
+    with pytest.raises(SettingsError, match="'partition-id': node config has the form key=value"):
         node_config(["partition-id"])
 
 
@@ -172,7 +174,7 @@ def test_nodes_of_one_command_divide_the_partitions() -> None:
     assert node_configs(["data=/srv/{name}"], names) == [[f"data=/srv/{name}"] for name in names]
     assert node_configs(["data=/srv", "partition-id=4", *shared], names)[2][0] == "partition-id=6"
     for words in (["partition-id=25"], ["partition-id=x", "num-partitions=50"]):
-        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes: it must be a number"):
+        with pytest.raises(SettingsError, match=r"partition-id=.* for 3 nodes: it must be the partition number"):
             node_configs(words, names)
 
 

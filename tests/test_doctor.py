@@ -127,7 +127,7 @@ def test_a_node_renews_its_key_where_there_is_no_authority(tmp_path: Path) -> No
     assert renew(tmp_path, [], ["site-a"], 1) == [files.node_key("site-a"), files.node_public("site-a")]
     assert files.node_key("site-a").read_bytes() != before
     assert public_half(files.node_key("site-a")) == public_pem(files.node_public("site-a"))
-    with pytest.raises(SettingsError, match=r"nobody\.key is missing: there is nothing to renew"):
+    with pytest.raises(SettingsError, match=r"nobody\.key is missing: nothing to renew"):
         renew(tmp_path, [], ["nobody"], 1)
     with pytest.raises(SettingsError, match=r"server\.pem cannot be used"):
         renew(tmp_path, [], [], 1)
@@ -335,7 +335,7 @@ def test_a_server_whose_superlink_is_down(tmp_path: Path, capsys: pytest.Capture
 def test_a_backup_holds_the_registered_keys_while_the_database_is_open(tmp_path: Path) -> None:
     state, file = tmp_path / "superlink", tmp_path / "backup"
     files = made(tmp_path / "certificates", "site-a", "site-b", "site-c")
-    with pytest.raises(SettingsError, match=r"there is no state\.db; with --volatile a SuperLink keeps none"):
+    with pytest.raises(SettingsError, match=r"it holds no state\.db; a SuperLink with --volatile writes none"):
         back_up(state, file)
     state.mkdir()
     link = reopened(state)
@@ -344,7 +344,7 @@ def test_a_backup_holds_the_registered_keys_while_the_database_is_open(tmp_path:
     back_up(state, file)
     assert file.stat().st_mode & 0o077 == 0
     register(link, files.node_public("site-b"))
-    with held(state), pytest.raises(SettingsError, match="a SuperLink is at work with it; end that first"):
+    with held(state), pytest.raises(SettingsError, match="a running SuperLink uses it; stop that SuperLink first"):
         restore(state, file)
     old = restore(state, file)
     names = {node.name for node in reopened(state).get_node_info()}
@@ -374,7 +374,7 @@ def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be restored"):
         restore(state, tmp_path / "none")
     sqlite3.connect(tmp_path / "empty").execute("CREATE TABLE other (a)").connection.close()
-    with pytest.raises(SettingsError, match="is no whole database of a SuperLink"):
+    with pytest.raises(SettingsError, match="is not a SuperLink's complete database"):
         restore(state, tmp_path / "empty")
     assert (state / "state.db").read_text() == "mine"
     with pytest.raises(SettingsError, match="cannot be copied"):

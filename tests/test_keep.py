@@ -60,7 +60,7 @@ def test_a_killed_superlink_leaves_nothing_that_locks_its_state(tmp_path: Path) 
         until(lambda: bool(children(child)))
         [grandchild] = children(child)
         with (
-            pytest.raises(SettingsError, match=r"at work with it \(process [0-9]+, [0-9]+\): kill") as raised,
+            pytest.raises(SettingsError, match=r"running SuperLink uses it \(process [0-9]+, [0-9]+\): kill") as raised,
             held(tmp_path / "state"),
         ):
             pass

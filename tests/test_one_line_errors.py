@@ -139,11 +139,11 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["run", "--help"], 0, "EXPERIMENT is a file of settings"),
         (["settings", "fedavg"], 0, "num-clients"),
         (["runn"], 2, "did you mean `posy run`?"),
-        (["run", "--lr", "0.1"], 2, "settings are given as key=value: lr=0.1"),
+        (["run", "--lr", "0.1"], 2, "lr is a setting, not an option; type lr=0.1"),
         (["run", "--superlinkk", "x"], 2, "did you mean --superlink?"),
-        (["table"], 2, "`posy table --help` tells more"),
+        (["table"], 2, "see `posy table --help`"),
         (["run", "lr=-1"], 2, "lr = -1.0 in the command line"),
-        (["status", "--nothing"], 2, "--nothing is no option"),
+        (["status", "--nothing"], 2, "--nothing is not an option"),
     ],
 )
 def test_commands_work_with_a_typer_that_brings_its_click(

@@ -108,7 +108,7 @@ def test_status_shows_the_run_and_the_nodes(going: Sites) -> None:
     assert "free disk for the state" in output
     assert str(going.folder / "runs") in output
     elsewhere = going.posy("status", *going.where, "--state", "nowhere").stdout
-    assert "is known on the SuperLink's machine" in elsewhere
+    assert "--state nowhere holds no SuperLink's state" in elsewhere
     assert " 1.39." not in elsewhere
 
 
@@ -147,8 +147,8 @@ def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
     renewed = going.documented("certificates certificates site-a --renew")
     assert renewed.split() == ["certificates/site-a.key", "certificates/site-a.pub"]
     register = "register --renew certificates/site-a.pub"
-    assert "beside the old" in going.documented(register)
-    with pytest.raises(LaunchError, match="keeps its old key: its node was not online with the new one"):
+    assert "both keys are valid" in going.documented(register)
+    with pytest.raises(LaunchError, match="keeps its old key: its node was not online with the new key"):
         going.documented(register)
     count = len(going.rounds("long"))
     going.until(lambda: going.whole_after("long", count), "run-long", MOST)  # with the old key
@@ -160,7 +160,7 @@ def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
     count = len(going.rounds("long"))
     going.until(lambda: going.whole_after("long", count + 1), "run-long", MOST)
     assert "site-a (client 0) is back" in going.log("run-long")
-    assert "has its new key only" in going.documented(register)
+    assert "has only its new key" in going.documented(register)
     [old] = (going.folder / "certificates").glob("site-a.key.*")
     where = ["--superlink", going.fleet, "--root-certificates", str(going.ca)]
     with pytest.raises(LaunchError, match=rf"{old.name} is not registered"):
@@ -174,7 +174,7 @@ def test_a_renewed_key_keeps_the_name_and_the_client(going: Sites) -> None:
 
 def test_a_lost_state_is_restored_and_the_run_resumed(going: Sites) -> None:
     going.documented("backup state.backup")
-    with pytest.raises(LaunchError, match=r"a SuperLink is at work with it \(process [0-9, ]+\): kill"):
+    with pytest.raises(LaunchError, match=r"a running SuperLink uses it \(process [0-9, ]+\): kill"):
         going.documented("restore state.backup")
     superlink = going.processes["superlink"]
     ours = children(superlink.pid)

@@ -262,9 +262,9 @@ def test_keys_are_registered_once_and_no_two_under_one_name(
     assert cli.main(["register", *known, str(tmp_path / "copy.pub"), *federation.where]) == 0
     output, error = capsys.readouterr()
     assert output.splitlines() == [
-        "node-0 is registered already",
-        "node-1 is registered already",
-        "copy is registered already, as node-0",
+        "node-0 is already registered",
+        "node-1 is already registered",
+        "copy is already registered as node-0",
     ]
     assert "$" not in error  # what names no SuperLink cannot be typed
     assert cli.main(["register", str(tmp_path / "node-0.pub"), *federation.where]) == 1
@@ -405,7 +405,7 @@ def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str
     assert long.ended("run-long") == 1
     assert "has ended as stopped" in long.log("run-long")
     assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
-    assert "has ended already" in posy("stop", number, status=2)
+    assert "has already ended" in posy("stop", number, status=2)
     assert "'nosuch': no such run at 127.0.0.1" in posy("stop", "nosuch", status=2)
     shown = posy("log", "long", status=1)
     assert "has ended as stopped" in shown

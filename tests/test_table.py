@@ -123,7 +123,7 @@ def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
         ({"runs": ["fedavg"]}, "'fedavg' in runs"),
         ({"runs": [{"name": "a/b"}]}, "a/b"),
         ({"runs": [{"name": ".."}]}, "'..'"),
-        ({"runs": [{"name": "a"}, {"name": "a"}]}, "a stands twice"),
+        ({"runs": [{"name": "a"}, {"name": "a"}]}, "a appears twice"),
         ({"runs": [{"name": "a", "settings": {"lr": -1}}]}, "lr = -1.*tiny.yaml, a"),
         ({"runs": [{"name": "a", "settings": {"method": "x"}}]}, "method = 'x'.*tiny.yaml, a"),
         (
@@ -168,7 +168,7 @@ def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     assert run_table(plan, jobs=1, only_print=True) == 1
     assert "| p = 0.5, no WDR | 1/2 |" in capsys.readouterr().out
     assert run_table(plan, jobs=1) == 0
-    assert "1 of 2 runs are finished already\n[2/2] p = 0.5, no WDR / seed 1: " in capsys.readouterr().out
+    assert "1 of 2 runs are already finished\n[2/2] p = 0.5, no WDR / seed 1: " in capsys.readouterr().out
     assert (first / "summary.json").stat().st_mtime_ns == modified
     assert json.loads((second / "summary.json").read_text())["status"] == "completed"
     assert not (second / "stale.txt").exists()

@@ -84,7 +84,7 @@ def test_what_was_found_becomes_a_table(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("variants: {three: {lr: 0.1}}", "three is no variant of it"),
+        ("variants: {three: {lr: 0.1}}", "three is not in its list of variants"),
         ("variants: {two: 3}", "they must be `variant: settings`"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_bad_trial_is_given_up_and_one_that_was_stopped_counts_as_failed(file:
     rounds.write_text(row(1, 0.3))
     assert not attempt.look()  # too early
     rounds.write_text(row(1, 0.3) + row(2, 0.2) + row(3, 0.99)[:20])
-    assert attempt.look() and attempt.told == 2 and attempt.score == 0.2
+    assert attempt.look() and attempt.rounds_read == 2 and attempt.score == 0.2
     again = tuning.opened(cell, tmp_path / "tuning", storage)
     assert again is not None and [t.state for t in again.study.trials][-1] == TrialState.FAIL
     assert again.done() == tuning.FIRST_TRIALS + 1
@@ -160,13 +160,13 @@ def test_a_bad_trial_is_given_up_and_one_that_was_stopped_counts_as_failed(file:
 
 def test_rows_with_different_validation_splits_are_not_comparable(file: Path) -> None:
     file.write_text(file.read_text().replace("fedprox-mu: 0.01", "validation-fraction: 0.1"))
-    with pytest.raises(SettingsError, match="must all have the same"):
+    with pytest.raises(SettingsError, match="have different values"):
         tuning.tune(read_plan(file), trials=1, jobs=1)
 
 
 def test_two_searches_do_not_work_on_one_table(file: Path, tmp_path: Path) -> None:
     plan = read_plan(file)
-    with alone(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* is at work in"):
+    with alone(plan.output / "tuning"), pytest.raises(SettingsError, match=r"another .* uses "):
         tuning.tune(plan, trials=1, jobs=1)
     with alone(plan.output / "tuning"):  # the lock was released
         assert plan.output.is_dir()

@@ -1,4 +1,4 @@
-"""Back up and restore what a SuperLink must not lose: the keys that are registered, and its list of runs."""
+"""Back up and restore the state of a SuperLink: the registered keys and the list of runs."""
 
 import os
 import sqlite3
@@ -13,14 +13,17 @@ from posy.storage import lock, replace
 DATABASE = "state.db"
 """Name of the database in the directory of a SuperLink's state."""
 MINE = 0o700
-"""Mode of that directory: who reads the database can act for any run."""
+"""Mode of this directory: a user who can read the database can impersonate any run."""
 
 
 @contextmanager
 def held(state: Path) -> Iterator[int]:
-    """Lock the directory of a SuperLink's state, which is made if need be; give the descriptor that holds the lock.
+    """Create the directory of a SuperLink's state if it is missing, lock it, and yield the descriptor of the lock.
 
-    It is a :class:`SettingsError` if another SuperLink, or a process that one has left, uses it.
+    Raises
+    ------
+    SettingsError
+        If another SuperLink, or a process that it left running, uses the directory, or another user owns it.
     """
     try:
         state.mkdir(parents=True, exist_ok=True)
@@ -28,8 +31,8 @@ def held(state: Path) -> Iterator[int]:
         descriptor = lock(state)
     except BlockingIOError:
         users = [str(process) for process in users_of(state)]
-        which = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; end that first"
-        raise SettingsError(f"--state {state}: a SuperLink is at work with it{which}") from None
+        which = f" (process {', '.join(users)}): kill {' '.join(users)}" if users else "; stop that SuperLink first"
+        raise SettingsError(f"--state {state}: a running SuperLink uses it{which}") from None
     except OSError as error:
         raise SettingsError(f"--state {state}: it must be a directory that you own: {error}") from error
     try:
@@ -39,7 +42,7 @@ def held(state: Path) -> Iterator[int]:
 
 
 def users_of(directory: Path) -> list[int]:
-    """Return the processes of this user that have a directory open, as Linux lists them; elsewhere none."""
+    """Return the ids of this user's other processes that have a directory open (Linux); elsewhere an empty list."""
     target, users = directory.stat(), set[int]()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended, or is another user's
@@ -50,20 +53,23 @@ def users_of(directory: Path) -> list[int]:
 
 
 def back_up(state: Path, file: Path) -> None:
-    """Write a copy of a SuperLink's database as it is at one moment, also while the SuperLink is at work.
+    """Write a consistent copy of a SuperLink's database; the SuperLink may be running.
 
-    It is a :class:`SettingsError` if there is no database, it is damaged, or the file cannot be written.
+    Raises
+    ------
+    SettingsError
+        If the database is missing or damaged, or the file cannot be written.
     """
     database = state / DATABASE
     if not database.is_file():
-        raise SettingsError(f"--state {state}: there is no {DATABASE}; with --volatile a SuperLink keeps none")
+        raise SettingsError(f"--state {state}: it holds no {DATABASE}; a SuperLink with --volatile writes none")
 
     def copy(part: Path) -> None:
         part.unlink(missing_ok=True)
-        part.touch(0o600)  # nobody else may read it, from the start
+        part.touch(0o600)  # never readable for other users
         with closing(_opened(database)) as source, closing(sqlite3.connect(part)) as target:
             source.backup(target)
-            target.execute("PRAGMA journal_mode = DELETE")  # one file, whatever the original's mode
+            target.execute("PRAGMA journal_mode = DELETE")  # a single file, whatever the mode of the original
         _check(part)
 
     try:
@@ -73,9 +79,12 @@ def back_up(state: Path, file: Path) -> None:
 
 
 def restore(state: Path, file: Path) -> Path | None:
-    """Put a backup in the place of a SuperLink's database; return where the database before it is now, if any.
+    """Replace a SuperLink's database with a backup; return the new path of the previous database, or None.
 
-    It is a :class:`SettingsError` if a SuperLink is at work with it, or the file is no backup.
+    Raises
+    ------
+    SettingsError
+        If a running SuperLink uses the database, or the file is not a backup.
     """
     database, old = state / DATABASE, None
     try:
@@ -83,7 +92,7 @@ def restore(state: Path, file: Path) -> Path | None:
         with held(state):
             if database.exists():
                 old = database.with_name(database.name + time.strftime(".%Y%m%d-%H%M%S"))
-                for end in ("", "-wal", "-shm"):  # what SQLite keeps beside it must not be taken for the new one's
+                for end in ("", "-wal", "-shm"):  # SQLite would apply its old side files to the new database
                     with suppress(FileNotFoundError):
                         Path(f"{database}{end}").replace(f"{old}{end}")
 
@@ -103,9 +112,9 @@ def _opened(database: Path) -> sqlite3.Connection:
 
 
 def _check(database: Path) -> None:
-    """Raise what SQLite does, or :class:`SettingsError`, if a file is no whole database of a SuperLink."""
+    """Raise :class:`SettingsError` or an SQLite error if a file is not a complete database of a SuperLink."""
     with closing(_opened(database)) as opened:
-        found = [row for (row,) in opened.execute("PRAGMA quick_check(1)")]
+        problems = [row for (row,) in opened.execute("PRAGMA quick_check(1)")]
         tables = {name for (name,) in opened.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if found != ["ok"] or not {"node", "run"} <= tables:
-        raise SettingsError(f"{database} is no whole database of a SuperLink: {found[0]}, tables: {len(tables)}")
+    if problems != ["ok"] or not {"node", "run"} <= tables:
+        raise SettingsError(f"{database} is not a SuperLink's complete database: {problems[0]}, {len(tables)} tables")

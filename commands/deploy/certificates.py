@@ -1,4 +1,4 @@
-"""Certificates for TLS and keys for node authentication, in the forms that Flower reads."""
+"""Certificates for TLS and keys for node authentication, in the formats that Flower reads."""
 
 import datetime
 import ipaddress
@@ -22,9 +22,9 @@ from posy.settings import SettingsError
 LOOPBACK = ("localhost", "127.0.0.1")
 """Names that every server certificate holds: Flower's own processes reach the SuperLink under them."""
 UNUSABLE = (OSError, ValueError, TypeError, UnsupportedAlgorithm)
-"""What reading keys and certificates raises; TypeError: it has a password."""
+"""Exceptions of reading keys and certificates. A TypeError means that the key has a password."""
 SKEW = datetime.timedelta(minutes=10)
-"""Time before its making from which a certificate is valid, for machines whose clocks are behind."""
+"""Time by which a certificate is backdated, for machines with slow clocks."""
 
 
 class Files:
@@ -35,16 +35,16 @@ class Files:
         self.ca = folder / "ca.pem"
         """Certificate of the authority: every machine gets it, to check the SuperLink."""
         self.ca_key = folder / "ca.key"
-        """Key of the authority, for later server certificates; no machine of the federation needs it."""
+        """Key of the authority, which signs server certificates. No machine needs it while the federation runs."""
         self.server, self.server_key = folder / "server.pem", folder / "server.key"
         """Certificate and key of the SuperLink."""
 
     def node_key(self, name: str) -> Path:
-        """Private key of a node, which only that node gets."""
+        """Return the path of a node's private key, which only the node gets."""
         return self.folder / f"{name}.key"
 
     def node_public(self, name: str) -> Path:
-        """Public key of a node, which is registered with the SuperLink."""
+        """Return the path of a node's public key, which the SuperLink registers."""
         return self.folder / f"{name}.pub"
 
 
@@ -53,14 +53,14 @@ def make_certificates(
 ) -> list[Path]:
     """Make the files that a directory lacks: an authority, the SuperLink's certificate, a key pair for each node.
 
-    Without ``server``, as on a site, these are the key pairs alone: the authority of the federation is elsewhere. Nodes
-    reach the SuperLink under the names and IP addresses ``hosts``, and ``localhost``. The written files are returned;
-    existing ones stay unchanged.
+    Without ``server``, as on a site, make only the key pairs: the authority is on another machine. Nodes reach the
+    SuperLink under the names and IP addresses ``hosts``, and ``localhost``. Existing files stay unchanged. Return the
+    written files.
 
     Raises
     ------
     SettingsError
-        If the directory cannot be written to, holds only one half of a pair or a certificate for other hosts, or a
+        If the directory is not writable, holds only one half of a pair, or holds a certificate for other hosts, or a
         name is not allowed.
     """
     files, written = Files(folder), []
@@ -68,10 +68,10 @@ def make_certificates(
         _general_name(host)
     for name in nodes:
         if Path(name).name != name or name in ("ca", "server"):
-            raise SettingsError(f"{name!r} is no name for a node: it must be a file name, not ca or server")
+            raise SettingsError(f"{name!r} cannot name a node: choose a file name other than ca and server")
     with (
         refused(f"{folder}: certificates cannot be written there", (OSError,)),
-        refused(f"{folder} holds what is no certificate or key under the name of one"),
+        refused(f"{folder} holds a file with the name of a certificate or key but other content"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         if server and _lacks(files.ca, files.ca_key, or_only=files.ca):
@@ -80,8 +80,8 @@ def make_certificates(
             written += _write(_new_server(files, map(_general_name, (*LOOPBACK, *hosts)), days))
         elif server and (lacking := set(map(_general_name, hosts)) - hosts_of(read_certificates(files.server)[0])):
             raise SettingsError(
-                f"{files.server} is there and is not for {', '.join(sorted(str(name.value) for name in lacking))}; "
-                f"--renew has it made anew, for these as well"
+                f"{files.server} exists, but not for {', '.join(sorted(str(name.value) for name in lacking))}; "
+                "--renew replaces it and adds these hosts"
             )
         for name in nodes:
             if _lacks(files.node_public(name), files.node_key(name), or_only=files.node_public(name)):
@@ -92,32 +92,33 @@ def make_certificates(
 def renew(
     folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, *, authority: bool = False
 ) -> list[Path]:
-    """Make anew the key pairs of some nodes; or else the SuperLink's certificate, or the authority.
+    """Replace the key pairs of some nodes, the SuperLink's certificate, or the authority.
 
-    The SuperLink's certificate is for the hosts of the one before, and ``hosts`` too. A new authority stands first in
-    ca.pem, before those that are still valid: whoever has the file trusts certificates of all of them. Each file is
-    replaced as a whole; the one before is kept under its name and the time. The files that are written are returned.
+    With ``authority``, add a new authority to ca.pem. It comes first, before the old authorities that are still valid,
+    so that machines with the file trust the certificates of all of them. Else replace the key pairs of ``nodes``.
+    Without nodes, replace the SuperLink's certificate, which is then valid for its old hosts and for ``hosts``. Each
+    old file stays under its name and the time. Return the written files.
 
     Raises
     ------
     SettingsError
-        If what is to be renewed is not there, or the directory cannot be written to.
+        If a file to replace is missing, or the directory is not writable.
     """
     files = Files(folder)
     with (
         refused(f"{folder}: certificates cannot be written there", (OSError,)),
-        refused(f"{folder} holds what is no certificate or key under the name of one"),
+        refused(f"{folder} holds a file with the name of a certificate or key but other content"),
     ):
         contents: dict[Path, bytes] = {}
         if authority:
             contents = _new_authority(files, days)
-            now = datetime.datetime.now(datetime.UTC)
-            valid = [one for one in read_certificates(files.ca) if one.not_valid_after_utc > now]
-            contents[files.ca] += b"".join(one.public_bytes(serialization.Encoding.PEM) for one in valid)
+            today = datetime.datetime.now(datetime.UTC)
+            valid = [old for old in read_certificates(files.ca) if old.not_valid_after_utc > today]
+            contents[files.ca] += b"".join(old.public_bytes(serialization.Encoding.PEM) for old in valid)
         elif nodes:
             for name in nodes:
                 if not (files.node_key(name).exists() or files.node_public(name).exists()):
-                    raise SettingsError(f"{files.node_key(name)} is missing: there is nothing to renew")
+                    raise SettingsError(f"{files.node_key(name)} is missing: nothing to renew; drop --renew to make it")
                 contents |= _new_pair(files, name)
         else:
             wanted = sorted(hosts_of(read_certificates(files.server)[0]), key=lambda name: str(name.value))
@@ -126,60 +127,59 @@ def renew(
 
 
 def read_certificates(path: Path) -> list[x509.Certificate]:
-    """Return the certificates in a file; raise :class:`SettingsError` if it holds none."""
+    """Return the certificates of a file; raise :class:`SettingsError` for a file without certificates."""
     with refused(f"{path} cannot be used as a certificate"):
         return x509.load_pem_x509_certificates(path.read_bytes())
 
 
 def public_half(path: Path) -> bytes:
-    """Return the public half of a private key (PEM); raise :class:`SettingsError` if the file holds none."""
+    """Return the public half of a private key (PEM); raise :class:`SettingsError` for a file without a private key."""
     with refused(f"{path} is not a private key as `posy certificates` makes it"):
         return pem_of(load_private_key(path.read_bytes()).public_key())
 
 
 def load_private_key(content: bytes) -> ec.EllipticCurvePrivateKey:
-    """Return a private key in the forms of ``posy certificates``; raises any of :data:`UNUSABLE` if it is none."""
+    """Return a private key in a format of ``posy certificates``; raise one of :data:`UNUSABLE` for other content."""
     load = serialization.load_ssh_private_key if b"OPENSSH" in content else serialization.load_pem_private_key
     key = load(content, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("it is no key of an elliptic curve")
+        raise ValueError("it is not a key of an elliptic curve")
     return key
 
 
 def public_pem(path: Path) -> bytes:
-    """Return a node's public key as the SuperLink keeps it, PEM; raise :class:`SettingsError` if the file has none."""
+    """Return a node's public key as the SuperLink stores it (PEM); raise :class:`SettingsError` for other files."""
     with refused(f"{path} is not a public key as `posy certificates` makes it"):
         content = path.read_bytes()
         if b"PRIVATE KEY" in content:
-            raise SettingsError(f"{path} is a private key, which stays on its node; its public half is needed")
+            raise SettingsError(f"{path} is a private key, which stays on its node; name its public half (.pub)")
         return pem_of(serialization.load_ssh_public_key(content))
 
 
 def pem_of(key: CertificatePublicKeyTypes) -> bytes:
-    """Return a public key as the SuperLink keeps it."""
+    """Return a public key as the SuperLink stores it."""
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def hosts_of(certificate: x509.Certificate) -> set[x509.GeneralName]:
-    """Return the hosts that a certificate is for."""
+    """Return the hosts of a certificate."""
     return set(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
 
 
 def check_authority(path: Path) -> None:
-    """Raise :class:`SettingsError` if a file holds no certificate that others can be checked against."""
+    """Raise :class:`SettingsError` if a file holds no certificate of an authority."""
     with refused(f"{path} cannot be used as a certificate"):
         ssl.create_default_context(cafile=str(path))
 
 
 def check_server(certificate: Path, key: Path) -> None:
-    """Raise :class:`SettingsError` if a certificate and a key do not belong together, or it is not valid now."""
+    """Raise :class:`SettingsError` if a certificate has expired, or its key is another one."""
     with refused(f"{certificate} and {key} cannot be used"):
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     if end < datetime.datetime.now(datetime.UTC):
         raise SettingsError(
-            f"{certificate} has expired ({end:%Y-%m-%d}); `posy certificates {certificate.parent} --renew` makes "
-            "another"
+            f"{certificate} has expired ({end:%Y-%m-%d}); `posy certificates {certificate.parent} --renew` replaces it"
         )
 
 
@@ -190,22 +190,22 @@ def check_node_key(path: Path) -> None:
 
 
 @contextmanager
-def refused(what: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
-    """Turn what reading keys and certificates raises into a :class:`SettingsError` that says what is wrong."""
+def refused(problem: str, kinds: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
+    """Turn an exception of reading keys and certificates into a :class:`SettingsError` with a clear message."""
     try:
         yield
     except SettingsError:
         raise
     except kinds as error:
-        raise SettingsError(f"{what}: {error}") from error
+        raise SettingsError(f"{problem}: {error}") from error
 
 
 def _lacks(public: Path, private: Path, or_only: Path | None = None) -> bool:
-    """Tell whether a pair is missing; the public half alone is enough if it is ``or_only``."""
-    there = [path for path in (public, private) if path.exists()]
-    if len(there) == 1 and there != [or_only]:
-        raise SettingsError(f"{there[0]} is there without its other half; delete it, or bring {public} and {private}")
-    return not there
+    """Return whether a pair is missing; the public half alone suffices if it is ``or_only``."""
+    existing = [path for path in (public, private) if path.exists()]
+    if len(existing) == 1 and existing != [or_only]:
+        raise SettingsError(f"{existing[0]} exists without its other half; delete it, or add {public} and {private}")
+    return not existing
 
 
 def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
@@ -214,12 +214,12 @@ def _new_authority(files: Files, days: int) -> dict[Path, bytes]:
 
 
 def _new_server(files: Files, hosts: Iterable[x509.GeneralName], days: int) -> dict[Path, bytes]:
-    """Return a new key of the SuperLink, and its certificate, by the authority that is there."""
+    """Return a new key of the SuperLink, and a certificate signed by the existing authority."""
     if not files.ca_key.exists():
-        raise SettingsError(f"{files.ca_key} is missing: it signs {files.server.name}, which is to be made")
+        raise SettingsError(f"{files.ca_key} is missing, and {files.server.name} needs its signature; copy it there")
     signer = read_certificates(files.ca)[0].subject, load_private_key(files.ca_key.read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
-    # The certificate comes last: a SuperLink that is at work takes up both when it changes.
+    # The certificate comes last: a running SuperLink loads both files when the certificate changes.
     return {
         files.server_key: _key(key),
         files.server: _certificate(key, "Posy SuperLink", days, signer, dict.fromkeys(hosts)),
@@ -240,22 +240,22 @@ def _certificate(
     signer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
     hosts: Iterable[x509.GeneralName] = (),
 ) -> bytes:
-    """Return a server's certificate for some hosts, by a signer; or, without one, that of an authority."""
-    now = datetime.datetime.now(datetime.UTC)
+    """Return a server's certificate for some hosts, signed by a signer, or without one an authority's certificate."""
+    start = datetime.datetime.now(datetime.UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, issuer_key = signer or (subject, key)
     authority = signer is None
-    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     usage = x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
         crl_sign=authority,
-        **dict.fromkeys((*others, "encipher_only", "decipher_only"), False),
+        **dict.fromkeys((*unused, "encipher_only", "decipher_only"), False),
     )
     builder = (
         x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - SKEW)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(start - SKEW)
+        .not_valid_after(start + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -274,8 +274,8 @@ def _general_name(host: str) -> x509.GeneralName:
     except ValueError:
         if not re.fullmatch(r"[A-Za-z0-9*_-]+(\.[A-Za-z0-9_-]+)*", host):
             raise SettingsError(
-                f"--host {host!r}: it must be a name such as server.example.org, in ASCII and without a port, or an IP "
-                "address"
+                f"--host {host!r}: it must be an IP address or a name such as server.example.org, in ASCII and without "
+                "a port"
             ) from None
         return x509.DNSName(host)
 
@@ -286,9 +286,9 @@ def _key(key: ec.EllipticCurvePrivateKey, *, ssh: bool = False) -> bytes:
 
 
 def _write(contents: Mapping[Path, bytes], *, keep: bool = False) -> list[Path]:
-    """Write files in this order and return their paths; with ``keep`` in place of others, which get another name.
+    """Write files in this order and return their paths; with ``keep``, rename the files that they replace.
 
-    Keys have their mode from the start, so nobody else can read them in between.
+    Create each key with its final mode: other users can never read it.
     """
     suffix = time.strftime(".%Y%m%d-%H%M%S")
     for path, content in contents.items():

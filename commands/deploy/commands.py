@@ -1,4 +1,4 @@
-"""The commands of a real federation. Where they start Flower's own, they print what they start."""
+"""The commands of a real federation. A command that starts one of Flower's commands prints it."""
 
 import os
 import shlex
@@ -29,14 +29,14 @@ STATE = Path("superlink")
 HOME = "flower"
 """Flower's home in the directory of a SuperLink's state."""
 
-SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes orders.")]
+SuperLink = Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink's --control address.")]
 RootCertificates = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="Certificate of the SuperLink's authority (default: certificates/ca.pem)."),
 ]
-State = Annotated[Path, typer.Option(metavar="DIR", help="Database and files of the SuperLink, on its own machine.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS; only on this machine, for experiments.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the whole log of Flower.")]
+State = Annotated[Path, typer.Option(metavar="DIR", help="State of the SuperLink, on its machine.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Use no TLS. For experiments on a single machine.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show Flower's full log.")]
 RunWord = Annotated[str, typer.Argument(metavar="RUN")]
 
 app = typer.Typer()
@@ -50,34 +50,37 @@ def certificates(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="On the server: a name or IP address of the SuperLink; may be repeated. localhost is always included.",
+            help="On the server: a name or IP address of the SuperLink. Repeatable. localhost is always included.",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="How long they are valid.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=MAX_DAYS, metavar="DAYS", help="Validity of the certificates.")] = 365,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Make anew the key pairs of each NODE, or without any server.pem.")
+        bool, typer.Option("--renew", help="Replace the key pair of each NODE; without a NODE, replace server.pem.")
     ] = False,
     renew_authority: Annotated[
-        bool, typer.Option("--renew-authority", help="Make a new authority; ca.pem holds the old one too.")
+        bool, typer.Option("--renew-authority", help="Add a new authority to ca.pem, which keeps the old one.")
     ] = False,
 ) -> int:
     """Make certificates for a SuperLink and keys for its nodes.
 
-    Makes the files that DIR lacks. For each NODE these are a private key (NODE.key, for that node alone) and a public
-    key (NODE.pub, for `posy register`). On the server, with --host or without any NODE, these are also an authority
-    (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files stay unchanged. --renew
-    replaces files and keeps the old ones, with the time in their names.
+    Makes the files that DIR lacks. Each NODE gets a private key (NODE.key, which only the node may read) and a public
+    key (NODE.pub, for `posy register`). On the server, with --host or without a NODE, the command also makes an
+    authority (ca.pem, ca.key) and the SuperLink's certificate (server.pem, server.key). Existing files stay unchanged.
+    --renew replaces files and keeps the old ones, with the time in their names.
     """
-    from posy.commands.deploy import certificates as made  # noqa: PLC0415 - what few commands need
+    from posy.commands.deploy import certificates as making  # noqa: PLC0415 - few commands need it
 
     if renew_authority and (renew or nodes or host):
-        raise SettingsError("--renew-authority goes alone: renew the rest when every node has the new ca.pem")
+        raise SettingsError(
+            "--renew-authority goes alone: type it without NODE, --host and --renew; renew server.pem when every node "
+            "has the new ca.pem"
+        )
     if renew or renew_authority:
-        written = made.renew(folder, host or [], nodes or [], days, authority=renew_authority)
+        written = making.renew(folder, host or [], nodes or [], days, authority=renew_authority)
     else:
-        files = made.Files(folder)
+        files = making.Files(folder)
         on_server = bool(host) or not nodes or files.ca_key.exists()
-        written = made.make_certificates(folder, host or [], nodes or [], days, server=on_server)
+        written = making.make_certificates(folder, host or [], nodes or [], days, server=on_server)
         if not on_server and not files.ca.exists():
             hint = "on a site, copy it from the server; on the server, add --host NAME (localhost on a single machine)"
             print(f"posy: {files.ca} is missing: {hint}", file=sys.stderr)
@@ -90,49 +93,50 @@ def certificates(
 def superlink(
     folder: Annotated[
         Path | None,
-        typer.Option("--certificates", metavar="DIR", help="Made by `posy certificates` (default: certificates)."),
+        typer.Option("--certificates", metavar="DIR", help="Output of `posy certificates` (default: certificates)."),
     ] = None,
     insecure: Insecure = False,
     state: State = STATE,
     volatile: Annotated[
-        bool, typer.Option("--volatile", help="Keep the state in memory: faster, but runs end with the SuperLink.")
+        bool, typer.Option("--volatile", help="Keep the state in memory. Faster, but runs end with the SuperLink.")
     ] = False,
     fleet: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help=f"Where nodes connect to (default: {FLEET}).")
+        str | None, typer.Option(metavar="HOST:PORT", help=f"Address for nodes (default: {FLEET}).")
     ] = None,
-    control: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where runs are submitted.")] = CONTROL,
+    control: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address for submitting runs.")] = CONTROL,
     control_open_to_network: Annotated[
         bool,
-        typer.Option("--control-open-to-network", help="Let other machines reach --control, and so run code on nodes."),
+        typer.Option("--control-open-to-network", help="Allow other machines to use --control, and so to run code."),
     ] = False,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Start Flower's own SuperLink: slower with its database.")
+        bool, typer.Option("--stock", help="Start Flower's unmodified SuperLink. Its database is slower.")
     ] = False,
 ) -> int:
     """Start the server of a federation.
 
-    Starts Flower's SuperLink, which nodes connect to, and the process that runs ServerApps. Its state lies in a
-    database, and it is started again should it die: runs go on. Without --insecure it needs certificates, and admits
-    only nodes whose keys are registered (`posy register`). Anyone who reaches --control can run code on every node, so
-    it listens on this machine alone unless told otherwise.
+    Starts Flower's SuperLink, to which nodes connect, and the process that runs ServerApps. A database stores the
+    state. If the SuperLink dies, Posy restarts it and the runs continue. Unless you use --insecure, the SuperLink needs
+    certificates and admits only nodes with registered keys (`posy register`).
+
+    Any program that reaches --control can run code on every node. By default, only this machine can reach it.
     """
     from posy.commands.deploy.backup import DATABASE, held  # noqa: PLC0415
     from posy.deploy.superlink import keep  # noqa: PLC0415
     from posy.forked import cores  # noqa: PLC0415
 
-    cores()  # as many runs start at a time: a number that is none is told here, not when a run is to start
+    cores()  # the limit on simultaneous runs: raise the error of a bad value now, not when a run starts
     certificate = None
     fleet = fleet or (LOCAL_FLEET if insecure else FLEET)
-    places = (("--control", control), ("--fleet", fleet))
-    (host, port), _ = (_host_and_port(option, place) for option, place in places)
+    addresses = (("--control", control), ("--fleet", fleet))
+    (host, port), _ = (_host_and_port(option, listen) for option, listen in addresses)
     if not is_loopback(control):
         _check_control(control, allowed=control_open_to_network)
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"[{near}]:{port}" if ":" in near else f"{near}:{port}"
     _exclude(insecure, "--certificates", folder)
     if insecure:
-        for option, place in places:
-            _check_loopback(option, place)
+        for option, listen in addresses:
+            _check_loopback(option, listen)
         reached = Connection(address)
         trust = ["--insecure"]
     else:
@@ -143,7 +147,7 @@ def superlink(
         check_authority(ca)
         check_server(server, key)
         reached = Connection(address, ca)
-        certificate = None if volatile else server  # to start again would end its runs
+        certificate = None if volatile else server  # a restart of a volatile SuperLink would end its runs
         trust = ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(server), "--ssl-keyfile", str(key)]
         trust += ["--enable-supernode-auth"]
     _, _, *trusted = reached.words()
@@ -158,12 +162,12 @@ def superlink(
         "flower-superexec": [*executor, "--parent-pid", str(os.getpid())],
     }
     with held(state) as lock:
-        for option, place in places:
-            _check_free(option, place)
+        for option, listen in addresses:
+            _check_free(option, listen)
         home.mkdir(exist_ok=True)
         _write_connection(home, reached)
         environment = _flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-        # What can be typed: Flower's own command, and an executor that has no process to watch.
+        # The printed commands work in a shell: Flower's command, and an executor without a parent process to watch.
         for command in ([script("flower-superlink"), *served], executor):
             _print_command(command, environment)
         _print_command([script("flwr"), "list"], environment)
@@ -174,32 +178,33 @@ def superlink(
 @app.command()
 def supernode(
     config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
-    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the SuperLink takes nodes.")] = LOCAL_FLEET,
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink's --fleet address.")] = LOCAL_FLEET,
     key: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Private key of this node; repeated: one node for each.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Private key of the node. Repeat to start several nodes.")
     ] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
     wait: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="End when the SuperLink has been out of reach for this long."),
+        typer.Option(min=0.1, metavar="SECONDS", help="Exit after the SuperLink has been unreachable for this long."),
     ] = None,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Start Flower's own SuperNode: slower for every message.")
+        bool, typer.Option("--stock", help="Start Flower's unmodified SuperNode. Every message is slower.")
     ] = False,
     refuse_foreign_code: Annotated[
         bool,
-        typer.Option("--refuse-foreign-code", help="Take no run with other code than that of the Posy installed here."),
+        typer.Option("--refuse-foreign-code", help="Refuse runs whose code differs from the installed Posy's code."),
     ] = False,
 ) -> int:
     """Start a node of a federation.
 
-    Starts a SuperNode that keeps PyTorch, code and data loaded between messages. The words key=value are its node
-    config: partition-id=0 num-partitions=5 for a share of a benchmark's data, and what else the app reads from it.
+    Starts a SuperNode that keeps PyTorch, code and data loaded between messages. The key=value words are the node
+    config. For a part of a benchmark's data, type partition-id=0 num-partitions=5. For a site's files, type
+    data=PATH.
 
-    With --key repeated this command starts one node for each key, and they share the loaded code and data. By default
-    node i has partition i of as many partitions as there are nodes; partition-id is the first node's. {name} in a value
-    is replaced by the name of the node's key, also for a single key.
+    Repeat --key to start one node per key. The nodes share the loaded code and data. By default, n nodes hold the
+    partitions 0 to n - 1 of n; partition-id sets the partition of the first node. Posy replaces
+    {name} in a value with the name of the node's key, also with a single key.
     """
     reached = connection(superlink, root_certificates, insecure)
     words = reached.words()
@@ -212,16 +217,19 @@ def supernode(
     words += [] if wait is None else ["--max-wait-time", f"{wait:g}"]
     several = len(keys) > 1
     if len({path.stem for path in keys}) < len(keys):
-        raise SettingsError(f"--key: nodes are told apart by the names of their keys: {', '.join(map(str, keys))}")
+        raise SettingsError(
+            f"--key {' --key '.join(map(str, keys))}: nodes have the names of their keys, and two names are the same; "
+            "rename one of the files"
+        )
     configs = node_configs(config or [], [path.stem for path in keys])
-    own = keys if several or not insecure else []
-    words += [word for path in own for word in ("--auth-supernode-private-key", str(path))]
-    words += [word for one in configs if one for word in ("--node-config", node_config(one))]
+    used_keys = keys if several or not insecure else []
+    words += [word for path in used_keys for word in ("--auth-supernode-private-key", str(path))]
+    words += [word for pairs in configs if pairs for word in ("--node-config", node_config(pairs))]
     environment = _flower_environment(Path(os.environ.get("FLWR_HOME", Path.home() / ".flwr")))
     if stock and several:
-        raise SettingsError("--stock starts one node, but --key is given more than once")
+        raise SettingsError("--stock starts one node, but --key is repeated; drop --stock, or start each node alone")
     if stock and refuse_foreign_code:
-        raise SettingsError("--refuse-foreign-code does not go with --stock: Flower's own node takes any code")
+        raise SettingsError("--refuse-foreign-code does not go with --stock: Flower's node runs any code; drop --stock")
     environment |= {REFUSE: "1"} if refuse_foreign_code else {}
     if stock:
         command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
@@ -237,12 +245,14 @@ def register(
     superlink: SuperLink = CONTROL,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
-    renew: Annotated[bool, typer.Option("--renew", help="Replace the keys that nodes of these names have.")] = False,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace the registered keys of these nodes.")] = False,
 ) -> int:
-    """Let nodes take part.
+    """Register the public keys of nodes.
 
-    Registers their public keys with the SuperLink, each under the name of its file. To replace a node's key, --renew
-    registers the new one beside the old; when the node has been online with it, --renew again excludes the old one.
+    The SuperLink admits nodes with registered keys. Posy registers each key under the name of its file.
+
+    To replace a node's key, use --renew twice. The first call registers the new key, and the old key stays valid. Start
+    the node with the new key. The second call then revokes the old key.
     """
     from posy.commands.deploy.certificates import public_pem  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415 - imports Flower
@@ -252,26 +262,30 @@ def register(
     with control(connection(superlink, root_certificates, insecure)) as api:
         nodes = api.nodes()
         for name, pem in pems:
-            known = next((node for node in nodes if node.public_key == pem), None)
-            others = [node for node in nodes if node.name == name and node.public_key != pem]
-            if known is not None and known.name == name and others and renew:
-                if not known.last_activated_at:
-                    print(f"posy: {name} keeps its old key: its node was not online with the new one", file=sys.stderr)
+            registered = next((node for node in nodes if node.public_key == pem), None)
+            old = [node for node in nodes if node.name == name and node.public_key != pem]
+            if registered is not None and registered.name == name and old and renew:
+                if not registered.last_activated_at:
+                    hint = "start the node with the new key, then type this again"
+                    print(
+                        f"posy: {name} keeps its old key: its node was not online with the new key; {hint}",
+                        file=sys.stderr,
+                    )
                     status = 1
                     continue
-                for node in others:
+                for node in old:
                     api.unregister(node.node_id)
-                print(f"{name} has its new key only")
-            elif known is not None:
-                print(f"{name} is registered already" + ("" if known.name == name else f", as {known.name}"))
-            elif others and not renew:
-                more = "--renew is for a new key of the same node"
-                print(f"posy: {name} is not registered: another key has this name; {more}", file=sys.stderr)
+                print(f"{name} has only its new key; the old key is revoked")
+            elif registered is not None:
+                print(f"{name} is already registered" + ("" if registered.name == name else f" as {registered.name}"))
+            elif old and not renew:
+                hint = "if it is a new key of the same node, add --renew"
+                print(f"posy: {name} is not registered: another key has this name; {hint}", file=sys.stderr)
                 status = 1
             else:
                 api.register(name, pem)
-                end = "; start its node with it, and then type this again" if others else ""
-                print(f"{name} is registered" + (f" with its new key beside the old{end}" if others else ""))
+                hint = ": both keys are valid; start the node with the new key, then type this again" if old else ""
+                print(f"{name} is registered{hint}")
     return status
 
 
@@ -282,29 +296,29 @@ def unregister(
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Exclude nodes, by their names.
+    """Revoke the keys of nodes.
 
-    From now on the SuperLink refuses their keys, for good: a node that is to come back needs a new one.
+    The SuperLink refuses a revoked key for ever. To admit the node again, make a new key and register it.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
     with control(connection(superlink, root_certificates, insecure)) as api:
         nodes = api.nodes()
         if missing := [name for name in names if all(node.name != name for node in nodes)]:
-            raise SettingsError(f"no key is registered as {', '.join(missing)}; `posy status` lists those that are")
+            raise SettingsError(f"no key is registered as {', '.join(missing)}; `posy status` lists all names")
         for node in nodes:
             if node.name in names:
                 api.unregister(node.node_id)
-                print(f"{node.name} is excluded")
+                print(f"{node.name} is unregistered; its key is revoked")
     return 0
 
 
 @app.command()
 def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
-    """Copy the state of a SuperLink, also while it is at work.
+    """Copy the state of a SuperLink, even a running one.
 
-    FILE then holds the keys that are registered and the list of runs. Results and checkpoints are in runs/, keys and
-    certificates where `posy certificates` has made them: copy both beside it.
+    FILE holds the registered keys and the list of runs. It holds no results, checkpoints or certificates: also copy
+    runs/ and the directory that `posy certificates` made.
     """
     from posy.commands.deploy.backup import back_up  # noqa: PLC0415
 
@@ -315,15 +329,15 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State =
 
 @app.command()
 def restore(file: Annotated[Path, typer.Argument(metavar="FILE")], state: State = STATE) -> int:
-    """Put back the state of a SuperLink, which must not be at work, from what `posy backup` has written.
+    """Restore the state of a stopped SuperLink.
 
-    Nodes come back by themselves. Runs that were going on then count as failed; they are resumed from their
-    checkpoints.
+    FILE is a file written by `posy backup`. Nodes reconnect by themselves. Runs that were running at the time of the
+    backup have failed; resume them from their checkpoints.
     """
-    from posy.commands.deploy.backup import restore as put_back  # noqa: PLC0415
+    from posy.commands.deploy.backup import restore as restore_database  # noqa: PLC0415
 
-    old = put_back(state, file)
-    print(f"{state} is restored" + (f"; what was there is in {old}" if old else ""))
+    old = restore_database(state, file)
+    print(f"{state} is restored" + (f"; the previous state is in {old}" if old else ""))
     return 0
 
 
@@ -334,24 +348,24 @@ def status(
     insecure: Insecure = False,
     state: State = STATE,
 ) -> int:
-    """List the runs of a federation, the newest first, and its nodes by name.
+    """List the runs and nodes of a federation.
 
-    On the SuperLink's machine, where --state is, it also tells what runs wait for, what nodes do, what is installed on
-    them, how far their clocks are off, and how much disk is free.
+    The newest run comes first. Nodes are in the order of their names. On the SuperLink's machine, where --state is, the
+    lists also show the activity of each run and node, the versions and clock errors of nodes, and the free disk space.
     """
-    from posy.commands.deploy import status as known  # noqa: PLC0415
+    from posy.commands.deploy import status as lists  # noqa: PLC0415
     from posy.commands.deploy.control import control  # noqa: PLC0415
     from posy.server_app.run_status import read_statuses  # noqa: PLC0415
 
-    told = read_statuses(state / HOME)
+    statuses = read_statuses(state / HOME)
     with control(connection(superlink, root_certificates, insecure)) as api:
         runs, nodes = api.runs(), api.nodes()
-    known.show(runs, nodes, told)
+    lists.show(runs, nodes, statuses)
     if (state / HOME).is_dir():
-        for what, path in (("the state", state), *(("results", path) for path in known.results_of(told))):
-            print(f"free disk for {what} ({path}): {known.space(path)}")
+        for use, path in (("the state", state), *(("results", path) for path in lists.results_of(statuses))):
+            print(f"free disk for {use} ({path}): {lists.space(path)}")
     else:
-        print(f"what runs and nodes do is known on the SuperLink's machine, where --state is; here is no {state}")
+        print(f"--state {state} holds no SuperLink's state; `posy status` on the SuperLink's machine shows more")
     return 0
 
 
@@ -359,25 +373,25 @@ def status(
 def doctor(
     config: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
     folder: Annotated[
-        Path, typer.Option("--certificates", metavar="DIR", help="Made by `posy certificates`.")
+        Path, typer.Option("--certificates", metavar="DIR", help="Output of `posy certificates`.")
     ] = CERTIFICATES,
     state: State = STATE,
     superlink: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where it takes nodes, with --key; else where it takes orders."),
+        typer.Option(metavar="HOST:PORT", help="The SuperLink's --control address; with --key, its --fleet address."),
     ] = None,
     fleet: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="On the server: where nodes connect to.")
+        str, typer.Option(metavar="HOST:PORT", help="On the server: the SuperLink's --fleet address.")
     ] = LOCAL_FLEET,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="On a site: private key of its node.")] = None,
     root_certificates: RootCertificates = None,
     insecure: Insecure = False,
 ) -> int:
-    """Check what a federation needs, on this machine.
+    """Check this machine for a federation.
 
-    On the server: certificates, keys, ports, disk, which keys are registered, and versions and clocks of the nodes. On
-    a site, with --key and the node config: its key, the way to the SuperLink, its clock, GPU, disk and data. Changes
-    nothing. The exit status is 1 if there is an error.
+    On the server, it checks certificates, keys, ports, disk space, registered keys, and the versions and clocks of the
+    nodes. On a site, type --key and the node config: it then checks the key, the connection to the SuperLink, clock,
+    GPU, disk space and data. It changes nothing. The exit status is 1 after an error.
     """
     from posy.commands.deploy import doctor as checks  # noqa: PLC0415
 
@@ -391,7 +405,7 @@ def doctor(
         reached = connection(superlink or LOCAL_FLEET, ca, insecure=False)
         return checks.show(checks.of_site(reached, _file(key, "--key"), words))
     if config:
-        raise SettingsError(f"{config[0]}: node config is checked on a site; name its --key too")
+        raise SettingsError(f"{config[0]}: only a site has a node config; add the --key of its node")
     _host_and_port("--fleet", fleet)
     _host_and_port("--superlink", superlink or CONTROL)
     reached = Connection(superlink or CONTROL, None if insecure else ca)
@@ -408,8 +422,8 @@ def log(
 ) -> int:
     """Show the log of a run of a federation.
 
-    From its beginning until the run ends; Ctrl-C leaves the run alone. RUN is its run id or run-name, which
-    `posy status` lists.
+    Shows the log from its beginning until the run ends. Ctrl-C ends the output, not the run. RUN is the run id or
+    run-name, which `posy status` lists.
     """
     from posy.commands.deploy.control import show_run  # noqa: PLC0415
 
@@ -422,34 +436,38 @@ def stop(
 ) -> int:
     """Stop a run of a federation.
 
-    What it has done is kept, and it can be resumed from its last checkpoint. RUN is its run id or run-name, which
+    The results stay, and you can resume the run from its last checkpoint. RUN is the run id or run-name, which
     `posy status` lists.
     """
     from posy.commands.deploy.control import control  # noqa: PLC0415
 
     reached = connection(superlink, root_certificates, insecure)
     with control(reached) as api:
-        found = api.find(run)
-        if found.ended:
-            raise SettingsError(f"run {run} has ended already ({found.status}, {found.since})")
-        api.stop(found.number)
-    folder = [f"output-dir={found.config['output-dir']}"] if "output-dir" in found.config else []
-    command = resume_command(found.name or "RUN-NAME", *folder, *reached.words())
-    print(f"run {found.number} is stopped\nfrom its last checkpoint it goes on with: {command}")
+        record = api.find(run)
+        if record.ended:
+            raise SettingsError(f"run {run} has already ended ({record.status}, {record.since})")
+        api.stop(record.number)
+    folder = [f"output-dir={record.config['output-dir']}"] if "output-dir" in record.config else []
+    command = resume_command(record.name or "RUN-NAME", *folder, *reached.words())
+    print(f"run {record.number} is stopped\nresume it from its last checkpoint with: {command}")
     return 0
 
 
 def connection(superlink: str, root_certificates: Path | None, insecure: bool) -> Connection:
     """Return the SuperLink that the options name.
 
-    It is a :class:`SettingsError` without TLS on another machine, and if the certificate is missing or none.
+    Raises
+    ------
+    SettingsError
+        If an address is not HOST:PORT, a SuperLink without TLS is not on this machine, or the certificate is missing
+        or unusable.
     """
     _host_and_port("--superlink", superlink)
     _exclude(insecure, "--root-certificates", root_certificates)
     if insecure:
         _check_loopback("--superlink", superlink)
         return Connection(superlink)
-    from posy.commands.deploy.certificates import check_authority  # noqa: PLC0415 - what few commands need
+    from posy.commands.deploy.certificates import check_authority  # noqa: PLC0415 - few commands need it
 
     ca = _file(root_certificates or CERTIFICATES / "ca.pem", "--root-certificates")
     check_authority(ca)
@@ -457,18 +475,18 @@ def connection(superlink: str, root_certificates: Path | None, insecure: bool) -
 
 
 def node_config(words: Sequence[str]) -> str:
-    """Return key=value words as Flower reads a node config: TOML values, separated by spaces.
+    """Return key=value words in the form of Flower's node config: TOML values, separated by spaces.
 
     Raises
     ------
     SettingsError
-        If a word is not of the form key=value, a node does not read its key, or a value is not allowed.
+        If a word is not of the form key=value, nodes do not use its key, or a value is not allowed.
     """
     pairs = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key.replace("-", "").replace("_", "").isalnum():
-            raise SettingsError(f"{word!r}: node config is given as key=value")
+            raise SettingsError(f"{word!r}: node config has the form key=value, such as partition-id=0")
         try:
             value: Any = parse(text)
         except ValueError:
@@ -479,32 +497,32 @@ def node_config(words: Sequence[str]) -> str:
 
 
 def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
-    """Return the node config of each node of one command, by the names of their keys.
+    """Return the node config of each node that a command starts, in the order of the names of their keys.
 
-    ``{name}`` in a value is replaced by the node's name. Several nodes without data of their own have the partitions
-    0, 1, … of as many as there are nodes, or the partitions from the given ``partition-id`` on. Without a name, as with
-    --insecure, there is one node, and its config is returned unchanged.
+    The node's name replaces ``{name}`` in a value. By default, n nodes without ``data`` get the partitions 0 to n - 1
+    of n. With ``partition-id``, they get consecutive partitions from this one. Without a name, as with --insecure, the
+    command starts one node, and its config stays unchanged.
 
     Raises
     ------
     SettingsError
-        If ``partition-id`` for several nodes is not a number, or comes without ``num-partitions``.
+        If ``partition-id`` for several nodes is not a number, or ``num-partitions`` is missing.
     """
     if len(names) < 2:
         return [[word.replace(NODE_NAME, name) for word in words] for name in names] or [list(words)]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    first = given.get("partition-id", "0")
-    if not first.isdecimal() or ("partition-id" in given and "num-partitions" not in given):
+    config = dict(word.split("=", 1) for word in words if "=" in word)
+    first = config.get("partition-id", "0")
+    if not first.isdecimal() or ("partition-id" in config and "num-partitions" not in config):
         raise SettingsError(
-            f"partition-id={first} for {len(names)} nodes: it must be a number, that of the first node, and come with "
+            f"partition-id={first} for {len(names)} nodes: it must be the partition number of the first node; also set "
             "num-partitions, the number of all partitions"
         )
-    others = [word for word in words if not word.startswith("partition-id=")]
-    if "data" not in given and "num-partitions" not in given:
-        others.append(f"num-partitions={len(names)}")
-    numbered = "data" not in given or "partition-id" in given
+    common = [word for word in words if not word.startswith("partition-id=")]
+    if "data" not in config and "num-partitions" not in config:
+        common.append(f"num-partitions={len(names)}")
+    numbered = "data" not in config or "partition-id" in config
     return [
-        [*([f"partition-id={int(first) + i}"] if numbered else []), *(word.replace(NODE_NAME, name) for word in others)]
+        [*([f"partition-id={int(first) + i}"] if numbered else []), *(word.replace(NODE_NAME, name) for word in common)]
         for i, name in enumerate(names)
     ]
 
@@ -516,33 +534,35 @@ def _exclude(insecure: bool, option: str, value: object) -> None:
 
 def _check_loopback(option: str, address: str) -> None:
     if not is_loopback(address):
-        raise SettingsError(f"{option} {address} with --insecure: without TLS it must be 127.0.0.1")
+        raise SettingsError(
+            f"{option} {address} with --insecure: without TLS it must be 127.0.0.1; otherwise use `posy certificates`"
+        )
 
 
 def _check_control(address: str, *, allowed: bool) -> None:
-    """Refuse to take orders from the network, or warn of it: Flower has no passwords there, and ca.pem is public."""
-    danger = f"--control {address}: whoever reaches it and has ca.pem, which is no secret, can run code on every node"
+    """Refuse or warn if other machines can reach --control: Flower has no passwords there, and ca.pem is public."""
+    danger = f"--control {address}: any program that reaches it and has the public ca.pem can run code on every node"
     port = address.rpartition(":")[2]
     if not allowed:
         raise SettingsError(
-            f"{danger}. Leave it at {CONTROL}, and submit runs from elsewhere through a tunnel (`ssh -L "
-            f"{port}:127.0.0.1:{port} SERVER`, then --superlink localhost:{port}); if a firewall keeps all others "
-            "away, say --control-open-to-network"
+            f"{danger}. Use {CONTROL}, and submit runs from other machines through a tunnel (`ssh -L "
+            f"{port}:127.0.0.1:{port} SERVER`, then --superlink localhost:{port}); if a firewall protects the port, "
+            "add --control-open-to-network"
         )
-    print(f"posy: WARNING: {danger}. Only a firewall keeps others away", file=sys.stderr, flush=True)
+    print(f"posy: WARNING: {danger}. Protect the port with a firewall", file=sys.stderr, flush=True)
 
 
 def _check_free(option: str, address: str) -> None:
-    """Raise :class:`SettingsError` if one cannot listen at an address; Flower's processes tell it in a traceback."""
+    """Raise :class:`SettingsError` if this process cannot listen at an address. Flower would print a traceback."""
     host, port = _host_and_port(option, address)
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+            probe.bind(target)
             probe.listen()
     except OSError as error:
-        raise SettingsError(f"{option} {address}: one cannot listen there: {error}") from error
+        raise SettingsError(f"{option} {address}: cannot listen there: {error}; choose another") from error
 
 
 def _host_and_port(option: str, address: str) -> tuple[str, str]:
@@ -553,14 +573,14 @@ def _host_and_port(option: str, address: str) -> tuple[str, str]:
 
 
 def _file(path: Path, where: str) -> Path:
-    """Return the absolute path of a file of keys or certificates that was named in an option."""
+    """Return the absolute path of a file of keys or certificates; ``where`` names the option that set it."""
     if not path.is_file():
-        raise SettingsError(f"there is no file {path} ({where}); `posy certificates` makes certificates and keys")
+        raise SettingsError(f"{path} ({where}) is not a file; make certificates and keys with `posy certificates`")
     return path.absolute()
 
 
 def _write_connection(home: Path, superlink: Connection) -> None:
-    """Write which SuperLink Flower's commands talk to, into the directory that they know as ``FLWR_HOME``."""
+    """Write the SuperLink's address and certificate into ``home``, the ``FLWR_HOME`` of Flower's commands."""
     ca = superlink.root_certificates
     trust = "insecure = true" if ca is None else f"root-certificates = {toml(str(ca))}"
     (home / "config.toml").write_text(
@@ -570,7 +590,7 @@ def _write_connection(home: Path, superlink: Connection) -> None:
 
 
 def _flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment for Flower's commands, which keep their own files in ``home``."""
+    """Return the environment for Flower's commands, which store their files in ``home``."""
     return {
         **os.environ,
         **ENVIRONMENT,
@@ -581,10 +601,10 @@ def _flower_environment(home: Path) -> dict[str, str]:
 
 
 def _print_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Print a command as it may be typed into the shell that this one was typed into."""
+    """Print a command that the user can type into the same shell."""
     name = Path(command[0]).name
     program = name if shutil.which(name) == command[0] else command[0]
-    # The rest of what is set is the same everywhere: no telemetry, no search for updates.
+    # The other variables are the same for all commands: no telemetry, no search for updates.
     home = environment["FLWR_HOME"]
     usual = os.environ.get("FLWR_HOME", str(Path.home() / ".flwr")) == home
     setting = [] if usual else [f"FLWR_HOME={shlex.quote(home)}"]
