@@ -791,7 +791,7 @@ def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: py
     nodes[1]["skip-unreadable"] = True
     run(Listening(*nodes), config | {"num-clients": 2, "method": "fedavg"})
     told_by = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
-    near = "'Cat' and 'cat' are classes of their own, though they nearly agree"
+    near = "'Cat' and 'cat' are separate classes, although their names nearly agree"
     assert told_by["a"]["warnings"] == [near]
     assert told_by["b"]["warnings"] == [
         "1 of 9 image files cannot be read and are left out: dog/torn.png",
