@@ -831,5 +831,5 @@ def test_settings_that_need_benchmark_data_are_refused(change: Config, message: 
 
 
 def test_one_process_has_no_sites(config: Config) -> None:
-    with pytest.raises(SettingsError, match="a simulation has no nodes that hold data"):
+    with pytest.raises(SettingsError, match="a simulation has no nodes with data"):
         run(None, config)
