@@ -25,9 +25,9 @@ FULL = 0.9
 
 LEGEND = (
     "Last round, for the model that each method is scored by (`at`). `lowest tenth`: mean over the tenth of the "
-    "clients with the lowest accuracy. `over Local`, `over FedAvg`: mean gain of a client over the same client with Local or "
-    "FedAvg. `lose`: clients with a lower accuracy than with it, of all clients in all seeds. `≈`: not significantly "
-    "different from the best row. Significant means 5 % in Wilcoxon's signed-rank test over the clients of all seeds, "
+    "clients with the lowest accuracy. `over Local`, `over FedAvg`: mean gain of a client over the same client with "
+    "Local or FedAvg. `lose`: clients with a lower accuracy than with it, of all clients in all seeds. `≈`: not "
+    "significantly different from the best row. Significant means 5 % in Wilcoxon's signed-rank test over the clients of all seeds, "
     "adjusted for the number of rows (Holm), also for gains over local training. "
     "`6 of 60`: the figures cover 6 clients of all seeds, of 60 that took part. Rows are summarised over the clients "
     "that all of them cover. A row with fewer than nine tenths of the clients of the fullest row is summarised over "

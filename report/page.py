@@ -181,8 +181,8 @@ def _comparison(groups: Sequence[Group]) -> str:
     used = [n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)]
     note = (
         "<p class='soft'>Last round of the completed runs, for the model that each method is scored by. ≈: the best, "
-        "and all that are not significantly different from it (Wilcoxon's signed-rank test over the clients of all seeds "
-        "at 5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients "
+        "and all that are not significantly different from it (Wilcoxon's signed-rank test over the clients of all "
+        "seeds at 5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients "
         "that all of them cover. A row names the number of its clients if it covers fewer than took part. A row with "
         "fewer than nine tenths of the clients of the fullest row is not ranked.</p>"
     )
