@@ -20,11 +20,11 @@ from posy.data.values import FLOAT32_MAX, precision_notes
 from posy.extensions import said
 
 HUB = "hf:"
-"""What a data set of the Hugging Face Hub begins with."""
+"""Prefix of a data set of the Hugging Face Hub."""
 _NAME = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::(.+))?")
 _FORMATS = frozenset({"arrow", "cache", "csv", "imagefolder", "json", "parquet", "text"})
-"""Formats of files that the library reads without unpickling anything, as it does with pandas' own."""
-_INDEX = re.compile(r"__index_level_\d+__")  # what pandas adds to a .parquet file
+"""Formats of files that the library reads without unpickling, which it does with pandas' formats."""
+_INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds to a .parquet file
 _TESTS = ({"test"}, {"validation", "valid", "val", "dev"})
 
 
@@ -33,7 +33,7 @@ class _Rows:
     """The rows of a table, in which splits follow each other."""
 
     table: Any  # pyarrow.Table
-    features: Mapping[str, Any]  # what the columns are to `datasets`, where that is known
+    features: Mapping[str, Any]  # types of the columns in `datasets`, if known
     splits: Sequence[tuple[str, int]]  # with numbers of rows
     where: str
 
@@ -49,23 +49,23 @@ class _Rows:
 
 
 def is_saved(path: Path) -> bool:
-    """Tell whether a directory is one that ``save_to_disk`` of `datasets` has written."""
-    # Unlike pathlib's these are False also for what can be no path, or may not be looked at.
-    one = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))  # noqa: PTH113
-    return one or os.path.isfile(path / "dataset_dict.json")  # noqa: PTH113
+    """Return whether ``save_to_disk`` of `datasets` has written a directory."""
+    # Unlike pathlib's these are also False for texts that are not a path, and for folders without permission.
+    is_single = all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))  # noqa: PTH113
+    return is_single or os.path.isfile(path / "dataset_dict.json")  # noqa: PTH113
 
 
 def read_saved(
     path: Path, columns: Columns, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None
 ) -> Content:
-    """Read what ``save_to_disk`` of `datasets` has written; the arguments are as in :func:`posy.data.own.read_own`."""
+    """Read a folder of ``save_to_disk`` of `datasets`; the arguments are as in :func:`posy.data.own.read_own`."""
     import datasets  # noqa: PLC0415 - takes seconds to import
 
     try:
-        found = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged folder can make the library fail in any way
-        raise DataError(f"{path}: not a whole folder of datasets.save_to_disk ({said(error)})") from error
-    rows, is_test, notes = _pooled(found, str(path))
+        raise DataError(f"{path}: not a complete folder of datasets.save_to_disk ({said(error)})") from error
+    rows, is_test, notes = _pooled(loaded, str(path))
     return _content(rows, path, columns, is_test, notes, size, mode, skip_unreadable)
 
 
@@ -83,7 +83,7 @@ def read_parquet(
             check_fits(sum(meta.row_group(k).total_byte_size for k in range(meta.num_row_groups)), str(path))
             table = file.read()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: not a whole .parquet file ({said(error)})") from error
+        raise DataError(f"{path}: not a complete .parquet file ({said(error)})") from error
     features: Mapping[str, Any] = {}
     if b"huggingface" in (table.schema.metadata or {}):
         import datasets  # noqa: PLC0415 - takes seconds to import
@@ -96,20 +96,20 @@ def read_parquet(
 def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download: bool) -> Content:
     """Read ``hf:owner/name`` or ``hf:owner/name:config`` of the Hugging Face Hub, as the library `datasets` caches it.
 
-    Without ``download`` what is in its cache is taken. Code of the data set is never run, and nothing is unpickled.
+    Without ``download`` Posy reads the library's cache. It never runs code of the data set, and unpickles nothing.
 
     Raises
     ------
     DataError
-        If it cannot be fetched, or is in a format that is not read.
+        If it cannot be fetched, or its format is not supported.
     """
     import datasets  # noqa: PLC0415 - takes seconds to import
     from datasets.packaged_modules.cache.cache import Cache  # noqa: PLC0415
 
-    where, known = f"dataset = {name!r}", _NAME.fullmatch(name)
-    if known is None:
+    where, match = f"dataset = {name!r}", _NAME.fullmatch(name)
+    if match is None:
         raise DataError(f"{where}: it must be hf:owner/name or hf:owner/name:config")
-    repository, config = known[1], known[2]
+    repository, config = match[1], match[2]
     if Path(repository).exists():
         raise DataError(f"{where}: there is a folder {repository} here, which the library would read; start elsewhere")
     try:
@@ -120,32 +120,30 @@ def read_hub(name: str, columns: Columns, size: tuple[int, int] | None, download
             builder = Cache(dataset_name=short, repo_id=repository, config_name=config, version="auto", hash="auto")
         formats = {base.__module__.rpartition(".")[2] for base in type(builder).__mro__}
         if not formats & _FORMATS:
-            raise DataError(
-                f"{where}: its files are not in a format that is read; allowed: {', '.join(sorted(_FORMATS))}"
-            )
+            raise DataError(f"{where}: its files are not in a supported format; allowed: {', '.join(sorted(_FORMATS))}")
         builder.download_and_prepare()
-        found = builder.as_dataset()
+        loaded = builder.as_dataset()
     except DataError:
         raise
     except Exception as error:  # of the network, of the Hub, or of a damaged file
         how = "fetched from the Hugging Face Hub" if download else "found in the library's cache (download = false)"
         raise DataError(
-            f"{where}: it cannot be {how} ({said(error)}); where there is a network, datasets.save_to_disk writes a "
-            "folder that dataset takes"
+            f"{where}: it cannot be {how} ({said(error)}); on a machine with a network, datasets.save_to_disk "
+            "writes a folder for dataset="
         ) from error
-    rows, is_test, notes = _pooled(found, where)
+    rows, is_test, notes = _pooled(loaded, where)
     return _content(rows, Path(name), columns, is_test, notes, size, None, None)
 
 
-def _pooled(found: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str]]:
-    """Return the rows of a data set or of its splits, which of them are its test set, and what to note.
+def _pooled(loaded: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str]]:
+    """Return the rows of a data set or of its splits, a mark for the test set's rows, and warnings.
 
-    The test set is the split test, else that for validation. Splits of other names than these and train, such as
-    unsupervised, are left out if there is a train.
+    The test set is the split test, else the split for validation. If there is a split train, splits with other names,
+    such as unsupervised, are skipped.
     """
     import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
 
-    splits = dict(found) if isinstance(found, Mapping) else {"": found}
+    splits = dict(loaded) if isinstance(loaded, Mapping) else {"": loaded}
     notes = []
     if "train" in splits and (odd := [name for name in splits if name not in {"train"}.union(*_TESTS)]):
         notes.append(f"splits that are not used: {', '.join(odd)}")
@@ -157,7 +155,7 @@ def _pooled(found: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str]
         if split.features != features:
             first = next(iter(splits))
             raise DataError(
-                f"{where}: split {name} has the columns {split.features}, split {first} {features}; they must be alike"
+                f"{where}: split {name} has the columns {split.features}, split {first} {features}; they must be equal"
             )
     tables = [split.select_columns(list(features)).with_format("arrow")[:] for split in splits.values()]
     table = pa.concat_tables([part.replace_schema_metadata() for part in tables])
@@ -182,27 +180,27 @@ def _content(
     names = [name for name in rows.table.column_names if not _INDEX.fullmatch(name)]
     header = [label_name(name) for name in names]
     if len(set(header)) < len(header) or len(header) < 2:
-        raise DataError(f"{rows.where}: columns {', '.join(header)}; needed are two or more, each name once")
+        raise DataError(f"{rows.where}: columns {', '.join(header)}; a table needs two or more, with distinct names")
     if not len(rows.table):
         raise DataError(f"{rows.where}: no rows; at least one is needed")
     kinds = [rows.features.get(name) for name in names]
-    coded = [place for place, kind in enumerate(kinds) if isinstance(kind, datasets.ClassLabel)]
-    images = [place for place, kind in enumerate(kinds) if isinstance(kind, datasets.Image)]
-    found = roles(header, columns, rows.where, coded, images)
-    notes += found.notes
-    y = _labels(rows, names[found.label])
-    group_labels = None if found.group is None else _labels(rows, names[found.group])
+    coded = [index for index, kind in enumerate(kinds) if isinstance(kind, datasets.ClassLabel)]
+    images = [index for index, kind in enumerate(kinds) if isinstance(kind, datasets.Image)]
+    assigned = roles(header, columns, rows.where, coded, images)
+    notes += assigned.notes
+    y = _labels(rows, names[assigned.label])
+    group_labels = None if assigned.group is None else _labels(rows, names[assigned.group])
     groups, group_names = (None, ()) if group_labels is None else numbered_groups(group_labels)
-    inputs = [names[place] for place in found.inputs]
+    inputs = [names[index] for index in assigned.inputs]
     many = [name for name in inputs if len(inputs) > 1 and not _is_number(_column(rows, name).type)]
     if many:
         raise DataError(
-            f"{rows.where}: column {many[0]} of type {_column(rows, many[0]).type} beside others; name columns of "
-            "numbers, or one of images, texts or lists of numbers, in input-columns"
+            f"{rows.where}: column {many[0]} of type {_column(rows, many[0]).type} is not the only one; name "
+            "columns of numbers, or one of images, texts or lists of numbers, in input-columns"
         )
-    if found.inputs[0] in images:
-        others = {"groups": groups, "is_test": is_test}
-        content = image_content(path, _files(rows, inputs[0]), y, size, mode, skip_unreadable, **others)
+    if assigned.inputs[0] in images:
+        attributes = {"groups": groups, "is_test": is_test}
+        content = image_content(path, _files(rows, inputs[0]), y, size, mode, skip_unreadable, **attributes)
         return replace(content, group_names=group_names, read_notes=(*notes, *content.read_notes))
     column = _column(rows, inputs[0])
     if _is_text(column.type):
@@ -218,12 +216,12 @@ def _content(
         parts["x"] = _nested(column.combine_chunks(), 1, lambda row: rows.at(row, inputs[0]))
         content = content_of(parts, rows.where, path)
         return replace(content, read_notes=(*notes, *content.read_notes))
-    titles = tuple(header[place] for place in found.inputs)
+    titles = tuple(header[index] for index in assigned.inputs)
     values = [_column(rows, name).to_numpy() for name in inputs]
     for name, value in zip(inputs, values, strict=True):
-        if (bad := ~(np.abs(value.astype(np.float64)) <= FLOAT32_MAX)).any():
+        if (invalid := ~(np.abs(value.astype(np.float64)) <= FLOAT32_MAX)).any():
             raise DataError(
-                f"{rows.at(int(bad.argmax()), name)}: {value[bad][0]}; "
+                f"{rows.at(int(invalid.argmax()), name)}: {value[invalid][0]}; "
                 "finite numbers are allowed, in the range of float32"
             )
         notes += precision_notes(value[:, None], np.float64, (name,))
@@ -251,9 +249,9 @@ def _labels(rows: _Rows, name: str) -> np.ndarray:
     where = f"{rows.where}: column {name}"
     if isinstance(kind, datasets.ClassLabel):
         numbers = column.to_numpy()
-        if (bad := (numbers < 0) | (numbers >= len(kind.names))).any():
+        if (invalid := (numbers < 0) | (numbers >= len(kind.names))).any():
             allowed = f"allowed are 0 to {len(kind.names) - 1}, the numbers of its classes"
-            raise DataError(f"{rows.at(int(bad.argmax()), name)}: label {numbers[bad][0]}; {allowed}")
+            raise DataError(f"{rows.at(int(invalid.argmax()), name)}: label {numbers[invalid][0]}; {allowed}")
         return as_labels(np.array(kind.names)[numbers], where)
     if _is_text(column.type):
         return as_labels(np.array(column.to_pylist()), where)
@@ -263,7 +261,7 @@ def _labels(rows: _Rows, name: str) -> np.ndarray:
 
 
 def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
-    """Return the image files in a column; those of which it holds the path alone are files of this machine."""
+    """Return the image files in a column; a cell with a path alone names a file of this machine."""
     files: list[Path | Encoded] = []
     for row, cell in enumerate(value for chunk in _column(rows, name).chunks for value in chunk):
         if cell["bytes"].is_valid:
@@ -291,7 +289,7 @@ def _nested(values: Any, rows_each: int, at: Callable[[int], str]) -> np.ndarray
     if not (kind.is_list(values.type) or kind.is_large_list(values.type) or kind.is_fixed_size_list(values.type)):
         raise DataError(
             f"{at(0)}: values of type {values.type}; allowed are images, texts, numbers, and lists of numbers; "
-            "input-columns names those that are used"
+            "select columns with input-columns"
         )
     lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
     if (unlike := lengths != lengths[0]).any():

@@ -18,7 +18,7 @@ from posy.settings import SettingsError
 Parts = list[np.ndarray]
 
 _FEW = 10  # least number of samples that each client of a Dirichlet partition should have
-_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that are tried for so many samples, and in all; each draws _TRIES times
+_DRAWS_FEW, _DRAWS = 4, 1500  # partitioners that Posy tries for _FEW samples, and in total; each draws _TRIES times
 _TRIES = 11
 _HOPELESS = 1e-3
 """Expected number of successes in all draws below which Posy gives up after the first partitioner."""
@@ -27,7 +27,7 @@ _SIMULATED = 100_000
 
 
 def dirichlet(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
-    """Share out each class in Dirichlet proportions.
+    """Divide each class in Dirichlet proportions.
 
     Draws until each client has 10 samples (fewer if the data is small); where that does not succeed,
     until each has 2. ``dirichlet_balanced`` is the rule of PFLlib and FedLab, class after class in their order.
@@ -109,35 +109,35 @@ def classes(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) 
 def pathological(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Give each client S classes in uneven shares, as PFLlib does.
 
-    Class after class goes to the first M S / C clients that may have more classes: clients in a row have the same.
-    Of those that share a class all but the last get 10 to 100 % of an even share at random; the last gets the rest.
-    Where M S is less than C, the last C - M S classes are not used.
+    Class after class goes to the first M S / C clients that have fewer than S classes, so consecutive clients have the
+    same classes. Each client of a class gets 10 to 100 % of an even share at random, and the last one gets the
+    remainder. If M S is less than C, the last C - M S classes are not used.
     """
     clients, wanted, num_classes = settings.num_clients, settings.classes_per_client, dataset.task.num_classes
     missing = np.full(clients, wanted)
     parts: list[Parts] = [[] for _ in range(clients)]
     for label in range(min(num_classes, clients * wanted)):
-        own = rng.permutation(np.flatnonzero(dataset.y == label))
+        samples = rng.permutation(np.flatnonzero(dataset.y == label))
         takers = np.flatnonzero(missing)[: -(-clients * wanted // num_classes)]
-        if not 0 < len(takers) <= len(own):
+        if not 0 < len(takers) <= len(samples):
             raise SettingsError(
-                f"classes-per-client = {wanted} with num-clients = {clients} gives the {len(own)} samples of class "
+                f"classes-per-client = {wanted} with num-clients = {clients} gives the {len(samples)} samples of class "
                 f"{dataset.task.class_names[label]} of {dataset.name} to {len(takers)} clients; it must be one client "
-                "or more, each with a sample. It is where num-clients times classes-per-client is a multiple of the "
+                "or more, each with a sample. Choose num-clients times classes-per-client as a multiple of the "
                 f"{num_classes} classes"
             )
-        even = len(own) / len(takers)
+        even = len(samples) / len(takers)
         sizes = rng.integers(max(1, int(even / 10)), max(2, int(even)), len(takers) - 1)
-        for client, part in zip(takers, np.split(own, np.cumsum(sizes)), strict=True):
+        for client, part in zip(takers, np.split(samples, np.cumsum(sizes)), strict=True):
             parts[client].append(part)
         missing[takers] -= 1
-    return [np.concatenate(own) for own in parts]
+    return [np.concatenate(samples) for samples in parts]
 
 
 def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Parts:
     """Sort by label, cut into equal shards, give each client some at random (FedDRM, section 5).
 
-    What is left over after the last whole shard is not used.
+    Samples after the last complete shard are not used.
     """
     number = settings.num_clients * settings.shards_per_client
     if number > len(dataset):
@@ -150,7 +150,7 @@ def shards(dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -
 
 
 def natural(dataset: Dataset, settings: DataSettings, _: np.random.Generator) -> Parts:
-    """Give each client one group: the M largest (of equal ones the first), in order of their number."""
+    """Give each client one group: the M largest groups (among equal ones the first), ordered by their number."""
     assert dataset.groups is not None
     groups, sizes = np.unique(dataset.groups, return_counts=True)
     chosen = groups[np.argsort(-sizes, kind="stable")[: settings.num_clients]]
@@ -168,18 +168,18 @@ ASSIGN: dict[str, Callable[[Dataset, DataSettings, np.random.Generator], Parts]]
 
 
 class _Labels(datasets.Dataset):  # type: ignore[misc]
-    """What a partitioner is given of a data set: its labels, as an array, not value by value."""
+    """The labels of a data set for a partitioner, as an array, not value by value."""
 
     def __getitem__(self, key: Any) -> Any:
-        found = super().__getitem__(key)
-        return found[:] if isinstance(key, str) else found
+        values = super().__getitem__(key)
+        return values[:] if isinstance(key, str) else values
 
     def select(self, indices: Any) -> Any:
         """Return the rows' numbers in place of a table, which would take most of the time of a draw."""
         return np.asarray(indices, np.int64)
 
     def sort(self, _: str) -> Any:
-        """Return itself: a partitioner that sorts is given the labels in order."""
+        """Return itself: a partitioner that sorts receives sorted labels."""
         return self
 
 
@@ -195,7 +195,7 @@ def _divide(
 ) -> Parts:
     """Let a partitioner divide samples by their labels; return their indices.
 
-    It is given them shuffled or in their own order, or, where they are ``ordered``, sorted by label after that.
+    It receives the samples shuffled or in their order in the data set, and with ``ordered`` then sorted by label.
     """
     seed = int(rng.integers(2**32))
     order = rng.permutation(len(dataset)) if shuffled else np.arange(len(dataset))

@@ -37,7 +37,7 @@ class Dataset:
     groups: np.ndarray | None = None  # (N,) int64 natural group of each sample: writer, user, medical centre
     group_names: tuple[str, ...] = ()  # by the group's number; none where the data has no names
     is_test: np.ndarray | None = None  # (N,) bool: samples of the supplied test set, if there is one
-    given: Indices | None = None  # when the data comes already partitioned
+    given: Indices | None = None  # if the data is already partitioned
     notes: tuple[str, ...] = ()  # warnings about the data, a sentence each
     skipped: int = 0  # number of unreadable files
     sample_kind: str = ""  # as in :class:`Content`
@@ -79,7 +79,7 @@ class Content:
 
 
 def bytes_of(array: np.ndarray) -> Iterator[memoryview]:
-    """Yield the bytes of an array in blocks, so that one that stays on the disk is not read as a whole."""
+    """Yield the bytes of an array in blocks, so that an array on the disk is not loaded at once."""
     for row in range(0, len(array), 1024):
         yield np.ascontiguousarray(array[row : row + 1024]).data
 
@@ -97,10 +97,10 @@ def make_dataset(
 ) -> Dataset:
     """Build a data set from samples and labels as :class:`Dataset` holds them, and the parts of its :class:`Task`.
 
-    uint8 pixels are brought to [-1, 1], as PFLlib does, so that curves compare; float32 pixels and tokens stay.
+    uint8 pixels are scaled to [-1, 1], as in PFLlib, so that curves compare; float32 pixels and tokens stay unchanged.
     ``scale`` is mean and standard deviation of features; without it, :func:`fitted` computes them. ``text_length`` is
-    the number of tokens of a text that :func:`fitted` has yet to make. The kind of the samples is as in
-    :class:`Content`; ``attributes`` are further ones of the data set.
+    the number of tokens that :func:`fitted` makes of a text. The kind of the samples is as in :class:`Content`;
+    ``attributes`` are further attributes of the data set.
     """
     shape: tuple[int, ...] = x.shape[1:] or (text_length,)
     kind = TASK_KINDS[sample_kind]

@@ -1,4 +1,4 @@
-"""Labels: what the cells and arrays that hold them mean, and the names of the classes."""
+"""Labels: their meaning in cells and arrays, and the names of the classes."""
 
 import re
 import unicodedata
@@ -20,14 +20,14 @@ _ABSENT = frozenset({"nan", "na", "n/a", "none", "null", "missing", "?"})
 def as_labels(y: np.ndarray, where: str) -> np.ndarray:
     """Return ``(N,)`` labels that keep their identity: int64, or texts where int64 cannot hold all of them.
 
-    Whole numbers of every type, also floats that are whole, stay what they are, beyond int64 as their digits.
-    Texts lose spaces around them and get accents in one spelling; bytes are read as UTF-8.
+    Whole numbers of every type, including whole floats, keep their values; beyond int64 they become texts of their
+    digits. Texts lose surrounding spaces and get one spelling of accents (NFC). Bytes are read as UTF-8.
 
     Raises
     ------
     DataError
-        If there is not one label for each sample, or one is empty, has a fraction, is no number, or is a float
-        so large that its type cannot tell it from the next whole number.
+        If the number of labels differs from the number of samples, or a label is empty, NaN or has a fraction, or is
+        a float that its type cannot distinguish from the next whole number.
     """
     y = np.asarray(y)
     if y.ndim > 1 and y.size == len(y):
@@ -41,21 +41,21 @@ def as_labels(y: np.ndarray, where: str) -> np.ndarray:
         return y.astype(str if kind == "u" and len(y) and y.max() > np.iinfo(np.int64).max else np.int64)
     if kind != "f":
         raise DataError(f"{where}: labels of type {y.dtype}; whole numbers and texts are allowed")
-    bad = ~np.isfinite(y) | (y != np.floor(y))
-    if bad.any():
-        raise DataError(f"{where}: label {y[bad][0]} at index {bad.argmax()}; whole numbers are allowed")
+    invalid = ~np.isfinite(y) | (y != np.floor(y))
+    if invalid.any():
+        raise DataError(f"{where}: label {y[invalid][0]} at index {invalid.argmax()}; whole numbers are allowed")
     limit = min(2.0 ** (np.finfo(y.dtype).nmant + 1), 2.0**53)
     large = np.abs(y) >= limit
     if large.any():
         raise DataError(
-            f"{where}: label {y[large][0]} at index {large.argmax()}; {y.dtype} cannot tell whole numbers apart from "
-            f"{limit:.0f} on: store labels as whole numbers or texts"
+            f"{where}: label {y[large][0]} at index {large.argmax()}; {y.dtype} cannot distinguish whole numbers "
+            f"from {limit:.0f} on: store labels as whole numbers or texts"
         )
     return y.astype(np.int64)
 
 
 def _as_names(y: np.ndarray, where: str) -> np.ndarray:
-    values, places = np.unique(y, return_inverse=True)
+    values, indices = np.unique(y, return_inverse=True)
     names = []
     for value in values.tolist():
         try:
@@ -63,13 +63,13 @@ def _as_names(y: np.ndarray, where: str) -> np.ndarray:
         except UnicodeError as error:
             raise DataError(f"{where}: label {value!r:.60} is not UTF-8 ({error})") from error
     if "" in names:
-        first = int(np.flatnonzero(places == names.index(""))[0])
+        first = int(np.flatnonzero(indices == names.index(""))[0])
         raise DataError(f"{where}: the label at index {first} is empty; numbers and texts are allowed")
-    return np.array(names, str)[places] if names else y.astype(str)
+    return np.array(names, str)[indices] if names else y.astype(str)
 
 
 def joined_labels(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join labels as :func:`as_labels` returns them; numbers beside texts become texts."""
+    """Join labels as :func:`as_labels` returns them; if some are texts, numbers become texts."""
     if len({part.dtype.kind for part in parts}) > 1:
         parts = [part.astype(str) for part in parts]
     return np.concatenate(parts)
@@ -80,24 +80,26 @@ def known_labels(y: np.ndarray, num_classes: int, where: str) -> np.ndarray:
     labels = as_labels(y, where)
     if labels.dtype.kind != "i":
         raise DataError(f"{where}: the label {labels[0]!s:.60} is a text; allowed are 0 to {num_classes - 1}")
-    bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
-    if bad.size:
-        raise DataError(f"{where}: label {labels[bad[0]]} at index {bad[0]}; allowed are 0 to {num_classes - 1}")
+    invalid = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if invalid.size:
+        raise DataError(
+            f"{where}: label {labels[invalid[0]]} at index {invalid[0]}; allowed are 0 to {num_classes - 1}"
+        )
     return labels
 
 
 def distinct_labels(labels: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return labels as numbers 0..C-1, ``(N,)`` int64, and the C names: by value if all are numbers, else as texts."""
-    values, places = np.unique(labels, return_inverse=True)
-    found = [str(value) for value in values]
-    names = tuple(sorted_names(found))
-    return renumbered(places, found, names), names
+    values, indices = np.unique(labels, return_inverse=True)
+    texts = [str(value) for value in values]
+    names = tuple(sorted_names(texts))
+    return renumbered(indices, texts, names), names
 
 
-def renumbered(places: np.ndarray, own: Sequence[str], names: Sequence[str]) -> np.ndarray:
-    """Return ``(N,)`` places in one list of names as places in another that holds them all, int64."""
-    number = {name: place for place, name in enumerate(names)}
-    return np.array([number[name] for name in own], np.int64)[places]
+def renumbered(indices: np.ndarray, labels: Sequence[str], names: Sequence[str]) -> np.ndarray:
+    """Return ``(N,)`` indices into one list of names as indices into a list with all names, int64."""
+    number = {name: index for index, name in enumerate(names)}
+    return np.array([number[name] for name in labels], np.int64)[indices]
 
 
 def sorted_names(names: Collection[str]) -> list[str]:
@@ -120,20 +122,20 @@ def numbered_groups(values: np.ndarray, kind: str = "group") -> tuple[np.ndarray
 
 
 def label_name(text: str) -> str:
-    """Return a text as the name of a class: without spaces around it, accents in one spelling (NFC)."""
+    """Return a text as the name of a class: without surrounding spaces, accents in one spelling (NFC)."""
     return unicodedata.normalize("NFC", text.strip())
 
 
 def written_label(cell: str) -> str:
-    """Return the label that a cell of a table holds.
+    """Return the label in a cell of a table.
 
-    A whole number means itself, also where it is written as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are
-    the class 1. Every other text means itself, spaces around it aside: ``01`` is not 1. What a cell means does
-    not depend on the other cells, so that it is the same at every site.
+    A whole number has one name, also as a float: ``1``, ``+1``, ``1.0`` and ``1e0`` are the class 1. Every other text
+    is its own name, without surrounding spaces: ``01`` is not 1. The meaning of a cell does not depend on other cells,
+    so it is the same at every site.
     """
     name = label_name(cell)
-    if whole := _CANONICAL.fullmatch(name):
-        return "0" if whole[2] == "0" else (whole[1] or "") + whole[2]
+    if integer := _CANONICAL.fullmatch(name):
+        return "0" if integer[2] == "0" else (integer[1] or "") + integer[2]
     if _EXPONENT.fullmatch(name):
         value = float(name)
         if value.is_integer() and abs(value) < 2**53:
@@ -142,31 +144,33 @@ def written_label(cell: str) -> str:
 
 
 def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None = None) -> list[str]:
-    """Return what may be a mistake in labels 0..C-1, ``(N,)``, and their names; ``is_test`` as in ``Content``."""
+    """Return warnings about labels 0..C-1, ``(N,)``, and their names; ``is_test`` as in ``Content``."""
     notes = []
     if all(map(_INTEGER.fullmatch, names)) and (below := [name for name in names if name.startswith("-")]):
-        notes.append(f"negative labels are classes of their own: {', '.join(below)}")
+        notes.append(f"negative labels are separate classes: {', '.join(below)}")
     if absent := [name for name in names if name.casefold() in _ABSENT]:
-        notes.append(f"a missing value is a class of its own: {', '.join(absent)}")
-    notes += [f"{listed(twins)} are classes of their own, though they nearly agree" for twins in nearly_equal(names)]
+        notes.append(f"a missing value is a separate class: {', '.join(absent)}")
+    notes += [
+        f"{listed(twins)} are separate classes, although their names nearly agree" for twins in nearly_equal(names)
+    ]
     if is_test is not None and (unseen := np.setdiff1d(y[is_test], y[~is_test])).size:
         notes.append(f"classes of the test set alone: {', '.join(names[label] for label in unseen)}")
     if len(y) >= 20 and 2 * len(names) > len(y):
-        notes.append(f"{len(y)} samples have {len(names)} different labels: they may be no names of classes")
+        notes.append(f"{len(y)} samples have {len(names)} different labels: they may not be names of classes")
     return notes
 
 
 def nearly_equal(names: Collection[str]) -> list[list[str]]:
-    """Return the groups of names that differ in case, spaces or spelling alone, as Cat and cat, or 1 and 01."""
-    alike = defaultdict(list)
+    """Return the groups of names that differ only in case, spaces or spelling, as Cat and cat, or 1 and 01."""
+    names_by_key = defaultdict(list)
     for name in sorted(set(names)):
         key = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf").casefold()
         number = _INTEGER_OR_FLOAT.fullmatch(key)
-        alike[str(int(number[1])) if number else _GAP.sub(" ", key)].append(name)
-    return [twins for twins in alike.values() if len(twins) > 1]
+        names_by_key[str(int(number[1])) if number else _GAP.sub(" ", key)].append(name)
+    return [twins for twins in names_by_key.values() if len(twins) > 1]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for a message, with what cannot be seen in them escaped."""
+    """Return names for a message, with invisible characters escaped."""
     quoted = [ascii(name) if len(name.encode("ascii", "ignore")) < len(name) else repr(name) for name in names]
     return ", ".join(quoted[:-1]) + (" and " if len(quoted) > 1 else "") + quoted[-1]

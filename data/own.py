@@ -1,4 +1,4 @@
-"""People's own data: .npz, .csv, .parquet, folders of images, of .npy files, of `datasets`, and PFLlib's."""
+"""Custom data: .npz, .csv, .parquet, folders of images, of .npy files, of `datasets`, and PFLlib directories."""
 
 from collections.abc import Sequence
 from logging import getLogger
@@ -25,9 +25,14 @@ _LOG = getLogger("flwr")  # the logger of a run
 
 
 def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset:
-    """Make a data set of what a reader returned; ``length`` is the number of tokens of a text.
+    """Make a data set of a reader's content; ``length`` is the number of tokens of a text.
 
-    Features and texts still need :func:`posy.data.dataset.fitted`. A note on the data is logged.
+    Features and texts still need :func:`posy.data.dataset.fitted`. Warnings about the data are logged.
+
+    Raises
+    ------
+    DataError
+        If there are fewer than two classes.
     """
     if content.class_names:
         names, notes = content.class_names, content.read_notes
@@ -40,8 +45,8 @@ def as_dataset(content: Content, name: str, length: int = MAX_LENGTH) -> Dataset
     vocabulary = int(x.max()) + 1 if content.kind == "tokens" else 0
     for note in notes:
         _LOG.warning("%s: %s", content.path, note)
-    others = {key: getattr(content, key) for key in ("groups", "group_names", "is_test", "given", "columns")}
-    return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, notes=notes, **others)
+    attributes = {key: getattr(content, key) for key in ("groups", "group_names", "is_test", "given", "columns")}
+    return make_dataset(name, content.kind, x, y, names, vocabulary, text_length=length, notes=notes, **attributes)
 
 
 def read_own(
@@ -54,13 +59,12 @@ def read_own(
     """Read an .npz, .csv or .parquet file, or a directory of one of the layouts.
 
     ``size`` and ``mode`` of image files are as for :func:`posy.data.image.readable_images`. Where ``skip_unreadable``
-    is ``None``, images that cannot be read are an error that does not offer to skip them. ``columns`` are those of
-    tables.
+    is ``None``, the error for an unreadable image does not offer to skip it. ``columns`` are for tables.
 
     Raises
     ------
     DataError
-        If it is none of them, or holds what cannot be used.
+        If it has another format, or its content cannot be used.
     """
     try:
         if is_saved(path):
@@ -86,16 +90,22 @@ def read_own(
 
 
 def read_npz(path: Path) -> Content:
-    """Read an .npz file, train and test pooled.
+    """Read an .npz file, with training and test samples in one array and a mark for the test samples.
 
-    Read are ``x_train, y_train`` and, if there, ``x_test, y_test`` and ``groups_train, groups_test``
-    (numbers or texts). Three and four axes are images, as :func:`posy.data.image.as_images` takes them;
-    ``(N, F)`` are features.
+    It reads ``x_train, y_train`` and, if they exist, ``x_test, y_test`` and ``groups_train, groups_test`` (numbers or
+    texts). Arrays of three and four axes are images, for :func:`posy.data.image.as_images`; ``(N, F)`` are features.
+
+    Raises
+    ------
+    DataError
+        If an array is missing, or cannot be used.
     """
     archive = NpzFile(path)
     splits = [split for split in ("train", "test") if {f"x_{split}", f"y_{split}"} & set(archive.names)]
     if "train" not in splits or not {f"{kind}_{split}" for kind in "xy" for split in splits} <= set(archive.names):
-        raise DataError(f"{path}: holds {list(archive.names)}; needed are x_train, y_train and perhaps x_test, y_test")
+        raise DataError(
+            f"{path}: contains {list(archive.names)}; it must have x_train, y_train and optionally x_test, y_test"
+        )
     for split in splits:
         names = [f"{kind}_{split}" for kind in ("x", "y", "groups") if f"{kind}_{split}" in archive.names]
         check_lengths(str(path), **{name: (archive.shape(name)[0] or (0,))[0] for name in names})
@@ -131,14 +141,14 @@ def read_npz(path: Path) -> Content:
 
 
 def has_columns(path: Path) -> bool:
-    """Tell whether a path is that of a table, whose columns the settings may name."""
+    """Return whether a path is a table, so that the settings may name its columns."""
     return path.suffix.lower() in (".csv", ".parquet") or is_saved(path)
 
 
 def read_arrays(path: Path) -> Content:
-    """Read a directory of x.npy, y.npy, and perhaps groups.npy and test.npy, as a function returns them.
+    """Read a directory of x.npy, y.npy, and optionally groups.npy and test.npy, with the content of :data:`PARTS`.
 
-    Samples stay on the disk, unless they are of a type that has to be changed.
+    Samples stay on the disk, unless their type has to be changed.
     """
     parts = {}
     for key in PARTS:
@@ -149,12 +159,12 @@ def read_arrays(path: Path) -> Content:
         try:
             mapped = np.lib.format.open_memmap(file, mode="r")
         except (ValueError, EOFError, OSError, OverflowError) as error:
-            raise DataError(f"{file}: not a whole .npy file of numbers or texts ({error})") from error
+            raise DataError(f"{file}: not a complete .npy file of numbers or texts ({error})") from error
         parts[key] = mapped if key == "x" else np.array(mapped)
     return content_of(parts, str(path), path)
 
 
 def _read_folder(path: Path, size: tuple[int, int] | None, mode: str | None, skip_unreadable: bool | None) -> Content:
-    """Read a folder of class folders, as :func:`posy.data.image.labelled_images` finds them."""
+    """Read a folder of class folders, by :func:`posy.data.image.labelled_images`."""
     files, names, is_test = labelled_images(path)
     return image_content(path, files, names, size, mode, skip_unreadable, is_test=is_test)

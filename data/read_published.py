@@ -1,4 +1,4 @@
-"""What reads the files of the published data sets."""
+"""Readers of the files of the published data sets."""
 
 import itertools
 import os
@@ -24,7 +24,7 @@ from posy.data.text import MAX_LENGTH
 from posy.data.values import as_float32, check_lengths
 
 TO_SUPERCLASS = np.array(
-    [next(place for place, names in enumerate(CIFAR20.values()) if name in names.split()) for name in CIFAR100_NAMES]
+    [next(index for index, names in enumerate(CIFAR20.values()) if name in names.split()) for name in CIFAR100_NAMES]
 )
 _UNREADABLE = (RuntimeError, OSError, ValueError, TypeError, LookupError, AssertionError)  # raised by torchvision
 _MIN_TEST = 8  # PPFE, appendix A.2: users with fewer test samples are removed
@@ -41,22 +41,20 @@ def load_published(name: str, data_dir: Path, settings: DataSettings) -> Dataset
 
 
 def _from_npz(name: str, data_dir: Path) -> Content | None:
-    """Read ``<data-dir>/<name>.npz`` if it is there."""
+    """Read ``<data-dir>/<name>.npz`` if it exists."""
     path = data_dir / f"{name}.npz"
-    if not os.path.lexists(path):  # also a link that leads nowhere is meant to be read
+    if not os.path.lexists(path):  # a broken link is an error, not an absent file
         return None
     content, shape = read_npz(path), DATASETS[name].shape
     if not content.kind.startswith("image"):
-        raise DataError(f"{path}: samples of kind {content.kind}; those of {name} are images")
+        raise DataError(f"{path}: samples of kind {content.kind}; the samples of {name} are images")
     if shape is not None and content.x.shape[1:] != shape:
-        raise DataError(
-            f"{path}: images of shape {content.x.shape[1:]}; those of {name} are {shape} (height, width, channels)"
-        )
+        raise DataError(f"{path}: images of shape {content.x.shape[1:]}; {name} has {shape} (height, width, channels)")
     return content
 
 
 def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Take scikit-learn's digits; grey values 0..16 become 0..255."""
+    """Return scikit-learn's digits; grey values 0..16 become 0..255."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 - needed by this set alone
 
     bunch = load_digits()
@@ -67,9 +65,9 @@ def read_digits(name: str, data_dir: Path, settings: DataSettings) -> Content:
 def read_torchvision(
     name: str, data_dir: Path, settings: DataSettings, also: Sequence[Path] = (), **options: str
 ) -> Content:
-    """Read what a class of ``torchvision.datasets`` does; it checks CIFAR's files by MD5 before unpickling them.
+    """Read a data set by a class of ``torchvision.datasets``, which checks CIFAR's files by MD5 before unpickling them.
 
-    ``also`` are further files that would have served as well, for the message if there are none.
+    ``also`` are alternative files, which the error for absent data names.
     """
     from torchvision import datasets  # noqa: PLC0415 - takes seconds to import
 
@@ -100,19 +98,19 @@ def read_torchvision(
         getLogger("flwr").info("Downloading %s to %s", reader, data_dir.absolute())
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
-            with FileLock(data_dir / f".{reader}.lock"):  # clients in other processes may want it as well
+            with FileLock(data_dir / f".{reader}.lock"):  # clients in other processes may download it too
                 return read(True)
         except _UNREADABLE as error:
             problem = error
     if is_there:
         raise DataError(
-            f"{path.absolute()}: cannot be read ({problem}); needed are the published files in torchvision's layout"
+            f"{path.absolute()}: cannot be read ({problem}); put the published files there in torchvision's layout"
         ) from problem
-    what = (
-        "put there either an .npz with x_train, y_train, x_test, y_test or the published files in torchvision's "
+    remedy = (
+        "put an .npz with x_train, y_train, x_test, y_test there, or the published files in torchvision's "
         f"layout{'' if settings.download else ', or set download = true'} ({problem})"
     )
-    raise _missing(name, data_dir, [*also, path], what) from problem
+    raise _missing(name, data_dir, [*also, path], remedy) from problem
 
 
 def read_cifar20(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -124,19 +122,19 @@ def read_cifar20(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 
 def read_emnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
-    """Read EMNIST's letters, whose files hold the images transposed and count the letters from 1."""
+    """Read EMNIST's letters; its files contain transposed images and number the letters from 1."""
     raw = read_torchvision(name, data_dir, settings, split="letters")
     return replace(raw, x=np.ascontiguousarray(raw.x.swapaxes(1, 2)), labels=raw.labels - 1)
 
 
 def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read FEMNIST from LEAF's JSON files; the writer is the group."""
-    folders = [data_dir / place / split for place in ("femnist", "femnist/data") for split in ("train", "test")]
+    folders = [data_dir / root / split for root in ("femnist", "femnist/data") for split in ("train", "test")]
     files = {folder: sorted(folder.glob("*.json")) for folder in folders}
     if len({folder.name for folder, paths in files.items() if paths}) < 2:
         absent = [folder / "*.json" for folder, paths in files.items() if not paths]
-        what = "put there the .json files that LEAF's preprocessing writes, of train and of test"
-        raise _missing(name, data_dir, absent, what)
+        remedy = "put the .json files of LEAF's preprocessing there, for train and for test"
+        raise _missing(name, data_dir, absent, remedy)
     images, labels, writers, tested = [], [], [], []
     for path in itertools.chain(*files.values()):
         for user, x, y in _leaf_users(path):
@@ -167,45 +165,45 @@ def read_femnist(name: str, data_dir: Path, settings: DataSettings) -> Content:
 def _leaf_users(path: Path) -> list[tuple[str, list[list[float]], list[int]]]:
     content = read_json(path)
     try:
-        found = [(user, content["user_data"][user]["x"], content["user_data"][user]["y"]) for user in content["users"]]
+        users = [(user, content["user_data"][user]["x"], content["user_data"][user]["y"]) for user in content["users"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{path}: not a LEAF file with "users" and "user_data" ({error!r})') from error
-    for user, x, y in found:
+    for user, x, y in users:
         if not isinstance(x, list) or not isinstance(y, list):
             kinds = ", ".join(f"{name} is of type {type(part).__name__}" for name, part in (("x", x), ("y", y)))
             raise DataError(f"{path}: user {user}: {kinds}; needed are two lists")
-    return [entry for entry in found if entry[1] or entry[2]]
+    return [entry for entry in users if entry[1] or entry[2]]
 
 
 def read_tiny_imagenet(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read the published folders: ``train/<wnid>/images`` and ``val`` with ``val_annotations.txt``."""
-    places = [f"{root}/train" for root in ("tiny-imagenet-200", "tiny-imagenet")]
-    train = _first(name, data_dir, places, "unpack tiny-imagenet-200.zip there")
+    paths = [f"{root}/train" for root in ("tiny-imagenet-200", "tiny-imagenet")]
+    train = _first(name, data_dir, paths, "unpack tiny-imagenet-200.zip there")
     wnids = sorted(folder.name for folder in train.iterdir() if folder.is_dir())
-    found = [(path, wnid) for wnid in wnids for path in image_files(train / wnid / "images")]
-    num_train = len(found)
-    places = [f"{train.parent.name}/val/val_annotations.txt"]
-    annotations = _first(name, data_dir, places, "the archive's validation images belong there")
+    files = [(path, wnid) for wnid in wnids for path in image_files(train / wnid / "images")]
+    num_train = len(files)
+    paths = [f"{train.parent.name}/val/val_annotations.txt"]
+    annotations = _first(name, data_dir, paths, "the archive's validation images belong there")
     for number, fields in rows_of(annotations, delimiter="\t"):
         if len(fields) < 2 or fields[1] not in wnids:
             raise DataError(
                 f"{annotations}: row {number}: {fields!r:.80}; needed are an image and one of the folders' wnids"
             )
-        found.append((annotations.parent / "images" / fields[0], fields[1]))
-    x = read_images([path for path, _ in found], _square(settings), "RGB")
-    y = np.searchsorted(wnids, [wnid for _, wnid in found])
+        files.append((annotations.parent / "images" / fields[0], fields[1]))
+    x = read_images([path for path, _ in files], _square(settings), "RGB")
+    y = np.searchsorted(wnids, [wnid for _, wnid in files])
     return Content(train.parent, "image", x, y, is_test=np.arange(len(y)) >= num_train, class_names=tuple(wnids))
 
 
 def read_kvasir(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read Kvasir's class folders; images are cropped to a centred square and resized."""
-    places = ["kvasir", "kvasir-dataset-v2", "kvasir-dataset"]
-    root = _first(name, data_dir, places, "unpack the Kvasir data set there: one folder of images a class")
+    folders = ["kvasir", "kvasir-dataset-v2", "kvasir-dataset"]
+    root = _first(name, data_dir, folders, "unpack the Kvasir data set there: one folder of images a class")
     if absent := [root / folder for folder in KVASIR if not (root / folder).is_dir()]:
         raise _missing(name, data_dir, absent, "all 8 classes belong there")
-    found = [(path, label) for label, folder in enumerate(KVASIR) for path in image_files(root / folder)]
-    x = read_images([path for path, _ in found], _square(settings))
-    return Content(root, "image", x, np.array([label for _, label in found]))
+    files = [(path, label) for label, folder in enumerate(KVASIR) for path in image_files(root / folder)]
+    x = read_images([path for path, _ in files], _square(settings))
+    return Content(root, "image", x, np.array([label for _, label in files]))
 
 
 def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
@@ -213,10 +211,10 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
     The centre of each image is its group; images are cropped to a centred square and resized.
     """
-    what = "put FLamby's train_test_split and one of its image folders there"
+    remedy = "put FLamby's train_test_split and one of its image folders there"
     tables = [f"fedisic/{table}" for table in ("train_test_split", "train_test_split.csv", "train_test_folds.csv")]
     folders = ["fedisic/ISIC_2019_Training_Input_preprocessed", "fedisic/ISIC_2019_Training_Input"]
-    table, folder = _first(name, data_dir, tables, what), _first(name, data_dir, folders, what)
+    table, folder = _first(name, data_dir, tables, remedy), _first(name, data_dir, folders, remedy)
     rows = rows_of(table)
     _, header = next(rows, (0, []))
     files, labels, centres, tested = [], [], [], []
@@ -238,11 +236,11 @@ def read_fedisic(name: str, data_dir: Path, settings: DataSettings) -> Content:
 
 def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read AG News: rows of class 1-4, title, description."""
-    what = "put there the rows: class 1-4, title, description"
-    places = ["agnews/train.csv", "agnews/test.csv", "agnews.csv"]
-    files = [_first(name, data_dir, places, what)]
+    remedy = "put a .csv file there with the rows: class 1-4, title, description"
+    paths = ["agnews/train.csv", "agnews/test.csv", "agnews.csv"]
+    files = [_first(name, data_dir, paths, remedy)]
     if files[0].name != "agnews.csv":
-        files = [_first(name, data_dir, [place], what) for place in places[:2]]
+        files = [_first(name, data_dir, [relative], remedy) for relative in paths[:2]]
     labels, texts, tested = [], [], []
     for path in files:
         for number, row in rows_of(path):
@@ -261,12 +259,11 @@ def read_agnews(name: str, data_dir: Path, settings: DataSettings) -> Content:
 def read_sent140(name: str, data_dir: Path, settings: DataSettings) -> Content:
     """Read Sentiment140: polarity 0 or 4, id, date, query, user, text.
 
-    The user is the group; users whose test split would have fewer than 8 samples are left out (PPFE,
-    appendix A.2).
+    The user is the group. Users with fewer than 8 samples in their test split are skipped (PPFE, appendix A.2).
     """
     published = "training.1600000.processed.noemoticon.csv"
-    places = [f"sent140/{published}", published, "sent140.csv"]
-    path = _first(name, data_dir, places, "unpack trainingandtestdata.zip there")
+    paths = [f"sent140/{published}", published, "sent140.csv"]
+    path = _first(name, data_dir, paths, "unpack trainingandtestdata.zip there")
     rows = []
     for number, row in rows_of(path, "latin-1"):
         if len(row) != 6 or row[0] not in ("0", "4"):
@@ -290,17 +287,17 @@ def _square(settings: DataSettings) -> tuple[int, int]:
     return (settings.image_size or DEFAULT_SIDE,) * 2
 
 
-def _first(name: str, data_dir: Path, places: Sequence[str], what: str) -> Path:
-    """Return the first of some places in the data directory where there is something."""
-    paths = [data_dir / place for place in places]
-    found = next((path for path in paths if path.exists()), None)
-    if found is None:
-        raise _missing(name, data_dir, paths, what)
-    return found
+def _first(name: str, data_dir: Path, names: Sequence[str], remedy: str) -> Path:
+    """Return the first existing one of some paths in the data directory, or raise :class:`DataError`."""
+    paths = [data_dir / relative for relative in names]
+    existing = next((path for path in paths if path.exists()), None)
+    if existing is None:
+        raise _missing(name, data_dir, paths, remedy)
+    return existing
 
 
-def _missing(name: str, data_dir: Path, looked_for: Sequence[Path], what: str) -> DataError:
-    """Return the error for data that was not found: the paths looked for, and what belongs there."""
+def _missing(name: str, data_dir: Path, looked_for: Sequence[Path], remedy: str) -> DataError:
+    """Return the error for absent data, with the paths that were searched and a remedy."""
     npz = [data_dir / f"{name}.npz"] if DATASETS[name].classes else []
     paths = "\n".join(f"  {path.absolute()}" for path in (*npz, *looked_for))
-    return DataError(f"the data of {name} was not found; looked for\n{paths}\n{what}")
+    return DataError(f"the data of {name} was not found; looked for\n{paths}\n{remedy}")

@@ -1,4 +1,4 @@
-"""The settings of the data: which samples, and how they are spread over the clients."""
+"""The settings of the data: the samples, and their assignment to the clients."""
 
 import difflib
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ SITES = "sites"
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and how it is spread over the clients; some settings are for sites, and some are not."""
+    """Settings of the samples and of their assignment to the clients; some need ``dataset=sites``, some exclude it."""
 
     dataset: str = setting(
         "digits",
         "a name (" + ", ".join(DATASETS) + "), a path (.npz, .csv, .parquet, a folder of images, of .npy files, of "
-        "`datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` of the Hugging Face Hub, a function of "
-        f"one's own, or `{SITES}`: each node reads its own, named in its node config",
+        "`datasets.save_to_disk`, a PFLlib directory), `hf:owner/name` of the Hugging Face Hub, a custom "
+        f"function (`file:function`), or `{SITES}`: each node reads the data that its node config names",
         or_own="a function that returns the data",
         synonyms=("data",),
     )
@@ -30,25 +30,27 @@ class DataSettings:
     )
     download: bool = setting(
         True,
-        "let torchvision, and `hf:`, download what is missing, where they can",
+        "let torchvision and `hf:` download missing data sets",
         resumable=True,
         affects_results=False,
     )
     label_column: str = setting(
-        "", "tables: name of the column with the classes; empty: `label`, else the last", synonyms=("target-column",)
+        "",
+        "tables: name of the column with the classes; empty: `label`, else the last column",
+        synonyms=("target-column",),
     )
     input_columns: str = setting(
         "",
-        "tables: names of the columns with the samples, one of images or texts or those of the features, with commas "
-        "between, or a JSON list; empty: `text`, the only one of images, or all others",
+        "tables: names of the columns with the samples, separated by commas, or a JSON list: one column of images or "
+        "texts, or the columns of the features; empty: `text`, the only column of images, or all other columns",
         synonyms=("feature-columns", "text-column", "image-column"),
     )
     group_column: str = setting(
-        "", "tables: name of the column with the natural groups; empty: `group`, if it is there"
+        "", "tables: name of the column with the natural groups; empty: `group`, if the table has it"
     )
     partition: str = setting(
         "dirichlet",
-        "how samples are assigned to clients; `natural`: a group each, the largest M; `given`: that of a PFLlib set",
+        "assignment of samples to clients; `natural`: one group each, the largest M; `given`: a PFLlib set's partition",
         choices=("dirichlet", "iid", "classes", "pathological", "shards", "natural", "file", "given"),
         needs="dataset != sites",
     )
@@ -64,18 +66,18 @@ class DataSettings:
     )
     dirichlet_balanced: bool = setting(
         False,
-        "`dirichlet`: a client with its M-th part of all samples gets none of the classes that follow",
+        "`dirichlet`: a client that has the M-th part of all samples gets no samples of later classes",
         needs="partition = dirichlet and dataset != sites",
     )
     classes_per_client: int = setting(
         2,
-        "S of the partitions `classes` and `pathological`",
+        "number of classes S of a client in the partitions `classes` and `pathological`",
         needs="partition = classes | pathological and dataset != sites",
         minimum=1,
     )
     samples_per_client: int = setting(
         0,
-        "`classes` and `iid`: training samples of each client, with test samples on top; 0: all",
+        "`classes` and `iid`: training samples of each client, in addition to its test samples; 0: all",
         needs="partition = classes | iid and dataset != sites",
         minimum=0,
     )
@@ -93,11 +95,11 @@ class DataSettings:
     )
     max_samples: int = setting(
         0,
-        "size of a random subset of the data set that is used in its place; 0: all",
+        "number of samples, drawn at random from the data set; 0: all",
         minimum=0,
         needs="dataset != sites",
     )
-    train_samples: int = setting(0, "cap on the training samples of each client (FedACS: 50); 0: none", minimum=0)
+    train_samples: int = setting(0, "most training samples of each client (FedACS: 50); 0: no limit", minimum=0)
     test_set: str = setting(
         "supplied",
         "a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for tests and "
@@ -108,7 +110,7 @@ class DataSettings:
     )
     test_fraction: float = setting(
         0.25,
-        "fraction of each client's samples kept for its test, where no test set is supplied",
+        "fraction of each client's samples for its tests, unless a test set is supplied",
         needs="partition != given",
         above=0,
         maximum=0.9,
@@ -128,90 +130,94 @@ class DataSettings:
     )
     augment: str = setting(
         "none",
-        "augmentation of images; `crop`: training images to 90-100 % of their area; `resized-crop`: to other aspect "
-        "ratios too, and test images once (FedDRM's program); `crop-flip`: with 4 black pixels around, to the size "
-        "that they were, and half of them mirrored (FedRep's program); `flip`: half of them mirrored",
+        "augmentation of images; `crop`: training images to 90-100 % of their area; `resized-crop`: also to other "
+        "aspect ratios, and test images once (FedDRM's program); `crop-flip`: a crop of the original size after "
+        "padding with 4 black pixels, half of them mirrored (FedRep's program); `flip`: half of them mirrored",
         choices=("none", "crop", "resized-crop", "crop-flip", "flip"),
     )
     transforms: str = setting(
         "",
         "transforms of torchvision.transforms.v2 on training images, after `augment`, as in `RandomRotation(15), "
-        "ColorJitter(brightness=0.2)`; they take one image after the other, which is slower",
+        "ColorJitter(brightness=0.2)`; they process one image after the other, which is slower",
     )
     image_size: int = setting(
         0,
-        "height and width that image files are resized to; 0: their own, or 64 where they differ",
+        "height and width that image files are resized to; 0: the size of the images, or 64 if their sizes differ",
         minimum=0,
         maximum=4096,
         needs="dataset != sites",
     )
     text_length: int = setting(
         0,
-        "words of a text that are used; 0: as many as the data set has",
+        "number of words of a text that are used; 0: the length in the data set",
         minimum=0,
         maximum=10_000,
         needs="dataset != sites",
     )
     sample_kind: str = setting(
         "auto",
-        "sites: what a sample is; image: whole-number pixels, tokens: numbers of words; `auto`: what most sites hold",
+        "sites: kind of the samples; image: whole-number pixels, tokens: numbers of words; `auto`: most sites' kind",
         choices=("auto", "image", "image-float", "features", "text", "tokens"),
         needs="dataset = sites",
     )
     input_shape: str = setting(
         "",
-        "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: what most sites hold",
+        "sites: shape of a sample, as in 3x64x64 (channels, height, width), 20 or 200; empty: the shape of most sites",
         needs="dataset = sites",
     )
     classes: str = setting(
         "",
-        "sites: names of the classes with commas between, or a JSON list; empty: all that the sites know, sorted",
+        "sites: names of the classes, separated by commas, or a JSON list; empty: the classes of all sites, sorted",
         needs="dataset = sites",
     )
     vocabulary: int = setting(
         20_000,
-        "most frequent words of the texts, which get a number each; sites: numbers that words are hashed to",
+        "number of the texts' most frequent words, which get a token each; sites: number of tokens that words are "
+        "hashed to",
         minimum=3,
         maximum=10_000_000,
     )
     feature_mean: str = setting(
         "",
-        "sites: what is subtracted from features, one number for all or one for each; empty: pooled over the sites",
+        "sites: mean that is subtracted from each feature, one number for all or one for each; empty: over all sites",
         needs="dataset = sites",
     )
     feature_std: str = setting(
         "",
-        "sites: what features are divided by, one number for all or one for each; empty: pooled over the sites",
+        "sites: divisor of each feature, one number for all or one for each; empty: standard deviation over all sites",
         needs="dataset = sites",
     )
     feature_names: str = setting(
         "",
-        "sites: names of the features in their order, with commas between, or a JSON list; empty: what .csv files say",
+        "sites: names of the features in their order, separated by commas, or a JSON list; empty: columns of a .csv",
         needs="dataset = sites",
     )
     share_class_counts: bool = setting(
-        False, "sites: tell the server how many samples of each class a site has", needs="dataset = sites"
+        False, "sites: send the server the number of samples of each class at a site", needs="dataset = sites"
     )
 
 
 def path_of(name: str, data_dir: str | Path) -> Path:
-    """Return the path of a data set, looked for in ``data_dir`` first, then where the run was started."""
-    places = dict.fromkeys(absolute(str(folder)) / expanded(name) for folder in (data_dir, "."))
-    found = next((place for place in places if name and exists(place)), None)
-    if found is None:
+    """Return the path of a data set, searched in ``data_dir`` first, then in the working directory of the run.
+
+    Raises :class:`SettingsError` if no path exists.
+    """
+    candidates = dict.fromkeys(absolute(str(folder)) / expanded(name) for folder in (data_dir, "."))
+    existing = next((path for path in candidates if name and exists(path)), None)
+    if existing is None:
         near = difflib.get_close_matches(name, DATASETS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise SettingsError(
             f"dataset = {name!r} is neither a name nor a path; {hint}names: {', '.join(DATASETS)}; "
-            f"paths looked for: {', '.join(map(str, places))}"
+            f"paths looked for: {', '.join(map(str, candidates))}"
         )
-    return found
+    return existing
 
 
 def located(settings: DataSettings) -> DataSettings:
-    """Return the settings with the path of the data set, if it is one, and with the partition that it brings along.
+    """Return the settings with the absolute path of the data set, and the partition that comes with the data.
 
-    One that leads nowhere is left as it is: it may be one of the nodes.
+    A name stays unchanged, and so does a path that does not exist here: it may exist on the nodes.
     """
     if settings.dataset in (*DATASETS, SITES):
         return settings
@@ -219,5 +225,5 @@ def located(settings: DataSettings) -> DataSettings:
         path = path_of(settings.dataset, settings.data_dir)
     except SettingsError:
         return settings
-    given = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
-    return replace(settings, dataset=str(path), partition="given" if given else settings.partition)
+    partitioned = is_pfllib(path) and settings.partition in (DataSettings.partition, "natural")
+    return replace(settings, dataset=str(path), partition="given" if partitioned else settings.partition)

@@ -1,4 +1,4 @@
-"""Tables: the rows of .csv files, and people's own tables of features or texts."""
+"""Tables: the rows of .csv files, and custom tables of features or texts."""
 
 import csv
 import itertools
@@ -23,7 +23,7 @@ _LOG = getLogger("flwr")  # the logger of a run
 
 
 def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """Yield number (from 1) and fields of the rows of a .csv file; empty lines are passed over."""
+    """Yield number (from 1) and fields of the rows of a .csv file, without empty lines."""
     number = 0
     try:
         for number, row in enumerate(csv.reader(_lines(path, encoding), delimiter=delimiter), 1):
@@ -34,46 +34,50 @@ def rows_of(path: Path, encoding: str = "utf-8-sig", delimiter: str = ",") -> It
 
 
 def read_csv(path: Path, columns: Columns = Columns()) -> Content:  # noqa: B008 - it cannot change
-    """Read a table with a header, in which every name stands once.
+    """Read a table with a header of distinct names.
 
-    Which columns are what is as :func:`posy.data.columns.roles` says (see :func:`posy.data.labels.written_label` for
-    what a cell of the labels means). A column ``text``, or the only one of the samples if it does not hold numbers, is
-    the text, and columns that are not used then are noted. A :class:`DataError` names the row and the column of what is
-    wrong.
+    :func:`posy.data.columns.roles` assigns the columns their roles, and :func:`posy.data.labels.written_label` reads
+    the labels. The text is the column ``text``, or the only column of the samples if it does not contain numbers. Notes
+    list the columns that are not used.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be read, or a cell cannot be used; the message names its row and column.
     """
     header = _header(path)
-    found = roles(header, columns, str(path))
-    label, notes = found.label, list(found.notes)
-    features = [] if found.is_text else found.inputs
+    assigned = roles(header, columns, str(path))
+    label, notes = assigned.label, list(assigned.notes)
+    features = [] if assigned.is_text else assigned.inputs
     cells = _cells(path, header, features)
-    if cells is None and len(found.inputs) == 1:
+    if cells is None and len(assigned.inputs) == 1:
         features, cells = [], _cells(path, header, [])
     if cells is None:
         raise _problem(path, header, features, {})
     labels, wrong = _names(cells, label, "label")
     groups = None
-    if found.group is not None:
-        groups, wrong_groups = _names(cells, found.group, "group")
+    if assigned.group is not None:
+        groups, wrong_groups = _names(cells, assigned.group, "group")
         wrong |= wrong_groups
-    if wrong or not all((np.abs(cells[str(place)]) <= FLOAT32_MAX).all() for place in features):
+    if wrong or not all((np.abs(cells[str(index)]) <= FLOAT32_MAX).all() for index in features):
         raise _problem(path, header, features, wrong)
     y = as_labels(np.array(labels), str(path))
     numbers, group_names = (None, ()) if groups is None else numbered_groups(np.array(groups))
     if not features:
-        text = found.inputs[0]
+        text = assigned.inputs[0]
         _LOG.info("%s: column %s is the text, %s the label", path.name, header[text], header[label])
         samples = cells[str(text)].tolist()
         return Content(path, "text", samples, y, numbers, group_names=group_names, read_notes=tuple(notes))
     _LOG.info("%s: %s columns are features, %s the label", path.name, len(features), header[label])
-    names = tuple(header[place] for place in features)
+    names = tuple(header[index] for index in features)
     notes += name_notes(names, header)
     notes += _lost_digits(path, header, cells, features)
-    x, more = as_features(np.column_stack([cells[str(place)] for place in features]), str(path))
+    x, more = as_features(np.column_stack([cells[str(index)] for index in features]), str(path))
     return Content(path, "features", x, y, numbers, columns=names, group_names=group_names, read_notes=(*notes, *more))
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:
-    """Yield the lines of a text file, none longer than one of a table can be."""
+    """Yield the lines of a text file; raise :class:`DataError` for a line that is too long for a table."""
     check_fits(_GROWTH * check_regular(path), str(path))
     try:
         with path.open(encoding=encoding, newline="") as file:
@@ -94,28 +98,30 @@ def _header(path: Path) -> list[str]:
     rows = rows_of(path)
     header = [label_name(title) for title in next(rows, (0, []))[1]]
     if len(header) < 2:
-        raise DataError(f"{path}: header {header}; needed is a header row with two columns or more")
+        raise DataError(f"{path}: header {header}; a table needs a header row with two columns or more")
     if all(_number(title) is not None for title in header):
-        raise DataError(f"{path}: the first row holds only numbers; needed is a header row with the columns' names")
-    seen: dict[str, str] = {}
+        raise DataError(
+            f"{path}: the first row contains only numbers; a table needs a header row with the names of the columns"
+        )
+    titles: dict[str, str] = {}
     for title in header:
         key = title.lower() if title.lower() in _SPECIAL else title
-        if key in seen:
-            raise DataError(f"{path}: columns named {seen[key]!r} and {title!r}; each name must stand there once")
-        seen[key] = title
+        if key in titles:
+            raise DataError(f"{path}: columns named {titles[key]!r} and {title!r}; each name may occur once")
+        titles[key] = title
     if next(rows, None) is None:
         raise DataError(f"{path}: no rows below the header; at least one is needed")
     return header
 
 
 def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.ndarray | None:
-    """Return the columns, named "0", "1", ...: features as float64, others as texts; ``None`` if that is not possible.
+    """Return the columns, named "0", "1", ...: features as float64, others as texts; ``None`` if a cell prevents it.
 
-    NumPy reads a table a few times faster than the csv module, to the same cells, and refuses rows of another length;
-    pandas would fill them up.
+    NumPy reads a table a few times faster than the csv module, with the same cells. It refuses rows of another length,
+    which pandas would fill.
     """
     numeric = set(features)
-    kinds = np.dtype([(str(place), float if place in numeric else object) for place in range(len(header))])
+    kinds = np.dtype([(str(index), float if index in numeric else object) for index in range(len(header))])
     lines = _lines(path, "utf-8-sig")
     next(row for row in csv.reader(lines) if row)
     try:
@@ -126,33 +132,33 @@ def _cells(path: Path, header: Sequence[str], features: Sequence[int]) -> np.nda
         return None
 
 
-def _names(cells: np.ndarray, column: int, what: str) -> tuple[list[str], dict[tuple[int, str], str]]:
-    """Return the names in a column; and by column and cell what is wrong, if anything is."""
-    known = {cell: written_label(cell) for cell in set(cells[str(column)])}
-    wrong = {(column, cell): f"the {what} is missing" for cell, name in known.items() if not name}
-    values = {cell: _number(cell) for cell in known}
-    if what == "label" and None not in values.values():
+def _names(cells: np.ndarray, column: int, role: str) -> tuple[list[str], dict[tuple[int, str], str]]:
+    """Return the names in a column, and the errors in it by column and cell."""
+    name_by_cell = {cell: written_label(cell) for cell in set(cells[str(column)])}
+    wrong = {(column, cell): f"the {role} is missing" for cell, name in name_by_cell.items() if not name}
+    values = {cell: _number(cell) for cell in name_by_cell}
+    if role == "label" and None not in values.values():
         wrong |= {
             (column, cell): f"{cell.strip()!r}; labels are whole numbers or texts"
             for cell, value in values.items()
             if value is not None and not value.is_integer()
         }
-    return [known[cell] for cell in cells[str(column)]], wrong
+    return [name_by_cell[cell] for cell in cells[str(column)]], wrong
 
 
 def _problem(
     path: Path, header: Sequence[str], features: Sequence[int], wrong: Mapping[tuple[int, str], str]
 ) -> DataError:
-    """Return the error for the first row or cell that cannot be used; ``wrong`` tells what is wrong with names."""
+    """Return the error for the first row or cell that cannot be used; ``wrong`` has the errors in names."""
     for number, row in itertools.islice(rows_of(path), 1, None):
         if len(row) != len(header):
             return DataError(f"{path}: row {number} has {len(row)} columns; the header has {len(header)}")
-        for place, cell in enumerate(row):
-            where = f"{path}: row {number}, column {header[place]}"
-            if (place, cell) in wrong:
-                return DataError(f"{where}: {wrong[place, cell]}")
+        for index, cell in enumerate(row):
+            where = f"{path}: row {number}, column {header[index]}"
+            if (index, cell) in wrong:
+                return DataError(f"{where}: {wrong[index, cell]}")
             value = _number(cell)
-            if place in features and (value is None or not abs(value) <= FLOAT32_MAX):
+            if index in features and (value is None or not abs(value) <= FLOAT32_MAX):
                 return DataError(
                     f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "
                     "be named text, or be the only one of input-columns)"
@@ -161,24 +167,24 @@ def _problem(
 
 
 def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features: Sequence[int]) -> list[str]:
-    """Return a note if cells differ in digits that float64 does not hold."""
-    spread = {place: np.ptp(cells[str(place)]) for place in features}
+    """Return a warning if cells differ in digits that float64 cannot represent."""
+    spread = {index: np.ptp(cells[str(index)]) for index in features}
     coarse = {
-        place: set[str]() for place in features if np.spacing(np.abs(cells[str(place)]).max()) > LOST * spread[place]
+        index: set[str]() for index in features if np.spacing(np.abs(cells[str(index)]).max()) > LOST * spread[index]
     }
     if not coarse:
         return []
     for _, row in itertools.islice(rows_of(path), 1, None):
-        for place, seen in coarse.items():
-            seen.add(row[place].strip())
+        for index, texts in coarse.items():
+            texts.add(row[index].strip())
     lost = [
-        header[place]
-        for place, seen in coarse.items()
-        if max(abs(Fraction(cell) - Fraction(float(cell))) for cell in seen) > LOST * spread[place]
+        header[index]
+        for index, texts in coarse.items()
+        if max(abs(Fraction(cell) - Fraction(float(cell))) for cell in texts) > LOST * spread[index]
     ]
     if not lost:
         return []
-    return [f"float64 cannot tell values of these columns apart: {', '.join(lost)}; cut off what all values share"]
+    return [f"float64 cannot distinguish values of these columns: {', '.join(lost)}; subtract a common offset"]
 
 
 def _number(cell: str) -> float | None:

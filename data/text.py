@@ -1,4 +1,4 @@
-"""Texts as tokens: numbers of words, from a vocabulary of their own or by a hash that is the same everywhere."""
+"""Texts as tokens: numbers of words, from a vocabulary or by a hash that is the same everywhere."""
 
 import re
 import zlib
@@ -19,9 +19,9 @@ def tokenise(
     """Turn N texts into numbers of lower-case words.
 
     Texts longer than L words are cut, shorter ones padded with 0. A text without words is one unknown word. The
-    vocabulary holds the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), equally frequent words
-    in alphabetical order. Returned are ``(N, L)`` int64 tokens, 0 padding, 1 unknown, words from 2; and the words in
-    the order of their numbers.
+    vocabulary contains the ``max_words`` most frequent words of the texts ``rows`` (``None``: all), equally frequent
+    words in alphabetical order. It returns ``(N, L)`` int64 tokens (0 padding, 1 unknown, words from 2), and the words
+    in the order of their numbers.
     """
     lines = [_words(text) for text in texts]
     counted = lines if rows is None else [lines[row] for row in rows.tolist()]
@@ -39,8 +39,8 @@ def tokens_of(text: str, length: int, words: Sequence[str]) -> np.ndarray:
 def hashed(texts: Iterable[str], length: int, vocabulary: int) -> np.ndarray:
     """Turn texts into numbers of lower-case words by a hash that is the same everywhere.
 
-    No vocabulary has to be agreed on, so no site tells its words; different words may share a number. The tokens
-    ``(N, L)``, int64, are as those of :func:`tokenise`, with words 2..V-1.
+    The sites need no common vocabulary, so no site reveals its words. Different words may share a number. The tokens
+    ``(N, L)``, int64, follow :func:`tokenise`, with words 2..V-1.
     """
     lines = [_words(text)[:length] for text in texts]
     return _padded(lines, length, lambda word: 2 + zlib.crc32(word.encode()) % (vocabulary - 2))
@@ -57,6 +57,6 @@ def _words(text: str) -> list[str]:
 def _padded(lines: list[list[str]], length: int, token_of: Callable[[str], int]) -> np.ndarray:
     tokens = np.full((len(lines), length), PADDING, np.int64)
     for row, line in zip(tokens, lines, strict=True):
-        found = [token_of(word) for word in line[:length]] or [UNKNOWN]
-        row[: len(found)] = found
+        numbers = [token_of(word) for word in line[:length]] or [UNKNOWN]
+        row[: len(numbers)] = numbers
     return tokens

@@ -1,4 +1,4 @@
-"""The numbers in samples: which are allowed, which belong together, how precisely they are held."""
+"""The numbers in samples: allowed ranges, arrays that can be pooled, and precision."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from posy.data.errors import DataError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LOST = 1e-3
-"""Fraction of a feature's range by which rounding may move a value before a person is warned."""
+"""Fraction of a feature's range by which rounding may move a value before a warning."""
 _BLOCK = 1 << 22  # numbers that are copied at once while an array is looked through
 _ROUNDING = 4 * float(np.finfo(np.float64).eps)  # standard deviation, relative to the mean, of a constant feature
 
 
 def check_lengths(where: str, **lengths: int) -> None:
-    """Raise :class:`DataError` unless all lengths are one and the same and not 0."""
+    """Raise :class:`DataError` unless all lengths are equal and above 0."""
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise DataError(f"{where}: arrays of unequal length ({found}); each sample needs one entry in each")
+        counts = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise DataError(f"{where}: arrays of unequal length ({counts}); each sample needs one entry in each")
     if not all(lengths.values()):
         raise DataError(f"{where}: no samples; at least one is needed")
 
 
 def check_shape(shape: tuple[int, ...], where: str) -> None:
-    """Raise :class:`DataError` for an array ``(N, ...)`` whose samples hold nothing."""
+    """Raise :class:`DataError` for an array ``(N, ...)`` with empty samples."""
     if 0 in shape[1:]:
         raise DataError(f"{where}: samples of shape {shape[1:]}; at least one number in each is needed")
 
@@ -33,24 +33,24 @@ def check_shape(shape: tuple[int, ...], where: str) -> None:
 def check_alike(
     where: str, parts: Mapping[str, tuple[np.dtype[Any], np.ndarray]], *, pixels: bool, strict: bool = False
 ) -> None:
-    """Raise :class:`DataError` unless arrays that are to be pooled hold numbers of one kind, and pixels of one scale.
+    """Raise :class:`DataError` unless arrays to be pooled contain numbers of one kind, and pixels of one scale.
 
-    ``parts`` are the arrays by name, each with the type in which it is stored. Of ``pixels``, 0 to 255 beside 0 to 1 is
-    refused also where both are of one type; ``strict`` refuses floats beside whole numbers even if they are whole.
+    ``parts`` are the arrays by name, each with the type in which it is stored. ``pixels`` refuses 0 to 255 together
+    with 0 to 1, also if both have one type. ``strict`` refuses floats together with whole numbers, even whole floats.
     """
-    texts, whole, scales = [], [], []
+    texts, integral, scales = [], [], []
     for name, (dtype, x) in parts.items():
         low, high = x.min().item(), x.max().item()
-        whole.append(dtype.kind in "biu")
+        integral.append(dtype.kind in "biu")
         scales.append(max(abs(low), abs(high)))
-        kind = "whole numbers" if whole[-1] else "floating-point numbers"
+        kind = "whole numbers" if integral[-1] else "floating-point numbers"
         texts.append(f"{name} holds {kind} ({dtype}) from {low:.6g} to {high:.6g}")
-    mixed = len(set(whole)) > 1
+    mixed = len(set(integral)) > 1
     if mixed and (pixels or strict or any(_has_fractions(x) for dtype, x in parts.values() if dtype.kind == "f")):
-        pair = whole.index(True), whole.index(False)
+        pair = integral.index(True), integral.index(False)
     else:
-        small = [place for place, scale in enumerate(scales) if 0 < scale <= 1]
-        large = [place for place, scale in enumerate(scales) if scale >= 16]
+        small = [index for index, scale in enumerate(scales) if 0 < scale <= 1]
+        large = [index for index, scale in enumerate(scales) if scale >= 16]
         if not ((mixed or pixels) and small and large):
             return
         pair = small[0], large[0]
@@ -67,10 +67,10 @@ def as_float32(x: np.ndarray, where: str) -> np.ndarray:
 
 
 def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
-    """Return ``(N, F)`` numbers of any type as float32 where that changes none, else as float64; and what to note.
+    """Return ``(N, F)`` numbers as float32 if this changes none, else as float64; and warnings.
 
-    A whole number beyond 2**53 is rounded to the next one that float64 has; it is noted where that moves it
-    by more than a thousandth of its feature's range.
+    A whole number beyond 2**53 is rounded to the nearest float64. A warning names features in which this moves a value
+    by more than a thousandth of the feature's range.
 
     Raises
     ------
@@ -87,30 +87,28 @@ def as_features(x: np.ndarray, where: str) -> tuple[np.ndarray, list[str]]:
 
 
 def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = ()) -> list[str]:
-    """Return a note if a type of floats cannot tell values of ``(N, F)`` features apart."""
+    """Return a warning if a type of floats cannot distinguish values of ``(N, F)`` features."""
     if np.can_cast(x.dtype, kind) and x.dtype.kind not in "iu":
         return []
     coarse = []
     for first, block in _columns(x):
         high, low = block.max(0).astype(np.longdouble), block.min(0).astype(np.longdouble)
         step = np.spacing(np.maximum(np.abs(high), np.abs(low)).astype(kind)).astype(np.longdouble)
-        for place in np.flatnonzero(step > LOST * (high - low)):
-            values = block[:, place].astype(np.longdouble)
-            if np.abs(values - values.astype(kind)).max() > LOST * (high - low)[place]:
-                coarse.append(first + int(place))
+        for column in np.flatnonzero(step > LOST * (high - low)):
+            values = block[:, column].astype(np.longdouble)
+            if np.abs(values - values.astype(kind)).max() > LOST * (high - low)[column]:
+                coarse.append(first + int(column))
     if not coarse:
         return []
-    shown = ", ".join(str(names[place] if names else place) for place in coarse[:5])
+    shown = ", ".join(str(names[column] if names else column) for column in coarse[:5])
     more = f" and {len(coarse) - 5} more" if len(coarse) > 5 else ""
-    return [
-        f"{np.dtype(kind)} cannot tell values of these features apart: {shown}{more}; subtract what all of them share"
-    ]
+    return [f"{np.dtype(kind)} cannot distinguish values of these features: {shown}{more}; subtract a common offset"]
 
 
 def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean of each of ``(N, F)`` features and the sum of its squared deviations, float64 ``(F,)`` each.
 
-    Those of a constant feature are exactly its value and 0. ``rows`` are the samples that count; ``None``: all.
+    A constant feature has exactly its value and 0. ``rows`` are the samples to use; ``None``: all.
     """
     mean, squares = np.empty(x.shape[1]), np.empty(x.shape[1])
     for first, columns in _columns(x):
@@ -123,21 +121,21 @@ def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, 
 
 
 def deviation(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of each feature; 1 where it differs from a constant in the last bits alone."""
+    """Return the standard deviation of each feature; 1 if the feature is constant within rounding."""
     std = np.sqrt(variance)
     return np.where(std <= _ROUNDING * np.abs(mean), 1.0, std)
 
 
 def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, names: Sequence[str] = ()) -> None:
-    """Raise :class:`DataError` if one of the features ``(N, F)``, less its mean and divided by std, exceeds float32."""
+    """Raise :class:`DataError` if a standardised feature of ``(N, F)`` exceeds the range of float32."""
     for extreme in (x.min(0), x.max(0)):
         with np.errstate(over="ignore"):
-            bad = np.flatnonzero(~(np.abs((extreme - mean) / std) <= FLOAT32_MAX))
-        if bad.size:
-            place = int(bad[0])
+            columns = np.flatnonzero(~(np.abs((extreme - mean) / std) <= FLOAT32_MAX))
+        if columns.size:
+            column = int(columns[0])
             raise DataError(
-                f"{where}: feature {names[place] if names else place} exceeds the range of float32 less its mean "
-                f"{mean[place]} and divided by its standard deviation {std[place]}; remove its extreme values"
+                f"{where}: feature {names[column] if names else column} exceeds the range of float32 after "
+                f"standardisation (mean {mean[column]}, standard deviation {std[column]}); remove its extreme values"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a table says beyond the mean: who gains by taking part, what it costs, and which differences are no chance."""
+"""The comparison of a table beyond means: gains of the clients, costs, and significant differences."""
 
 import statistics
 import warnings
@@ -19,21 +19,20 @@ from posy.server_app.progress import coverage, members_of, size
 ALPHA = 0.05
 """Level of significance."""
 FEWEST_BLOCKS = 3
-"""Number of blocks from which on ranks are tested."""
+"""Fewest blocks for a test of ranks."""
 FULL = 0.9
 """Smallest share of the fullest row's clients that a row must cover to be ranked, as for the best round of a run."""
 
 LEGEND = (
-    "Last round, each method `at` the point where it is meant to be used. `lowest tenth`: mean over the tenth of "
-    "the clients with the lowest accuracy. `over Local`, `over FedAvg`: mean gain of a client over the same client "
-    "under that method; `lose`: clients with a lower accuracy than there, of all clients in all seeds. `≈`: its "
-    "clients cannot be told from those of the best row; that, and whether clients gain over local training, is by "
-    "Wilcoxon's signed-rank test over the clients of all seeds at 5 %, adjusted for the number of rows (Holm). "
-    "`6 of 60`: the figures cover 6 clients of all seeds, where 60 took part. Rows are summarised over the clients "
-    "that all of them cover; a row with fewer than nine tenths of the clients of the fullest row is summarised over "
-    "its own clients, and is neither the best row nor ranked. "
-    "`samples`: samples that models were trained on, as often as they were; `memory`: the most that the run's "
-    "process had."
+    "Last round, for the model that each method is scored by (`at`). `lowest tenth`: mean over the tenth of the "
+    "clients with the lowest accuracy. `over Local`, `over FedAvg`: mean gain of a client over the same client with "
+    "Local or FedAvg. `lose`: clients with a lower accuracy than with it, of all clients in all seeds. `≈`: not "
+    "significantly different from the best row. Significant means 5 % in Wilcoxon's signed-rank test over the clients of all seeds, "
+    "adjusted for the number of rows (Holm), also for gains over local training. "
+    "`6 of 60`: the figures cover 6 clients of all seeds, of 60 that took part. Rows are summarised over the clients "
+    "that all of them cover. A row with fewer than nine tenths of the clients of the fullest row is summarised over "
+    "its clients alone, and is neither the best row nor ranked. "
+    "`samples`: number of training samples, counted in each pass; `memory`: peak memory of the run's process."
 )
 
 Accuracies = Mapping[int, float]
@@ -48,15 +47,15 @@ def client_accuracies(path: Path, point: str, server_round: int) -> dict[int, fl
 
 
 class Gain(NamedTuple):
-    """What clients gain by one method over another one: a paired comparison, client by client."""
+    """The clients' gain by a method over another method: a paired comparison, client by client."""
 
     mean: float
     """Mean difference of the accuracies."""
     losing: int
     clients: int
-    """Number of clients whose accuracy is lower, of how many; a client counts once for each seed."""
+    """Number of clients whose accuracy is lower, and of all clients; a client counts once for each seed."""
     p: float
-    """Wilcoxon's signed-rank test of no difference; 1 where there is none."""
+    """p-value of Wilcoxon's signed-rank test; 1 without any difference."""
 
 
 def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
@@ -65,18 +64,20 @@ def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
     Parameters
     ----------
     pairs : sequence of (Mapping, Mapping)
-        For each seed, the accuracies by client of the method, and of the one that it is compared with.
+        For each seed, the accuracies by client of the method and of the other method.
 
     Returns
     -------
     Gain or None
-        None where no client has both.
+        None if no client has both.
 
     References
     ----------
     F. Wilcoxon: Individual Comparisons by Ranking Methods, 1945.
     """
-    differences = np.array([own[c] - other[c] for own, other in pairs for c in sorted(own.keys() & other.keys())])
+    differences = np.array(
+        [scores[c] - other[c] for scores, other in pairs for c in sorted(scores.keys() & other.keys())]
+    )
     if not len(differences):
         return None
     p = float(stats.wilcoxon(differences).pvalue) if differences.any() else 1.0
@@ -84,7 +85,7 @@ def gain(pairs: Sequence[tuple[Accuracies, Accuracies]]) -> Gain | None:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for as many tests (Holm, 1979)."""
+    """Return p-values adjusted for their number of tests (Holm, 1979)."""
     from statsmodels.stats.multitest import multipletests  # noqa: PLC0415 - takes a second
 
     return [float(value) for value in multipletests(p, method="holm")[1]] if p else []
@@ -93,27 +94,29 @@ def holm(p: Sequence[float]) -> list[float]:
 def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str, dict[int, dict[int, float]]]:
     """Return the accuracies of the clients that all rows cover, without the rows that cover too few clients.
 
-    A mean over the cohort of a round must not be compared with a mean over all clients.
+    A mean over the cohort of a round is not comparable with a mean over all clients.
 
     Parameters
     ----------
     rows : mapping
-        Accuracies of each row by seed and client; a seed without any says nothing about its row's clients.
+        Accuracies of each row by seed and client; a seed without any does not affect the clients.
 
     Returns
     -------
     dict
         The same for the rows that cover at least :data:`FULL` of the clients of the fullest row in each of their seeds.
     """
-    measured = {row: {seed: found for seed, found in seeds.items() if found} for row, seeds in rows.items()}
+    measured = {
+        row: {seed: accuracies for seed, accuracies in seeds.items() if accuracies} for row, seeds in rows.items()
+    }
     fullest: dict[int, int] = {}
     for seeds in measured.values():
-        for seed, found in seeds.items():
-            fullest[seed] = max(len(found), fullest.get(seed, 0))
+        for seed, accuracies in seeds.items():
+            fullest[seed] = max(len(accuracies), fullest.get(seed, 0))
     full = {
         row: seeds
         for row, seeds in measured.items()
-        if all(len(found) >= FULL * fullest[seed] for seed, found in seeds.items())
+        if all(len(accuracies) >= FULL * fullest[seed] for seed, accuracies in seeds.items())
     }
     shared = {
         seed: set.intersection(*(set(seeds[seed]) for seeds in full.values() if seed in seeds))
@@ -121,7 +124,7 @@ def over_same_clients(rows: Mapping[str, Mapping[int, Accuracies]]) -> dict[str,
         if any(seed in seeds for seeds in full.values())
     }
     return {
-        row: {seed: {c: found[c] for c in sorted(shared[seed])} for seed, found in seeds.items()}
+        row: {seed: {c: accuracies[c] for c in sorted(shared[seed])} for seed, accuracies in seeds.items()}
         for row, seeds in full.items()
     }
 
@@ -140,7 +143,7 @@ class Ranks:
     blocks: int
 
     def ties_with_best(self) -> list[str]:
-        """Return the best method and those that cannot be told from it."""
+        """Return the best method and the methods that do not differ significantly from it."""
         best = str(self.mean.index[0])
         if self.friedman >= ALPHA:
             return [str(name) for name in self.mean.index]
@@ -164,7 +167,7 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
     Parameters
     ----------
     scores : pandas.DataFrame, (blocks, methods)
-        A higher score is better. Blocks that lack a method are left out.
+        A higher score is better. Blocks that lack a method are skipped.
 
     Returns
     -------
@@ -175,26 +178,26 @@ def ranks(scores: pd.DataFrame) -> Ranks | None:
     ----------
     J. Demšar: Statistical Comparisons of Classifiers over Multiple Data Sets, 2006.
     """
-    whole = scores.dropna(axis="index")
-    if len(whole) < FEWEST_BLOCKS or whole.shape[1] < 3:
+    complete = scores.dropna(axis="index")
+    if len(complete) < FEWEST_BLOCKS or complete.shape[1] < 3:
         return None
     import scikit_posthocs  # noqa: PLC0415 - takes seconds
 
-    values: npt.NDArray[np.float64] = whole.to_numpy(np.float64)
-    mean = pd.Series(stats.rankdata(-values, axis=1).mean(axis=0), index=whole.columns).sort_values(kind="stable")
-    alike = (values == values[:, :1]).all()
-    friedman = 1.0 if alike else float(stats.friedmanchisquare(*values.T).pvalue)
+    values: npt.NDArray[np.float64] = complete.to_numpy(np.float64)
+    mean = pd.Series(stats.rankdata(-values, axis=1).mean(axis=0), index=complete.columns).sort_values(kind="stable")
+    equal = (values == values[:, :1]).all()
+    friedman = 1.0 if equal else float(stats.friedmanchisquare(*values.T).pvalue)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         pairs = scikit_posthocs.posthoc_nemenyi_friedman(values)
-    pairs.index = pairs.columns = whole.columns
-    return Ranks(mean, friedman, pairs.fillna(1.0), len(whole))
+    pairs.index = pairs.columns = complete.columns
+    return Ranks(mean, friedman, pairs.fillna(1.0), len(complete))
 
 
 def last_round(summary: Mapping[str, Any], point: str) -> Mapping[str, Any]:
-    """Return what was measured in the last round of a run; nothing where that is of a round before."""
-    found: Mapping[str, Any] = summary[point]["last"] or {}
-    return found if found.get("round") == summary["rounds"] else {}
+    """Return the figures of a run's last round; empty if its last evaluation is older."""
+    figures: Mapping[str, Any] = summary[point]["last"] or {}
+    return figures if figures.get("round") == summary["rounds"] else {}
 
 
 class Run(NamedTuple):
@@ -209,7 +212,7 @@ class Run(NamedTuple):
 
     @property
     def point(self) -> str:
-        """The evaluation point at which its method is meant to be used."""
+        """The evaluation point that its method is scored by."""
         return point_of({"method": self.method, **self.summary})
 
     def accuracies(self, point: str) -> dict[int, float]:
@@ -218,15 +221,15 @@ class Run(NamedTuple):
 
 
 def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
-    """Compare the rows of each variant client by client, each at the point at which it is meant to be used.
+    """Compare the rows of each variant client by client, each at the point that its method is scored by.
 
     A line for each variant and row: ``mean``, ``worst``, ``tenth``, ``std`` and ``jain`` over the clients that all rows
     cover (:func:`over_same_clients`), as means over the seeds; ``clients``, the number of these clients in all seeds,
     ``members``, the number of clients that took part, and ``ranked``, whether the row covers enough of them; the gain
-    over local training and over FedAvg where rows of the variant run them, with the number of clients that
-    lose; ``newcomers-served`` and ``newcomers-local``, of clients that were set aside; ``alike``: whether its clients
-    differ from those of the variant's best row by chance alone (Wilcoxon, Holm); ``served-beats-local`` and
-    ``local-beats-local``: whether clients gain over local training at either point, not by chance; ``samples`` and
+    over local training and over FedAvg if the variant has rows of them, with the number of clients that lose;
+    ``newcomers-served`` and ``newcomers-local``, the accuracies of hold-out clients; ``alike``: whether the row does
+    not differ significantly from the variant's best row (Wilcoxon, Holm); ``served-beats-local`` and
+    ``local-beats-local``: whether clients gain significantly over local training at either point; ``samples`` and
     ``memory``.
     """
     lines = []
@@ -235,67 +238,68 @@ def over_clients(runs: Sequence[Run]) -> pd.DataFrame:
         for run in runs:
             if run.variant == variant:
                 rows.setdefault(run.row, []).append(run)
-        by_method = {own[0].method: name for name, own in reversed(rows.items())}  # the first row of each method
+        # The first row of each method.
+        by_method = {row_runs[0].method: name for name, row_runs in reversed(rows.items())}
         scores = {
-            (name, point): {run.seed: run.accuracies(point) for run in own}
-            for name, own in rows.items()
+            (name, point): {run.seed: run.accuracies(point) for run in row_runs}
+            for name, row_runs in rows.items()
             for point in ("served", "local")
         }
-        points = {name: own[0].point for name, own in rows.items()}
+        points = {name: row_runs[0].point for name, row_runs in rows.items()}
 
         def against(name: str, point: str, other: str | None, scores: Any = scores, points: Any = points) -> Any:
             if other is None:
                 return None
-            own, theirs = scores[name, point], scores[other, points[other]]
-            return gain([(own[seed], theirs[seed]) for seed in own.keys() & theirs.keys()])
+            tested, baseline = scores[name, point], scores[other, points[other]]
+            return gain([(tested[seed], baseline[seed]) for seed in tested.keys() & baseline.keys()])
 
         of_rows = {name: scores[name, points[name]] for name in rows}
         same = over_same_clients(of_rows)
         spreads = {
-            name: [over for found in same.get(name, of_rows[name]).values() if (over := _spread_over(found))]
+            name: [over for entry in same.get(name, of_rows[name]).values() if (over := _spread_over(entry))]
             for name in rows
         }
         means = {name: average(over["mean"] for over in spreads[name]) for name in rows}
         best = max(same, key=lambda name: -1.0 if np.isnan(means[name]) else means[name])
-        alike = _significant({name: against(name, points[name], best) for name in same}, lower=True)
+        different = _significant({name: against(name, points[name], best) for name in same}, lower=True)
         local, fedavg = by_method.get("local"), by_method.get("fedavg")
         beats = {
             point: _significant({name: against(name, point, local) for name in rows if name != local}, lower=False)
             for point in ("served", "local")
         }
-        for name, own in rows.items():
+        for name, row_runs in rows.items():
             line: dict[str, Any] = {"variant": variant, "method": name, "point": points[name], "mean": means[name]}
             for column, key in (("worst", "min"), ("tenth", "tenth"), ("std", "std"), ("jain", "jain")):
                 line[column] = average(dict(over)[key] for over in spreads[name])
             line["clients"] = sum(over["clients"] for over in spreads[name])
-            line["members"] = sum(members_of(run.summary) for run in own if scores[name, points[name]][run.seed])
+            line["members"] = sum(members_of(run.summary) for run in row_runs if scores[name, points[name]][run.seed])
             line["ranked"] = name in same
             for label, other in (("local", local), ("fedavg", fedavg)):
-                found = against(name, points[name], other) if other != name else None
+                entry = against(name, points[name], other) if other != name else None
                 line |= {
-                    f"gain-{label}": found.mean if found else float("nan"),
-                    f"losing-{label}": f"{found.losing}/{found.clients}" if found else "",
+                    f"gain-{label}": entry.mean if entry else float("nan"),
+                    f"losing-{label}": f"{entry.losing}/{entry.clients}" if entry else "",
                 }
-            line["alike"] = not alike.get(name, True)
+            line["alike"] = not different.get(name, True)
             line |= {f"{point}-beats-local": beats[point].get(name, False) for point in beats}
             for point in ("served", "local"):
-                new = [(run.summary.get("newcomers") or {}).get(point) or {} for run in own]
-                line[f"newcomers-{point}"] = average([found.get("mean") for found in new])
-            line["samples"] = average([run.summary["samples"] for run in own])
-            line["memory"] = average([run.summary.get("peak-memory") for run in own])
+                new = [(run.summary.get("newcomers") or {}).get(point) or {} for run in row_runs]
+                line[f"newcomers-{point}"] = average([entry.get("mean") for entry in new])
+            line["samples"] = average([run.summary["samples"] for run in row_runs])
+            line["memory"] = average([run.summary.get("peak-memory") for run in row_runs])
             lines.append(line)
     return pd.DataFrame(lines)
 
 
 def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]] = ()) -> pd.DataFrame:
-    """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its own point.
+    """Return mean accuracies in the last round, ``(variants x seeds, rows)``, each row at its method's point.
 
-    They are means over the clients that all rows cover. A row that covers too few of them in a variant is left out.
+    They are means over the clients that all rows cover. A row that covers too few of them in a variant is dropped.
     A run that has diverged, by variant, seed and row, has -1: it ranks behind all others.
     """
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    blocks: dict[tuple[str, int], dict[str, float]] = {}
     for variant, seed, row in diverged:
-        found.setdefault((variant, seed), {})[row] = -1.0
+        blocks.setdefault((variant, seed), {})[row] = -1.0
     partial: set[str] = set()
     for variant in dict.fromkeys(run.variant for run in runs):
         of_rows: dict[str, dict[int, dict[int, float]]] = {}
@@ -307,12 +311,12 @@ def scores_by_block(runs: Sequence[Run], diverged: Iterable[tuple[str, int, str]
         for row, seeds in of_rows.items():
             for seed in seeds:
                 over = _spread_over(same.get(row, {}).get(seed, {}))
-                found.setdefault((variant, seed), {})[row] = over["mean"] if over else float("nan")
-    return pd.DataFrame.from_dict(found, orient="index").drop(columns=[*partial])
+                blocks.setdefault((variant, seed), {})[row] = over["mean"] if over else float("nan")
+    return pd.DataFrame.from_dict(blocks, orient="index").drop(columns=[*partial])
 
 
 def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
-    """Return what a table says beyond the means, as Markdown."""
+    """Return the comparison of a table's rows as Markdown."""
     header = ["method", "at", "mean", "worst client", "lowest tenth", "std", "Jain"]
     header += ["over Local", "lose", "over FedAvg", "lose", "samples", "memory"]
     new = len(clients) and clients[["newcomers-served", "newcomers-local"]].notna().any(axis=None)
@@ -336,7 +340,7 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
         for point in ("served", "local"):
             winners = [row["method"] for row in rows.to_dict("records") if row[f"{point}-beats-local"]]
             if winners:
-                parts.append(f"Their clients gain over local training, {point} model: {', '.join(winners)}.")
+                parts.append(f"Significant gains over local training, {point} model: {', '.join(winners)}.")
     parts += [LEGEND] if parts else []
     if ranked is not None:
         order = ", ".join(f"{name} {rank:.2f}" for name, rank in ranked.mean.items())
@@ -352,19 +356,19 @@ def compared(clients: pd.DataFrame, ranked: Ranks | None) -> str:
 
 
 def _significant(gains: Mapping[str, Gain | None], *, lower: bool) -> dict[str, bool]:
-    """Tell of each comparison whether it shows a loss, or a gain, beyond chance, all of them being tested at once."""
-    known = {name: found for name, found in gains.items() if found is not None}
-    adjusted = holm([found.p for found in known.values()])
+    """Return whether each comparison shows a significant loss (``lower``) or gain, adjusted for their number."""
+    tested = {name: result for name, result in gains.items() if result is not None}
+    adjusted = holm([result.p for result in tested.values()])
     return {
-        name: p < ALPHA and (found.mean < 0 if lower else found.mean > 0)
-        for (name, found), p in zip(known.items(), adjusted, strict=True)
+        name: p < ALPHA and (result.mean < 0 if lower else result.mean > 0)
+        for (name, result), p in zip(tested.items(), adjusted, strict=True)
     }
 
 
 def average(values: Iterable[Any]) -> float:
-    """Return the mean of what was measured, NaN where nothing was; that of pandas rounds on the way."""
-    found = [float(value) for value in values if not pd.isna(value)]
-    return statistics.fmean(found) if found else float("nan")
+    """Return the mean of the values that are not NaN, or NaN without any; pandas would round intermediate sums."""
+    numbers = [float(value) for value in values if not pd.isna(value)]
+    return statistics.fmean(numbers) if numbers else float("nan")
 
 
 def _spread_over(accuracies: Accuracies) -> Spread | None:

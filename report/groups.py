@@ -1,4 +1,4 @@
-"""Runs that differ in their seed only, put together, and named by what sets them apart from others."""
+"""Groups of runs that differ in their seed only, named by their differing settings."""
 
 import statistics
 from collections import Counter
@@ -14,9 +14,9 @@ from posy.settings import settings_of
 from posy.strategies.registry import declared, owner
 
 MOST_DIFFERENCES = 4
-"""Settings that name a run beside others; one that differs in more of them has the name of its folder."""
+"""Most differing settings in the name of a run; with more of them the name is its folder."""
 NOT_A_SETTING = "not one of its settings"
-"""What stands for a setting of another method."""
+"""Text in place of a setting of another method."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,31 +28,33 @@ class Group:
 
     @property
     def first(self) -> Recorded:
-        """The run that stands for all where they cannot be averaged."""
+        """The run that represents the group in figures that cannot be averaged."""
         return self.runs[0]
 
     def curve(self, key: str, of: str = "mean") -> Band:
-        """Return the mean of a number over the seeds by round, with its standard deviation (0 of one seed)."""
+        """Return the mean of a number over the seeds by round, with its standard deviation (0 for a single seed)."""
         curves = [dict(run.curve(key, of)) for run in self.runs]
         shared = sorted(set.intersection(*map(set, curves)))
         return [(n, *_mean([curve[n] for curve in curves])) for n in shared]
 
 
 def grouped(runs: Sequence[Recorded]) -> list[Group]:
-    """Return groups of runs in the order of the runs; runs of equal settings and seed are groups of their own."""
+    """Return groups of runs in the order of the runs; runs of equal settings and seed are separate groups."""
     ours = declared()
-    known = {key: item.default for key, item in ours.items() if item.decides and key != "seed"}
-    known |= {key: None for run in runs for key in run.settings if key not in ours}  # those of people's own methods
+    defaults = {key: item.default for key, item in ours.items() if item.decides and key != "seed"}
+    defaults |= {key: None for run in runs for key in run.settings if key not in ours}  # of custom methods
     decisive = {
-        run: {k: run.settings.get(k, known[k]) for k in known if owner(k) in (None, run.method)} for run in runs
+        run: {k: run.settings.get(k, defaults[k]) for k in defaults if owner(k) in (None, run.method)} for run in runs
     }
-    alike: dict[tuple[tuple[str, Any], ...], list[Recorded]] = {}
+    runs_by_settings: dict[tuple[tuple[str, Any], ...], list[Recorded]] = {}
     for run in runs:
-        alike.setdefault(tuple(decisive[run].items()), []).append(run)
+        runs_by_settings.setdefault(tuple(decisive[run].items()), []).append(run)
     parts: list[list[Recorded]] = []
-    for found in alike.values():
-        several = max(Counter(run.settings.get("seed") for run in found).values()) > 1
-        parts += [[run] for run in found] if several else [sorted(found, key=lambda run: run.settings["seed"])]
+    for equal_runs in runs_by_settings.values():
+        several = max(Counter(run.settings.get("seed") for run in equal_runs).values()) > 1
+        parts += (
+            [[run] for run in equal_runs] if several else [sorted(equal_runs, key=lambda run: run.settings["seed"])]
+        )
     differing = differences([decisive[part[0]] for part in parts])
     names = [part[0].method for part in parts]
     if len(set(names)) < len(names):
@@ -66,39 +68,43 @@ def grouped(runs: Sequence[Recorded]) -> list[Group]:
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings that differ, with the value of each; those that some do not have differ among the others."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    values = {key: [one.get(key, NOT_A_SETTING) for one in settings] for key in keys}
-    return {key: found for key, found in values.items() if len({repr(v) for v in found} - {repr(NOT_A_SETTING)}) > 1}
+    """Return the settings with more than one value, and their values; absence alone is not a difference."""
+    keys = dict.fromkeys(key for mapping in settings for key in mapping)
+    values = {key: [mapping.get(key, NOT_A_SETTING) for mapping in settings] for key in keys}
+    return {key: column for key, column in values.items() if len({repr(v) for v in column} - {repr(NOT_A_SETTING)}) > 1}
 
 
 def by_data(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Return the groups by the data that their clients hold, which is named by the settings in which it differs."""
-    known = settings_of(DataSettings)
-    keys = [key for key, item in known.items() if item.decides]
-    data = [{key: group.first.settings.get(key, known[key].default) for key in keys} for group in groups]
+    """Return the groups by their clients' data, named by its differing settings."""
+    declared_settings = settings_of(DataSettings)
+    keys = [key for key, item in declared_settings.items() if item.decides]
+    data = [{key: group.first.settings.get(key, declared_settings[key].default) for key in keys} for group in groups]
     differing = differences(data)
-    found: dict[str, list[Group]] = {}
-    for group, own in zip(groups, data, strict=True):
-        name = ", ".join(str(own[key]) if key == "dataset" else f"{key}={own[key]}" for key in differing)
-        found.setdefault(name, []).append(group)
-    return found
+    groups_by_data: dict[str, list[Group]] = {}
+    for group, group_data in zip(groups, data, strict=True):
+        name = ", ".join(str(group_data[key]) if key == "dataset" else f"{key}={group_data[key]}" for key in differing)
+        groups_by_data.setdefault(name, []).append(group)
+    return groups_by_data
 
 
 def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
-    """Compare groups client by client, as a table does: its rows, and a sentence on ranks, if there are enough.
+    """Compare groups client by client, as a table does: return its rows, and a sentence on ranks.
 
-    Runs that have not completed are left out; one that has diverged ranks last. It is an :class:`ImportError` without
-    the packages for the tests.
+    Incomplete runs are skipped; a diverged run ranks last. The sentence is empty without enough blocks.
+
+    Raises
+    ------
+    ImportError
+        Without the packages for the tests.
     """
     ended = [
         (run, Run(data, group.series.name, run.method, int(run.summary["seed"]), run.summary, run.path))
-        for data, own in by_data(groups).items()
-        for group in own
+        for data, same_data in by_data(groups).items()
+        for group in same_data
         for run in group.runs
     ]
-    runs = [told for run, told in ended if run.summary["status"] == "completed" and run.clients]
-    diverged = [(told.variant, told.seed, told.row) for run, told in ended if run.summary["status"] == "diverged"]
+    runs = [entry for run, entry in ended if run.summary["status"] == "completed" and run.clients]
+    diverged = [(entry.variant, entry.seed, entry.row) for run, entry in ended if run.summary["status"] == "diverged"]
     rows: list[dict[str, Any]] = over_clients(runs).to_dict("records") if runs else []
     ranked = ranks(scores_by_block(runs, diverged)) if runs else None
     if ranked is None:
@@ -113,9 +119,9 @@ def compared(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
     )
 
 
-def _name(run: Recorded, own: Mapping[str, Any], differing: Mapping[str, Any]) -> str:
-    """Return the method and the settings that differ; of paths the last part."""
-    differ = {key: str(own[key]) for key in differing if key in own and key != "method"}
+def _name(run: Recorded, settings: Mapping[str, Any], differing: Mapping[str, Any]) -> str:
+    """Return the method and the settings that differ, with the last part of paths."""
+    differ = {key: str(settings[key]) for key in differing if key in settings and key != "method"}
     short = {key: value.rpartition("/")[2] if value.startswith("/") else value for key, value in differ.items()}
     data = [short.pop("dataset")] if "dataset" in short else []
     return ", ".join([run.method, *data, *(f"{key}={value}" for key, value in short.items())])

@@ -1,4 +1,4 @@
-"""A page on some runs: one HTML file that needs no network and no other file."""
+"""A report on some runs: one self-contained HTML file that needs no network."""
 
 import base64
 import io
@@ -20,19 +20,19 @@ from posy.server_app.results import MEASURES, POINTS
 from posy.strategies.registry import declared
 
 MOST_CLIENTS, FIRST_CLIENTS = 60, 12
-"""Clients of which a page has a chart, and those that are shown at once."""
+"""Most clients with a chart on a page, and number of charts that are visible at first."""
 TENTH = 11
-"""Clients from which on the lowest tenth is more than the worst client."""
+"""Fewest clients whose lowest tenth has more than one client."""
 MOST_ROWS = 40
 """Rows of a heat map."""
 RECORDED = (*MEASURES, "round", "cohort", "bytes_up", "bytes_down", "sent_again", "late_replies")
-"""Numbers that every run has of a round; all others are the method's own."""
+"""Numbers that every run records of a round; all others are quantities of the method."""
 DRAWN_HERE = ("accuracy", "loss", "clients", "partition")
-"""Pictures of a run whose content the page draws itself."""
+"""Pictures of a run that the page draws itself."""
 WHICH = {"last": "last", "best": "best, on validation", "upper-bound": "upper bound", "average": "mean of the last"}
 SPREAD = {"min": "worst client", "tenth": "lowest tenth", "max": "best client", "weighted": "weighted by samples"}
 COLOURS = 160
-"""Colours of a picture on the page, which are enough for charts and make it several times smaller."""
+"""Colours of a picture on the page: enough for charts, and several times smaller."""
 AT = {"served": "served model", "local": "local model"}
 
 
@@ -43,7 +43,7 @@ class Html(str):
 
 
 def page(paths: Iterable[Path]) -> str:
-    """Return the page on the runs in some directories; one that is no run's raises :class:`SettingsError`."""
+    """Return the report on the runs in some directories, or raise :class:`SettingsError` for another directory."""
     groups = grouped([Recorded.read(path) for path in dict.fromkeys(path.resolve() for path in paths)])
     sections = {
         "Runs": _runs(groups),
@@ -52,8 +52,8 @@ def page(paths: Iterable[Path]) -> str:
         "Accuracy": _accuracy(groups),
         "Comparison": _comparison(groups),
         "Clients": _clients(groups),
-        "The methods' own": _own(groups),
-        "What was dropped": _dropped(groups),
+        "Quantities of the methods": _quantities(groups),
+        "Dropped replies": _dropped(groups),
         "Costs": _costs(groups),
     }
     written = {title: content for title, content in sections.items() if content}
@@ -79,36 +79,41 @@ def _runs(groups: Sequence[Group]) -> str:
         facts = (run.method, summary["dataset"], summary["num-clients"], rounds, summary["seed"], summary["status"])
         rows.append([_key(group.series, named=True), run.path.name, *map(str, facts), device])
     columns = ["", "folder", "method", "data set", "clients", "rounds", "seed", "status", "machine"]
-    known = declared()
+    declared_settings = declared()
     usual = {
         key: group.first.settings.get(key)
         for group in groups[:1]
-        for key, item in known.items()
+        for key, item in declared_settings.items()
         if item.decides and group.first.settings.get(key, item.default) != item.default
     }
     shared = {k: v for k, v in usual.items() if all(group.first.settings.get(k) == v for group in groups)}
     shared = {key: value for key, value in shared.items() if key not in ("method", "seed", "dataset", "num-clients")}
-    told = ", ".join(f"{key}={value}" for key, value in shared.items())
-    note = f"<p class='soft'>Shared settings that are not the defaults: {escape(told)}.</p>" if told else ""
+    text = ", ".join(f"{key}={value}" for key, value in shared.items())
+    note = f"<p class='soft'>Shared settings that are not the defaults: {escape(text)}.</p>" if text else ""
     return _table(columns, rows, numbers=("clients", "rounds", "seed")) + note
 
 
 def _settings(groups: Sequence[Group]) -> str:
-    known = declared()
-    decisive = {k for g in groups for k in g.first.settings if k != "seed" and (k not in known or known[k].decides)}
-    found = differences([{k: v for k, v in g.first.settings.items() if k in decisive} for g in groups])
-    rows = [[key, *(str(value) for value in values)] for key, values in found.items()]
+    declared_settings = declared()
+    decisive = {
+        k
+        for g in groups
+        for k in g.first.settings
+        if k != "seed" and (k not in declared_settings or declared_settings[k].decides)
+    }
+    differing = differences([{k: v for k, v in g.first.settings.items() if k in decisive} for g in groups])
+    rows = [[key, *(str(value) for value in values)] for key, values in differing.items()]
     return _table(["setting", *(_key(group.series) for group in groups)], rows) if rows else ""
 
 
 def _curves(groups: Sequence[Group]) -> str:
     figures = []
     for point in POINTS:
-        for of, told in (("mean", "mean over the clients"), ("tenth", "lowest tenth"), ("min", "worst client")):
+        for of, words in (("mean", "mean over the clients"), ("tenth", "lowest tenth"), ("min", "worst client")):
             if of == "tenth" and not any(run.summary["num-clients"] >= TENTH for _, run in _each(groups)):
                 continue
             curves = {group.series: group.curve(f"{point}_accuracy", of) for group in groups}
-            figures.append(_figure(f"Accuracy, {AT[point]}", told, curves, percent=True))
+            figures.append(_figure(f"Accuracy, {AT[point]}", words, curves, percent=True))
     for key in ("train_loss", "served_loss", "local_loss"):
         curves = {group.series: group.curve(key) for group in groups}
         figures.append(_figure("Training loss" if key == "train_loss" else f"Loss, {AT[key[:-5]]}", "mean", curves))
@@ -123,23 +128,25 @@ def _accuracy(groups: Sequence[Group]) -> str:
     rows = []
     for group, run in _each(groups):
         for point in POINTS:
-            told: dict[str, list[str]] = {}
+            names_by_time: dict[str, list[str]] = {}
             for which, words in WHICH.items():
-                if found := run.summary[point].get(which):
-                    at = f"round {found['round']}" if "round" in found else f"{found['evaluations']} evaluations"
-                    told.setdefault(at, []).append(words)
-                    jain = "" if found["jain"] is None else f"{found['jain']:.4f}"
-                    covered = coverage(round(found["clients"]), members_of(run.summary)) if "clients" in found else ""
-                    cells = [*(_percent(found[of]) for of in ("mean", "std", *SPREAD)), jain, covered]
-                    if len(told[at]) == 1:
+                if figures := run.summary[point].get(which):
+                    at = f"round {figures['round']}" if "round" in figures else f"{figures['evaluations']} evaluations"
+                    names_by_time.setdefault(at, []).append(words)
+                    jain = "" if figures["jain"] is None else f"{figures['jain']:.4f}"
+                    covered = (
+                        coverage(round(figures["clients"]), members_of(run.summary)) if "clients" in figures else ""
+                    )
+                    cells = [*(_percent(figures[of]) for of in ("mean", "std", *SPREAD)), jain, covered]
+                    if len(names_by_time[at]) == 1:
                         rows.append([_key(group.series), run.path.name, point, *cells, at])
-            for row in rows[len(rows) - len(told) :]:
-                row[-1] = f"{row[-1]}: {', '.join(told[row[-1]])}"
+            for row in rows[len(rows) - len(names_by_time) :]:
+                row[-1] = f"{row[-1]}: {', '.join(names_by_time[row[-1]])}"
     columns = ["", "folder", "model", "mean", "std", *SPREAD.values(), "Jain's index", "clients", "when"]
     note = (
-        "<p class='soft'>Over the clients, each on its own test samples. <em>Served</em> is the model that a client "
-        "holds right after the server's message, <em>local</em> the one after its own training. The upper bound is the "
-        "highest round, which nobody could have chosen.</p>"
+        "<p class='soft'>Over the clients, each on its test samples. <em>Served</em> is the client's model right after "
+        "the server's message, <em>local</em> the model after its training. The upper bound is the best round on test "
+        "data; do not report it.</p>"
     )
     return note + _table(columns, rows, numbers=columns[3:-1]) if rows else ""
 
@@ -173,9 +180,9 @@ def _comparison(groups: Sequence[Group]) -> str:
     columns += ["std of the clients", "over Local", "clients that lose", "over FedAvg", "clients that lose"]
     used = [n for n, name in enumerate(columns) if name in ("", "model", "seeds") or any(line[n] for line in lines)]
     note = (
-        "<p class='soft'>Last round of the completed runs, each method at the point where it is meant to be used. ≈: "
-        "the best, and all whose clients cannot be told from those of the best (Wilcoxon's signed-rank test over the "
-        "clients of all seeds at 5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients "
+        "<p class='soft'>Last round of the completed runs, for the model that each method is scored by. ≈: the best, "
+        "and all that are not significantly different from it (Wilcoxon's signed-rank test over the clients of all "
+        "seeds at 5 %, adjusted for the number of rows by Holm). Rows are summarised over the clients "
         "that all of them cover. A row names the number of its clients if it covers fewer than took part. A row with "
         "fewer than nine tenths of the clients of the fullest row is not ranked.</p>"
     )
@@ -185,22 +192,25 @@ def _comparison(groups: Sequence[Group]) -> str:
 
 def _clients(groups: Sequence[Group]) -> str:
     parts = []
-    for data, own in by_data(groups).items():
-        seed = own[0].first.summary["seed"]
-        runs = {g.series: run for g in own for run in g.runs if run.summary["seed"] == seed}
-        curves = {one: run.client_curves(f"{run.point}_accuracy") for one, run in runs.items()}
-        clients = sorted({client for found in curves.values() for client in found})
+    for data, same_data in by_data(groups).items():
+        seed = same_data[0].first.summary["seed"]
+        runs = {g.series: run for g in same_data for run in g.runs if run.summary["seed"] == seed}
+        curves = {series: run.client_curves(f"{run.point}_accuracy") for series, run in runs.items()}
+        clients = sorted({client for by_client in curves.values() for client in by_client})
         if not clients:
             continue
         last = {
-            c: sum(found[c][-1][1] for found in curves.values() if c in found) / sum(c in f for f in curves.values())
+            c: sum(by_client[c][-1][1] for by_client in curves.values() if c in by_client)
+            / sum(c in f for f in curves.values())
             for c in clients
         }
         mix = next((run.partition for run in runs.values() if run.partition), None)
-        named = next((run for run in runs.values() if run.summary.get("sites")), own[0].first)
+        named = next((run for run in runs.values() if run.summary.get("sites")), same_data[0].first)
         figures = []
         for client in sorted(clients, key=lambda client: last[client])[:MOST_CLIENTS]:
-            lines = {one: [(n, y, 0.0) for n, y in found.get(client, [])] for one, found in curves.items()}
+            lines = {
+                series: [(n, y, 0.0) for n, y in by_client.get(client, [])] for series, by_client in curves.items()
+            }
             name = named.client_name(client)
             chart = charts.lines(lines, f"Accuracy of {name}", percent=True, scale=(0, 1), size=SMALL)
             samples, bars = "", ""
@@ -210,37 +220,41 @@ def _clients(groups: Sequence[Group]) -> str:
                 bars = charts.bars(counts, mix[0], f"Samples of each class on {name}")
             caption = f"Client {client}" if name == f"client {client}" else name
             figures.append(_framed(caption, samples, chart + bars))
-        points = ", ".join(f"{one.letter} {run.point}" for one, run in runs.items())
-        note = f"Seed {seed}, each run at the point where it is meant to be used ({points}); the lowest accuracy first."
+        points = ", ".join(f"{series.letter} {run.point}" for series, run in runs.items())
+        note = f"Seed {seed}, for the model that each run is scored by ({points}); the lowest accuracy first."
         note += " Bars: samples of each class." if mix else ""
         note += f" {MOST_CLIENTS} of {len(clients)} clients." if len(clients) > MOST_CLIENTS else ""
         parts.append(f"<h3>{escape(data)}</h3>" if data else "")
-        parts.append(f"<p class='soft'>{escape(note)}</p>{_legend(own)}{_charts(figures[:FIRST_CLIENTS], small=True)}")
-        if rest := figures[FIRST_CLIENTS:]:
-            parts.append(f"<details><summary>{len(rest)} more clients</summary>{_charts(rest, small=True)}</details>")
+        parts.append(
+            f"<p class='soft'>{escape(note)}</p>{_legend(same_data)}{_charts(figures[:FIRST_CLIENTS], small=True)}"
+        )
+        if hidden := figures[FIRST_CLIENTS:]:
+            parts.append(
+                f"<details><summary>{len(hidden)} more clients</summary>{_charts(hidden, small=True)}</details>"
+            )
     return "".join(parts)
 
 
-def _own(groups: Sequence[Group]) -> str:
+def _quantities(groups: Sequence[Group]) -> str:
     names = {}
     for _, run in _each(groups):
         for row in run.rounds:
-            found = (key for key, v in row.items() if isinstance(v, int | float) and key not in RECORDED)
-            names.update(dict.fromkeys(key for key in found if key != "system_accuracy"))
+            numbers = (key for key, v in row.items() if isinstance(v, int | float) and key not in RECORDED)
+            names.update(dict.fromkeys(key for key in numbers if key != "system_accuracy"))
     figures = []
     for key in names:
         curves = {group.series: group.curve(key) for group in groups}
         having = ", ".join(sorted({group.first.method for group in groups if curves[group.series]}))
         figures.append(_figure(_words(key), having, curves))
     for group in groups:
-        figures += [_vector(group, key, found) for key, found in group.first.vectors().items()]
+        figures += [_vector(group, key, numbers) for key, numbers in group.first.vectors().items()]
         numbered = all(row["chosen"].replace(".", "").isdecimal() for row in group.first.clients if row.get("chosen"))
         chosen = group.first.client_curves("chosen") if numbered else {}
         if 0 < len(chosen) <= MOST_ROWS:
             rounds = sorted({n for points in chosen.values() for n, _ in points})
             rows = [[dict(points).get(n, 0.0) for n in rounds] for points in chosen.values()]
             names_of = [group.first.client_name(c).replace("client", "cl.") for c in chosen]
-            chart = charts.heat_map(rows, [*map(str, rounds)], names_of, "What each client chose")
+            chart = charts.heat_map(rows, [*map(str, rounds)], names_of, "Choice of each client")
             figures.append(_framed("Chosen for each client, by round", _of(group), chart))
     pictures = [
         _picture(group, file)
@@ -252,13 +266,13 @@ def _own(groups: Sequence[Group]) -> str:
     return (_legend(groups) + _charts(figures) if any(figures) else "") + shown
 
 
-def _vector(group: Group, key: str, found: Sequence[tuple[int, Sequence[float]]]) -> str:
-    """Return a heat map of numbers that a method has several of in each round, one below the other."""
-    length = max(len(values) for _, values in found)
+def _vector(group: Group, key: str, values_by_round: Sequence[tuple[int, Sequence[float]]]) -> str:
+    """Return a heat map of a method's list of numbers by round."""
+    length = max(len(values) for _, values in values_by_round)
     if length > MOST_ROWS:
         return ""
-    rows = [[values[i] if i < len(values) else 0.0 for _, values in found] for i in range(length)]
-    columns = [str(n) for n, _ in found]
+    rows = [[values[i] if i < len(values) else 0.0 for _, values in values_by_round] for i in range(length)]
+    columns = [str(n) for n, _ in values_by_round]
     chart = charts.heat_map(rows, columns, [f"no. {i}" for i in range(length)], f"{_words(key)} by round")
     return _framed(f"{_words(key)}, by round", _of(group), chart)
 
@@ -279,21 +293,21 @@ def _dropped(groups: Sequence[Group]) -> str:
     for group, run in _each(groups):
         reasons: dict[tuple[str, str], list[int]] = {}
         for row in run.rounds:
-            for one in row.get("dropped", []):
-                reasons.setdefault((run.client_name(one["client"]), one["reason"]), []).append(row["round"])
+            for entry in row.get("dropped", []):
+                reasons.setdefault((run.client_name(entry["client"]), entry["reason"]), []).append(row["round"])
             for client in row.get("missing", []):
                 why = "not evaluated: no node, or its reply was dropped"
                 reasons.setdefault((run.client_name(client), why), []).append(row["round"])
         for who, reason in sorted(reasons, key=lambda key: reasons[key]):
             rows.append([_key(group.series), run.path.name, who, _ranges(reasons[who, reason]), reason])
-        for one in run.summary.get("left-out", []):
-            who = f"the node of {one['site']}" if one["site"] else "a node"
-            rows.append([_key(group.series), run.path.name, who, f"{one['times']} times", one["reason"]])
-        for key, told in (("sent-again", "messages sent again"), ("late-replies", "late replies")):
+        for entry in run.summary.get("left-out", []):
+            who = f"the node of {entry['site']}" if entry["site"] else "a node"
+            rows.append([_key(group.series), run.path.name, who, f"{entry['times']} times", entry["reason"]])
+        for key, words in (("sent-again", "messages sent again"), ("late-replies", "late replies")):
             if run.summary.get(key):
-                rows.append([_key(group.series), run.path.name, "all", f"{run.summary[key]} times", told])
+                rows.append([_key(group.series), run.path.name, "all", f"{run.summary[key]} times", words])
     if not rows:
-        return "<p>Nothing: every reply was used, and no client was missing.</p>"
+        return "<p>None: every reply was used, and no client was missing.</p>"
     return _table(["", "folder", "who", "rounds", "what"], rows, texts=("what",))
 
 
@@ -356,7 +370,7 @@ def _charts(figures: Sequence[str], *, small: bool = False) -> str:
 def _table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = (), texts: Sequence[str] = ()
 ) -> str:
-    """Return a table; the columns named in ``numbers`` are right-aligned, and lines of those in ``texts`` broken."""
+    """Return a table; columns in ``numbers`` are right-aligned, and lines of columns in ``texts`` broken."""
     classes = [' class="n"' * (column in numbers) + ' class="long"' * (column in texts) for column in columns]
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -379,10 +393,10 @@ def _words(key: str) -> str:
 
 def _ranges(rounds: Sequence[int]) -> str:
     """Return rounds in words: ``1, 3 to 5``."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in sorted(rounds):
-        if found and number <= found[-1][1] + 1:
-            found[-1][1] = number
+        if spans and number <= spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in found)
+            spans.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in spans)

@@ -1,4 +1,4 @@
-"""What a run has left in its directory, read back."""
+"""Stored runs, read from their directories."""
 
 import csv
 import json
@@ -14,12 +14,12 @@ from posy.strategies.methods import settings_class
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
-"""Rounds with a number of each; rounds without it are left out."""
+"""Rounds with a number of each, without rounds that lack it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A run that goes on or has ended, as its files have it."""
+    """A run in progress or finished, as its files describe it."""
 
     path: Path
     config: Mapping[str, Any]
@@ -29,20 +29,20 @@ class Recorded:
 
     @classmethod
     def read(cls, path: Path) -> "Recorded":
-        """Read the directory of a run; one that is none raises :class:`SettingsError`."""
+        """Read the directory of a run, or raise :class:`SettingsError` if it is not one."""
         summary = read_summary(path)
         if not summary:
-            raise SettingsError(f"{path} is not the directory of a run: it holds no summary.json that can be read")
+            raise SettingsError(f"{path} is not the directory of a run: it has no readable summary.json")
         config = read_yaml(path / CONFIG)
         if not isinstance(config.get("settings"), dict):
-            raise SettingsError(f"{path / CONFIG} holds no settings")
+            raise SettingsError(f"{path / CONFIG} has no settings")
         return cls(path, config, summary)
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """All of its settings."""
-        found: Mapping[str, Any] = self.config["settings"]
-        return found
+        settings: Mapping[str, Any] = self.config["settings"]
+        return settings
 
     @property
     def method(self) -> str:
@@ -51,7 +51,7 @@ class Recorded:
 
     @property
     def point(self) -> str:
-        """The evaluation point at which its method is meant to be used."""
+        """The evaluation point that its method is scored by."""
         return point_of(self.summary)
 
     def client_name(self, client: int) -> str:
@@ -61,7 +61,7 @@ class Recorded:
 
     @cached_property
     def rounds(self) -> list[dict[str, Any]]:
-        """Its finished rounds, as ``rounds.jsonl`` has them; none if that is not there."""
+        """Its finished rounds, as ``rounds.jsonl`` has them; empty without the file."""
         file = self.path / "rounds.jsonl"
         return parsed_rounds(file.read_text(encoding="utf-8")) if file.is_file() else []
 
@@ -73,7 +73,7 @@ class Recorded:
 
     @cached_property
     def partition(self) -> tuple[list[str], list[list[int]]] | None:
-        """Names of the classes ``(C,)`` and samples of each class on each client ``(M, C)``, if they are known."""
+        """Names of the classes ``(C,)`` and samples of each class on each client ``(M, C)``, if recorded."""
         file = self.path / "partition.csv"
         if not file.is_file():
             return None
@@ -82,7 +82,7 @@ class Recorded:
         return header[1:], [[int(cell) for cell in row[1:]] for row in rows]
 
     def curve(self, key: str, of: str = "mean") -> Points:
-        """Return a number of each round; where that is a measure over the clients, its ``of``."""
+        """Return a number of each round; ``of`` selects a statistic of a measure over the clients."""
         points = []
         for row in self.rounds:
             value = row.get(key)
@@ -93,33 +93,33 @@ class Recorded:
 
     def client_curves(self, column: str) -> dict[int, Points]:
         """Return a column of ``clients.csv`` over the rounds, by client."""
-        found: dict[int, Points] = {}
+        curves: dict[int, Points] = {}
         for row in self.clients:
             if row.get(column):
-                found.setdefault(int(row["partition"]), []).append((int(row["round"]), float(row[column])))
-        return dict(sorted(found.items()))
+                curves.setdefault(int(row["partition"]), []).append((int(row["round"]), float(row[column])))
+        return dict(sorted(curves.items()))
 
     def vectors(self) -> dict[str, list[tuple[int, Sequence[float]]]]:
         """Return the quantities of the method that are lists of numbers, with the round of each."""
-        found: dict[str, list[tuple[int, Sequence[float]]]] = {}
+        quantities: dict[str, list[tuple[int, Sequence[float]]]] = {}
         for row in self.rounds:
             for key, value in row.items():
                 if isinstance(value, list) and value and key not in LISTS and all(map(_is_number, value)):
-                    found.setdefault(key, []).append((int(row["round"]), value))
-        return found
+                    quantities.setdefault(key, []).append((int(row["round"]), value))
+        return quantities
 
 
 def point_of(summary: Mapping[str, Any]) -> str:
-    """Return the evaluation point at which the method of a run is meant to be used."""
-    return str(summary.get("point") or settings_class(str(summary["method"])).point)  # older runs do not tell it
+    """Return the evaluation point that a run's method is scored by."""
+    return str(summary.get("point") or settings_class(str(summary["method"])).point)  # older runs did not record it
 
 
 LISTS = ("missing", "dropped")
-"""Lists of a round that are no quantities of the method."""
+"""Lists of a round that are not quantities of the method."""
 
 
 def parsed_rounds(text: str) -> list[dict[str, Any]]:
-    """Return the rounds in the text of ``rounds.jsonl``; a last line that is still being written is left out."""
+    """Return the rounds in the text of ``rounds.jsonl``; an unfinished last line is skipped."""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -1,4 +1,4 @@
-"""The ServerApp: read the settings, find the clients, run the method's strategy, keep the record."""
+"""The ServerApp: read the settings, find the clients, run the method's strategy, write the record."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -41,66 +41,70 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment that the run config describes."""
+    """Run the experiment of the run config."""
     FLOWER_LOGGER.addFilter(ErrorsOnOneLine((SettingsError, DataError, RunError)))
-    given = given_in(context.run_config, grid.run.override_config)
+    user_settings = given_in(context.run_config, grid.run.override_config)
     if in_simulation():
-        run(grid, given)
+        run(grid, user_settings)
         return
     look_for_parts_sooner()
     with closing(RunStatus.of_run(context.run_id)) as status:
-        run(grid, given, status=status)
+        run(grid, user_settings, status=status)
 
 
 def given_in(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a person has set in a run config, in which Flower hands over all keys.
+    """Return the user's settings in a run config, in which Flower passes all keys.
 
-    That is the overrides, with which the run was submitted, and what somebody has edited in ``pyproject.toml``.
+    These are the overrides of the submitted run, and settings that were edited in ``pyproject.toml``.
     """
-    known = defaults()
-    return {k: value for k, value in config.items() if k in overrides or k not in known or value != known[k]}
+    default_settings = defaults()
+    return {
+        k: value
+        for k, value in config.items()
+        if k in overrides or k not in default_settings or value != default_settings[k]
+    }
 
 
 def run(
     grid: Grid | None,
-    given: Mapping[str, Any],
+    user_settings: Mapping[str, Any],
     where: str = "the run config",
     begun: Callable[[Path], object] = lambda path: None,
     status: RunStatus | None = None,
 ) -> Recorder:
-    """Run an experiment on a grid, whatever delivers its messages.
+    """Run an experiment on a grid.
 
     Parameters
     ----------
     grid : Grid or None
         Flower's grid; None: all clients are in this process.
     given, where : Mapping, str
-        The settings that a person has set, by key, and where, for the message of an error.
+        The user's settings by key, and their origin for error messages.
     begun : callable
-        Called with the directory of the run when it is there.
+        Called with the directory of the run once it exists.
     status : RunStatus, optional
-        Where to note what the run does.
+        Publishes the progress of the run.
 
     Raises
     ------
     SettingsError, DataError
         Before the first round, if a setting or the data is wrong.
     RunError
-        After the last, if no client's training or no evaluation was accepted, or the training has diverged; before,
-        if the directory of the run cannot be written.
+        After the last round, if no client's training or no evaluation was accepted, or the training has diverged.
+        Before the first, if the directory of the run cannot be written.
     """
-    stored = StoredRun.find(given, where)
-    settings = read_settings(given, where, stored.settings if stored else None)
+    stored = StoredRun.find(user_settings, where)
+    settings = read_settings(user_settings, where, stored.settings if stored else None)
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
-    find(settings.run.track)  # one that is not there is told before any work is done
+    find(settings.run.track)  # a missing tracker is an error before the run begins
     if grid is None:
         grid = InProcessGrid(settings.data.num_clients)
     in_this_process = isinstance(grid, InProcessGrid)
     if settings.data.dataset == SITES and (in_this_process or in_simulation()):
         raise SettingsError(
-            f"dataset = {SITES!r}: a simulation has no nodes that hold data; start a SuperLink and a SuperNode at each "
-            "site, and say where the SuperLink is with --superlink"
+            f"dataset = {SITES!r}: a simulation has no nodes with data; start a SuperLink and a SuperNode at each "
+            "site, and name the SuperLink with --superlink"
         )
     waves = (
         WaveGrid(grid)
@@ -110,13 +114,13 @@ def run(
     federation = Federation(waves, settings, status)
     if settings.data.dataset == SITES:
         settings = federation.agree()
-    workspace = workspace_for(settings, "")  # that of the clients, where they are in this process
+    workspace = workspace_for(settings, "")  # clients in this process share it
     if in_this_process:
         workspace.processes = 1
-    if not workspace.of_sites:  # these check their data themselves
-        _ = workspace.partition  # what is wrong with the data is told before any client is asked
+    if not workspace.of_sites:  # sites check their data themselves
+        _ = workspace.partition  # faults of the data are errors before any message
     check_network(settings, workspace.architecture)
-    client_class(settings.run.method)  # whatever is wrong with what people have brought is told here
+    client_class(settings.run.method)  # faults of custom code are errors here
     _ = workspace.criterion
     strategy = make_strategy(settings, workspace)
     with ExitStack() as stack:
@@ -152,7 +156,7 @@ def run(
 
 
 def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrategy:
-    """Return the strategy of a run, which has the names of the clients where the data gives them names.
+    """Return the strategy of a run, with the names of the clients if the data has names.
 
     Raises :class:`SettingsError` if a round needs more replies than clients train in it.
     """
@@ -168,7 +172,7 @@ def make_strategy(settings: Settings, workspace: Workspace) -> PersonalisedStrat
 
 
 def polling(grid: Grid, run: RunSettings) -> PollingGrid:
-    """Return a grid that waits for replies as the settings of a run say."""
+    """Return a grid that waits for replies according to the settings of a run."""
     polling = PollingGrid(
         grid, Pace(automatic=run.round_timeout == AUTO and not in_simulation()), real=not in_simulation()
     )
@@ -178,7 +182,7 @@ def polling(grid: Grid, run: RunSettings) -> PollingGrid:
 
 @contextmanager
 def states_in_memory(recorder: Recorder, settings: Settings) -> Iterator[MemoryStore]:
-    """Provide what keeps the clients' states in this process; what does not fit lies in the run's directory."""
+    """Yield the store of the clients' states in this process; states beyond its limit go to the run's directory."""
     limit = settings.run.state_memory << 20
     if settings.run.checkpoint_every or settings.run.resume:
         states = MemoryStore(recorder.directory.state, limit)

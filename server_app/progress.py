@@ -1,4 +1,4 @@
-"""What a run shows while it lasts, and the table at its end."""
+"""The progress of a run in progress, and the table at its end."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ from rich.progress import Progress as Bar
 from posy.listing import WIDTH, as_lines, laid_out, shortened
 
 MAX_LINES = 200
-"""Lines that a run of any length writes to a log, approximately."""
+"""Approximate number of lines that a run of any length writes to a log."""
 MAX_NAMED = 10
 """Most missing clients that the table at the end names."""
 MAX_ROWS = 50
@@ -32,9 +32,9 @@ TASK_COLUMNS = ("site", "client", "training", "test", "samples", "classes", "ski
 class Progress:
     """Show the rounds of a run on a stream: a live bar in a terminal, plain lines in a log.
 
-    Flower copies what the server process writes to ``flwr log``; there, and wherever the stream is
-    no terminal, every round prints a line, or every n-th round so that there are about 200 lines.
-    ``done`` of the ``rounds`` were finished before this process took up the run. ``clock`` returns seconds.
+    Flower copies the output of the server process to ``flwr log``. There, and on any stream that is not a terminal,
+    every round prints a line, or every n-th round, for about 200 lines. ``done`` of the ``rounds`` were finished before
+    this process. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class Progress:
             for name, (at, text) in self._latest.items()
         ]
         (first, start), (last, end) = self._ends[0], self._ends[-1]
-        pace, left = (end - start) / max(1, last - first), self._rounds - server_round
+        pace, remaining = (end - start) / max(1, last - first), self._rounds - server_round
         shown += [present] if present else []
-        shown += [f"{pace:.2f} s/round"] + ([f"{duration(pace * left)} left"] if left > 0 else [])
+        shown += [f"{pace:.2f} s/round"] + ([f"{duration(pace * remaining)} left"] if remaining > 0 else [])
         figures = "  ".join(shown)
         if self._bar is not None:
             self._bar.update(self._task, completed=server_round, figures=figures, refresh=True)
         elif server_round in (self._done + 1, self._rounds) or server_round % self._every == 0:
-            # In one piece: the log is shared with other writers.
+            # A single write: other processes write to the log too.
             self._stream.write(f"round {server_round:{len(str(self._rounds))}d}/{self._rounds}  {figures}\n")
             self._stream.flush()
 
@@ -147,12 +147,12 @@ class Progress:
 
 
 def task_table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> str:
-    """Return a table with a line for each site of a run, and the facts that the sites have agreed on.
+    """Return a table with a line for each site of a run, and the facts of the agreed task.
 
     Parameters
     ----------
     rows : sequence of mapping
-        What is known of each site, by :data:`TASK_COLUMNS`; columns that no row has are left out.
+        The facts on each site, by :data:`TASK_COLUMNS`; empty columns are skipped.
     facts : mapping of str to str
         Facts by name, which are wrapped to 100 columns.
     """
@@ -181,15 +181,15 @@ def results_table(summary: Mapping[str, Any], path: Path) -> str:
     members = members_of(summary)
     rows = []
     for point in ("served", "local"):
-        # The highest accuracy on the test splits says how good a round could have been chosen, not how good one is.
+        # The best round on the test splits is an upper bound, not an estimate of the accuracy.
         which = "best" if summary[point]["best"] else "upper-bound"
-        for name, found in (("last", summary[point]["last"]), (which, summary[point][which])):
-            cells = _cells(found, members) if found else ["not evaluated", *[""] * 6]
+        for name, scores in (("last", summary[point]["last"]), (which, summary[point][which])):
+            cells = _cells(scores, members) if scores else ["not evaluated", *[""] * 6]
             rows.append([f"{point} model, {name.replace('-', ' ')}", *cells])
-    for point, found in (summary.get("newcomers") or {}).items():
-        if point != "clients" and found:
+    for point, scores in (summary.get("newcomers") or {}).items():
+        if point != "clients" and scores:
             newcomers = len(summary["newcomers"]["clients"])
-            rows.append([f"{point} model, newcomers", *_cells({"round": summary["rounds"], **found}, newcomers)])
+            rows.append([f"{point} model, newcomers", *_cells({"round": summary["rounds"], **scores}, newcomers)])
     notes = {
         "system accuracy": _percent(summary["system-accuracy"]),
         "clients": _clients(summary),
@@ -215,12 +215,12 @@ def coverage(number: int, members: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in words: ``46 s``, ``1 min 46 s``, ``2 h 5 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s"
+    return f"{total // 3600} h {total % 3600 // 60} min"
 
 
 def size(count: float) -> str:
@@ -239,13 +239,13 @@ def _bar(stream: TextIO) -> Bar:
 
 
 def _aligned(facts: Mapping[str, str]) -> list[str]:
-    """Return a line for each fact that has a text, the texts one below the other."""
+    """Return a line for each fact with a text, with aligned texts."""
     width = max(map(len, facts))
     return [f"{key:<{width}}  {text}" for key, text in facts.items() if text]
 
 
 def _clients(summary: Mapping[str, Any]) -> str:
-    """Return how many clients there are, and which of them the last evaluation was without."""
+    """Return the number of clients, and the names of clients that the last evaluation lacked."""
     clients, missing = summary["num-clients"], summary.get("missing", [])
     if not missing:
         return str(clients)

@@ -1,4 +1,4 @@
-"""A run that is over, to be used: its record as frames, and its clients' models ready to predict."""
+"""A finished run for use: its record as frames, and its clients' models for predictions."""
 
 import json
 from collections.abc import Iterable
@@ -30,10 +30,10 @@ SHOWN = 10
 
 
 class Answer(NamedTuple):
-    """What the federation as a whole answers to a query that names no client.
+    """The federation's answer to a query that names no client.
 
-    ``clients`` holds how probable each client is the right one, the most probable first, whose prediction it is; it is
-    empty where the clients vote, and ``prediction`` then has their shares of the votes.
+    ``clients`` maps clients to their probabilities, the most probable first, whose model makes the prediction. It is
+    empty if the clients vote, and ``prediction`` then has the shares of the votes.
     """
 
     prediction: Prediction
@@ -41,14 +41,14 @@ class Answer(NamedTuple):
 
 
 class Record:
-    """What a run has left; files are read when they are asked for.
+    """The files of a run, which are read on demand.
 
     Attributes
     ----------
     path : Path
         Its folder.
     strategy : PersonalisedStrategy or None
-        The server's, where the run was made in this process.
+        The server's strategy, if the run was made in this process.
     """
 
     def __init__(self, path: Path, strategy: PersonalisedStrategy | None = None) -> None:
@@ -57,26 +57,26 @@ class Record:
     @classmethod
     def find(cls, run: str | Path) -> "Record":
         """Return the record of a folder, or of a name in ``runs``; see :func:`posy.load`."""
-        places = [absolute(str(run)), absolute(RunSettings.output_dir) / run]
-        for place in places:
-            if (place / CONFIG).is_file() or any(place.glob("client-*.safetensors")):
-                return cls(place)
-        raise SettingsError(f"there is no run in {' or '.join(map(str, dict.fromkeys(places)))}")
+        candidates = [absolute(str(run)), absolute(RunSettings.output_dir) / run]
+        for folder in candidates:
+            if (folder / CONFIG).is_file() or any(folder.glob("client-*.safetensors")):
+                return cls(folder)
+        raise SettingsError(f"no run in {' or '.join(map(str, dict.fromkeys(candidates)))}; name the folder of a run")
 
     def __repr__(self) -> str:
         return f"Record({str(self.path)!r})"
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` holds; nothing where there is none."""
+        """The content of ``summary.json``; empty without the file."""
         return read_summary(self.path)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting by its key."""
         if (self.path / CONFIG).is_file():
-            found: dict[str, Any] = read_yaml(self.path / CONFIG)["settings"]
-            return found
+            settings: dict[str, Any] = read_yaml(self.path / CONFIG)["settings"]
+            return settings
         return dict(json.loads(read_metadata(next(iter(self._files.values())))["settings"]))
 
     @cached_property
@@ -96,24 +96,24 @@ class Record:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The clients whose models are stored, with the names of those that have one."""
+        """The clients whose models are stored, with their names (empty without one)."""
         return {client: read_metadata(path).get("site", "") for client, path in self._files.items()}
 
     def predictor(self, client: int | str, point: str = "") -> ClientModel:
-        """Return a client's model, ready to predict.
+        """Return a client's model for predictions.
 
         Parameters
         ----------
         client : int or str
             The client's number, from 0, or the name of its site.
         point : str
-            ``served``: the model that it was sent; ``local``: that after its own training; empty: the one that the
-            method is meant to be used with.
+            ``served``: the model before the client's training; ``local``: the model after it; empty: the model that
+            the method is scored by.
 
         Raises
         ------
         SettingsError
-            If there is no such client, or its model was not stored.
+            If the client does not exist, or its model was not stored.
         DamagedFileError
             If the file cannot be read.
         """
@@ -125,14 +125,14 @@ class Record:
         model = ClientModel.load(path)
         if point and model.point != point:
             raise SettingsError(
-                f"point = {point!r}: of {title(number, model.site)} the {model.point} model is stored in {self.models}"
+                f"point = {point!r}: {self.models} has the {model.point} model of {title(number, model.site)}"
             )
         return model
 
     def route(self, samples: Iterable[Any]) -> list[Answer]:
-        """Return the answers to queries that name no client, as they were scored as system accuracy.
+        """Return the answers to queries that name no client, as for system accuracy.
 
-        FedDRM routes each to the client whose data it looks like; of all other methods the local models vote.
+        FedDRM routes each query to the client whose data it resembles. For all other methods the local models vote.
 
         Parameters
         ----------
@@ -142,13 +142,13 @@ class Record:
         Raises
         ------
         SettingsError
-            If no model is stored, or it is a node's folder, which has not those of the other clients.
+            If no model is stored, or the folder is a node's, which lacks the models of other clients.
         """
-        given, members = list(samples), self._members()
+        queries, members = list(samples), self._members()
         first = self.predictor(members[0])
         if isinstance(first.settings.method, FedDRMSettings):
-            return self._routed(first, given, members)
-        votes = [[p.label for p in ClientModel.load(self._files[c]).predict_all(given)] for c in members]
+            return self._routed(first, queries, members)
+        votes = [[p.label for p in ClientModel.load(self._files[c]).predict_all(queries)] for c in members]
         names = first.class_names
         chosen = np.array([[names.index(label) for label in labels] for labels in votes]).reshape(len(votes), -1)
         winners = majority_vote(chosen, len(names))
@@ -162,18 +162,16 @@ class Record:
     def _routed(self, first: ClientModel, samples: list[Any], members: list[int]) -> list[Answer]:
         """Return FedDRM's answers; routing uses layers that all clients share."""
         logits = first.client_logits(first.prepare(samples))
-        sizes = np.ones(
-            logits.shape[1]
-        )  # weights of the clients in the mean, which are their priors in the client loss
+        sizes = np.ones(logits.shape[1])  # weights of the clients in the mean: their priors in the client loss
         if first.settings.run.client_weights == "samples":
             for client, counts in self.clients.groupby("partition")["n_train"]:
                 sizes[client] = counts.iloc[-1]
         method: FedDRMSettings = first.settings.method
-        others = torch.tensor([c for c in range(logits.shape[1]) if c not in members], dtype=torch.int64)
-        found = routing_logits(logits.index_fill(-1, others, -torch.inf), sizes, method.routing).softmax(dim=-1)
-        models = {client: self.predictor(client) for client in set(found.argmax(dim=-1).tolist())}
+        absent = torch.tensor([c for c in range(logits.shape[1]) if c not in members], dtype=torch.int64)
+        probabilities = routing_logits(logits.index_fill(-1, absent, -torch.inf), sizes, method.routing).softmax(dim=-1)
+        models = {client: self.predictor(client) for client in set(probabilities.argmax(dim=-1).tolist())}
         answers = []
-        for sample, row in zip(samples, found, strict=True):
+        for sample, row in zip(samples, probabilities, strict=True):
             ranked = {c: float(row[c]) for c in row.argsort(descending=True, stable=True).tolist() if c in members}
             answers.append(Answer(models[next(iter(ranked))].predict(sample), ranked))
         return answers
@@ -185,29 +183,29 @@ class Record:
 
     @cached_property
     def _files(self) -> dict[int, Path]:
-        """The stored models by client, after training where they have trained; :class:`SettingsError` without any."""
+        """The stored models by client, after training if they have trained; :class:`SettingsError` without any."""
         numbered = ((path.stem.partition("-")[2], path) for path in self.models.glob("client-*.safetensors"))
-        found = {int(number): path for number, path in numbered if number.isdecimal()}
-        if found:
-            return dict(sorted(found.items()))
+        files = {int(number): path for number, path in numbered if number.isdecimal()}
+        if files:
+            return dict(sorted(files.items()))
         if not self.settings.get("save-models", True):
             why = "it was run with save-models = false"
         elif (self.models / "server.safetensors").is_file():
             why = "they stay on the clients' nodes, in the folder that `models` or `state-dir` of the node config names"
         else:
-            why = "they are stored in the last round, and now and then before"
+            why = "they are stored in the last round, and at intervals before"
         raise SettingsError(f"{self.path} has no clients' models: {why}")
 
     def _number(self, client: int | str) -> int:
         """Return the number of a client whose model is stored."""
-        known = {name: number for number, name in self.names.items() if name}
+        number_by_name = {name: number for number, name in self.names.items() if name}
         text = str(client)
-        number = known.get(text, int(text) if text.isdecimal() else -1)
+        number = number_by_name.get(text, int(text) if text.isdecimal() else -1)
         if number in self._files:
             return number
-        first = ", ".join(known or map(str, list(self._files)[:SHOWN]))
-        more = "" if known or len(self._files) <= SHOWN else f", … {max(self._files)}"
-        raise SettingsError(f"client {client!r}: the models in {self.models} are those of {first}{more}")
+        first = ", ".join(number_by_name or map(str, list(self._files)[:SHOWN]))
+        more = "" if number_by_name or len(self._files) <= SHOWN else f", … {max(self._files)}"
+        raise SettingsError(f"client {client!r}: {self.models} has the models of {first}{more}")
 
     def _members(self) -> list[int]:
         """Return the clients that took part in the last round, and whose models are stored."""
@@ -218,8 +216,8 @@ class Record:
         return sorted(present)
 
     def _file(self, name: str) -> Path:
-        """Return a file of the run's record, or raise :class:`SettingsError` if it is not there."""
+        """Return a file of the run's record, or raise :class:`SettingsError` if it does not exist."""
         path = self.path / name
         if not path.is_file():
-            raise SettingsError(f"{path} is not there: it lies in the folder of the run, on the server")
+            raise SettingsError(f"{path} does not exist: it is in the folder of the run, on the server")
         return path

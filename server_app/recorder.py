@@ -1,4 +1,4 @@
-"""The record of a run: what the strategy did, round by round, as files, a progress line and pictures."""
+"""The record of a run: its rounds as files, a progress line and pictures."""
 
 import math
 import re
@@ -50,15 +50,16 @@ from posy.strategies.settings import Settings
 DRAW_SECONDS = 30.0
 """Shortest time between two drawings of the accuracy over the rounds."""
 _DIVERGED = re.compile(r"NaN or Inf|diverged|loss is -?(nan|inf)")
-"""Reasons of dropped replies that say that numbers have left their range."""
+"""Reasons of dropped replies for numbers out of range."""
 HELD_BYTES = 1 << 30
-"""Most bytes of a server's state that are copied after a round, for a checkpoint if the next one is interrupted."""
+"""Largest server state in bytes that is copied after a round, for a checkpoint if the next round is interrupted."""
 
 
 class Recorder:
-    """Writes the files of a run, of one that is resumed too, and shows its progress.
+    """Writes the files of a new or a resumed run, and shows its progress.
 
-    The files lie in ``directory``; ``summary`` is what ``summary.json`` holds, ``rounds`` how many are finished.
+    The files are in ``directory``; ``summary`` is the content of ``summary.json``, ``rounds`` the number of finished
+    rounds.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Recorder:
             self.checkpoints = Checkpoints(self.directory, run.checkpoint_every, run.num_server_rounds)
             self._resumed: list[dict[str, Any]] = []
             self._data = data_digests(workspace) if self.checkpoints.every else {}
-        else:  # which has compared the data
+        else:  # the resumption has compared the data
             self.directory, self.checkpoints, checkpoint, self._resumed = resumption
             self._data = checkpoint.progress["data"]
         absent = {
@@ -99,7 +100,7 @@ class Recorder:
         self._tracking = Tracking(run.track)
         self.totals = Totals()
         self.rounds = 0
-        # After the last finished round; the server's state is None while one is being finished, or if it is large.
+        # After the last finished round; the server's state is None during the end of a round, or if it is large.
         self._server_state: dict[str, npt.NDArray[np.generic]] | None = None
         self._versions: dict[int, str] = {}
         self._system_accuracy: float | None = None
@@ -133,8 +134,8 @@ class Recorder:
             try:
                 self._write_last_checkpoint()
                 self._write_end("diverged" if issubclass(kind, DivergedError) else failed)
-            except OSError as error:  # the disk may be full, which may be what has ended the run
-                log(WARNING, "not all of the run could be written: %s", error)
+            except OSError as error:  # a full disk may have ended the run
+                log(WARNING, "some files of the run could not be written: %s", error)
         if self.summary:
             self._tracking.run_finished(self.summary)
             print(results_table(self.summary, self.directory.path), flush=True)
@@ -153,14 +154,14 @@ class Recorder:
         return Record(self.directory.path, self.strategy)
 
     def check_outcome(self) -> None:
-        """Raise an error if the rounds have brought no usable result.
+        """Raise an error if the rounds have no usable result.
 
         Raises
         ------
         NothingTrainedError
-            If no client's training was accepted: what was measured is the initial model.
+            If no client's training was accepted: the figures are of the initial model.
         RunError, DivergedError
-            If no evaluation was accepted, although some were asked for; if the last training has left useful numbers.
+            If evaluations were requested and none was accepted; if the last training has diverged.
         """
         totals = self.totals
         reasons = "; ".join(f"{count} x {reason}" for reason, count in totals.dropped.most_common(3))
@@ -170,15 +171,15 @@ class Recorder:
             raise RunError(f"no client's evaluation was accepted in any round: {reasons}")
         record = self.strategy.record
         losses = [row["train_loss"] for row in record.clients.values() if "train_loss" in row]
-        gone = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
-        gone -= {client for client, row in record.clients.items() if "train_loss" in row}
-        # Guessing costs ln C, and where the method also tells clients apart ln M more.
+        diverged = {c for c, reason in record.dropped if c in record.cohort and _DIVERGED.search(reason)}
+        diverged -= {client for client, row in record.clients.items() if "train_loss" in row}
+        # Guessing costs ln C, and ln M more if the method also classifies clients.
         guessing = math.log(max(self.workspace.task.num_classes, 2) * max(self.settings.data.num_clients, 2))
         loss = sum(losses) / len(losses) if losses else 0.0
         why = ""
-        if 2 * len(gone) >= max(len(record.cohort), 1):
+        if 2 * len(diverged) >= max(len(record.cohort), 1):
             cohort = f"the {len(record.cohort)} clients that trained in the last round"
-            why = f"of {cohort}, {len(gone)} sent no finite numbers"
+            why = f"of {cohort}, {len(diverged)} sent no finite numbers"
         elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
             why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
         if why:
@@ -188,14 +189,14 @@ class Recorder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Fail in one line where the files of the run cannot be written."""
+        """Turn an error while writing the files of the run into a :class:`RunError`, which ends the run in one line."""
         try:
             yield
         except OSError as error:
             raise RunError(f"the files of the run in {self.directory.path} cannot be written: {error}") from error
 
     def finish_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Write down a finished round; Flower's strategy calls it last in every round."""
+        """Record a finished round; Flower's strategy calls it last in every round."""
         if server_round > 0 and self.strategy.record.number == server_round:
             with undivided(), self._writing():
                 self._finish_round(server_round, self.strategy.record)
@@ -247,18 +248,18 @@ class Recorder:
         """Return the system accuracy of a round whose evaluation counts in the average of the last ones."""
         if not (self.strategy.in_average(server_round) and self.strategy.evaluates(server_round)):
             return None
-        found = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
-        if found is not None:
-            self.totals.system.append((server_round, found))
-        return found
+        accuracy = system_accuracy(self.settings, self.strategy, self.workspace, self.directory)
+        if accuracy is not None:
+            self.totals.system.append((server_round, accuracy))
+        return accuracy
 
     def _note_round(self) -> None:
         self.status.note(round=self.rounds, dropped=sum(self.totals.dropped.values()))
 
     def tell_clients(self, *, one_file_system: bool) -> None:
-        """Have the strategy's messages say where the clients' states are kept, and which versions must stay.
+        """Let the strategy's messages name the folder of the clients' states, and the versions to preserve.
 
-        On ``one_file_system`` the clients can write into the directory of the run.
+        With ``one_file_system`` the clients can write into the directory of the run.
         """
         states = self.strategy.states
         states.attempt = len(self._resumed)
@@ -268,18 +269,18 @@ class Recorder:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Note the versions that checkpoints need: an interrupt in the next round is followed by one of this round."""
+        """Record the versions that checkpoints need: an interrupt in the next round saves a checkpoint of this one."""
         self.strategy.states.needed = [*self.checkpoints.versions.values()]
         if self.checkpoints.every:
             self.strategy.states.needed.append(self._versions)
 
     def _write_last_checkpoint(self) -> None:
-        """Let a run that was interrupted, or has failed, be resumed from its last finished round."""
+        """Write a checkpoint of the last finished round, from which an interrupted or failed run resumes."""
         if self._server_state is not None and self.rounds not in self.checkpoints.versions:
             self.checkpoints.write(Checkpoint(self.rounds, self._server_state, self._so_far()))
 
     def _so_far(self) -> dict[str, Any]:
-        """Return what a resumed run must know of the finished rounds, as JSON holds it."""
+        """Return the facts on the finished rounds that a resumed run needs, as JSON."""
         return plain(
             {
                 **self.totals.as_json(),
@@ -294,7 +295,7 @@ class Recorder:
         )
 
     def _take_up(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint: what the files hold of later rounds is removed."""
+        """Continue from a checkpoint: remove later rounds from the files."""
         so_far = checkpoint.progress
         self.directory.cut_back(so_far["files"])
         self.rounds = checkpoint.server_round
@@ -334,7 +335,7 @@ class Recorder:
         return {"sites": [names.get(client) for client in range(self.settings.data.num_clients)]} if names else {}
 
     def _newcomers(self) -> dict[str, Any]:
-        """Return what the clients that were set aside have scored at the end."""
+        """Return the scores of the hold-out clients at the end."""
         rows = self.strategy.newcomer_rows
         if not rows:
             return {}
@@ -346,15 +347,15 @@ class Recorder:
         if self.workspace.of_sites:
             counts = self.strategy.class_counts = self.federation.class_counts()
         else:
-            known = self.workspace.dataset.y, task.num_classes
-            counts = self.workspace.partition.counts(*known)
-            self.strategy.class_counts = self.workspace.partition.train_counts(*known)
+            labels = self.workspace.dataset.y, task.num_classes
+            counts = self.workspace.partition.counts(*labels)
+            self.strategy.class_counts = self.workspace.partition.train_counts(*labels)
         if counts is not None:
             self.directory.write_partition(counts, task.class_names)
             figures.partition(counts, self.directory.figures / "partition.png", class_names=task.class_names)
 
     def _draw(self, *, final: bool = False) -> None:
-        """Draw the pictures; one that cannot be drawn must not end the run."""
+        """Draw the pictures; a failure is a warning and does not end the run."""
         folder = self.directory.figures
         try:
             figures.over_rounds(self.totals.accuracy, folder / "accuracy.png")
@@ -372,17 +373,17 @@ class Recorder:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the most memory in bytes that this run's processes have had, and the most that tensors have had on a GPU.
+    """Return the peak memory of this run's processes in bytes, and of tensors on a GPU.
 
-    Of processes that were forked from this one only what is their own counts, as it is now.
+    Forked processes count with their present private memory.
     """
-    found = {}
+    peaks = {}
     with suppress(ImportError):
         import resource  # noqa: PLC0415 - Windows has none
 
         unit = 1 if sys.platform == "darwin" else 1024
         forked = sum(own_memory(process.pid or 0) for process in active_children())
-        found["peak-memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + forked
+        peaks["peak-memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + forked
     if device.type == "cuda":
-        found["peak-gpu-memory"] = torch.cuda.max_memory_allocated(device)
-    return found
+        peaks["peak-gpu-memory"] = torch.cuda.max_memory_allocated(device)
+    return peaks

@@ -94,7 +94,7 @@ def test_values_take_the_type_of_their_setting(text: str, value: object) -> None
         (["table", "x.yaml", "-j", "0"], ["--jobs", "0 is not", ">=1"]),
         (["run", "dataset=no-such-data"], ["no-such-data", "digits"]),
         (["run", "dataset=sites"], ["dataset = 'sites'", "SuperNode at each site"]),
-        (["run", "resume=gone"], ["resume = 'gone'", "there is no run in", "runs/gone"]),
+        (["run", "resume=gone"], ["resume = 'gone'", "does not contain a run", "runs/gone"]),
         (["run", "resume=../gone"], ["resume = '../gone'", "the name of a folder"]),
         (["settings", "fedavgg"], ["fedavgg", "fedavg"]),
         (["table", "no-such-table.yaml"], ["no-such-table.yaml"]),

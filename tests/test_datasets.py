@@ -405,8 +405,8 @@ def test_fortran_order_and_unequal_dtypes_are_pooled(tmp_path):
         ({"x_train": np.eye(2), "y_train": [1, 1]}, "at least 2 classes"),
         ({"x_train": np.eye(2), "y_train": np.eye(2)}, r"labels of shape \(2, 2\)"),
         ({"x_train": np.zeros((0, 2)), "y_train": []}, "no samples"),
-        ({"x_train": np.eye(2)}, "needed are x_train, y_train"),
-        ({"x_train": np.eye(2), "y_train": [0, 1], "x_test": np.eye(2)}, "needed are x_train, y_train"),
+        ({"x_train": np.eye(2)}, "it must have x_train, y_train"),
+        ({"x_train": np.eye(2), "y_train": [0, 1], "x_test": np.eye(2)}, "it must have x_train, y_train"),
         ({"x_train": np.eye(2), "y_train": [0, 1], "x_test": np.eye(3)[:2], "y_test": [0, 1]}, "unequal shape"),
         ({"x_train": [0, 1], "y_train": [0, 1]}, "2, 3 or 4 axes"),
         ({"x_train": np.float64(3), "y_train": [0, 1]}, "x_train: 0"),
@@ -454,7 +454,7 @@ def test_a_flipped_byte_is_noticed(tmp_path):
 def test_labels_that_may_be_mistakes_are_warned_of(tmp_path, warnings):
     arrays = {"x_train": np.eye(4), "y_train": [-1, 0, 1, 1], "x_test": np.eye(4)[:2], "y_test": [0, 7]}
     assert load(save_npz(tmp_path / "mine.npz", **arrays)).task.class_names == ("-1", "0", "1", "7")
-    assert "mine.npz: negative labels are classes of their own: -1" in warnings.text
+    assert "mine.npz: negative labels are separate classes: -1" in warnings.text
     assert "mine.npz: classes of the test set alone: 7" in warnings.text
 
 
@@ -542,7 +542,7 @@ def test_csv_of_texts(tmp_path, warnings):
     [
         ("", "header row"),
         ("a\n1\n", "two columns or more"),
-        ("1,2\n3,4\n", "first row holds only numbers"),
+        ("1,2\n3,4\n", "first row contains only numbers"),
         ("a,label\n", "no rows"),
         ("a,label\n1,0\n2\n", "row 3 has 1 columns"),
         ("a,b,label\n1,2,0\n1,,1\n", "row 3, column b: ''"),

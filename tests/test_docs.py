@@ -93,13 +93,25 @@ def test_every_link_file_and_setting_that_a_page_names_exists(page: Path) -> Non
     assert "@@" not in text
 
 
-def test_every_method_is_in_the_tables_of_what_it_keeps_and_reveals() -> None:
+def test_the_privacy_page_says_what_every_method_reveals() -> None:
     from posy.strategies.methods import METHODS
 
-    for name in ("methods", "privacy"):
-        text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
-        rows = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
-        assert set(METHODS) <= set(re.findall(r"`([\w-]+)`", rows)), name
+    text = (ROOT / "docs/privacy.md").read_text(encoding="utf-8")
+    rows = [re.findall(r"`([\w-]+)`", line.split("|")[1]) for line in text.splitlines() if line.startswith("| `")]
+    listed = [method for row in rows for method in row if not method.startswith("secure-")]
+    assert sorted(listed) == sorted(METHODS)
+
+
+def test_the_privacy_page_says_which_methods_support_noise() -> None:
+    from posy.strategies.method_settings import ALLOWED
+    from posy.strategies.methods import METHODS, settings_class
+
+    text = (ROOT / "docs/privacy.md").read_text(encoding="utf-8")
+    supports_noise = {}
+    for line in text.splitlines():
+        if len(columns := line.split("|")) == 6 and line.startswith("| `"):
+            supports_noise |= dict.fromkeys(re.findall(r"`([\w-]+)`", columns[1]), columns[4].strip().startswith("yes"))
+    assert supports_noise == {method: settings_class(method).noise is ALLOWED for method in METHODS}
 
 
 @pytest.mark.parametrize("file", ["stacking.txt", "stacking-cuda.txt"])

@@ -326,9 +326,9 @@ def test_sites_are_numbered_by_name_and_late_ones_after_them(
     grid.connect(11, site("site-e"))
     assert members.refresh() == [0]
     assert hosts(members) == {0: 9, 1: 1, 2: 3, 3: 10}
-    assert dict(members.left_out) == {("site-e", "all 4 clients of the run are others"): 1}
+    assert dict(members.left_out) == {("site-e", "all 4 clients of the run belong to other sites"): 1}
     assert members.summary()["sites"] == ["site-b", "site-d", "site-a", "site-c"]
-    again = Federation(WaveGrid(grid), settings)  # the resumed run
+    again = Federation(WaveGrid(grid), settings)  # the same run, resumed
     again.restore(json.loads(json.dumps(members.as_json())))
     again.join()
     assert hosts(again) == hosts(members)
@@ -436,7 +436,7 @@ def test_a_site_is_one_client_whatever_two_nodes_of_its_name_say(
     settings = needing(replace(of_sites, data=replace(of_sites.data, num_clients=2)), least)
     refusal = "it is client 0 of this run, but its partition-id says 1"
     if least == 2:
-        with pytest.raises(SettingsError, match=f"host 1 of them after .* left out: site-a: {refusal}"):
+        with pytest.raises(SettingsError, match=f"host 1 of them after .* excluded: site-a: {refusal}"):
             grid.joined(settings)
         return
     members = grid.joined(settings)
@@ -535,7 +535,7 @@ def test_a_site_whose_data_has_changed_is_refused_when_it_comes_back(
         assert hosts(after) == {0: 1}
         assert (
             "b",
-            "its data is not that with which client 1 joined this run; start a new run with it",
+            "its data has changed since client 1 joined this run; start a new run with it",
         ) in after.left_out
     Fingerprints.of["b"] = "00112233445566bb"
     members.grid.gone.add(2)
@@ -569,7 +569,7 @@ def test_a_node_that_was_gone_within_a_round_is_asked_again(settings: Settings) 
 def test_a_checkpoint_that_does_not_tell_whose_the_clients_are_is_refused(
     stored: dict[str, Any], settings: Settings
 ) -> None:
-    with pytest.raises(SettingsError, match="the checkpoint does not tell whose the clients"):
+    with pytest.raises(SettingsError, match="the checkpoint does not name the sites of the clients"):
         Federation(WaveGrid(Script()), settings).restore(stored)
 
 

@@ -411,7 +411,7 @@ def test_a_node_with_other_fixed_tensors_is_refused() -> None:
     assert len(joined.join()) == 2
     refusing = Federation(WaveGrid(NodeGrid({"partition-id": 0, "num-partitions": 1})), settings)
     refusing.fixed_tensors = [-number for number in network("fixed").fingerprint]
-    with pytest.raises(SettingsError, match=r"other tensors without gradient .* must be the same on every node"):
+    with pytest.raises(SettingsError, match=r"other fixed tensors .* on every node"):
         refusing.join()
 
 

@@ -152,9 +152,9 @@ def test_a_feature_of_tiny_scale_is_not_constant(tmp_path):
 @pytest.mark.parametrize(
     ("name", "x", "noted"),
     [
-        ("a.npz", np.array([[2**60], [2**60 + 1]]), "float64 cannot tell values of these features apart: 0"),
+        ("a.npz", np.array([[2**60], [2**60 + 1]]), "float64 cannot distinguish values of these features: 0"),
         ("a.npz", np.array([[2**60], [2**61]]), None),
-        ("a.csv", [str(2**60), str(2**60 + 1)], "float64 cannot tell values of these columns apart: x"),
+        ("a.csv", [str(2**60), str(2**60 + 1)], "float64 cannot distinguish values of these columns: x"),
         ("a.csv", ["1700000000", "1700000001"], None),
     ],
 )
@@ -344,7 +344,7 @@ def test_a_cell_means_one_thing(cell):
         (np.array([b"x", "caf\u00e9".encode()]), ["caf\u00e9", "x"]),
         (np.array(["10", "9"]), ["9", "10"]),
         (np.array([[3.0], [4.0]]), ["3", "4"]),
-        (np.array([2.0**53, 1]), "float64 cannot tell whole numbers apart from 9007199254740992 on"),
+        (np.array([2.0**53, 1]), "float64 cannot distinguish whole numbers from 9007199254740992 on"),
         (np.array([3000, 1], np.float16), "float16 cannot tell"),
         (np.array([b"\xff", b"a"]), "not UTF-8"),
         (np.array(["", "a"]), "label at index 0 is empty"),
@@ -404,8 +404,8 @@ def test_possible_mistakes_are_noted(tmp_path, warnings):
         "no column is named label; the last one, kind, is taken for it",
         "column 1 has no name and is a feature",
         "columns of nearly the same name: X, x",
-        "a missing value is a class of its own: nan",
-        "'Cat' and 'cat' are classes of their own, though they nearly agree",
+        "a missing value is a separate class: nan",
+        "'Cat' and 'cat' are separate classes, although their names nearly agree",
     )
     assert all(f"a.csv: {note}" in warnings.text for note in dataset.notes)
 

@@ -120,7 +120,7 @@ def test_a_run_on_a_function_predicts_what_it_was_trained_on() -> None:
 
 WRONG = {
     "nowhere": (SettingsError, "holds no nowhere; it holds"),
-    "NUMBER": (DataError, "it is no function, but int"),
+    "NUMBER": (DataError, "it is not a function, but int"),
     "nothing": (DataError, "it returns NoneType; it must return (x, y), or a mapping of x, y, groups, test"),
     "broken": (DataError, "it has raised OSError: the disk is gone"),
     "unequal": (DataError, "arrays of unequal length (x: 60, y: 59)"),
@@ -129,8 +129,8 @@ WRONG = {
     "missing": (DataError, "x: nan at index (3, 1)"),
     "fractions": (DataError, "y: label 0.5 at index 0; whole numbers are allowed"),
     "other": (DataError, "it returns a mapping of x, y, names"),
-    "ragged": (DataError, "x is not like an array"),
-    "sizes": (DataError, "x: arrays of shape (20, 20, 3) and (21, 20, 3); all must be alike"),
+    "ragged": (DataError, "x is not an array"),
+    "sizes": (DataError, "x: arrays of shape (20, 20, 3) and (21, 20, 3); all must have one shape"),
     "numbered_test": (DataError, "test must be true or false for each sample, not int64"),
 }
 

@@ -282,13 +282,13 @@ def test_a_run_by_its_name(finished: Record, monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "runs").symlink_to(finished.path.parent)
     monkeypatch.chdir(tmp_path)
     assert posy.load("drm").summary == finished.summary
-    with pytest.raises(SettingsError, match=r"there is no run in .*/gone or .*/gone$"):
+    with pytest.raises(SettingsError, match=r"no run in .*/gone or .*/gone; name the folder of a run$"):
         posy.load("gone")
 
 
 @pytest.mark.parametrize("client", ["3", "-1", "nowhere", ""])
 def test_a_client_that_there_is_not(client: str, finished: Record) -> None:
-    with pytest.raises(SettingsError, match=r"the models in .* are those of 0, 1, 2$"):
+    with pytest.raises(SettingsError, match=r"client .*: .* has the models of 0, 1, 2$"):
         finished.predictor(client)
 
 
@@ -359,7 +359,7 @@ def test_the_command_route(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gone", "0", "x.png"], "there is no run in"),
+        (["gone", "0", "x.png"], "no run in"),
         (["RUN", "0", "x.png"], "x.png: the model takes rows of 6 numbers; they come in a .csv or .npy file"),
         (["RUN", "0", "x.csv"], "x.csv: cannot be opened"),
         (["RUN", "0", "bad.csv"], "row 2, f: 'x'; a number is needed"),

@@ -89,7 +89,7 @@ def test_a_page_needs_nothing_else_and_has_the_numbers_of_its_runs(recorded: Cal
             for of in {"mean", "std", "min", "tenth", "max", "weighted"} & last.keys():
                 assert f"{100 * last[of]:.2f} %" in words
     assert {"Comparison", "Costs", "Clients"} <= words
-    assert any("Nothing: every reply was used" in word for word in words)
+    assert any("None: every reply was used" in word for word in words)
     assert "Accuracy of client 3" not in found.drawings  # it has no test samples
     assert {"Accuracy of client 0", "Samples of each class on client 0"} <= set(found.drawings)
     assert any(drawing.startswith("Effective clients") for drawing in found.drawings)
@@ -106,7 +106,7 @@ def test_what_was_dropped_is_told_with_the_reason(
     assert set(dropped) <= set(words) and sum(dropped.values()) == 3
     at = words.index("client 2")
     assert words[at + 1] == "1 to 2"
-    assert not any("Nothing: every reply" in word for word in words)
+    assert not any("None: every reply" in word for word in words)
 
 
 def test_names_of_runs_stay_short(recorded: Callable[..., Path], tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
     [
         ("fedavg", {}, {"lr": 0.2, "batch-size": 10, "seed": 7}, ("lr = 0.2, the run has 0.05", "seed = 7")),
         ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
-        ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "goes by it")),
+        ("ppfe", {}, {"num-server-rounds": 9}, ("num-server-rounds = 9, the run has 6", "depends on it")),
         ("fedavg", {"lr-schedule": "cosine"}, {"num-server-rounds": 9}, ("num-server-rounds = 9",)),
         ("fedavg", {"full-last-round": True}, {"num-server-rounds": 9}, ("num-server-rounds = 9", "full-last-round")),
         ("fedavg", {"lr": 0.1}, {"lr": 0.05}, ("lr = 0.05, the run has 0.1",)),
@@ -638,7 +638,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
         file.write_text(text.replace(before, after))
         with pytest.raises(SettingsError) as raised:
             run(InProcessGrid(2), again)
-        assert told in str(raised.value) and "Put it back or delete the file" in str(raised.value)
+        assert told in str(raised.value) and "Restore it, or delete the file" in str(raised.value)
     file.write_text(text)
     assert StoredRun.find(again, "a test") is not None
 

@@ -802,7 +802,7 @@ def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: py
     nodes[1]["skip-unreadable"] = True
     run(Listening(*nodes), config | {"num-clients": 2, "method": "fedavg"})
     by_site = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
-    near = "'Cat' and 'cat' are classes of their own, though they nearly agree"
+    near = "'Cat' and 'cat' are separate classes, although their names nearly agree"
     assert by_site["a"]["warnings"] == [near]
     assert by_site["b"]["warnings"] == [
         "1 of 9 image files cannot be read and are left out: dog/torn.png",
@@ -842,5 +842,5 @@ def test_settings_that_need_benchmark_data_are_refused(change: Config, message: 
 
 
 def test_one_process_has_no_sites(config: Config) -> None:
-    with pytest.raises(SettingsError, match="a simulation has no nodes that hold data"):
+    with pytest.raises(SettingsError, match="a simulation has no nodes with data"):
         run(None, config)

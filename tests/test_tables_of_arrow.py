@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "words": ({"x": ["a", "b"], "z": [1, 2], "label": [0, 1]}, "in input-columns"),
     "times": ({"x": pd.to_datetime(["2020", "2021"]), "label": [0, 1]}, "column x: values of type timestamp"),
     "lists": ({"x": [1, 2], "label": [[0], [1]]}, "column label: labels of type list"),
-    "single": ({"label": [0, 1]}, "columns label; needed are two or more"),
+    "single": ({"label": [0, 1]}, "columns label; a table needs two or more"),
     "none": ({"x": np.empty(0), "label": np.empty(0, int)}, "no rows; at least one is needed"),
 }
 
@@ -254,8 +254,8 @@ def test_what_is_wrong_with_a_saved_data_set_is_told(tmp_path: Path) -> None:
         ("both", "columns of images: one, two; name one in input-columns"),
         ("none", "row 2, column one: it is empty"),
         ("unlike", "split test has the columns"),
-        ("cut", "not a whole folder of datasets.save_to_disk"),
-        ("a.parquet", "not a whole .parquet file"),
+        ("cut", "not a complete folder of datasets.save_to_disk"),
+        ("a.parquet", "not a complete .parquet file"),
     ):
         with pytest.raises(DataError) as raised:
             loaded(tmp_path / name)
@@ -359,8 +359,8 @@ def test_what_is_wrong_with_a_folder_of_arrays_is_told(tmp_path: Path) -> None:
     (arrays(tmp_path / "d") / "x.npy").unlink()
     (tmp_path / "d/x.npy").mkdir()
     for path, told in (
-        (tmp_path / "o", "x.npy: not a whole .npy file of numbers or texts"),
-        (tmp_path / "s", "x.npy: not a whole .npy file of numbers or texts"),
+        (tmp_path / "o", "x.npy: not a complete .npy file of numbers or texts"),
+        (tmp_path / "s", "x.npy: not a complete .npy file of numbers or texts"),
         (tmp_path / "d", "x.npy: not a regular file"),
         (arrays(tmp_path / "t", test=np.arange(40)), "test must be true or false for each sample"),
         (arrays(tmp_path / "l", y=NAMES[:3]), "arrays of unequal length (x: 40, y: 3)"),

@@ -79,7 +79,7 @@ def test_the_newest_run_is_found(
     assert main(["watch"]) == 0
     assert f"results          runs/{finished.name}" in capsys.readouterr().out
     assert main(["watch", "lacking"]) == 2
-    assert "there is no run in" in capsys.readouterr().err
+    assert "no run in" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert main(["watch"]) == 2
