@@ -113,8 +113,9 @@ class Setting:
     needs: str = field(default="", kw_only=True)
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
     ``optimizer = adam | adamw and local-steps = 0``: comparisons of a key with ``=``, ``!=``, ``>`` or ``<``, joined by
-    ``and``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text. Setting it to another value
-    than its default while the condition is false is an error."""
+    ``and``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text. ``{method}`` in a key stands
+    for the method's name, for a setting that several methods inherit. Setting it to another value than its default while
+    the condition is false is an error."""
     choices: tuple[str, ...] = ()
     """The only values that it may have, if there are any."""
     or_own: str = ""
@@ -236,7 +237,13 @@ def settings_of(cls: type, prefix: str = "") -> Mapping[str, Setting]:
 
 @lru_cache(maxsize=256)
 def _settings_of(cls: type, prefix: str) -> Mapping[str, Setting]:
-    return {key_of(f.name, prefix): f.metadata["setting"] for f in dataclasses.fields(cls)}
+    declared: dict[str, Setting] = {key_of(f.name, prefix): f.metadata["setting"] for f in dataclasses.fields(cls)}
+    return {key: _with_method(setting, prefix) for key, setting in declared.items()}
+
+
+def _with_method(setting: Setting, method: str) -> Setting:
+    """Return a setting whose condition names the method instead of ``{method}``."""
+    return dataclasses.replace(setting, needs=setting.needs.replace("{method}", method))
 
 
 def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) -> None:
@@ -309,7 +316,9 @@ def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message repeats it: on one line, and not all of what is very long."""
+    """Return a value as a message repeats it: on one line, truth values as a user types them, long texts shortened."""
+    if isinstance(value, bool):
+        return str(value).lower()
     try:
         text = repr(value)
     except ValueError:  # Python writes whole numbers of at most 4,300 digits

@@ -45,6 +45,7 @@ class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
         1,
         "passes of fine-tuning over the client's training data",
         source="choice: one pass",
+        needs="{method}-steps = 0 and {method}-rounds = 0",
         minimum=1,
         search=Search(1, 10),
     )
@@ -52,6 +53,7 @@ class FedAvgFTSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
         0,
         "SGD steps of fine-tuning instead of epochs; 0: use the epochs",
         source="choice: epochs, as in local training",
+        needs="{method}-rounds = 0",
         minimum=0,
     )
     lr: float = setting(

@@ -59,14 +59,14 @@ class FedBABUSettings(FedAvgFTSettings, noise=ALLOWED, sums=ALLOWED):
         minimum=1,
         search=Search(1, 10),
         source="authors' program, analysis.ipynb: personalization_epoch = 5",
-        needs="fedbabu-steps = 0 and fedbabu-rounds = 0",
+        needs="{method}-steps = 0 and {method}-rounds = 0",
     )
     steps: int = setting(
         0,
         "SGD steps of fine-tuning instead of epochs; 0: use the epochs",
         minimum=0,
         source="choice: epochs, as in the authors' program",
-        needs="fedbabu-rounds = 0",
+        needs="{method}-rounds = 0",
     )
     lr: float = setting(
         0.0,

@@ -8,7 +8,7 @@ import pytest
 from posy.commands.papers.item import items, papers
 from posy.commands.table import Cell, plan_of, read_plan
 from posy.commands.tuning import space_of
-from posy.settings import Scalar, Search, Setting, SettingsError, check_conditions, parse_condition
+from posy.settings import Scalar, Search, Setting, SettingsError, check_conditions, parse_condition, shown
 from posy.strategies.registry import (
     declared,
     effective,
@@ -73,7 +73,7 @@ def test_a_setting_without_an_effect_is_refused(
         read_settings({**without, key: value}, COMMAND_LINE)
     message = str(raised.value)
     assert message.startswith(
-        f"{key} = {value!r} in {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
+        f"{key} = {shown(value)} in {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
     )
     assert message.endswith(f"; change that, or leave {key} out")
     assert read_settings({**with_effect, key: value}, COMMAND_LINE).as_config()[key] == value
@@ -94,6 +94,22 @@ def test_the_message_names_what_is_unmet() -> None:
         "dp-epsilon = 0.5 in the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or "
         "leave dp-epsilon out"
     )
+
+
+def test_a_message_writes_truth_values_as_a_user_types_them() -> None:
+    with pytest.raises(SettingsError, match=r"it needs secure-aggregation = true, but secure-aggregation = false;"):
+        read_settings({"secure-threshold": 0.7}, COMMAND_LINE)
+
+
+@pytest.mark.parametrize("method", ["fedavg-ft", "fedprox-ft", "fedsam-ft", "fedbabu"])
+def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_tunes(method: str) -> None:
+    """The methods inherit the settings; each condition names the method's keys."""
+    epochs, steps, rounds = f"{method}-epochs", f"{method}-steps", f"{method}-rounds"
+    for idle, other in ((epochs, steps), (epochs, rounds), (steps, rounds)):
+        with pytest.raises(SettingsError, match=f"{idle} = 3 .* it needs .*{other} = 0.*, but {other} = 2;"):
+            read_settings({"method": method, idle: 3, other: 2}, COMMAND_LINE)
+    assert read_settings({"method": method, epochs: 3}, COMMAND_LINE).method.epochs == 3
+    assert read_settings({"method": method, steps: 3}, COMMAND_LINE).method.steps == 3
 
 
 def test_every_shared_condition_has_a_case_above() -> None:
