@@ -348,9 +348,7 @@ def test_below_the_threshold_the_state_stays_as_it_is(
     secure = run(federate, config | {"secure-threshold": 0.8}, lost=lost)
     np.testing.assert_array_equal(secure.strategy.model, secure.strategy.initial())
     assert set(reasons(secure, 1)) == {client for _, _, client in lost}
-    [message] = {
-        record.getMessage() for record in warnings.records if "the round fails" in record.getMessage()
-    }
+    [message] = {record.getMessage() for record in warnings.records if "the round fails" in record.getMessage()}
     assert "secure-threshold = 0.8 needs" in message or "1 of 5 clients have sent their keys, 2 are needed" in message
 
 
