@@ -1,4 +1,4 @@
-"""The ClientApp: from Flower's messages to the NumPyClient of the method, and back."""
+"""The ClientApp: it passes Flower's messages to the method's NumPyClient and packs the replies."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from posy.settings import SettingsError
 from posy.storage import is_folder_name
 
 Result = tuple[Any, int, dict[str, Any]]
-"""What a NumPyClient returns: arrays, or a loss; a number of samples; metrics."""
+"""Return value of a NumPyClient: arrays or a loss, number of samples, metrics."""
 
 isolate_simulation()
 app = ClientApp(mods=[answer_in_kind])
@@ -42,16 +42,16 @@ app = ClientApp(mods=[answer_in_kind])
 @app.train()
 @app.evaluate()
 def work(message: Message, context: Context) -> Message:
-    """Let one client train for a round, or score the model that it is served."""
+    """Run a client's training round or evaluation, and return the reply."""
     return Call(message, context, trusting=of_simulation()).answer()
 
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Tell which clients this node hosts, how many samples they have, and what is installed here.
+    """Return the clients of this node, their numbers of samples, and the versions of the installed packages.
 
-    A site may be asked what it holds, and a client for its part in a stage of secure aggregation. To be asked for
-    nothing but an answer tells the server that the node has done what it was asked before.
+    Other queries are for the description of a site's data and for a stage of secure aggregation. A ping has an empty
+    reply, which shows that the node has finished its earlier messages.
     """
     config = record_in(message.content, "config", ConfigRecord)
     if config.get(PING):
@@ -62,19 +62,19 @@ def query(message: Message, context: Context) -> Message:
     settings = str(config["settings"])
     check_node_config(context.node_config)
     if config.get("describe"):
-        told = describe(settings, context)
+        description = describe(settings, context)
     else:
         workspace = workspace_of(settings, context)
-        told = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
-        _ = workspace.criterion  # what this node lacks is told before the first round
+        description = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
+        _ = workspace.criterion  # reports a missing loss function before the first round
         if fingerprint := workspace.architecture.fingerprint:
-            told["fixed-tensors"] = fingerprint
-    told["versions"] = [f"{name} {version}" for name, version in versions().items()]
-    return Message(RecordDict({"config": ConfigRecord(told)}), reply_to=message)
+            description["fixed-tensors"] = fingerprint
+    description["versions"] = [f"{name} {version}" for name, version in versions().items()]
+    return Message(RecordDict({"config": ConfigRecord(description)}), reply_to=message)
 
 
 def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return the name of this node, and the clients that it hosts with their numbers of samples."""
+    """Return the name of this node, its clients, and their numbers of samples."""
     clients, part = hosted_clients(context, workspace), workspace.partition
     return {
         "name": str(context.node_config.get("name", "")),
@@ -85,7 +85,7 @@ def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
 
 
 def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
-    """Return the clients that a node's config gives it: every N-th of M, beginning with its partition-id."""
+    """Return the clients of a node by its config: every ``num-partitions``-th client from ``partition-id`` on."""
     try:
         first, step = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
     except (KeyError, TypeError, ValueError):
@@ -93,16 +93,16 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     if first < 0 or step < 1:
         raise DataError(
             "its node config must have partition-id from 0 on and num-partitions from 1 on, as in partition-id=0 "
-            "num-partitions=5; a node with data of its own takes part in runs with dataset=sites"
+            "num-partitions=5; a node with local data joins runs with dataset=sites only"
         )
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
 def own_places(config: dict[str, Any], context: Context) -> None:
-    """Replace the places in a message's config, which are the server's, by those that the node's config names.
+    """Replace the server's folders in a message's config by the folders that the node's config names.
 
-    The client's state goes to ``state-dir``, the personal model to ``models``, or else beside the state: each
-    in a folder of the run.
+    The client's state goes to a folder of the run in ``state-dir``. Its model goes to a folder of the run in
+    ``models``, or by default to a subfolder of the state's folder.
     """
     wanted = config.pop("save-models-to", "")
     config.pop("state-directory", None)
@@ -111,7 +111,9 @@ def own_places(config: dict[str, Any], context: Context) -> None:
         return
     run = str(config["run"])
     if not is_folder_name(run):
-        raise SettingsError(f"run = {run!r} in the server's message: it must be the name of a folder")
+        raise SettingsError(
+            f"run = {run!r} in the server's message is not the name of a folder; change run-name on the server"
+        )
     if state:
         config["state-directory"] = str(absolute(state) / run)
     if wanted:
@@ -119,10 +121,18 @@ def own_places(config: dict[str, Any], context: Context) -> None:
 
 
 class Call:
-    """A message that asks one client to train or to evaluate.
+    """A message to one client with a request for training or evaluation.
 
-    ``store`` keeps the client's state; by default it is the directory that the config names, or else the context.
-    ``trusting`` lets the server say where this process writes, as in a simulation; else the node's config does.
+    Parameters
+    ----------
+    message : Message
+        The request.
+    context : Context
+        Flower's context of the node.
+    store : StateStore, optional
+        Storage of the client's state; by default the directory in the config, or the context.
+    trusting : bool
+        Whether the server chooses the folders of this process, as in a simulation; by default the node's config does.
     """
 
     def __init__(
@@ -146,8 +156,8 @@ class Call:
         self.number = int(self._config["client"])
         arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
         self.received = [array.numpy() for array in arrays.values()]
-        """What the server has sent, by reference."""
-        # Imported here, not where the client is made: that may be on one of several threads.
+        """The arrays from the server, not copied."""
+        # The class is imported here, because open() may run on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 
     @property
@@ -157,24 +167,24 @@ class Call:
 
     @property
     def travels(self) -> bool:
-        """Whether another process may carry it out; the keys of secure aggregation stay in this one."""
+        """Whether another process may run the call; the keys of secure aggregation stay in this process."""
         return self._masking is None
 
     def open(self) -> tuple[PersonalClient, Steps[Any]]:
-        """Return the client, with its state, and the generator of what it is to do."""
+        """Return the client with its state, and the generator of its requests."""
         client = self._make(self.number, self.workspace, self._store.load(self.number, self._versions))
         self._state = client.state
         client.masking = self._masking
         return client, (client.fit_steps if self._training else client.evaluate_steps)(self.received, self._config)
 
     def packed(self) -> Parcel:
-        """Return all that another process needs to carry it out: see :func:`unpacked`."""
+        """Return the call in a form that another process can run with :func:`unpacked`."""
         self._state = self._store.load(self.number, self._versions)
         head = self.number, self._training, self._config, list(self._state)
         return Parcel(head, [*self._state.values(), *self.received])
 
     def take_up(self, answer: Parcel) -> Result:
-        """Return a result that another process has :func:`packed`, and take up the client's state."""
+        """Return a result from another process (:func:`packed`), and load the client's new state."""
         (names, num_examples, metrics), arrays = answer
         if names is not None:
             self._state = State(dict(zip(names, arrays, strict=False)))
@@ -182,14 +192,14 @@ class Call:
         return list(arrays[len(names or ()) :]), num_examples, metrics
 
     def close(self, result: Result | Exception) -> Message:
-        """Keep the client's state and return the reply, or raise what the client has raised.
+        """Store the client's state and return the reply, or raise the client's error.
 
-        The reply of a client whose state is missing says just that.
+        If the client's state is missing, the reply names only its version.
         """
-        state, self._state = self._state, State()  # from here on the store alone holds it in memory
+        state, self._state = self._state, State()  # only the store keeps the state in memory
         if isinstance(result, MissingStateError):
-            told = ConfigRecord({"client": self.number, "state-missing": self._versions.start})
-            return Message(RecordDict({"config": told}), reply_to=self.message)
+            missing = ConfigRecord({"client": self.number, "state-missing": self._versions.start})
+            return Message(RecordDict({"config": missing}), reply_to=self.message)
         if isinstance(result, Exception):
             raise result
         arrays, num_examples, metrics = result
@@ -197,7 +207,7 @@ class Call:
         return reply_to(self.message, arrays if self._training else [], num_examples, {**metrics, "state": version})
 
     def answer(self) -> Message:
-        """Let the client do what it is asked, and return the reply."""
+        """Run the client's training or evaluation, and return the reply."""
         try:
             client, steps = self.open()
         except MissingStateError as error:
@@ -206,7 +216,7 @@ class Call:
 
 
 def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Steps[Result]]:
-    """Return what :meth:`Call.open` returns of a packed call, in another process."""
+    """Return the client and generator of a packed call, as :meth:`Call.open` does, in another process."""
     (number, training, config, names), arrays = parcel
     state = State(dict(zip(names, arrays, strict=False)))
     client: PersonalClient = client_class(workspace.settings.run.method)(number, workspace, state)
@@ -214,16 +224,16 @@ def unpacked(workspace: Workspace, parcel: Parcel) -> tuple[PersonalClient, Step
 
 
 def packed(client: PersonalClient, result: Result) -> Parcel:
-    """Return the result of a packed call, with the client's state if that has changed."""
+    """Return the packed result of a call, with the client's state if it has changed."""
     arrays, num_examples, metrics = result
-    replied = arrays if isinstance(arrays, list) else []  # an evaluation's is its loss
-    kept = list(client.state) if client.state.changed else None
-    own = [client.state[name] for name in kept or ()]
-    return Parcel((kept, num_examples, metrics), [np.asarray(array) for array in (*own, *replied)])
+    replied = arrays if isinstance(arrays, list) else []  # an evaluation returns its loss instead
+    names = list(client.state) if client.state.changed else None
+    state = [client.state[name] for name in names or ()]
+    return Parcel((names, num_examples, metrics), [np.asarray(array) for array in (*state, *replied)])
 
 
 def reply_to(message: Message, arrays: list[Any], num_examples: int, metrics: dict[str, Any]) -> Message:
-    """Pack a reply: arrays, numbers, and the texts and ids, which Flower would average among the metrics."""
+    """Return a reply; texts and the client's index are in its config, because Flower would average them as metrics."""
     numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
     texts = {key: value for key, value in metrics.items() if isinstance(value, str)}
     client = record_in(message.content, "config", ConfigRecord)["client"]

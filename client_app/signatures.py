@@ -1,7 +1,7 @@
-"""Keys of a round that its clients sign, where sites know each other's public keys: then no server can pose as one.
+"""Signatures of the sites on their keys of a round, so that the server cannot pose as a site.
 
-A site names two things in its node config: ``signing-key``, its private key, which may be that of its node, and
-``trusted-keys``, a directory with the public keys (``*.pub``) of all sites, each as `posy certificates` makes them.
+A site sets two keys in its node config. ``signing-key`` is its private key, for example its node's key.
+``trusted-keys`` is a directory with the public keys (``*.pub``) of all sites, as `posy certificates` creates them.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ _PURPOSE = b"posy secure aggregation, keys of "
 
 
 class UnknownSignerError(ValueError):
-    """Keys are not signed by a site that is trusted."""
+    """No trusted site has signed the keys."""
 
 
 class Signatures:
-    """Signs for a site, and checks what others have signed."""
+    """Signs texts for a site, and checks the signatures of other sites."""
 
     def __init__(self, key: Path, trusted: Path) -> None:
         try:
@@ -38,24 +38,25 @@ class Signatures:
             public = {path.name: load_ssh_public_key(path.read_bytes()) for path in sorted(trusted.glob("*.pub"))}
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise SettingsError(f"{SIGNING} or {TRUSTED} in the node config cannot be used: {error}") from error
-        wrong = [name for name, one in public.items() if not isinstance(one, EllipticCurvePublicKey)]
+        wrong = [name for name, loaded in public.items() if not isinstance(loaded, EllipticCurvePublicKey)]
         if not isinstance(private, EllipticCurvePrivateKey) or wrong or not public:
             raise SettingsError(
                 f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} a directory with "
                 "public ones (*.pub), as `posy certificates` makes them"
             )
         self._private = private
-        self._trusted = {_name(one): one for one in public.values() if isinstance(one, EllipticCurvePublicKey)}
+        keys = [loaded for loaded in public.values() if isinstance(loaded, EllipticCurvePublicKey)]
+        self._trusted = {_name(trusted_key): trusted_key for trusted_key in keys}
         self.own = _name(private.public_key())
         if self.own not in self._trusted:
             raise SettingsError(f"{TRUSTED} = {str(trusted)!r} lacks the public half of {SIGNING} = {str(key)!r}")
 
     def sign(self, text: bytes) -> list[bytes]:
-        """Return a signature, and the public key that it can be checked with."""
+        """Return a signature and the public key that verifies it."""
         return [self._private.sign(_PURPOSE + text, ECDSA(SHA256())), self.own]
 
     def check(self, text: bytes, signature: bytes, signer: bytes) -> None:
-        """Raise :class:`UnknownSignerError` unless a site that is trusted has signed a text."""
+        """Raise :class:`UnknownSignerError` unless a trusted site has signed a text."""
         if signer not in self._trusted:
             raise UnknownSignerError("not signed by a site whose key is trusted here")
         try:
@@ -65,12 +66,12 @@ class Signatures:
 
 
 def signatures_of(node_config: Mapping[str, Any]) -> Signatures | None:
-    """Return what a node signs with, None if it knows no other sites' keys."""
+    """Return the signing and trusted keys of a node, or None if its config has neither."""
     key, trusted = (str(node_config.get(name, "")) for name in (SIGNING, TRUSTED))
     if not key and not trusted:
         return None
     if not key or not trusted:
-        raise SettingsError(f"the node config has {SIGNING} or {TRUSTED} alone: it must have both or neither")
+        raise SettingsError(f"the node config has only one of {SIGNING} and {TRUSTED}; set both or neither")
     return Signatures(absolute(key), absolute(trusted))
 
 

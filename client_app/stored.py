@@ -1,4 +1,4 @@
-"""A stored model of a client, ready to predict: a module with the preprocessing and the names of its classes."""
+"""Predictions with a client's stored model: a module with preprocessing and names of classes."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -23,29 +23,29 @@ FAR = 5.0
 
 
 class Prediction(NamedTuple):
-    """The most probable class, and the probabilities of all by name."""
+    """The most probable class, and the probability of each class by name."""
 
     label: str
     probabilities: dict[str, float]
 
 
 class ClientModel(nn.Module):
-    """A client's model for predictions: one network, or an ensemble; in evaluation mode.
+    """A client's model for predictions, one network or an ensemble, in evaluation mode.
 
     Attributes
     ----------
     class_names : tuple of str
         The C classes in the order of the outputs.
     client, round : int
-        Whose model it is, and of which round.
+        The model's client and round.
     site, chosen : str
-        The client's name, if it has one; what the method chose for it (FedFew: the server model's number).
+        The client's name, or empty; the method's choice for the client (FedFew: the number of the server's model).
     point : str
-        ``served``: as the server sent it; ``local``: after the client's own training.
+        ``served``: the model from the server; ``local``: the model after local training.
     preprocessing : Preprocessing
-        From a sample to the network's input.
+        Maps a sample to the network's input.
     settings : Settings
-        Those of the run.
+        The settings of the run.
     """
 
     coefficients: Tensor
@@ -61,7 +61,7 @@ class ClientModel(nn.Module):
         self.members = nn.ModuleList()
         for member in predictor.members:
             network = member.architecture.build()
-            # Not strict: BatchNorm counts its batches in an integer, which is no part of a model here.
+            # Not strict: a stored model does not contain BatchNorm's integer count of batches.
             tensors = member.architecture.layout.views(member.parameters)
             tensors |= {name: torch.from_numpy(array) for name, array in member.held.items()}
             network.load_state_dict(tensors, strict=False)
@@ -77,20 +77,20 @@ class ClientModel(nn.Module):
         Raises
         ------
         DamagedFileError, FileNotFoundError
-            If the file is damaged, or of a version of Posy that stored tensors alone; if there is none.
+            If the file is damaged or an early version of Posy wrote it without settings; if it does not exist.
         """
         arrays, about = read_arrays(path)
         try:
             settings = read_settings({}, str(path), json.loads(about["settings"]))
             preprocessing = Preprocessing.from_json(about["preprocessing"])
-            # The file of weights need not be there: all tensors are in this one.
+            # The file of initial weights is not needed, because the stored model contains all tensors.
             started = replace(settings, train=replace(settings.train, weights=""))
             plain = plain_architecture(started, preprocessing.task)
             network = settings.method.network(plain, settings.data.num_clients)
             return cls(Predictor.from_arrays(arrays, network, settings.method), preprocessing, settings, about)
         except KeyError as error:
             raise DamagedFileError(
-                f"{path} lacks {error}: an earlier version of Posy, which stored less, may have written it"
+                f"{path} lacks {error}; an earlier version of Posy may have written it; run the federation again"
             ) from error
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,16 +99,16 @@ class ClientModel(nn.Module):
         return (outputs[0] if len(outputs) == 1 else combined(outputs, self.coefficients, self._logarithms)).exp()
 
     def client_logits(self, x: Tensor) -> Tensor:
-        """Return FedDRM's outputs ``(B, M)`` of the branch that tells clients apart."""
+        """Return the outputs ``(B, M)`` of FedDRM's client branch."""
         return _outputs(self.members[0](x))[1]
 
     def prepare(self, samples: Iterable[Any]) -> Tensor:
-        """Return samples, as :class:`Preprocessing` takes them, for the network: ``(B, *input_shape)``.
+        """Return preprocessed samples ``(B, *input_shape)``; :class:`Preprocessing` lists their kinds.
 
         Raises
         ------
         DataError
-            If one is not of the kind that the network was trained on.
+            If a sample is not of the kind that the network was trained on.
         """
         return torch.cat([self.preprocessing(sample) for sample in samples]).to(self.coefficients.device)
 
@@ -144,10 +144,10 @@ class ClientModel(nn.Module):
     @torch.no_grad()
     def predict_all(self, samples: Iterable[Any]) -> list[Prediction]:
         """Return a prediction for each sample."""
-        given = list(samples)
+        inputs = list(samples)
         rows: list[list[float]] = []
-        for first in range(0, len(given), EVALUATION_BATCH):
-            rows += self(self.prepare(given[first : first + EVALUATION_BATCH])).tolist()
+        for first in range(0, len(inputs), EVALUATION_BATCH):
+            rows += self(self.prepare(inputs[first : first + EVALUATION_BATCH])).tolist()
         names = self.class_names
         return [Prediction(names[row.index(max(row))], dict(zip(names, row, strict=True))) for row in rows]
 

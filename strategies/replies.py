@@ -1,4 +1,4 @@
-"""What clients send: their updates, checks of their replies, and means over them."""
+"""The clients' updates, the checks of their replies, and means over clients."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from posy.flower import record_in
 from posy.models.parameters import FloatArray
 
 MAX_EXAMPLES = 1_000_000_000
-"""The number of samples from which on a client's count is not believed."""
+"""Number of samples from which the server rejects a client's count."""
 UNREADABLE = (
     LookupError,
     TypeError,
@@ -28,41 +28,41 @@ UNREADABLE = (
     MemoryError,
     BadZipFile,
 )
-"""What reading malformed bytes and records may raise (SyntaxError: an array's header; AttributeError and
-BadZipFile: an .npz in its place; MemoryError: a header that claims too much)."""
+"""Errors of reading malformed bytes and records (SyntaxError: an array's header; AttributeError and
+BadZipFile: an .npz instead of an array; MemoryError: a header with too large a shape)."""
 ITEM_BYTES, HEADER_BYTES = 8, 4096
-"""The most bytes that an element and the header of an array in a reply may take."""
+"""Most bytes of an element, and of the header, of an array in a reply."""
 SCORES = tuple(
     f"{point}{split}-{measure}"
     for split in ("", "-validation", "-training")
     for point in ("served", "local")
     for measure in ("accuracy", "loss")
 )
-"""Keys of what a client may measure: at each evaluation point, on its test, validation and training split."""
+"""Keys of a client's scores: at each evaluation point, on its test, validation and training split."""
 BLOCK = 16_384
-"""Parameters that are taken at a time in double precision."""
+"""Number of parameters in a block of double precision."""
 
 
 @dataclass
 class Update:
-    """What a client sends after training."""
+    """A client's update after training."""
 
     arrays: list[Any]
-    """A client may put tensors here; the server finds NumPy arrays, their shapes checked and every value finite."""
+    """On the client NumPy arrays or tensors; on the server NumPy arrays with checked shapes and finite values."""
     loss: SupportsFloat
-    """Mean training loss over the last local epoch; a client may give a tensor of one element."""
+    """Mean training loss of the last local epoch; on the client also a tensor of one element."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers for the server."""
     client: int = -1
     num_examples: int = 0
-    """Index of the client and its training samples n_i, filled in by the server."""
+    """Index of the client and its number of training samples n_i; the server sets both."""
     weight: int | None = None
-    """Weight of the client in the server's means, filled in by the server; None: ``num_examples``."""
+    """Weight of the client in the server's means, set by the server; None: ``num_examples``."""
 
 
 @dataclass
 class ClientInfo:
-    """What the server knows of one client: its node, how many samples it has, and what its site has told."""
+    """The server's information on one client: its node, its numbers of samples, and the report of its site."""
 
     client: int
     node_id: int
@@ -76,7 +76,7 @@ class ClientInfo:
 
 @dataclass
 class RoundRecord:
-    """What happened in one round, for the files that a run leaves."""
+    """The record of one round, for the files of a run."""
 
     number: int
     cohort: tuple[int, ...] = ()
@@ -84,28 +84,28 @@ class RoundRecord:
     quantities: dict[str, Any] = field(default_factory=dict)
     dropped: list[tuple[int, str]] = field(default_factory=list)
     away: tuple[int, ...] = ()
-    """Clients that had no node when the round began."""
+    """Clients that had no node at the start of the round."""
     asked: int = 0
     evaluated: int = 0
-    """Clients that were asked to evaluate, those without test samples left out, and of them those who did."""
+    """Number of clients with test samples that received an evaluation message, and number of them that evaluated."""
     bytes_up: int = 0
     bytes_down: int = 0
     samples: int = 0
-    """Samples that clients have trained on, as often as they have."""
+    """Samples that clients have trained on; each pass over a sample counts."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def row(self, client: int) -> dict[str, Any]:
-        """Return the client's row, made when first asked for."""
+        """Return the client's row, which the first call creates."""
         return self.clients.setdefault(client, {"bytes_up": 0, "bytes_down": 0})
 
     @property
     def missing(self) -> list[int]:
-        """Clients that had no node, or of which a reply was dropped; those that were not asked are not missing."""
+        """Clients that had no node or whose reply was dropped; a client outside the cohort is not missing."""
         return sorted({*self.away, *(client for client, _ in self.dropped if client >= 0)})
 
 
 class BadReplyError(ValueError):
-    """A reply that must not enter the server's state."""
+    """A reply that cannot enter the server's state."""
 
 
 def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
@@ -130,21 +130,21 @@ def weighted_mean(rows: FloatArray, weights: npt.ArrayLike) -> FloatArray:
 
 
 def mean_of(updates: list[Update]) -> FloatArray:
-    """Return the mean of the updates' first arrays, weighted as ``client-weights`` says."""
+    """Return the mean of the updates' first arrays, with the weights of the setting ``client-weights``."""
     return weighted_mean(stacked(updates), num_examples(updates))
 
 
 def gram(rows: FloatArray, block: int = BLOCK) -> npt.NDArray[np.float64]:
     """Return the inner products <row_i, row_j> in double precision.
 
-    Models that have hardly parted differ in digits that a product of float32 does not have.
+    Nearly equal models differ only in digits below the precision of float32.
 
     Parameters
     ----------
     rows : numpy.ndarray, float32, (M, d)
         Stacked vectors.
     block : int
-        Parameters taken at a time, so that besides the rows only O(M block + M²) memory is needed.
+        Number of parameters in a block; the function allocates O(M block + M²) memory.
 
     Returns
     -------
@@ -168,12 +168,12 @@ def num_examples(updates: list[Update]) -> npt.NDArray[np.float64]:
 
 
 def sample_counts(updates: list[Update]) -> npt.NDArray[np.float64]:
-    """Return the numbers of training samples n_i ``(M,)``, whatever ``client-weights`` is."""
+    """Return the numbers of training samples n_i ``(M,)``, regardless of ``client-weights``."""
     return np.array([update.num_examples for update in updates], np.float64)
 
 
 def changes(reply: NDArrays, reference: NDArrays) -> list[npt.NDArray[np.float64]]:
-    """Return how the first arrays of a reply differ from what they are changes of."""
+    """Return the differences between the first arrays of a reply and their references, in double precision."""
     pairs = zip(reply, reference, strict=False)
     return [np.asarray(array, np.float64) - np.asarray(before, np.float64) for array, before in pairs]
 
@@ -184,19 +184,19 @@ def norm_of(arrays: list[npt.NDArray[np.float64]]) -> float:
 
 
 def check_count(key: str, count: Any, least: int) -> None:
-    """Raise :class:`BadReplyError` for a number of samples that cannot be."""
+    """Raise :class:`BadReplyError` for an impossible number of samples."""
     if not least <= count < MAX_EXAMPLES or count != int(count):
         raise BadReplyError(f"{key} = {count}")
 
 
 def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
-    """Return the update in a reply to a training message, without its client.
+    """Return the update in a reply to a training message, with the client's index unset.
 
     Raises
     ------
     BadReplyError
-        If its arrays have other shapes or hold what is no finite number, or a count cannot be. What is malformed
-        raises any of :data:`UNREADABLE`.
+        If its arrays have other shapes or contain NaN or infinite numbers, or if a count is impossible. A malformed
+        reply raises any of :data:`UNREADABLE`.
     """
     record = record_in(content, "arrays", ArrayRecord)
     metrics: Mapping[str, Any] = record_in(content, "metrics", MetricRecord)
@@ -209,7 +209,7 @@ def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
         raise BadReplyError(f"arrays of shapes {[a.shape for a in arrays]} instead of {shapes}")
     if any(a.dtype.kind not in "iuf" for a in arrays):
         raise BadReplyError(f"arrays of types {[str(a.dtype) for a in arrays]} instead of numbers")
-    # As float32, in which the server computes: a float64 may be finite and yet too large for it.
+    # The server computes in float32, for which a finite float64 may be too large.
     with np.errstate(over="ignore"):
         finite = all(np.isfinite(np.asarray(a, np.float32)).all() for a in arrays)
     if not math.isfinite(loss) or not finite:
@@ -218,17 +218,20 @@ def read_update(content: RecordDict, shapes: list[tuple[int, ...]]) -> Update:
 
 
 def check_size(record: ArrayRecord, shapes: list[tuple[int, ...]]) -> None:
-    """Refuse a reply that is too large for what is expected, before its arrays are made from their bytes."""
+    """Raise :class:`BadReplyError` for too many arrays or bytes, before the arrays are built from their bytes."""
     if len(record) != len(shapes):
         raise BadReplyError(f"{len(record)} arrays instead of {len(shapes)}")
     for array, shape in zip(record.values(), shapes, strict=True):
-        size = len(vars(array).get("data", b""))  # an array that was passed by reference has no bytes
+        size = len(vars(array).get("data", b""))  # an array that is passed by reference has no bytes
         if size > (most := ITEM_BYTES * math.prod(shape) + HEADER_BYTES):
-            raise BadReplyError(f"an array of {size} bytes, for the shape {shape} it may have {most}")
+            raise BadReplyError(f"an array of {size} bytes; with the shape {shape} it may have at most {most}")
 
 
 def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scores in a reply by column; losses must be finite, accuracies lie in 0..1."""
+    """Return the scores in a reply by column.
+
+    Raises :class:`BadReplyError` unless losses are finite and not negative, and accuracies in [0, 1].
+    """
     scores = {key: metrics[key] for key in SCORES if key in metrics}
     for key, value in scores.items():
         if not math.isfinite(value) or value < 0 or (key.endswith("accuracy") and value > 1):
@@ -237,13 +240,13 @@ def scores_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def samples_of(metrics: Mapping[str, Any]) -> int:
-    """Return how many samples a client has trained on for a reply, as often as it has."""
+    """Return the number of samples that a client has trained on for a reply; each pass counts."""
     count = metrics.get("samples", 0)
     check_count("samples", count, 0)
     return int(count)
 
 
 def client_of(message: Message) -> int:
-    """Return the client that a message is for."""
+    """Return the client that receives a message."""
     number: Any = record_in(message.content, "config", ConfigRecord)["client"]
     return int(number)

@@ -307,7 +307,7 @@ def test_a_model_that_says_nothing_of_itself(make_config: MakeConfig) -> None:
     for name in ("served-0", "client-1"):
         arrays, _ = read_arrays(record.models / f"{name}.safetensors")
         write_arrays(record.models / f"{name}.safetensors", arrays, {"client": "0", "chosen": ""})
-    with pytest.raises(DamagedFileError, match="lacks 'settings': an earlier version of Posy"):
+    with pytest.raises(DamagedFileError, match="lacks 'settings'; an earlier version of Posy"):
         record.predictor(0)
     path = record.models / "served-2.safetensors"
     path.write_bytes(path.read_bytes()[:-5])

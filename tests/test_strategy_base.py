@@ -762,5 +762,5 @@ def test_a_huge_reply_is_refused_before_its_arrays_are_made(
     assert made == [(d,), (d,)]  # those of the clients 0 and 3
     reasons = dict(strategy.record.dropped)
     assert sorted(reasons) == [1, 2]
-    assert f"for the shape ({d},) it may have {8 * d + 4096}" in reasons[1]
+    assert f"with the shape ({d},) it may have at most {8 * d + 4096}" in reasons[1]
     assert reasons[2] == "50 arrays instead of 1"
