@@ -1,10 +1,10 @@
-"""Learning curves beside plain PyTorch programs, on the same PFLlib split.
+"""Compare Posy's learning curves with plain PyTorch programs on the same PFLlib split.
 
-A split is written as PFLlib's scripts do it: classes dealt out by Dirichlet draws, 75 % of each client's
-samples for training, pickled dicts. Posy reads that directory; so do the programs of :mod:`benchmarks.plain`.
-The report (JSON) has for each method and evaluated round the accuracy (mean over the clients, weighted by their
-samples) of both over the seeds, their gap, and the spread over the seeds. Beside it lies a file of single curves
-(``.jsonl``): what it holds is not computed again, so a run that was cut off goes on, and methods can be added.
+The split has the format of PFLlib's scripts: Dirichlet draws assign the classes, 75 % of each client's samples are for
+training, and the files hold pickled dicts. Posy and the programs of :mod:`benchmarks.plain` read the same directory.
+For each method and evaluated round, the report (JSON) holds the accuracies of both over the seeds (mean over the
+clients, weighted by their samples), their gap, and the spread over the seeds. A second file (``.jsonl``) stores each
+finished curve. Posy does not compute these curves again, so you can resume an interrupted run and add methods.
 """
 
 import json
@@ -58,13 +58,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "per_fedavg_alpha": plain.PER_ALPHA,
         "per_fedavg_hessian": "fo",
         "per_fedavg_steps": 1,
-        "batch_size": 2 * plain.BATCH,  # a mini-batch of Posy's holds both of a step
+        "batch_size": 2 * plain.BATCH,  # one mini-batch of Posy holds both batches of a step
     },
     "fedfomo": {
         "fedfomo_models": plain.FOMO_MODELS,
         "fedfomo_epsilon": plain.FOMO_EPSILON,
         "fedfomo_epsilon_decay": plain.FOMO_DECAY,
-        "fedfomo_validation": 0.0,  # models are compared on the training samples
+        "fedfomo_validation": 0.0,  # both compare models on the training samples
     },
     "fedala": {
         "fedala_layers": 1,
@@ -76,35 +76,37 @@ METHODS: dict[str, dict[str, Any]] = {
     "scaffold": {"scaffold_server_lr": plain.SCAFFOLD_LR},
     "fedproto": {"fedproto_strength": plain.PROTO_LAMBDA},
 }
-"""The methods, and the settings with which Posy's are those of the plain programs."""
+"""The methods, with the settings that make Posy equal to the plain programs."""
 
 
 # -- the split -------------------------------------------------------------------------------------------
 
 
 def write_split(folder: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], clients: int, alpha: float, seed: int) -> None:
-    """Write a PFLlib directory of uint8 images ``(N, H, W, C)``: each class is dealt out by a Dirichlet draw."""
+    """Write a PFLlib directory of uint8 images ``(N, H, W, C)``: a Dirichlet draw assigns each class to clients."""
     x = (x.transpose(0, 3, 1, 2) / 127.5 - 1).astype(np.float32)
     generator = np.random.default_rng(seed)
-    held: list[list[int]] = [[] for _ in range(clients)]
-    while min(map(len, held)) < 2 * plain.BATCH:
-        held = [[] for _ in range(clients)]
+    indices_of: list[list[int]] = [[] for _ in range(clients)]
+    while min(map(len, indices_of)) < 2 * plain.BATCH:
+        indices_of = [[] for _ in range(clients)]
         for label in np.unique(y):
             members = generator.permutation(np.flatnonzero(y == label))
             cuts = np.cumsum(generator.dirichlet(np.full(clients, alpha)))[:-1]
-            for mine, part in zip(held, np.split(members, (cuts * len(members)).astype(int)), strict=True):
-                mine.extend(part.tolist())
-    for client, indices in enumerate(held):
+            for client_indices, part in zip(
+                indices_of, np.split(members, (cuts * len(members)).astype(int)), strict=True
+            ):
+                client_indices.extend(part.tolist())
+    for client, indices in enumerate(indices_of):
         order = generator.permutation(indices)
-        kept = round(0.75 * len(order))
-        for split, chosen in (("train", order[:kept]), ("test", order[kept:])):
+        num_train = round(0.75 * len(order))
+        for split, chosen in (("train", order[:num_train]), ("test", order[num_train:])):
             (folder / split).mkdir(parents=True, exist_ok=True)
             np.savez_compressed(folder / split / f"{client}.npz", data=np.array({"x": x[chosen], "y": y[chosen]}))
     (folder / "config.json").write_text(json.dumps({"num_clients": clients, "num_classes": len(np.unique(y))}))
 
 
 def read_split(folder: Path) -> list[plain.Client]:
-    """Read what :func:`write_split` has just written, as PFLlib does."""
+    """Read the output of :func:`write_split` as PFLlib does."""
     clients = []
     for number in range(len(list((folder / "train").glob("*.npz")))):
         parts = [np.load(folder / s / f"{number}.npz", allow_pickle=True)["data"].tolist() for s in ("train", "test")]
@@ -117,9 +119,9 @@ def read_split(folder: Path) -> list[plain.Client]:
 
 
 def point_of(method: str) -> str:
-    """Return the point at which the plain program of a method is scored: ``served``, or ``local`` after training."""
+    """Return the evaluation point of a method's plain program: ``served``, or ``local`` after training."""
     if method == "fedproto":
-        return "served"  # as PFLlib does: its own network, with the prototypes just received
+        return "served"  # as in PFLlib: the client's network with the prototypes that it has just received
     if method in ("fedper", "fedrep", "lg-fedavg"):
         return "local"  # their plain program yields the trained models
     return settings_class(method).point
@@ -162,7 +164,7 @@ def posy_curve(method: str, folder: Path, rounds: int, every: int, seed: int) ->
 
 
 class Work:
-    """A file of finished curves, one JSON line each, so that a run goes on where it was cut off."""
+    """A file of finished curves, one JSON line each, from which an interrupted run resumes."""
 
     def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
         self.path, self.conditions = path, conditions
@@ -173,11 +175,11 @@ class Work:
         }
 
     def missing(self, method: str, side: str, seeds: list[int]) -> list[int]:
-        """Return the seeds whose curve there is not yet."""
+        """Return the seeds without a finished curve."""
         return [seed for seed in seeds if (method, side, seed) not in self.curves]
 
     def add(self, method: str, side: str, seed: int, curve: list[float]) -> None:
-        """Keep a curve."""
+        """Store a curve."""
         row = {**self.conditions, "method": method, "side": side, "seed": seed, "curve": np.round(curve, 4).tolist()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -191,8 +193,8 @@ class Work:
 def compared(plain: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> dict[str, Any]:
     """Return both curves ``(seeds, points)`` as means and their gap, with standard deviations over the seeds.
 
-    ``spread_over_seeds`` is that of both sides together, ``largest_gap_in_spreads`` the largest gap of a round over
-    that of the round, and ``mean_gap_error`` the standard error of ``mean_gap``.
+    ``spread_over_seeds`` is the pooled standard deviation of both sides. ``largest_gap_in_spreads`` is the maximum over
+    the rounds of the gap divided by the round's spread. ``mean_gap_error`` is the standard error of ``mean_gap``.
     """
     sides = {"plain": plain, "posy": ours}
     means = {name: side.mean(axis=0) for name, side in sides.items()}
@@ -200,11 +202,11 @@ def compared(plain: npt.NDArray[np.float64], ours: npt.NDArray[np.float64]) -> d
     spread = np.sqrt((spreads["plain"] ** 2 + spreads["posy"] ** 2) / 2)
     gap = means["posy"] - means["plain"]
     error = np.sqrt(sum(side.mean(axis=1).var(ddof=1) / len(side) for side in sides.values()))
-    found = means | {f"{name}_spread": each for name, each in spreads.items()} | {
+    values = means | {f"{name}_spread": each for name, each in spreads.items()} | {
         "gap": gap, "spread_over_seeds": spread, "mean_gap": gap.mean(), "mean_gap_error": error,
         "mean_spread": spread.mean(), "largest_gap_in_spreads": (np.abs(gap) / spread).max(),
     }  # fmt: skip
-    return {name: np.round(each, 4).tolist() for name, each in found.items()}
+    return {name: np.round(each, 4).tolist() for name, each in values.items()}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -229,22 +231,24 @@ def main(
     every: int = 2,
     seeds: list[int] = typer.Option([0, 1, 2]),  # noqa: B008 - typer's form
     methods: list[str] = typer.Option(list(METHODS)),  # noqa: B008
-    drop_last: bool = typer.Option(False, help="plain programs leave out an incomplete last batch, as PFLlib's"),
+    drop_last: bool = typer.Option(False, help="plain programs skip an incomplete last batch, as in PFLlib"),
     picture: Path | None = None,
 ) -> None:
-    """Run both where a curve is missing, add the methods to the report OUTPUT (JSON), and draw all that are in it."""
+    """Compute the missing curves, add the methods to the report OUTPUT (JSON), and draw all methods of the report."""
     split = {"dataset": dataset, "samples": samples, "clients": clients, "alpha": alpha, "rounds": rounds}
     report: dict[str, Any] = {
         "machine": machine(), **split, "seeds": seeds, "evaluated_rounds": list(range(every, rounds + 1, every)),
         "methods": {},
     }  # fmt: skip
     if output.exists():
-        earlier = json.loads(output.read_text(encoding="utf-8"))
-        if differing := [key for key in (*split, "seeds", "evaluated_rounds") if earlier[key] != report[key]]:
-            raise typer.BadParameter(f"{output} is of other conditions: {', '.join(differing)}")
-        report["methods"] = earlier["methods"]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+        stored = json.loads(output.read_text(encoding="utf-8"))
+        if differing := [key for key in (*split, "seeds", "evaluated_rounds") if stored[key] != report[key]]:
+            raise typer.BadParameter(
+                f"{output} has other conditions: {', '.join(differing)}; use the same conditions or another OUTPUT"
+            )
+        report["methods"] = stored["methods"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         settings = read_settings({"dataset": dataset, "data-dir": str(data_dir), "max-samples": samples})
         data = load_dataset(settings.data, data_dir, 0)
         write_split(folder, np.asarray(data.x), np.asarray(data.y), clients, alpha, 1)

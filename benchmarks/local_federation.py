@@ -17,16 +17,16 @@ from posy.settings import LaunchError
 
 POSY = (sys.executable, "-P", "-m", "posy.commands.cli")
 START_SECONDS = 600.0
-"""Seconds that a process never takes to start, however busy the machine is."""
+"""Upper limit for the start of a process, even on a busy machine."""
 MOST_SECONDS = 1200.0
-"""Seconds that a command never takes, be there a dozen at a time."""
+"""Upper limit for a command, even with a dozen at the same time."""
 
 
 class Deployment:
-    """A SuperLink, and nodes and runs to start and end at will.
+    """A running SuperLink, with methods that start and stop nodes and runs.
 
-    Keys, states, logs and results lie in ``folder``. The keys of the nodes ``names`` are registered; ``stranger`` has
-    one that is not. The ``options`` are further ones of `posy superlink`.
+    ``folder`` holds keys, states, logs and results. The SuperLink has the keys of the nodes ``names``, but not the key
+    ``stranger``. `posy superlink` gets the ``options``.
     """
 
     def __init__(self, folder: Path, names: list[str], *options: str) -> None:
@@ -35,7 +35,7 @@ class Deployment:
         self.ca = folder / "certificates/ca.pem"
         self.where = ["--superlink", self.control, "--root-certificates", str(self.ca)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._before: dict[str, int] = {}  # characters in a log when its process was started
+        self._before: dict[str, int] = {}  # length of each log at the start of its process
         self.posy("certificates", "certificates", *names, "stranger", "--host", "localhost")
         words = ["--certificates", "certificates", "--control", self.control, "--fleet", self.fleet, *options]
         self.start("superlink", "superlink", *words)
@@ -43,20 +43,23 @@ class Deployment:
         self.posy("register", *(f"certificates/{name}.pub" for name in names), *self.where)
 
     def _listens(self) -> bool:
-        """Tell whether the SuperLink answers nodes; if it has ended, raise :class:`LaunchError`."""
+        """Return whether the SuperLink answers nodes; raise :class:`LaunchError` if it has ended."""
         if (status := self.processes["superlink"].poll()) is not None:
             raise LaunchError(f"the SuperLink ended with status {status}; its log:\n{self.log('superlink')[-3000:]}")
         return "Starting Fleet API" in self.log("superlink")
 
     def environment(self) -> dict[str, str]:
-        """Return what processes need to run this code, apart from other tests."""
+        """Return the environment for processes with this code and with separate files."""
         temporary, home = self.folder / "tmp", self.folder / "home"
         temporary.mkdir(exist_ok=True)
-        own = {"PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "FLWR_HOME": str(home)}
-        return {**os.environ, **own}
+        changes = {"PYTHONPATH": str(APP), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "FLWR_HOME": str(home)}
+        return {**os.environ, **changes}
 
     def start(self, name: str, *words: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
-        """Start a `posy` command that goes on; its log bears the name, and ``python_path`` comes before the code."""
+        """Start a `posy` command without waiting for its end.
+
+        Its log is ``name.log``. ``python_path`` precedes the code on the import path.
+        """
         environment = self.environment()
         if python_path is not None:
             environment["PYTHONPATH"] = os.pathsep.join((str(python_path), environment["PYTHONPATH"]))
@@ -74,7 +77,7 @@ class Deployment:
         return process
 
     def posy(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Carry out a `posy` command that ends; if it fails, raise :class:`LaunchError`."""
+        """Run a `posy` command to its end; raise :class:`LaunchError` if it fails."""
         done = subprocess.run(
             [*POSY, *words], cwd=self.folder, env=self.environment(), capture_output=True, text=True, check=False,
             timeout=MOST_SECONDS,
@@ -84,44 +87,48 @@ class Deployment:
         return done
 
     def node(self, name: str, *config: str, python_path: Path | None = None) -> "subprocess.Popen[bytes]":
-        """Start a node; :meth:`ready` tells when it can work."""
+        """Start a node; :meth:`ready` returns whether it can work."""
         words = ["--superlink", self.fleet, "--root-certificates", str(self.ca), "--key", f"certificates/{name}.key"]
         return self.start(name, "supernode", *words, *config, python_path=python_path)
 
     def nodes(self, name: str, nodes: list[str], *words: str, fleet: str = "") -> "subprocess.Popen[bytes]":
-        """Start several nodes by one command, which bears the name.
+        """Start several nodes with one command, called ``name``.
 
-        The words are its options and the nodes' config; ``fleet`` is where they connect to, if not to the SuperLink.
+        ``words`` are options of the command and the nodes' config. The nodes connect to ``fleet``, by default to the
+        SuperLink.
         """
         where = ["--superlink", fleet or self.fleet, "--root-certificates", str(self.ca)]
         keys = [word for node in nodes for word in ("--key", f"certificates/{node}.key")]
         return self.start(name, "supernode", *where, *keys, *words)
 
     def ready(self, name: str, count: int = 1) -> bool:
-        """Tell whether a command's nodes have connected and their workers are warm, since it was last started."""
+        """Return whether ``count`` nodes of a command are connected with warm workers, since its last start."""
         log = self.log(name)[self._before[name] :]
         return log.count("SuperNode ID") >= count and log.count("is ready") >= count
 
     def submit(self, name: str, *settings: str) -> "subprocess.Popen[bytes]":
-        """Submit a run and go on; its results lie in :meth:`results` of the name, or of the run that it resumes."""
+        """Submit a run without waiting for its end.
+
+        The directory of the results is :meth:`results` of the name, or of the resumed run.
+        """
         resumed = any(setting.startswith("resume=") for setting in settings)
         words = ["--verbose", "output-dir=runs", *([] if resumed else [f"run-name={name}"]), *settings]
         return self.start(f"run-{name}", "run", *self.where, *words)
 
     def run(self, name: str, *settings: str, timeout: float = MOST_SECONDS) -> dict[str, Any]:
-        """Carry out a run and return its summary; if it fails, raise :class:`LaunchError`."""
+        """Run an experiment and return its summary; raise :class:`LaunchError` if it fails."""
         self.submit(name, *settings)
         if status := self.ended(f"run-{name}", timeout):
             raise LaunchError(f"the run ended with status {status}: {self.log(f'run-{name}')}")
         return self.summary(name)
 
     def ended(self, name: str, seconds: float = MOST_SECONDS) -> int:
-        """Wait for the end of a process and return its status; if it goes on, raise :class:`LaunchError` with logs."""
+        """Wait for the end of a process and return its status; after a timeout raise :class:`LaunchError` with logs."""
         try:
             return self.processes[name].wait(seconds)
         except subprocess.TimeoutExpired:
-            said = "\n".join(f"{log}:\n{self.log(log)[-3000:]}" for log in (name, "superlink"))
-            raise LaunchError(f"{name} has not ended after {seconds:g} s; {said}") from None
+            logs = "\n".join(f"{log}:\n{self.log(log)[-3000:]}" for log in (name, "superlink"))
+            raise LaunchError(f"{name} has not ended after {seconds:g} s; {logs}") from None
 
     def results(self, name: str) -> Path:
         """Return the directory of a run."""
@@ -129,8 +136,8 @@ class Deployment:
 
     def summary(self, name: str) -> dict[str, Any]:
         """Return the summary of a run."""
-        found: dict[str, Any] = json.loads((self.results(name) / "summary.json").read_text(encoding="utf-8"))
-        return found
+        summary: dict[str, Any] = json.loads((self.results(name) / "summary.json").read_text(encoding="utf-8"))
+        return summary
 
     def rounds(self, name: str) -> list[dict[str, Any]]:
         """Return the finished rounds of a run."""
@@ -138,42 +145,42 @@ class Deployment:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def log(self, name: str) -> str:
-        """Return what a process has said."""
+        """Return the log of a process."""
         path = self.folder / f"{name}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
-    def until(self, true: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> None:
-        """Wait until something is true; after so many seconds raise :class:`LaunchError` with the log of ``what``."""
+    def until(self, true: Callable[[], Any], name: str, seconds: float = START_SECONDS) -> None:
+        """Wait until ``true`` returns a true value; after a timeout raise :class:`LaunchError` with a log."""
         end = time.monotonic() + seconds
         while not true():
             if time.monotonic() > end:
-                raise LaunchError(f"{what}: not after {seconds:g} s; its log:\n{self.log(what)[-3000:]}")
+                raise LaunchError(f"{name}: not after {seconds:g} s; its log:\n{self.log(name)[-3000:]}")
             time.sleep(0.1)
 
     def kill(self, name: str) -> None:
-        """Kill a node with -9; what it started must end by itself."""
+        """Kill a node with SIGKILL. Its child processes end by themselves."""
         os.kill(self.forked("node")[name], signal.SIGKILL)
         self.processes[name].wait()
 
     def forked(self, part: str) -> dict[str, int]:
-        """Return the process numbers of all nodes by name; the part is ``node`` or ``worker``."""
-        found: dict[str, int] = {}
+        """Return the process ids of all nodes (``part`` is ``node``) or of their workers (``worker``) by node name."""
+        numbers: dict[str, int] = {}
         for number in [number for process in self.processes.values() for number in children(process.pid)]:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has just ended
                 kind, _, name = Path(f"/proc/{number}/comm").read_text().strip().partition(" ")
-                found |= {name: number} if kind == part else {}
-        return found
+                numbers |= {name: number} if kind == part else {}
+        return numbers
 
     def worker(self, node: str) -> int:
-        """Return the process number of a node's worker."""
+        """Return the process id of a node's worker."""
         return self.forked("worker")[node]
 
     def superlink(self) -> int:
-        """Return the process number of the SuperLink itself, which `posy superlink` keeps."""
+        """Return the process id of the SuperLink, a child process of `posy superlink`."""
         return child(self.processes["superlink"].pid, "posy.deploy.link", "flower-superlink")
 
     def server(self) -> int:
-        """Return the process number of the one ServerApp that there is; :class:`LookupError` while there is none."""
+        """Return the process id of the single ServerApp; raise :class:`LookupError` without one."""
         return child(child(self.processes["superlink"].pid, "flower-superexec"), "flwr-serverapp")
 
     def stop(self) -> None:
@@ -189,22 +196,22 @@ class Deployment:
 
 
 def child(process: int, *words: str) -> int:
-    """Return the one process started by another whose command line holds one of the words, or :class:`LookupError`."""
-    found = [number for number, command in children(process).items() if any(word in command for word in words)]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} processes {' or '.join(words)}")
-    return found[0]
+    """Return the child process with one of the words in its command line; raise :class:`LookupError` if not unique."""
+    matching = [number for number, command in children(process).items() if any(word in command for word in words)]
+    if len(matching) != 1:
+        raise LookupError(f"{len(matching)} processes {' or '.join(words)}")
+    return matching[0]
 
 
 def children(process: int) -> dict[int, str]:
-    """Return the command lines of the processes that a process has started, by number."""
-    found = {}
+    """Return the command lines of the child processes of a process, by process id."""
+    commands = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             command = (path.parent / "cmdline").read_text().replace("\0", " ")
-        except (OSError, IndexError):  # it has ended meanwhile
+        except (OSError, IndexError):  # the process has just ended
             continue
         if parent == process:
-            found[int(path.parent.name)] = command
-    return found
+            commands[int(path.parent.name)] = command
+    return commands

@@ -1,11 +1,11 @@
 """Plain PyTorch programs of published methods, for :mod:`benchmarks.curves`.
 
-They know nothing of Posy or Flower. Each is written from its paper's pseudocode, on flat vectors of parameters; where
-the paper leaves something open, a comment says whose reading it follows, as a rule that of PFLlib, the library of
-published programs whose splits they train on. As there, all means over clients weigh them by their samples.
+The programs use neither Posy nor Flower. Each follows the pseudocode of its paper, on flat vectors of parameters. If
+the paper leaves a detail open, a comment names the source of the choice. It is mostly PFLlib, the library of published
+programs that defines the format of the splits. As in PFLlib, all means over clients weight them by their samples.
 
-A program is a generator of what is scored after each round: the models that the clients are served next, or those that
-they have trained. Local variables hold what server and clients keep.
+A program is a generator. After each round, it yields the models to evaluate: the models that the clients receive next,
+or their trained models. Local variables hold the state of server and clients.
 """
 
 import random
@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 EPOCHS, BATCH, LR = 1, 10, 0.005
 WDR_LAMBDA = 10.0
 MODELS, MU = 3, 0.01
-PROX_MU = 1.0  # the largest of the paper's: with 0.001 it is FedAvg to the digits shown
+PROX_MU = 1.0  # the largest value of the paper: with 0.001 all shown digits equal FedAvg's
 DITTO_LAMBDA = 1.0
 APFL_ALPHA, APFL_ADAPTIVE = 0.5, True
-# FedAMP: squared distances of models are 0.1 to 0.4 after a round, and a client should not be all others' mean.
+# FedAMP: squared distances of models are 0.1 to 0.4 after a round. This choice leaves each client weight on itself.
 AMP_ALPHA, AMP_LAMBDA, AMP_SIGMA = 0.02, 0.1, 0.3
-# pFedMe: PFLlib's rate of the personal steps; with the paper's 0.09 this network diverges in the second round.
+# pFedMe: PFLlib's learning rate of the personal steps. With the paper's 0.09, this network diverges in round 2.
 PFEDME_LAMBDA, PFEDME_STEPS, PFEDME_LR, PFEDME_BETA = 15.0, 5, 0.01, 1.0
 PER_ALPHA = 0.01
 FOMO_MODELS, FOMO_EPSILON, FOMO_DECAY = 4, 0.3, 0.05
@@ -39,7 +39,7 @@ PROTO_LAMBDA = 1.0
 
 
 class Client(NamedTuple):
-    """One client's tensors, and whether it leaves out an incomplete last batch."""
+    """The tensors of a client, and whether it skips an incomplete last batch."""
 
     x_train: Tensor
     y_train: Tensor
@@ -49,21 +49,21 @@ class Client(NamedTuple):
 
 
 class Nearest(NamedTuple):
-    """A model that answers with the class of the nearest prototype."""
+    """A model that predicts the class of the nearest prototype."""
 
     parameters: Tensor
     prototypes: Tensor
-    """Those of the classes ``(C, D)``; infinite where there is none."""
+    """Prototypes of the classes ``(C, D)``, infinite for classes without one."""
 
 
 Scored = Tensor | Nearest
 Program = Callable[[nn.Sequential, list[Tensor], list[Client], Tensor], Iterator[list[Scored]]]
-"""From a network, initial parameters, clients and their shares n_i / N to what is scored, a list a round."""
+"""Maps a network, initial parameters, clients and their shares n_i / N to the models to evaluate, a list per round."""
 Penalty = Callable[[nn.Sequential, Tensor, Tensor], Tensor]
-"""What is added to the loss of a model on a batch."""
+"""A term of the loss of a model on a batch."""
 
 
-# -- what they share -------------------------------------------------------------------------------------
+# -- common functions ------------------------------------------------------------------------------------
 
 
 def network(example: Tensor, classes: int) -> nn.Sequential:
@@ -77,7 +77,7 @@ def network(example: Tensor, classes: int) -> nn.Sequential:
 
 
 def head_size(model: nn.Sequential) -> int:
-    """Return how many of the parameters, the last ones, are the output layer's."""
+    """Return the number of parameters of the output layer, the last ones of the vector."""
     return sum(p.numel() for p in model[-1].parameters())
 
 
@@ -88,10 +88,10 @@ def shares_of(clients: list[Client]) -> Tensor:
 
 
 def batches(client: Client, size: int | None = None) -> list[list[Tensor]]:
-    """Return the shuffled mini-batches of a round."""
+    """Return a client's shuffled mini-batches of a round."""
     size = size or BATCH
-    whole = client.drop_last and len(client.y_train) >= size
-    loader = DataLoader(TensorDataset(client.x_train, client.y_train), size, shuffle=True, drop_last=whole)
+    drop_last = client.drop_last and len(client.y_train) >= size
+    loader = DataLoader(TensorDataset(client.x_train, client.y_train), size, shuffle=True, drop_last=drop_last)
     return [batch for _ in range(EPOCHS) for batch in loader]
 
 
@@ -103,7 +103,7 @@ def train(
     layers: nn.Module | None = None,
 ) -> tuple[Tensor, float]:
     """Train all or some layers for a round; return the new parameters, and the mean loss of the last epoch."""
-    vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of it, changed in place
+    vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of the copy, changed in place
     optimiser = torch.optim.SGD((layers or model).parameters(), lr=LR)
     losses = []
     for x, y in batches(client):
@@ -114,8 +114,8 @@ def train(
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    total, seen = np.sum(losses[-len(losses) // EPOCHS :], axis=0)
-    return parameters_to_vector(model.parameters()).detach().clone(), total / seen
+    total, samples = np.sum(losses[-len(losses) // EPOCHS :], axis=0)
+    return parameters_to_vector(model.parameters()).detach().clone(), total / samples
 
 
 def pull(strength: float, centre: Tensor) -> Penalty:
@@ -132,7 +132,7 @@ def gradient(model: nn.Sequential, parameters: Tensor, x: Tensor, y: Tensor) -> 
 
 @torch.no_grad()
 def outputs(model: nn.Sequential, scored: Scored, x: Tensor) -> Tensor:
-    """Return the logits of a model, or how near the prototypes are."""
+    """Return the logits of a model, or the negative distances to its prototypes, ``(N, C)``."""
     if isinstance(scored, Nearest):
         return -torch.cdist(features(model, scored.parameters, x), scored.prototypes)
     vector_to_parameters(scored, model.parameters())
@@ -141,7 +141,7 @@ def outputs(model: nn.Sequential, scored: Scored, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def features(model: nn.Sequential, parameters: Tensor, x: Tensor) -> Tensor:
-    """Return what the output layer sees."""
+    """Return the inputs of the output layer ``(N, D)``."""
     vector_to_parameters(parameters, model.parameters())
     return torch.cat([model[:-1](part) for part in torch.split(x, 500)])
 
@@ -157,7 +157,7 @@ def training_loss(model: nn.Sequential, parameters: Tensor, client: Client) -> f
 def fedavg(
     model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor, mu: float = 0.0
 ) -> Iterator[list[Scored]]:
-    """Yield the served models: one average for all; FedProx (Li et al., 2020, Algorithm 2) pulls clients towards it."""
+    """Yield the served models: the average; FedProx (Li et al., 2020, Algorithm 2) pulls the clients towards it."""
     average = starts[0]
     while True:
         penalty = pull(mu, average) if mu else None
@@ -170,22 +170,23 @@ def scaffold(
 ) -> Iterator[list[Scored]]:
     """Yield the served models of SCAFFOLD (Karimireddy et al., 2020, Algorithm 1, option II)."""
     average, control = starts[0], torch.zeros_like(starts[0])
-    own = torch.zeros(len(clients), len(control))
+    controls = torch.zeros(len(clients), len(control))
     while True:
         trained, changed = [], []
-        for client, mine in zip(clients, own, strict=True):
-            correction = control - mine
+        for client, client_control in zip(clients, controls, strict=True):
+            correction = control - client_control
             # the gradient of this product with the parameters is the correction
             penalty: Penalty = lambda net, *_, c=correction: c @ parameters_to_vector(net.parameters())  # noqa: E731
             trained.append(train(model, average, client, penalty)[0])
             changed.append((average - trained[-1]) / (len(batches(client)) * LR) - control)
-        own = own + torch.stack(changed)  # PFLlib weighs the models alone; so c would not stay the mean of the c_i
+        # PFLlib weights only the models, so that c would not stay the mean of the c_i
+        controls = controls + torch.stack(changed)
         control = control + shares @ torch.stack(changed)
         average = average + SCAFFOLD_LR * (shares @ (torch.stack(trained) - average))
         yield [average] * len(clients)
 
 
-# -- some layers are personal ----------------------------------------------------------------------------
+# -- methods with personal layers ------------------------------------------------------------------------
 
 
 def personal_layers(
@@ -196,24 +197,27 @@ def personal_layers(
     personal_head: bool = True,
     in_turn: bool = False,
 ) -> Iterator[list[Scored]]:
-    """Yield the trained models, whose output layer alone, or all but that, stays with the client.
+    """Yield the trained models of methods whose output layer, or all other layers, stay on the client.
 
-    FedPer (Arivazhagan et al., 2019, Algorithms 1 and 2) and, with the rest personal, LG-FedAvg (Liang et al., 2020,
-    Algorithm 1) train all layers together; FedRep (Collins et al., 2021, Algorithm 1) first the head, then the body.
+    FedPer (Arivazhagan et al., 2019, Algorithms 1 and 2) and LG-FedAvg (Liang et al., 2020, Algorithm 1) train all
+    layers together. FedPer's output layer is personal, and LG-FedAvg's other layers are. FedRep (Collins et al., 2021,
+    Algorithm 1) first trains the personal output layer, then the other layers.
     """
     head = head_size(model)
-    own = starts[:1] * len(clients)
+    models = starts[:1] * len(clients)
     while True:
         if in_turn:
-            own = [train(model, start, client, layers=model[-1])[0] for client, start in zip(clients, own, strict=True)]
+            models = [
+                train(model, start, client, layers=model[-1])[0] for client, start in zip(clients, models, strict=True)
+            ]
         layers = model[:-1] if in_turn else None
-        own = [train(model, start, client, layers=layers)[0] for client, start in zip(clients, own, strict=True)]
-        yield list(own)
-        average = shares @ torch.stack(own)
+        models = [train(model, start, client, layers=layers)[0] for client, start in zip(clients, models, strict=True)]
+        yield list(models)
+        average = shares @ torch.stack(models)
         if personal_head:
-            own = [torch.cat([average[:-head], each[-head:]]) for each in own]
+            models = [torch.cat([average[:-head], each[-head:]]) for each in models]
         else:
-            own = [torch.cat([each[:-head], average[-head:]]) for each in own]
+            models = [torch.cat([each[:-head], average[-head:]]) for each in models]
 
 
 def fedbabu(
@@ -226,37 +230,38 @@ def fedbabu(
         yield [train(model, average, client)[0] for client in clients]
 
 
-# -- a personal model beside the global one --------------------------------------------------------------
+# -- a personal model and a global model -----------------------------------------------------------------
 
 
 def ditto(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the personal models of Ditto (Li et al., 2021, Algorithm 1), pulled towards the model that was received."""
-    average, own = starts[0], starts[:1] * len(clients)
+    """Yield the personal models of Ditto (Li et al., 2021, Algorithm 1), pulled towards the received model."""
+    average, personal = starts[0], starts[:1] * len(clients)
     while True:
         trained = torch.stack([train(model, average, client)[0] for client in clients])
         penalty = pull(DITTO_LAMBDA, average)
-        own = [train(model, start, client, penalty)[0] for client, start in zip(clients, own, strict=True)]
+        personal = [train(model, start, client, penalty)[0] for client, start in zip(clients, personal, strict=True)]
         average = shares @ trained
-        yield list(own)
+        yield list(personal)
 
 
 def apfl(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
     """Yield the mixtures of APFL (Deng et al., 2020, Algorithm 1)."""
-    average, own = starts[0], starts[:1] * len(clients)
+    average, personal = starts[0], starts[:1] * len(clients)
     alphas = [APFL_ALPHA] * len(clients)
     while True:
         trained, mixed = [], []
         for i, client in enumerate(clients):
-            w, v = average, own[i]
+            w, v = average, personal[i]
             for number, (x, y) in enumerate(batches(client)):
-                if APFL_ADAPTIVE and number == 0:  # once a round, and first (Eq. 11 and the text below it)
+                # once per round, before its first step (Eq. 11 and the text below it)
+                if APFL_ADAPTIVE and number == 0:
                     slope = (v - w) @ gradient(model, alphas[i] * v + (1 - alphas[i]) * w, x, y)
                     alphas[i] = min(max(alphas[i] - LR * float(slope), 0.0), 1.0)
                 alpha = alphas[i]
                 v_step = alpha * gradient(model, alpha * v + (1 - alpha) * w, x, y)
                 w = w - LR * gradient(model, w, x, y)
                 v = v - LR * v_step
-            own[i] = v
+            personal[i] = v
             trained.append(w)
             mixed.append(alpha * v + (1 - alpha) * w)
         average = shares @ torch.stack(trained)
@@ -276,9 +281,7 @@ def pfedme(model: nn.Sequential, starts: list[Tensor], clients: list[Client], sh
         trained, personal = [], []
         for client in clients:
             w = theta = average
-            for x, y in batches(
-                client
-            ):  # where the search begins is open: as in PFLlib, where that of the last batch ended
+            for x, y in batches(client):  # PFLlib: the search starts where the search of the previous batch ended
                 theta = nearby(w, theta, x, y)
                 w = w - LR * PFEDME_LAMBDA * (w - theta)
             trained.append(w)
@@ -296,13 +299,13 @@ def per_fedavg(
         trained = []
         for client in clients:
             w = average
-            for x, y in batches(client, 2 * BATCH):  # PFLlib: the two batches of a step come from one epoch
+            for x, y in batches(client, 2 * BATCH):  # PFLlib: both batches of a step come from the same epoch
                 half = (len(y) + 1) // 2
-                ahead = w - PER_ALPHA * gradient(model, w, x[:half], y[:half])
-                w = w - LR * gradient(model, ahead, x[-half:], y[-half:])
+                adapted = w - PER_ALPHA * gradient(model, w, x[:half], y[:half])
+                w = w - LR * gradient(model, adapted, x[-half:], y[-half:])
             trained.append(w)
         average = shares @ torch.stack(trained)
-        # PFLlib adapts on one batch, which makes for less accurate models than both do
+        # PFLlib adapts on one batch, which gives less accurate models than both batches
         adapting = [batches(client, 2 * BATCH)[0] for client in clients]
         yield [average - PER_ALPHA * gradient(model, average, x, y) for x, y in adapting]
 
@@ -312,16 +315,16 @@ def per_fedavg(
 
 def fedamp(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
     """Yield the trained models of FedAMP (Huang et al., 2021, Algorithm 1)."""
-    own = starts[:1] * len(clients)
-    clouds = torch.stack(own)
+    models = starts[:1] * len(clients)
+    clouds = torch.stack(models)
     while True:
-        # PFLlib: training goes on from the client's own model
-        own = [
+        # PFLlib: training continues from the client's last model
+        models = [
             train(model, start, client, pull(AMP_LAMBDA / AMP_ALPHA, cloud))[0]
-            for client, start, cloud in zip(clients, own, clouds, strict=True)
+            for client, start, cloud in zip(clients, models, clouds, strict=True)
         ]
-        yield list(own)
-        stacked = torch.stack(own)
+        yield list(models)
+        stacked = torch.stack(models)
         distances = (stacked[:, None] - stacked).square().sum(2)
         attention = AMP_ALPHA * torch.exp(-distances / AMP_SIGMA) / AMP_SIGMA
         attention.fill_diagonal_(0)
@@ -336,19 +339,19 @@ def fedfomo(
     served = starts[:1] * len(clients)
     affinity = torch.zeros(len(clients), len(clients))
     for number in count(1):
-        own = [train(model, start, client)[0] for client, start in zip(clients, served, strict=True)]
+        models = [train(model, start, client)[0] for client, start in zip(clients, served, strict=True)]
         epsilon = FOMO_EPSILON - number * FOMO_DECAY
         for i, client in enumerate(clients):
-            others = [n for n in range(len(clients)) if n != i]
-            random.shuffle(others)
-            ranked = sorted(others, key=lambda n: -float(affinity[i, n]))
+            peers = [n for n in range(len(clients)) if n != i]
+            random.shuffle(peers)
+            ranked = sorted(peers, key=lambda n: -float(affinity[i, n]))
             chosen: list[int] = []
-            while len(chosen) < min(FOMO_MODELS, len(others)):
-                pool = others if random.random() < epsilon else ranked
+            while len(chosen) < min(FOMO_MODELS, len(peers)):
+                pool = peers if random.random() < epsilon else ranked
                 chosen.append(next(n for n in pool if n not in chosen))
             before, candidates = training_loss(model, served[i], client), [i, *chosen]
-            moves = torch.stack([own[n] - served[i] for n in candidates])
-            losses = torch.tensor([training_loss(model, own[n], client) for n in candidates])
+            moves = torch.stack([models[n] - served[i] for n in candidates])
+            losses = torch.tensor([training_loss(model, models[n], client) for n in candidates])
             gains = (before - losses) / moves.norm(dim=1)
             affinity[i, candidates] += gains
             weights = gains.clamp(min=0)
@@ -357,31 +360,31 @@ def fedfomo(
 
 
 def fedala(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the served models of FedALA (Zhang et al., 2023, Algorithm 1): mixed with the client's own, then scored."""
+    """Yield the served mixtures of average and local model of FedALA (Zhang et al., 2023, Algorithm 1)."""
     head = head_size(model)
     served = starts[:1] * len(clients)
     weights = torch.ones(len(clients), head)
     for number in count():
-        own = [train(model, start, client)[0] for client, start in zip(clients, served, strict=True)]
-        average = shares @ torch.stack(own)
+        models = [train(model, start, client)[0] for client, start in zip(clients, served, strict=True)]
+        average = shares @ torch.stack(models)
         for i, client in enumerate(clients):
-            served[i] = mix(model, own[i], average, client, weights[i], until_settled=number == 0)
+            served[i] = mix(model, models[i], average, client, weights[i], until_settled=number == 0)
         yield list(served)
 
 
 def mix(
-    model: nn.Sequential, own: Tensor, average: Tensor, client: Client, weights: Tensor, until_settled: bool
+    model: nn.Sequential, local: Tensor, average: Tensor, client: Client, weights: Tensor, until_settled: bool
 ) -> Tensor:
     """Learn the weights of the global head in place, and return the mixture (FedALA, Eqs. 4 and 5)."""
     head = len(weights)
-    seen = int(ALA_SAMPLE * len(client.y_train))
-    begin = random.randint(0, len(client.y_train) - seen)  # PFLlib: one stretch of the samples, in their order
-    size = min(BATCH, seen)
-    starts = range(begin, begin + seen - size + 1, size)
-    difference = (average - own)[-head:]
+    used = int(ALA_SAMPLE * len(client.y_train))
+    begin = random.randint(0, len(client.y_train) - used)  # PFLlib: consecutive samples, in their order
+    size = min(BATCH, used)
+    starts = range(begin, begin + used - size + 1, size)
+    difference = (average - local)[-head:]
 
     def mixture() -> Tensor:
-        return torch.cat([average[:-head], own[-head:] + weights * difference])
+        return torch.cat([average[:-head], local[-head:] + weights * difference])
 
     losses: list[float] = []
     while True:
@@ -389,8 +392,8 @@ def mix(
             x, y = (samples[start : start + size] for samples in (client.x_train, client.y_train))
             slope = gradient(model, mixture(), x, y)[-head:]
             weights.copy_((weights - ALA_ETA * slope * difference).clamp(0, 1))
-        losses.append(float(F.cross_entropy(model(x).detach(), y)))  # of the last batch, before its step
-        # PFLlib: the first time until the losses of ten passes hardly differ
+        losses.append(float(F.cross_entropy(model(x).detach(), y)))  # the last batch, before its step
+        # PFLlib: in the first round, repeat until the losses of ten passes hardly differ
         if not until_settled or (len(losses) > 10 and np.std(losses[-10:]) < 0.1):
             return mixture()
 
@@ -398,30 +401,30 @@ def mix(
 def fedproto(
     model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor
 ) -> Iterator[list[Scored]]:
-    """Yield the trained models of FedProto (Tan et al., 2022, Algorithm 1), with the prototypes they are used with."""
-    own = starts[:1] * len(clients)
+    """Yield the trained models of FedProto (Tan et al., 2022, Algorithm 1), with their prototypes."""
+    models = starts[:1] * len(clients)
     classes = len(list(model.parameters())[-1])
     prototypes = torch.empty(0)
 
     def distance(net: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
-        # PFLlib: that of each sample's features, the mean over samples and features
+        # PFLlib: the distance of each sample's features, as a mean over samples and features
         return PROTO_LAMBDA * F.mse_loss(net[:-1](x), prototypes[y])
 
     for number in count():
         penalty = distance if number else None
-        own = [train(model, start, client, penalty)[0] for client, start in zip(clients, own, strict=True)]
+        models = [train(model, start, client, penalty)[0] for client, start in zip(clients, models, strict=True)]
         members = [F.one_hot(client.y_train, classes).float() for client in clients]
-        seen = [features(model, each, client.x_train) for client, each in zip(clients, own, strict=True)]
-        # Eq. 6 as it is meant: the mean over all samples of a class, wherever they lie
-        prototypes = torch.cat(members).T @ torch.cat(seen) / torch.cat(members).sum(0)[:, None]
-        yield [Nearest(each, prototypes.nan_to_num(torch.inf)) for each in own]
+        client_features = [features(model, each, client.x_train) for client, each in zip(clients, models, strict=True)]
+        # intent of Eq. 6: the mean over all samples of a class on all clients
+        prototypes = torch.cat(members).T @ torch.cat(client_features) / torch.cat(members).sum(0)[:, None]
+        yield [Nearest(each, prototypes.nan_to_num(torch.inf)) for each in models]
 
 
-# -- of the five papers ----------------------------------------------------------------------------------
+# -- cwFedAvg and FedFew ---------------------------------------------------------------------------------
 
 
 def row_share(weight: Tensor) -> Tensor:
-    """Return the norms of the output rows as shares of their sum."""
+    """Return the norms of the output layer's rows, divided by their sum, ``(C,)``."""
     norms = weight.norm(dim=1)
     return norms / norms.sum()
 
@@ -429,7 +432,7 @@ def row_share(weight: Tensor) -> Tensor:
 def cwfedavg(
     model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor
 ) -> Iterator[list[Scored]]:
-    """Yield the served models: the average, with an output layer mixed for each client."""
+    """Yield the served models of cwFedAvg: the average, with a personal mixture of output layers."""
     *_, bias = model.parameters()
     classes = len(bias)
     head = head_size(model)
@@ -450,12 +453,12 @@ def cwfedavg(
         joint = shares[:, None] * mixture
         heads = (joint / joint.sum(0)).T @ stacked[:, -head:]
         average = shares @ stacked
-        served = [torch.cat([average[:-head], own @ heads]) for own in mixture]
+        served = [torch.cat([average[:-head], row @ heads]) for row in mixture]
         yield list(served)
 
 
 def fedfew(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
-    """Yield the served models: of K, the one of the least training loss (Algorithm 1)."""
+    """Yield the served models of FedFew (Algorithm 1): of K models, the one with the least training loss."""
     models = starts
     while True:
         results = [[train(model, start, client) for start in models] for client in clients]

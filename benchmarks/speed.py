@@ -1,18 +1,20 @@
-"""Samples trained per second inside a round, beside a bare PyTorch loop over the same batches. Prints JSON.
+"""Measure the training samples per second in a round, relative to a bare PyTorch loop over the same batches.
 
-The bare loop runs in as many processes as there are cores, one thread each, every process on its share of the clients.
+The bare loop runs in one process per core. Each process has one thread and a part of the clients. All commands print
+JSON.
 
-``python -m benchmarks.speed methods``: CIFAR-10, 4-layer CNN, 20 clients with Dir(0.1), batch 10, one epoch. The
-better of the bare loops before and after the federated runs is the limit. Targets: FedAvg at least 0.7 of it, FedFew
-with K = 3 at most 3.2 times the time of one model, the regulariser of cwFedAvg at most 1.1 times that of FedAvg.
-FedDRM's network has a second branch; a bare loop that trains it too is its limit.
+``python -m benchmarks.speed methods`` trains the 4-layer CNN on CIFAR-10 with 20 clients, Dir(0.1), batch 10 and one
+epoch. The limit is the faster of two bare loops, before and after the federated runs. Targets: FedAvg reaches at least
+0.7 of the limit. FedFew with K = 3 takes at most 3.2 times as long as with one model. The regulariser makes cwFedAvg at
+most 1.1 times slower. For FedDRM, whose network has a second branch, the limit is a bare loop that also trains it.
 
-``python -m benchmarks.speed secure``: what secure aggregation adds to a round of the CNN, all clients in one process.
+``python -m benchmarks.speed secure`` measures the cost of secure aggregation per round of the CNN, with all clients in
+one process.
 
-``python -m benchmarks.speed engines``: for each workload, number of clients and engine also the overhead of a message
-and the peak of memory. The overhead is what a message costs beyond one step on one sample: it is measured in runs that
-train no more than that. Beside it stands what no engine can save: to copy the model once to where it is trained, and
-the result once to the reply. Of 1,000 clients 10 % train in a round. What a CPU is too slow for is left out there.
+``python -m benchmarks.speed engines`` also measures the overhead of a message and the peak memory, for each workload,
+number of clients and engine. The overhead is the time of a message minus the time of one step on one sample, in runs
+that train only this step. For comparison, the report holds the unavoidable time to copy a model in and its result out.
+With 1,000 clients, 10 % train in a round. A CPU skips the workloads that would take too long.
 """
 
 import json
@@ -54,9 +56,9 @@ ENGINES: dict[str, tuple[str, bool]] = {
     "in-process": ("loop", False),
     "in-process, vectorised": ("vmap", False),
 }
-"""The setting ``stack``, and whether Ray carries the messages."""
+"""The setting ``stack``, and whether Ray transports the messages."""
 SHORT = 10
-"""Times as many rounds where one takes milliseconds: in the first few, new processes touch their memory first."""
+"""Factor on the number of rounds if a round takes milliseconds: new processes are slow in the first few rounds."""
 TOO_SLOW_ON_CPU = {("resnet18-128", 100), ("resnet18-128", 1000), ("cnn-10", 1000), ("cnn-50", 1000)}
 
 app = typer.Typer()
@@ -87,8 +89,8 @@ def methods(
         }
         for name, result in results.items()
     }
-    own_loop = bare_speed(config | RUNS["feddrm"])
-    table["feddrm"]["of_bare_loop_with_client_branch"] = round(trained / results["feddrm"]["seconds"] / own_loop, 3)
+    branch_loop = bare_speed(config | RUNS["feddrm"])
+    table["feddrm"]["of_bare_loop_with_client_branch"] = round(trained / results["feddrm"]["seconds"] / branch_loop, 3)
 
     def ratio(slow: str, fast: str) -> float:
         return round(results[slow]["seconds"] / results[fast]["seconds"], 2)
@@ -107,7 +109,7 @@ def methods(
 
 @app.command()
 def secure(data_dir: Path = Path("datasets"), clients: int = 5, neighbours: int = 0, rounds: int = 40) -> None:
-    """Measure what secure aggregation adds to a round."""
+    """Measure the cost of secure aggregation per round."""
     config: dict[str, Any] = {
         "method": "fedavg", "dataset": "cifar10", "data-dir": str(data_dir.absolute()), "max-samples": 40 * clients,
         "num-clients": clients, "partition": "iid", "model": "cnn", "local-steps": 1, "stack": "loop",
@@ -131,10 +133,10 @@ def secure(data_dir: Path = Path("datasets"), clients: int = 5, neighbours: int 
 def engines(
     data_dir: Path = Path("datasets"),
     rounds: int = 4,
-    only: list[str] = typer.Option(list(WORKLOADS), help="which workloads"),  # noqa: B008 - typer's form
-    engine: list[str] = typer.Option(list(ENGINES), help="which engines"),  # noqa: B008
+    only: list[str] = typer.Option(list(WORKLOADS), help="workloads to measure"),  # noqa: B008 - typer's form
+    engine: list[str] = typer.Option(list(ENGINES), help="engines to measure"),  # noqa: B008
 ) -> None:
-    """Measure the engines; what is measured is also told at once."""
+    """Measure the engines. Each result also appears at once on stderr."""
     report: dict[str, Any] = {"machine": machine(), "workloads": {}}
     for workload, clients in product(only, (10, 100, 1000)):
         if (workload, clients) not in TOO_SLOW_ON_CPU or torch.cuda.is_available():
@@ -144,7 +146,7 @@ def engines(
 
 
 def overhead(config: dict[str, Any], rounds: int, *, ray: bool) -> float:
-    """Return milliseconds that a message takes beyond one step on one sample."""
+    """Return the milliseconds of a message minus the time of one step on one sample."""
     config = config | {"local-steps": 1, "batch-size": 1}
     rounds *= 1 if ray else SHORT
     step = 1 / bare_speed(config | {"samples-per-client": 20} if "samples-per-client" in config else config)
@@ -153,15 +155,15 @@ def overhead(config: dict[str, Any], rounds: int, *, ray: bool) -> float:
 
 
 def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> float:
-    """Return milliseconds a message that it takes to copy a model in and a result out, in as many threads as train."""
+    """Return the milliseconds per message to copy a model in and a result out, with one thread per training thread."""
     workspace = Workspace(read_settings(config))
     model = torch.randn(workspace.architecture.layout.size, device=workspace.device)
-    here = local()
+    thread = local()
 
     def message(_: int) -> torch.Tensor:
-        if not hasattr(here, "resident"):
-            here.resident = torch.empty_like(model)
-        resident: torch.Tensor = here.resident
+        if not hasattr(thread, "resident"):
+            thread.resident = torch.empty_like(model)
+        resident: torch.Tensor = thread.resident
         return resident.copy_(model).clone()
 
     def a_round(pool: ThreadPoolExecutor) -> float:
@@ -176,7 +178,7 @@ def copying(config: dict[str, Any], messages: int = 20, rounds: int = 10) -> flo
 
 
 def measured(workload: str, clients: int, data_dir: str, rounds: int, engines: Sequence[str]) -> dict[str, Any]:
-    """Measure some engines on one workload; the mean of the bare loops before and after an engine is its limit."""
+    """Measure engines on one workload; the limit of each is the mean of the bare loops before and after it."""
     config = {
         "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
         "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,

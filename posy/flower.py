@@ -1,4 +1,4 @@
-"""What Posy knows about the Flower runtime that it runs in, its private parts included."""
+"""Adapt Posy to the Flower runtime, including private parts of Flower."""
 
 import importlib.metadata
 import logging
@@ -30,15 +30,15 @@ from posy.words import one_line
 R = TypeVar("R", flwr.app.ArrayRecord, flwr.app.ConfigRecord, flwr.app.MetricRecord)
 
 FLOWER = "1.39"
-"""Version of Flower that Posy is made for."""
+"""Version of Flower that Posy supports."""
 CLOCK_SECONDS = 60.0
-"""Seconds by which the clocks of two machines may differ; a message lives that much longer than round-timeout."""
+"""Tolerated clock skew between two machines. Messages live this much longer than round-timeout."""
 MAX_REASON = 300
-"""Number of characters of a reason that are shown."""
+"""Largest number of characters of a shown reason."""
 UNANSWERED = 1000
 """Code of Posy's own errors, for messages without a reply."""
 PING = "ping"
-"""What the config of a message holds that asks a node for nothing but an answer."""
+"""Key in the config of a message that only asks a node for a reply."""
 FAILURES = {
     UNANSWERED: "{}",
     ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its app could not be loaded: {}",
@@ -50,19 +50,19 @@ FAILURES = {
     ErrorCode.INVALID_FAB: "its copy of the app is not valid: {}",
     ErrorCode.CLIENT_APP_CRASHED: "its app crashed: {}",
 }
-"""What Flower's errors mean for a client; Flower's own words follow where they say more."""
+"""Descriptions of Flower's errors for a client; ``{}`` is Flower's message."""
 
 
 class ErrorsOnOneLine(logging.Filter):
     """Log an error with one line, without a traceback.
 
-    Flower logs the traceback of each exception of a ServerApp. Where an exception's message is meant for the user, as
-    the message about a wrong setting, the traceback hides it.
+    Flower logs the traceback of each exception of a ServerApp. If the message is for the user, for example about
+    a wrong setting, the traceback hides it.
 
     Parameters
     ----------
     kinds : tuple of type
-        The classes of exceptions whose message is meant for the user.
+        The classes of exceptions whose messages are for the user.
     """
 
     def __init__(self, kinds: tuple[type[Exception], ...]) -> None:
@@ -83,27 +83,27 @@ PLAIN: dict[type, set[type]] = {
     flwr.app.ConfigRecord: {bool, int, float, str, bytes},
     flwr.app.MetricRecord: {int, float},
 }
-"""Types of the entries of Flower's records that need no further look."""
+"""Types of entries that Posy puts into Flower's records without Flower's checks."""
 
 
 @cache
 def versions() -> dict[str, str | None]:
-    """Return what is installed on this machine and decides what a run computes, by name."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Return the installed versions that decide the results of a run, by name of the package."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("posy", "flwr", "torch", "numpy"):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # an app bundle runs without being installed
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def isolate_simulation() -> None:
-    """Make Ray's actors import this very code; to be called before Ray starts, when the ClientApp is loaded.
+    """Make Ray's actors import this code; call it before Ray starts, when Flower loads the ClientApp.
 
-    Ray puts the working directory of the process that starts it before everything else on the actors' import path. In
-    a simulation that is where the first ``flwr run`` was typed, so a ``client_app/`` lying there would run in place of
-    the submitted one. The directory left is kept for relative paths.
+    Ray puts the working directory of the process that starts it first on the actors' import path. In a simulation,
+    this is the directory of the first ``flwr run``. A ``client_app/`` in this directory would run in place of the
+    submitted app. An environment variable stores the directory for relative paths.
     """
     if in_simulation():
         os.environ.setdefault(START_DIRECTORY, str(Path.cwd()))
@@ -111,35 +111,35 @@ def isolate_simulation() -> None:
 
 
 def in_simulation() -> bool:
-    """Tell whether this process simulates a federation: server and clients then have one file system."""
+    """Return whether this process simulates a federation: server and clients then share a file system."""
     return Path(sys.argv[0]).name.startswith("flwr-simulation")
 
 
 def of_simulation() -> bool:
-    """Tell whether this process runs clients of a simulation, as Ray's workers do: its files are the server's."""
+    """Return whether this process is part of a simulation, such as a Ray worker: it shares the server's files."""
     return in_simulation() or Path(sys.argv[0]).name == "default_worker.py"
 
 
 def raised(reason: str) -> str:
-    """Return the message of what a client has raised, out of what Flower's runtimes make of it.
+    """Return the message of a client's exception from the reason in Flower's error.
 
-    A node packs the exception as ``<class 'name'>:<'message'>``; in Ray's the message is the end of a traceback.
+    A node packs the exception as ``<class 'name'>:<'message'>``. With Ray, the message is the end of a traceback.
     """
     packed = re.fullmatch(r"<class '[\w.()]+'>:<'(.*)'>", reason, re.DOTALL)
     return (packed[1] if packed else reason).rpartition("Exception ClientAppException occurred. Message: ")[2]
 
 
 def failure(error: Error) -> str:
-    """Return in plain words why a message has no proper reply, as a text that can be counted: it holds no ids."""
+    """Return the reason why a message has no proper reply. The text holds no ids, so that equal reasons are equal."""
     words = FAILURES.get(error.code, f"error {error.code}: {{}}")
     return words.format(one_line(raised(str(error.reason or "no reason given")), MAX_REASON))
 
 
 class Outages:
-    """Counts how often nobody answered at the address of a grid's SuperLink; the grid asks again until one does.
+    """Count the failed connections of a grid to its SuperLink, which the grid retries.
 
-    An answer that is slow or refused is no outage: what the SuperLink was told it still knows. A grid that reaches no
-    other process has no outages.
+    A slow or refused reply is not an outage, because the SuperLink still has its state. A grid without another process
+    has no outages.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -156,26 +156,26 @@ class Outages:
 
 
 def unanswered(message: Message, reason: str) -> Message:
-    """Return an error in place of the reply that a message has not got, which may not even have been sent."""
+    """Return an error in place of the missing reply to a message, which Flower may not even have sent."""
     if not message.metadata.message_id:
         message.metadata.__dict__["_message_id"] = str(uuid4())
     return Message(Error(UNANSWERED, reason), reply_to=message)
 
 
 def answer_to(message_id: str, reply: Message) -> Message:
-    """Let a reply to a copy of a message be one to the message itself."""
+    """Make a reply to a copy of a message a reply to the message itself."""
     reply.metadata.__dict__["_reply_to_message_id"] = message_id
     return reply
 
 
 BACKOFF_SECONDS = 0.05
-"""Seconds before Flower first looks again for a part of a message that is still on its way; its own value is 1."""
+"""Seconds before Flower first retries a missing part of a message (Flower's default: 1)."""
 
 
 def look_for_parts_sooner(patience: float | None = None) -> None:
-    """Let Flower look sooner again for a missing part of a message; without this it works too, only slower.
+    """Shorten Flower's first wait for a missing part of a message, which makes messages faster.
 
-    After ``patience`` seconds a part that is still missing is given up; Flower's own limit is two hours.
+    After ``patience`` seconds, Flower gives up a missing part. Its default is two hours.
     """
     changes = {"initial_backoff": BACKOFF_SECONDS} | ({} if patience is None else {"max_time": patience})
     for function in (pulling.pull_objects, pulling.pull_and_inflate_object_from_tree):
@@ -186,8 +186,8 @@ def look_for_parts_sooner(patience: float | None = None) -> None:
 class Array(flwr.app.Array):
     """A Flower array that is serialised only when a transport asks for its bytes, and then once.
 
-    Between a strategy and clients of one process nothing is copied: whoever reads the array must not
-    write to it. On the wire it is an ordinary ``Array``, for which it needs that name. A scalar keeps its shape ``()``.
+    A strategy and the clients of one process share the array without a copy, so that readers may not write to it. On
+    the wire it is an ordinary ``Array``, which requires this name of the class. A scalar keeps its shape ``()``.
     """
 
     def __init__(self, ndarray: npt.NDArray[Any]) -> None:
@@ -211,13 +211,13 @@ class Array(flwr.app.Array):
         return ndarray
 
 
-_name_of = cache(str)  # of a type of numbers: NumPy makes it up anew each time
+_name_of = cache(str)  # of a data type; NumPy rebuilds the text at every call
 
 
 def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
-    """Return a record of a message, or raise :class:`KeyError` if it holds none of this name and kind.
+    """Return a record of a message; raise :class:`KeyError` without a record of this name and kind.
 
-    Flower's ``array_records`` and the like look at all records first, which costs more than a small step of training.
+    Flower's ``array_records`` and similar properties first check all records, which takes longer than a training step.
     """
     record = content[name]
     if not isinstance(record, kind):
@@ -226,22 +226,22 @@ def record_in(content: flwr.app.RecordDict, name: str, kind: type[R]) -> R:
 
 
 def record_of(arrays: Mapping[str, npt.NDArray[Any] | Array]) -> flwr.app.ArrayRecord:
-    """Return a Flower record that holds arrays by reference; its own constructor would copy their bytes."""
+    """Return a Flower record that holds arrays by reference; Flower's constructor would copy their bytes."""
     record = flwr.app.ArrayRecord()
     entries_of(record).update({name: a if isinstance(a, Array) else Array(a) for name, a in arrays.items()})
     return record
 
 
 def with_entries(record: R, values: Mapping[str, Any]) -> R:
-    """Return a Flower record of its own with further entries.
+    """Return a copy of a Flower record with further entries.
 
-    Flower looks at each entry as it is set, which costs more than a small step of training. Here plain numbers and
-    texts are told by their types; all else goes Flower's way, and raises :class:`TypeError` if it cannot be an entry.
+    Flower checks each new entry, which takes longer than a small training step. This function checks numbers and texts
+    by their types. Flower checks all other values, and raises :class:`TypeError` for an invalid entry.
     """
     record = record.copy()
-    entries, known = entries_of(record), PLAIN[type(record)]
+    entries, plain_types = entries_of(record), PLAIN[type(record)]
     for name, value in values.items():
-        (entries if type(value) in known else record)[name] = value
+        (entries if type(value) in plain_types else record)[name] = value
     return record
 
 
@@ -253,6 +253,6 @@ def content_of(**records: flwr.app.ArrayRecord | flwr.app.ConfigRecord | flwr.ap
 
 
 def entries_of(record: Any) -> dict[str, Any]:
-    """Return what a Flower record holds, itself; :func:`with_entries` is for changes that Flower is to look at."""
+    """Return the mutable entries of a Flower record, without checks; :func:`with_entries` checks new entries."""
     entries: dict[str, Any] = record.__dict__["_data"]
     return entries

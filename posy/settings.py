@@ -1,7 +1,7 @@
-"""How settings are declared and checked; the groups of settings stand beside what they are about.
+"""Declare and check settings. The package of each topic declares its group of settings.
 
-A setting is a field of a frozen dataclass, declared with :func:`setting`: its flat kebab-case key, its default, its
-range and everything else that holds for it are written there and nowhere else.
+A setting is a field of a frozen dataclass, declared with :func:`setting`. The declaration is the only source of its
+flat kebab-case key, default, range and other properties.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ T = TypeVar("T")
 LARGEST = float.fromhex("0x1.fffffep127")
 """The largest number of a setting: models are trained in float32."""
 MOST = 1_000_000_000
-"""The largest whole number of a setting that names no other: what comes after may reckon in 32 bits."""
+"""Default maximum of a setting with whole numbers: downstream code may use 32-bit integers."""
 OWN = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
-"""How people name what is their own: ``file:function`` or ``package.module:function``."""
+"""Format of a name of custom code: ``file:function`` or ``package.module:function``."""
 COMPARISON = re.compile(r"([a-z][\w-]*) (=|!=|<|>) ([^\s|]+(?: \| [^\s|]+)*)")
 """One comparison of a condition, for example ``optimizer = adam | adamw``."""
 LONGEST = 120
@@ -30,19 +30,19 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 class RunError(RuntimeError):
-    """A run has failed: its message is one line for people."""
+    """A run has failed. The message is one line for the user."""
 
 
 class LaunchError(Exception):
-    """A SuperLink or another process of Flower's could not be started or reached, or did not take the run."""
+    """A process of Flower, such as the SuperLink, did not start, did not answer, or rejected the run."""
 
 
 class NothingTrainedError(RunError):
-    """A run has ended without one accepted reply."""
+    """A run has ended without any accepted reply."""
 
 
 class DivergedError(RunError):
-    """A run has come to its end, but its training has left the range of useful numbers."""
+    """A run has ended, but its training diverged."""
 
 
 class SettingsError(ValueError):
@@ -50,13 +50,13 @@ class SettingsError(ValueError):
 
 
 class Comparison(NamedTuple):
-    """A comparison of a setting with constants, as a condition in :attr:`Setting.needs` holds it."""
+    """A comparison of a setting with constants, a part of a condition in :attr:`Setting.needs`."""
 
     key: str
     sign: str
     """``=``, ``!=``, ``<`` or ``>``."""
     alternatives: tuple[str, ...]
-    """The constants as text; several with ``=`` or ``!=`` only. ``""`` stands for the empty text."""
+    """The constants as text; only ``=`` and ``!=`` allow several. ``""`` means the empty text."""
 
     def holds(self, value: Scalar) -> bool:
         """Return whether the comparison is true for a value of its setting."""
@@ -82,7 +82,7 @@ def _equals(value: Scalar, text: str) -> bool:
 
 @lru_cache(maxsize=512)
 def parse_condition(condition: str) -> tuple[Comparison, ...]:
-    """Return the comparisons that a condition joins by ``and``; raise ``ValueError`` if it has another form."""
+    """Return the comparisons of a condition, which ``and`` joins; raise ``ValueError`` for another form."""
     comparisons = []
     for text in condition.split(" and ") if condition else ():
         match = COMPARISON.fullmatch(text)
@@ -94,7 +94,7 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
 
 
 class Search(NamedTuple):
-    """Where good values of a number lie: what `posy tune` searches, on a logarithmic scale if ``log``."""
+    """Search range of `posy tune` for a number, on a logarithmic scale if ``log``."""
 
     low: float
     high: float
@@ -106,51 +106,51 @@ class Setting:
     """The declaration of a setting."""
 
     default: Any
-    """Its value where nobody sets it; its type is that of all its values."""
+    """The default value, which also sets the type of all values."""
     help: str
     source: str = field(default="", kw_only=True)
-    """Where the default comes from: the paper's section or table, or the file of the authors' program."""
+    """Source of the default: the paper's section or table, or a file of the authors' program."""
     needs: str = field(default="", kw_only=True)
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
     ``optimizer = adam | adamw and local-steps = 0``: comparisons of a key with ``=``, ``!=``, ``>`` or ``<``, joined by
     ``and``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text. ``{method}`` in a key stands
-    for the method's name, for a setting that several methods inherit. Setting it to another value than its default while
-    the condition is false is an error."""
+    for the method's name, for a setting that several methods inherit. Any value but the default is an error while the
+    condition is false."""
     choices: tuple[str, ...] = ()
-    """The only values that it may have, if there are any."""
+    """The allowed values; empty if the setting has no list of values."""
     or_own: str = ""
-    """What people's own may stand in place of a choice, as ``file:function``: what it names."""
+    """Meaning of a custom ``file:function`` in place of a choice; empty if the setting allows none."""
     number_or: str = ""
-    """A word that may stand in place of a number, which then is the default."""
+    """A word that the setting allows in place of a number. The word is then the default."""
     minimum: float = -math.inf
     above: float = -math.inf
     maximum: float = math.inf
-    """Its range: ``minimum`` and ``maximum`` are in it, ``above`` is not."""
+    """The range, which includes ``minimum`` and ``maximum`` but not ``above``."""
     place: bool = False
-    """It is a path; a relative one starts where the run was started."""
+    """Whether the value is a path. A relative path starts in the working directory of the run."""
     path_or: str = ""
-    """A word that may stand in place of a path."""
+    """A word that the setting allows in place of a path."""
     resumable: bool = False
-    """A run may have another value of it when it is resumed."""
+    """Whether a resumed run may have another value."""
     once: bool = False
-    """It is about one start of a run only; whatever resumes or repeats the run does not take it over."""
+    """Whether the value applies to a single start of a run. A resumed or repeated run does not inherit it."""
     synonyms: tuple[str, ...] = ()
-    """What other tools call it, and people type for it."""
+    """Names of the setting in other tools, which users may type by mistake."""
     search: Search | None = None
-    """What `posy tune` tries of it; None: it is left as it is."""
+    """Search range of `posy tune`; None if it does not tune the setting."""
     earlier: Any = None
-    """What a run had that is older than the setting, where the default has changed since; None: the default."""
+    """Value in runs from before the setting existed; None means the default."""
     affects_results: bool = True
-    """What a run computes depends on it. False: it says where and how the run is carried out, and no more."""
+    """Whether the results depend on it. False for settings about where and how Posy executes the run."""
 
     @property
     def decides(self) -> bool:
-        """Whether what a run computes depends on it, now and when the run is repeated."""
+        """Whether the results of a run and of its repetitions depend on it."""
         return self.affects_results and not self.once
 
     @property
     def before(self) -> Any:
-        """Its value in a run that is older than the setting."""
+        """Its value in runs from before the setting existed."""
         return self.default if self.earlier is None else self.earlier
 
     @property
@@ -160,7 +160,7 @@ class Setting:
 
     @property
     def most(self) -> float:
-        """The largest value that it may have."""
+        """The largest allowed value."""
         return MOST if self.kind is int and self.maximum == math.inf else self.maximum
 
     def unmet(self, values: Mapping[str, Scalar]) -> str:
@@ -182,16 +182,16 @@ class Setting:
         return self.help + (f"; needs {self.needs}" if self.needs else "")
 
     def allowed(self) -> str:
-        """Return in words which values it may have."""
+        """Return a description of the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices) + (f", or file:name of {self.or_own}" if self.or_own else "")
         bounds = {">=": self.minimum, ">": self.above, "<=": self.most}
-        given = [f"{sign} {bound}" for sign, bound in bounds.items() if math.isfinite(bound)]
+        limits = [f"{sign} {bound}" for sign, bound in bounds.items() if math.isfinite(bound)]
         word = f"`{self.number_or}` or " if self.number_or else ""
-        return " ".join(filter(None, (word + KINDS[self.kind], " and ".join(given))))
+        return " ".join(filter(None, (word + KINDS[self.kind], " and ".join(limits))))
 
     def admits(self, value: Any) -> bool:
-        """Tell whether a value of the right type is one that it may have."""
+        """Return whether the setting allows a value of the right type."""
         if self.choices:
             return value in self.choices or bool(self.or_own and OWN.fullmatch(value))
         if isinstance(value, str):
@@ -204,7 +204,7 @@ class Setting:
             return value
         if self.kind is float and type(value) is int and abs(value) <= LARGEST:
             value = float(value)
-        if type(value) is self.kind and self.admits(value):  # exactly: a bool is an int to Python
+        if type(value) is self.kind and self.admits(value):  # the exact type, because a bool is an int in Python
             return value
         too_large = type(value) in (int, float) and self.most == math.inf and value > LARGEST
         allowed = self.allowed() + (f", at most {LARGEST:.4g}" if too_large else "")
@@ -222,7 +222,7 @@ def _declares(about: Callable[P, Setting]) -> Callable[P, Any]:
 
 
 setting = _declares(Setting)
-"""Declare a field of a settings dataclass; it takes what :class:`Setting` does."""
+"""Declare a field of a settings dataclass; it has the parameters of :class:`Setting`."""
 
 
 def key_of(name: str, prefix: str = "") -> str:
@@ -247,7 +247,7 @@ def _with_method(setting: Setting, method: str) -> Setting:
 
 
 def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) -> None:
-    """Raise :class:`SettingsError` for keys that are not settings, naming what is meant."""
+    """Raise :class:`SettingsError` for unknown keys, and suggest a similar setting."""
     for key in config:
         if key not in known:
             name = meant(key, known)
@@ -298,14 +298,14 @@ def checked(config: Mapping[str, Any], known: Mapping[str, Setting], where: str)
     Raises
     ------
     SettingsError
-        For an unknown key, a wrong type, or a value outside its range; ``where`` they were set is part of the message.
+        For an unknown key, a wrong type, or a value outside its range. The message contains ``where``, the source.
     """
     check_keys(config, known, where)
     return {key: known[key].checked(key, value, where) for key, value in config.items()}
 
 
 def build(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Return a settings dataclass with checked values; missing keys take their defaults, others are left alone."""
+    """Return a settings dataclass with checked values; use defaults for missing keys and ignore other keys."""
     names = {key_of(f.name, prefix): f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: values[key] for key, name in names.items() if key in values})
 
@@ -316,7 +316,7 @@ def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message repeats it: on one line, truth values as a user types them, long texts shortened."""
+    """Return a value for a message: on one line, a truth value as a user types it, a long text shortened."""
     if isinstance(value, bool):
         return str(value).lower()
     try:
@@ -327,13 +327,13 @@ def shown(value: Any) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known word that is meant, or an empty text; ``cutoff`` (0..1) says how alike they must be."""
+    """Return the most similar known word, or an empty text; ``cutoff`` (0..1) is the least similarity."""
     near = difflib.get_close_matches(word.lower().replace("_", "-"), list(known), 1, cutoff)
     return near[0] if near else ""
 
 
 def meant(key: str, known: Mapping[str, Setting]) -> str:
-    """Return the setting that is meant by a key that is none, several with `or` between them, or an empty text."""
+    """Return the settings that an unknown key may mean, joined by `or`, or an empty text."""
     word = key.lower().replace("_", "-")
     same = [name for name, setting in known.items() if word == name or word in setting.synonyms]
     parts = [name for name in known if name.endswith(f"-{word}")]  # as in mu, models

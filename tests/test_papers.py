@@ -210,15 +210,15 @@ def test_the_client_loss_drifts_more_than_the_class_loss() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"printed": {"FedAvg": [1]}}, "1 values; there are 2 columns"),
+        ({"printed": {"FedAvg": [1]}}, "1 values for 2 columns"),
         ({"printed": {"FedAvg": ["much", 1]}}, "'much' of FedAvg"),
         ({"claims": [{"say": "x", "higher": "FedAvg"}]}, "a claim holds say, higher"),
         ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "FedProx"}]}, "'FedProx' in claims"),
-        ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "Local", "in": ["c"]}]}, "there is no such variant"),
+        ({"claims": [{"say": "x", "higher": "FedAvg", "lower": "Local", "in": ["c"]}]}, "use a name of its variants"),
         ({"small": {"rounds": 2}}, "rounds in small"),
         ({"form": "table"}, "form = 'table'"),
-        ({"title": "accuracy"}, "title = 'accuracy' in .*: it must be a name and what that is"),
-        ({"measure": "served lowest"}, "'served lowest' in .*: there is no such number"),
+        ({"title": "accuracy"}, "title = 'accuracy' in .*: it must be a name and a description"),
+        ({"measure": "served lowest"}, "'served lowest' in .* is not a number of a run"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told(paper_dir: Path, changes: dict[str, Any], message: str) -> None:
@@ -241,7 +241,7 @@ def test_names_that_are_none_are_told(paper_dir: Path) -> None:
     written(paper_dir)
     with pytest.raises(SettingsError, match="did you mean mine"):
         items("mime")
-    with pytest.raises(SettingsError, match="mine has no 'table2'; there are table1"):
+    with pytest.raises(SettingsError, match="mine has no 'table2'; choose from table1"):
         item("mine", "table2")
 
 
@@ -282,12 +282,12 @@ def test_what_goes_beyond_the_paper_runs_at_its_one_size_if_that_is_asked_for(
     changes: dict[str, Any] = dict.fromkeys(("printed", "claims", "reasons", "small", "variants"))
     written(paper_dir, "long-run", title="Long run: more rounds", **changes, seeds=[0])
     assert main(["paper", "mine", "all", "--scale", "small"]) == 0
-    assert "left out, for they have one size (--scale full): long-run\n" in capsys.readouterr().out
+    assert "skipped, because they have one size (--scale full): long-run\n" in capsys.readouterr().out
     assert not Path("papers/mine/results").exists()
     assert main(["paper", "mine", "long-run", "--scale", "small"]) == 2
-    assert "long-run goes beyond the paper and has one size: --scale full" in capsys.readouterr().err
+    assert "long-run goes beyond the paper and has one size; use --scale full" in capsys.readouterr().err
     assert main(["paper", "mine", "long-run", "--scale", "full"]) == 0
-    assert "2 of 2 runs can be had here" in capsys.readouterr().out
+    assert "2 of 2 runs are available" in capsys.readouterr().out
     assert "`posy paper mine long-run --scale full`; " in Path("docs/papers/mine.md").read_text(encoding="utf-8")
 
 
@@ -305,13 +305,13 @@ def test_more_seeds_than_its_own_are_run_if_asked_for_and_stay_in_its_archive(
         return capsys.readouterr().out, {*values_a}, Path("docs/papers/mine.md").read_text(encoding="utf-8")
 
     printed, seeds, text = run("--seeds", "1")
-    assert "2 of 2 runs can be had here" in printed and seeds == {0}
+    assert "2 of 2 runs are available" in printed and seeds == {0}
     assert "`posy paper mine table1 --scale small`; " in text and ", 1 pair)" in text
     printed, seeds, text = run("--seeds", "3")
-    assert "6 of 6 runs can be had here" in printed and printed.count("/ seed") == 4 and seeds == {0, 1, 2}
+    assert "6 of 6 runs are available" in printed and printed.count("/ seed") == 4 and seeds == {0, 1, 2}
     assert "`posy paper mine table1 --scale small --seeds 3`; " in text and "3 pairs)" in text
     printed, seeds, again = run()  # the table's seeds, which have already run
-    assert "4 of 4 runs can be had here" in printed and "/ seed" not in printed and seeds == {0, 1, 2}
+    assert "4 of 4 runs are available" in printed and "/ seed" not in printed and seeds == {0, 1, 2}
     assert again == text
     for path in Path("papers/mine/results/table1-small").iterdir():
         if path.is_dir():
@@ -364,7 +364,7 @@ def test_a_table_from_its_runs_to_its_page(paper_dir: Path, capsys: pytest.Captu
     )
     assert main(["paper", "mine", "table1", "--scale", "small", "-j", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "4 of 4 runs can be had here" in printed
+    assert "4 of 4 runs are available" in printed
     results = Path("papers/mine/results")
     assert (results / "table1-small/cells.jsonl.gz").is_file()
 
@@ -751,8 +751,8 @@ def test_all_tables_and_figures_are_listed_with_their_state(
     ("read", "message"),
     [
         ({"Global": {"of": "FedAvg"}}, "it must be `measure"),
-        ({"Global": {"of": "FedProx", "measure": "served last"}}, "'FedProx' is no row of runs"),
-        ({"Global": {"of": "FedAvg", "measure": "served"}}, "there is no such number"),
+        ({"Global": {"of": "FedProx", "measure": "served last"}}, "'FedProx' is not a row of runs"),
+        ({"Global": {"of": "FedAvg", "measure": "served"}}, "is not a number of a run"),
     ],
 )
 def test_what_is_wrong_in_read_is_told(paper_dir: Path, read: dict[str, Any], message: str) -> None:
@@ -897,8 +897,8 @@ def test_sent140_is_run_with_word_vectors_of_a_file(paper_dir: Path, capsys: pyt
     command = ["paper", "mine", "table3", "--scale", "full", "-j", "1", *options, "ppfe-stage-rounds=1,1,1,1"]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "0 of 36 runs can be had here" in printed
-    assert "not run: glove.6B.300d.txt: there is no glove.6B.300d.txt in " in printed
+    assert "0 of 36 runs are available" in printed
+    assert "not run: glove.6B.300d.txt: " in printed and " holds no glove.6B.300d.txt" in printed
     page_of = Path("results/papers/mine/mine.md")
     assert (
         "(sent140/training.1600000.processed.noemoticon.csv, or sent140.csv) and glove.6B.300d.txt there"
@@ -907,7 +907,7 @@ def test_sent140_is_run_with_word_vectors_of_a_file(paper_dir: Path, capsys: pyt
     lines = [f"{word} " + " ".join([value] * 300) for word, value in (("good", "0.1"), ("bad", "-0.1"))]
     Path("glove.6B.300d.txt").write_text("\n".join(lines), encoding="utf-8")
     assert main(command) == 0
-    assert "6 of 36 runs can be had here" in capsys.readouterr().out
+    assert "6 of 36 runs are available" in capsys.readouterr().out
     chosen = parse_words([*options, "ppfe-stage-rounds=1,1,1,1"], "a test")
     comparison = Comparison(item("mine", "table3"), chosen, Path("results/papers/mine"))
     entries = [entry for entry in comparison.entries if entry.variant == "Sent140"]

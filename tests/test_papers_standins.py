@@ -159,7 +159,7 @@ def test_rows_of_a_table_are_run_on_data_in_its_published_layout(
     case = CASES[layout]
     comparison, page, said = ran(case)
     runs = len(comparison.item.content["runs"])
-    assert f"{runs} of {runs} runs can be had here" in said
+    assert f"{runs} of {runs} runs are available" in said
     assert "not run" not in page
     assert f"`posy paper mine {case.name} --scale {case.scale} {case.given}`; " in " ".join(page.split())
     lines = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines() if line.startswith("| ")}

@@ -1,4 +1,4 @@
-"""A paper's table or figure beside what was run: each number's state, and what came of each claim."""
+"""Compare a paper's table or figure with its runs: the state of each number, and the verdict on each claim."""
 
 import itertools
 from collections import Counter
@@ -18,19 +18,19 @@ from posy.data.settings import DataSettings
 from posy.settings import Scalar
 from posy.strategies.registry import declared
 
-WANTED = {name: what for name, _, what, _ in describe()}
-"""What to put where, by data set."""
+WANTED = {name: files for name, _, files, _ in describe()}
+"""Files for ``data-dir``, by data set."""
 REPRODUCED, DIFFERS, NOT_RUN, DRAWN = "reproduced", "differs", "not run", "drawn"
-"""States of a row in a column; the last is that of one for which the paper prints no number."""
+"""States of a number. ``DRAWN`` means that the paper prints no number."""
 HUNDREDTH = 0.01
-"""By how much a number may differ that is no percentage, as an entropy or Jain's index: as much as a point of one."""
+"""Tolerance of a number that is not a percentage, such as an entropy or Jain's index: one hundredth."""
 COUNTED = 5e-4
-"""By which part of it a number of parameters may differ from the paper's: its rounding."""
+"""Relative tolerance of a number of parameters: the rounding of the paper's number."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A number of a table or figure: the paper's, ours, and what is to be said of the two."""
+    """A number of a table or figure: the paper's value, Posy's value, and the comparison of the two."""
 
     variant: str
     measure: str
@@ -41,17 +41,17 @@ class Entry:
     state: str
     why: str
     alike: bool = False
-    """Whether the number is the paper's, though that of another setting."""
+    """Whether the number of a reduced run agrees with the paper's."""
 
 
 class Comparison:
-    """A table or figure beside its runs."""
+    """A table or figure with its runs."""
 
     def __init__(self, item: Item, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> None:
         self.item = item
         self.given = given or {}
         self.decisive = {key: value for key, value in self.given.items() if declared()[key].decides}
-        """Those of the given settings that decide what comes out."""
+        """The typed settings that decide the results."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
             self.plans = {scale: item.plan(scale, given, folder) for scale in item.scales}
@@ -62,40 +62,42 @@ class Comparison:
         if item.counts_classes:
             self.counts = {(v, scale): c for scale, plan in self.plans.items() for v, c in counted(plan).items()}
         self.finished: dict[str, dict[tuple[str, str], list[Cell]]] = {}
-        """Finished runs by scale, the larger one last, then by variant and row.
+        """Finished runs by scale, the larger scale last, then by variant and row.
 
-        Of seeds beyond its own, which another table has run, there are those that all rows have.
+        It includes further seeds, from the runs of other tables, only if all rows have them.
         """
         for scale, plan in self.plans.items() if item.has_runs else ():
-            found = self.finished.setdefault(scale, {})
+            runs = self.finished.setdefault(scale, {})
             ended = {cell: summary for cell in plan.cells if (summary := cell.summary("completed", "diverged"))}
             seeds = {*item.seeds(scale), *_shared_seeds(ended)}
             for cell, summary in ended.items():
                 if cell.seed in seeds and summary["status"] == "completed":
-                    found.setdefault((cell.variant, cell.row), []).append(cell)
+                    runs.setdefault((cell.variant, cell.row), []).append(cell)
         self.cells: dict[tuple[str, str], tuple[str, list[Cell]]] = {}
-        """Those that are drawn, with their scale: of each row the larger; in a picture one for a variant."""
+        """The drawn runs with their scale: the larger scale of each row, or in a picture one scale per variant."""
         for variant in self.item.variants:
             for scale in self._drawn_at(variant):
-                found = self.finished[scale]
-                self.cells |= {place: (scale, cells) for place, cells in found.items() if place[0] == variant}
+                runs = self.finished[scale]
+                self.cells |= {
+                    variant_row: (scale, cells) for variant_row, cells in runs.items() if variant_row[0] == variant
+                }
 
     def _drawn_at(self, variant: str) -> list[str]:
-        """Return at which scales the rows of a variant are drawn, the larger one last.
+        """Return the scales at which the rows of a variant are drawn, the larger scale last.
 
-        In a table each number stands beside the paper's; in a picture rows stand beside each other, and are all at the
-        scale at which most of them ran, the larger of two that are alike.
+        A table compares each number with the paper's. A picture compares rows with each other, so that all rows have
+        the scale at which most of them ran. Between equals, it is the larger scale.
         """
-        rows = {scale: sum(of == variant for of, _ in found) for scale, found in self.finished.items()}
+        rows = {scale: sum(of == variant for of, _ in runs) for scale, runs in self.finished.items()}
         return list(rows) if self.item.kind == "table" or not rows else [max(reversed(rows), key=rows.__getitem__)]
 
     def values(
         self, variant: str, row: str, measure: str, scale: str = "", *, same_point: bool = False
     ) -> dict[int, float]:
-        """Return a number of a row by seed, at a scale or the one that is drawn.
+        """Return a number of a row by seed, at a scale, by default at the drawn scale.
 
-        It is that at the row's own evaluation point, and what the item measures by default is, in some rows, another
-        number; with ``same_point`` it is the measure as it is, of whatever row.
+        The number is at the row's evaluation point. In place of a default measure of the item, some rows use another
+        measure. With ``same_point``, all rows use ``measure`` unchanged.
         """
         if self.item.kind == "memory":
             layers = self.item.form["layers"].get(row)
@@ -103,38 +105,38 @@ class Comparison:
         if not same_point:
             measure = self._measure_of(row, measure)
         cells = self.finished[scale].get(self._read_off(variant, row), []) if scale else self.runs_of(variant, row)[1]
-        found = {cell.seed: measured(cell.path, measure) for cell in cells}
-        return {seed: value for seed, value in found.items() if value is not None}
+        by_seed = {cell.seed: measured(cell.path, measure) for cell in cells}
+        return {seed: value for seed, value in by_seed.items() if value is not None}
 
     def _measure_of(self, row: str, measure: str) -> str:
-        """Return the measure of a row: at its own evaluation point, or another number for a default measure."""
-        own = self.item.readings.get(row, (row, measure))[1]
-        return self.item.of(row, own if measure in self.item.measures else measure)
+        """Return the measure of a row: at the row's evaluation point, or the row's substitute for a default measure."""
+        substitute = self.item.readings.get(row, (row, measure))[1]
+        return self.item.of(row, substitute if measure in self.item.measures else measure)
 
     def runs_of(self, variant: str, row: str) -> tuple[str, list[Cell]]:
-        """Return the finished runs that a row is read off, and their scale."""
+        """Return the scale and the finished runs from which a row takes its numbers."""
         return self.cells.get(self._read_off(variant, row), ("", []))
 
     def _read_off(self, variant: str, row: str) -> tuple[str, str]:
         return variant, self.item.readings.get(row, (row, ""))[0]
 
     def planned(self, variant: str, row: str) -> list[Cell]:
-        """Return the runs of a row at either scale, whether they are there or not."""
-        place = self._read_off(variant, row)
-        return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == place]
+        """Return the runs of a row at both scales, finished or not."""
+        variant_row = self._read_off(variant, row)
+        return [c for plan in self.plans.values() for c in plan.cells if (c.variant, c.row) == variant_row]
 
     def counts_of(self, variant: str) -> Counts | None:
         """Return the class counts of the clients, at the scale of the variant's runs if it has any."""
         ran = {scale for (of, _), (scale, _) in self.cells.items() if of == variant}
-        found = [self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not ran or s in ran)]
-        return found[-1] if found else None
+        counts = [self.counts[variant, s] for s in SCALES if (variant, s) in self.counts and (not ran or s in ran)]
+        return counts[-1] if counts else None
 
     @cached_property
     def entries(self) -> list[Entry]:
         """Every row in every column, in the order of the paper."""
         if not self.item.rows:
             return [] if self.item.draws_alone else [self._without_rows(variant) for variant in self.item.variants]
-        found = [
+        entries = [
             self._entry(variant, measure, row)
             for variant, measure in self.item.columns
             for row in self.item.rows
@@ -143,85 +145,91 @@ class Comparison:
             or row not in self.item.content.get("printed", {})
             or self.runs_of(variant, row)[1]
         ]
-        # What a method does not have, as a routing head, its runs do not tell.
-        return [one for one in found if one.ours or one.printed or not self.runs_of(one.variant, one.row)[1]]
+        # A method may lack a number that others have, such as the accuracy of a routing head.
+        return [
+            entry for entry in entries if entry.ours or entry.printed or not self.runs_of(entry.variant, entry.row)[1]
+        ]
 
     @cached_property
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
-        """What came of each claim."""
+        """The verdict on each claim."""
         return [(claim, self._verdict(claim)) for claim in self.item.claims]
 
     @cached_property
     def usual_seeds(self) -> int:
-        """Return over how many seeds most of its numbers are; 0 where there is none."""
-        found = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
-        return max(found, key=lambda seeds: (found[seeds], seeds), default=0)
+        """Return the most frequent number of seeds of its numbers, or 0 without numbers."""
+        frequencies = Counter(entry.ours.seeds for entry in self.entries if entry.ours and entry.measure != PARAMETERS)
+        return max(frequencies, key=lambda seeds: (frequencies[seeds], seeds), default=0)
 
     @cached_property
     def seconds(self) -> float:
-        """Wall-clock time of its runs, one after the other."""
+        """Sum of the wall-clock times of its runs, in seconds."""
         return sum(cell.summary()["seconds"] for _, cells in self.cells.values() for cell in cells)  # type: ignore[index]
 
     @cached_property
     def diverged(self) -> list[str]:
-        """Runs that have diverged, by variant, row and seed; they count in no number."""
+        """Names of the diverged runs (variant, row and seed), which no number includes."""
         ran = [cell for plan in self.plans.values() for cell in plan.cells] if self.item.has_runs else []
         return list(dict.fromkeys(cell.name for cell in ran if cell.summary("diverged") is not None))
 
     @property
     def scales(self) -> list[str]:
-        """At which scales there are runs."""
-        return [scale for scale in SCALES if any(own == scale for own, _ in self.cells.values())]
+        """The scales with runs."""
+        return [scale for scale in SCALES if any(drawn == scale for drawn, _ in self.cells.values())]
 
     def needed(self) -> str:
-        """Return what a picture that needs no runs needs instead."""
+        """Return the command and the data that a picture without runs needs."""
         return self._command("", self.item.settings_of(self.item.variants[0]).data.dataset)
 
     def changed(self, scale: str) -> str:
-        """Return in which settings a scale differs from the paper's, as ``key value (paper's)``."""
+        """Return the settings of a scale that differ from the paper's, as ``key value (paper's value)``."""
         small = self.item.content.get("small", {}) if scale == "small" else {}
         full = [cell.config for cell in (self.item.plan("full") if self.decisive else self.plans["full"]).cells]
-        told = []
+        changes = []
         for key, value in {**small.get("settings", {}), **self.decisive}.items():
-            own = dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full)
-            own.pop("", None)  # of a method that has no such setting
-            if list(own) != [shown(key, value)]:
-                told.append(f"{key} {shown(key, value)} ({' or '.join(own)})")
+            papers = dict.fromkeys(shown(key, config.get(key, declared()[key].default)) for config in full)
+            papers.pop("", None)  # of a method without this setting
+            if list(papers) != [shown(key, value)]:
+                changes.append(f"{key} {shown(key, value)} ({' or '.join(papers)})")
         for name, settings in {**small.get("runs", {}), **small.get("variants", {})}.items():
-            theirs = [f"{key} {shown(key, value)}" for key, value in settings.items() if key not in self.decisive]
-            told += [f"{name}: {', '.join(theirs)}"] if theirs else []
-        return ", ".join(told)
+            further = [f"{key} {shown(key, value)}" for key, value in settings.items() if key not in self.decisive]
+            changes += [f"{name}: {', '.join(further)}"] if further else []
+        return ", ".join(changes)
 
     def _entry(self, variant: str, measure: str, row: str) -> Entry:
         printed = self.item.printed.get((variant, measure, row))
-        place = (variant, measure, row)
+        cell = (variant, measure, row)
         scale, _ = self.runs_of(variant, row)
         ours = number(list(self.values(variant, row, measure).values()))
         if ours is None:
-            return Entry(*place, printed, None, scale, NOT_RUN, self._needs(variant, row))
+            return Entry(*cell, printed, None, scale, NOT_RUN, self._needs(variant, row))
         if printed is None:
-            return Entry(*place, None, ours, scale, DRAWN, "")
+            return Entry(*cell, None, ours, scale, DRAWN, "")
         if partial := self._partial(variant, row, measure):
-            return Entry(*place, printed, ours, scale, DIFFERS, f"measured over {partial} only")
+            return Entry(*cell, printed, ours, scale, DIFFERS, f"measured over {partial} only")
         if measure == PARAMETERS:
             same = agrees(ours, printed.value, None, COUNTED * printed.value)
             why = "" if same else self.item.reason(variant, row)
-            return Entry(*place, printed, ours, "full", REPRODUCED if same else DIFFERS, why)
+            return Entry(*cell, printed, ours, "full", REPRODUCED if same else DIFFERS, why)
         over_seeds = printed.spread if self.item.content.get("spread") == "seeds" else None
         unit = 1.0 if in_percent(measure) else HUNDREDTH
-        alike = agrees(ours, printed.value, over_seeds, unit)
-        if alike and scale == "full":
-            return Entry(*place, printed, ours, scale, REPRODUCED, "")
-        why = ("" if alike else self.item.reason(variant, row)) or ("" if scale == "full" else "run at scale small")
-        return Entry(*place, printed, ours, scale, DIFFERS, why, alike)
+        same_value = agrees(ours, printed.value, over_seeds, unit)
+        if same_value and scale == "full":
+            return Entry(*cell, printed, ours, scale, REPRODUCED, "")
+        why = ("" if same_value else self.item.reason(variant, row)) or (
+            "" if scale == "full" else "run at scale small"
+        )
+        return Entry(*cell, printed, ours, scale, DIFFERS, why, same_value)
 
     def _partial(self, variant: str, row: str, measure: str) -> str:
-        """Return how many clients a row's number covers, if these are too few to speak for all clients."""
-        found = (partial_coverage(cell.path, self._measure_of(row, measure)) for cell in self.runs_of(variant, row)[1])
-        return next(filter(None, found), "")
+        """Return the number of clients that a row's number covers, if they cannot represent all clients."""
+        partials = (
+            partial_coverage(cell.path, self._measure_of(row, measure)) for cell in self.runs_of(variant, row)[1]
+        )
+        return next(filter(None, partials), "")
 
     def _without_rows(self, variant: str) -> Entry:
-        """Return the state of what has no rows: a picture of a partition, or what Posy cannot run."""
+        """Return the state of an item without rows: a picture of a partition, or an experiment that Posy cannot run."""
         if self.counts_of(variant) is not None:
             return Entry(variant, "", "", None, None, "", DRAWN, "")
         cells = [cell for plan in self.plans.values() if (cell := first_cells(plan).get(variant))]
@@ -230,7 +238,7 @@ class Comparison:
         return Entry(variant, "", "", None, None, "", NOT_RUN, self._command("", _dataset(cells[0])))
 
     def _needs(self, variant: str, row: str) -> str:
-        """Return what a row that was not run needs."""
+        """Return the requirements of a row without runs."""
         planned = self.planned(variant, row)
         if not planned:
             return str(self.item.content.get("needs", f"Posy has no {row}"))
@@ -239,33 +247,36 @@ class Comparison:
         return self._command(f" --scale {scale}", _dataset(planned[0])) + (f" and {weights} there" if weights else "")
 
     def _command(self, options: str, dataset: str) -> str:
-        """Return the command that makes what is missing, and the data that it needs."""
+        """Return the command for the missing runs, and the data that they need."""
         command = f"`posy paper {self.item.paper} {self.item.name}{options}`"
         if any(_dataset(cell) == dataset for _, cells in self.cells.values() for cell in cells):
             return f"{command}, and the time that its runs take; the data is there"
         return f"{command}, with {dataset} in data-dir ({WANTED[dataset]})" if dataset in WANTED else command
 
     def _verdict(self, claim: Claim) -> Verdict:
-        """Judge a claim at the scale at which most of its rows can be compared, then in most columns, then the larger.
+        """Return the verdict on a claim, at the scale that compares most rows, then most variants; else the larger.
 
-        A run at one scale is never compared with one at the other.
+        It compares only runs of the same scale.
         """
-        found = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
-        scale = max(reversed(found), key=lambda one: (len({of for of, _ in found[one]}), len(found[one])))
+        by_scale = {scale: self._differences(claim, scale) for scale in self.finished or ("",)}
+        scale = max(
+            reversed(by_scale),
+            key=lambda scale_name: (len({of for of, _ in by_scale[scale_name]}), len(by_scale[scale_name])),
+        )
         differences: dict[str, list[float]] = {}
-        for (of, _), own in found[scale].items():
-            differences.setdefault(of, []).extend(own)
+        for (of, _), values in by_scale[scale].items():
+            differences.setdefault(of, []).extend(values)
         return replace(verdict(differences, claim.by, claim.within, claim.but), scale=scale)
 
     def _differences(self, claim: Claim, scale: str) -> dict[tuple[str, str], list[float]]:
-        """Return by how much each claimed row is higher than each it is above, by the two rows and the variant.
+        """Return the differences between the higher and the lower rows of a claim, by the two rows and the variant.
 
-        There is one for each seed that both have run with.
+        Each list holds one difference per seed of both rows.
         """
-        found: dict[tuple[str, str], list[float]] = {}
+        differences: dict[tuple[str, str], list[float]] = {}
         for higher, lower in itertools.product(claim.higher, claim.lower):
             of = " over ".join(name for name, rows in ((higher, claim.higher), (lower, claim.lower)) if len(rows) > 1)
-            # Rows that name their variants are the same in all.
+            # Rows that name their variants are the same in all variants.
             for variant in [""] if " / " in higher else claim.variants or self.item.variants:
                 above, below = (
                     self.values(*_place(name, variant), claim.measure, scale, same_point=claim.same_point)
@@ -274,22 +285,22 @@ class Comparison:
                 if claim.spread:
                     above, below = distances(above), distances(below)
                 if shared := sorted(above.keys() & below.keys()):
-                    found[of, variant] = [above[seed] - below[seed] for seed in shared]
-        return found
+                    differences[of, variant] = [above[seed] - below[seed] for seed in shared]
+        return differences
 
 
 def shown(key: str, value: Scalar) -> str:
-    """Return a setting's value as one reads it."""
+    """Return a setting's value in readable form."""
     return "all" if key == "max-samples" and value == 0 else typed(value)
 
 
 def typed(value: Scalar) -> str:
-    """Return a setting's value as it is typed."""
+    """Return a setting's value as on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shared_seeds(ended: Iterable[Cell]) -> set[int]:
-    """Return the seeds with which all rows have run that have run at all, by the runs that have ended."""
+    """Return the seeds of ended runs that all rows with runs have in common."""
     ran: dict[tuple[str, str], set[int]] = {}
     for cell in ended:
         ran.setdefault((cell.variant, cell.row), set()).add(cell.seed)
@@ -301,6 +312,6 @@ def _dataset(cell: Cell) -> str:
 
 
 def _place(name: str, variant: str) -> tuple[str, str]:
-    """Return variant and row of ``variant / row``, or of a row in a given variant."""
-    own, slash, row = name.partition(" / ")
-    return (own, row) if slash else (variant, name)
+    """Return the variant and the row of ``variant / row``; a row alone has the variant ``variant``."""
+    named_variant, slash, row = name.partition(" / ")
+    return (named_variant, row) if slash else (variant, name)

@@ -1,4 +1,4 @@
-"""What is kept of a run for a paper's tables and figures, and the numbers that are read from it."""
+"""Record the numbers of a run for a paper's tables and figures, and read them."""
 
 import csv
 import json
@@ -17,27 +17,27 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 
 MOST_CLIENTS = 40
-"""Clients up to which each one's curve is kept."""
+"""Largest number of clients for which a run records a curve per client."""
 SPREADS = ("mean", "std", "min", "max", "tenth", "weighted", "jain")
-"""What a summary holds over the clients."""
+"""Statistics over the clients in a summary."""
 POINTS = ("served", "local", "own")
-"""Evaluation points; ``own`` is the one at which the run's method is meant to be used."""
+"""Evaluation points; ``own`` is the evaluation point of the run's method."""
 WHICH = ("last", "best", "upper-bound", "average")
 SYSTEM_AVERAGE = "system average"
 POOLED = ("system", "routing", SYSTEM_AVERAGE)
 """Accuracies on the pooled test samples; the last is the mean over the last rounds (``average-rounds``)."""
 PARAMETERS = "parameters"
-"""What is measured where no run is needed: the parameters that a server holds, in millions."""
+"""A measure without a run: the number of parameters on the server, in millions."""
 TOTALS = ("rounds", "seconds", "bytes-up", "bytes-down", "samples", "peak-memory")
 
 
 def collect(path: Path) -> None:
-    """Keep of a finished run, beside its summary: its rounds, its clients' curves, and the lengths of their heads.
+    """Record a finished run's rounds, the clients' loss curves, and the norms of their heads, next to the summary.
 
-    ``rounds`` holds a list over the rounds by name of a number; of a measure over the clients its mean. ``clients``
-    holds each client's losses on its training samples by round: of the model that it is served where that was measured
-    (``evaluate-training``), else in training. ``heads`` ``(M, C)`` holds the L2 norm of each row of the output layer
-    of the clients' own models, where they have been stored.
+    ``rounds`` maps the name of a number to its values by round; for a measure over the clients, it holds the mean.
+    ``clients`` holds each client's loss on its training samples by round: the loss of the served model with
+    ``evaluate-training``, else the loss in training. ``heads`` ``(M, C)`` holds the L2 norm of each row of the output
+    layer of the clients' stored models, if there are any.
     """
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
     rounds: dict[str, list[Any]] = {}
@@ -46,7 +46,7 @@ def collect(path: Path) -> None:
             number = value.get("mean") if isinstance(value, dict) else value
             if isinstance(number, int | float):
                 rounds.setdefault(key, [None] * len(rows))[index] = number
-    kept: dict[str, Any] = {"rounds": rounds}
+    recorded: dict[str, Any] = {"rounds": rounds}
     with (path / "clients.csv").open(encoding="utf-8", newline="") as file:
         losses: dict[str, list[list[float]]] = {}
         reader = csv.DictReader(file)
@@ -55,28 +55,30 @@ def collect(path: Path) -> None:
             if row[measure]:
                 losses.setdefault(row["partition"], []).append([int(row["round"]), float(row[measure])])
     if len(losses) <= MOST_CLIENTS:
-        kept["clients"] = losses
+        recorded["clients"] = losses
     files = sorted((path / "models").glob("client-*.safetensors"), key=lambda file: int(file.stem.partition("-")[2]))
     heads = [arrays["head.weight"] for arrays in map(load_arrays, files) if "head.weight" in arrays]
     if heads and len(heads) <= MOST_CLIENTS:
-        kept["heads"] = [np.linalg.norm(head, axis=1).tolist() for head in heads]
-    (path / KEPT).write_text(json.dumps(_rounded(kept)), encoding="utf-8")
+        recorded["heads"] = [np.linalg.norm(head, axis=1).tolist() for head in heads]
+    (path / KEPT).write_text(json.dumps(_rounded(recorded)), encoding="utf-8")
 
 
 def kept(path: Path) -> dict[str, Any]:
-    """Return what was kept of a run; nothing of one that was kept before there was anything."""
+    """Return the recorded numbers of a run, or an empty mapping for an old run without a record."""
     file = path / KEPT
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def measured(path: Path, measure: str) -> float | None:
-    """Return a number of a finished run, accuracies in %; None where it was not measured.
+    """Return a number of a finished run, accuracies in %, or None for a missing number.
 
-    ``measure`` is an evaluation point, a round (``last``, ``best``, ``upper-bound``, or ``average`` over the last ones)
-    and, if need be, what is taken over the clients, the mean by default: ``served last``, ``local best min``; or
-    ``system`` or ``routing``, the accuracies on the pooled test samples, of the first also ``system average``; or
-    ``round`` and a number of the rounds, of which the last value is taken: ``round outer_cv``; or a number of the
-    summary: ``bytes-up``.
+    ``measure`` has one of these forms:
+
+    - an evaluation point, a round (``last``, ``best``, ``upper-bound``, or ``average`` over the last rounds), and
+      optionally a statistic over the clients, by default the mean: ``served last``, ``local best min``
+    - an accuracy on the pooled test samples: ``system``, ``routing`` or ``system average``
+    - ``round`` and a name in ``rounds.jsonl``, for the last value: ``round outer_cv``
+    - a total of the summary: ``bytes-up``
     """
     summary = read_summary(path)
     words = measure.split()
@@ -86,18 +88,18 @@ def measured(path: Path, measure: str) -> float | None:
     if measure in TOTALS:
         return None if summary.get(measure) is None else float(summary[measure])
     if measure == SYSTEM_AVERAGE:
-        found = (summary.get("system-accuracy-average") or {}).get("mean")
+        number = (summary.get("system-accuracy-average") or {}).get("mean")
     elif measure in POOLED:
-        found = summary.get(f"{measure}-accuracy")
+        number = summary.get(f"{measure}-accuracy")
     else:
-        found = _over_clients(summary, words).get((words[2:] or ["mean"])[0])
-    return None if found is None else float(found) * (100 if in_percent(measure) else 1)
+        number = _over_clients(summary, words).get((words[2:] or ["mean"])[0])
+    return None if number is None else float(number) * (100 if in_percent(measure) else 1)
 
 
 def partial_coverage(path: Path, measure: str) -> str:
-    """Return how many clients a number of a finished run covers, if these are too few to speak for all clients.
+    """Return the number of clients that a number of a finished run covers, if they cannot represent all clients.
 
-    For example ``3 of 30 clients``, where only the cohort of the last round has local models.
+    For example ``3 of 30 clients`` if only the cohort of the last round has local models.
     """
     summary, words = read_summary(path), measure.split()
     if measure in (*POOLED, *TOTALS, SYSTEM_AVERAGE, PARAMETERS) or words[0] not in POINTS:
@@ -108,36 +110,36 @@ def partial_coverage(path: Path, measure: str) -> str:
 
 
 def _over_clients(summary: Mapping[str, Any], words: Sequence[str]) -> Mapping[str, Any]:
-    """Return the spread over the clients that a measure names by its evaluation point and its round."""
+    """Return the statistics over the clients for a measure's evaluation point and round."""
     point = point_of(summary) if words[0] == "own" else words[0]
     return last_round(summary, point) if words[1] == "last" else summary[point].get(words[1]) or {}
 
 
 def check_measure(measure: str, where: str) -> str:
-    """Return a measure; one that is none raises :class:`SettingsError`."""
+    """Return a valid measure unchanged; raise :class:`SettingsError` for others."""
     words = measure.split()
     over_clients = len(words) in (2, 3) and words[0] in POINTS and words[1] in WHICH and {*words[2:]} <= {*SPREADS}
     if measure in (*POOLED, *TOTALS, PARAMETERS) or over_clients or (len(words) == 2 and words[0] == "round"):
         return measure
-    raise SettingsError(f"measure = {measure!r} in {where}: there is no such number of a run")
+    raise SettingsError(f"measure = {measure!r} in {where} is not a number of a run; use for example `served last`")
 
 
 def in_percent(measure: str) -> bool:
-    """Tell whether a measure is an accuracy."""
+    """Return whether a measure is an accuracy."""
     words = measure.split()
     of_a_round = words[0] == "round" and words[-1].endswith("accuracy")
     return measure in POOLED or of_a_round or (words[0] in POINTS and words[-1] != "jain")
 
 
 def curve(path: Path, key: str) -> list[tuple[int, float]]:
-    """Return a number of each round of a run in which it was measured, with the round."""
+    """Return the values of a number by round, as pairs of round and value, without missing values."""
     values = kept(path).get("rounds", {})
     numbers = values.get("round", [])
     return [(n, value) for n, value in zip(numbers, values.get(key, []), strict=False) if value is not None]
 
 
 def _rounded(value: Any) -> Any:
-    """Return floats with six digits, in whatever holds them."""
+    """Return a nested value with all floats rounded to six significant digits."""
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):

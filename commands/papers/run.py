@@ -1,4 +1,4 @@
-"""`posy paper`: list the papers, run their tables and figures, draw their pages."""
+"""`posy paper`: list the papers, run their tables and figures, and draw their pages."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -19,113 +19,113 @@ from posy.settings import Scalar, SettingsError
 from posy.strategies.registry import PAPERS, declared, read_settings
 
 PAGES = Path("docs/papers")
-"""Where the pages of the papers go, below the working directory."""
+"""Folder of the papers' pages, relative to the working directory."""
 OWN = Path("results/papers")
-"""Where runs and pages go of somebody who has changed what decides the results."""
+"""Folder for runs and pages with custom settings that decide the results."""
 COLUMNS = (
     *("claims", *OUTCOMES),
     *("numbers reproduced", "differ", "drawn", "not run"),
 )
-"""What is told of a paper."""
-ITEM = ("name", "what it is", "numbers", "claims")
-"""What is told of a table or figure."""
+"""Columns of the list of papers."""
+ITEM = ("name", "content", "numbers", "claims")
+"""Columns of the list of tables and figures."""
 
 
 def list_papers() -> int:
-    """Print each paper's tables and figures with their state, and what came of its claims and numbers."""
-    found = {paper: [Comparison(one) for one in items(paper)] for paper in papers()}
+    """Print the state of each paper's tables and figures, and a summary of its claims and numbers."""
+    comparisons_of = {paper: [Comparison(comparison) for comparison in items(paper)] for paper in papers()}
     pictures = pictures_in(PAGES if PAGES.is_dir() else PAPERS.parent / PAGES)
-    for paper, comparisons in found.items():
-        print_table(paper, ITEM, [_line(one, pictures) for one in comparisons])
-    print_table("papers", ("paper", *COLUMNS), overview(found))
-    print("posy paper PAPER draws its page; posy paper PAPER TABLE runs a table or figure of it")
-    if missing := missing_results(found):
+    for paper, comparisons in comparisons_of.items():
+        print_table(paper, ITEM, [_line(comparison, pictures) for comparison in comparisons])
+    print_table("papers", ("paper", *COLUMNS), overview(comparisons_of))
+    print("`posy paper PAPER` draws the page of a paper; `posy paper PAPER TABLE` runs a table or figure")
+    if missing := missing_results(comparisons_of):
         print(missing)
     return 0
 
 
 def show_paper(name: str, given: Mapping[str, Scalar] | None = None, folder: Path | None = None) -> int:
-    """Draw a paper's page from the runs that there are, and print the state of its tables and figures.
+    """Draw a paper's page from the finished runs, and print the state of its tables and figures.
 
-    With settings that were ``given``, it is that of the runs in a ``folder``, if there is one.
+    With the settings ``given`` on the command line, use the runs in ``folder`` if it is not None.
     """
     comparisons = write(name, folder or PAGES, given, folder)
     pictures = pictures_in(folder or PAGES)
-    print_table(name, ITEM, [_line(one, pictures) for one in comparisons])
-    print(f"written to {(folder or PAGES) / name}.md")
+    print_table(name, ITEM, [_line(comparison, pictures) for comparison in comparisons])
+    print(f"wrote {(folder or PAGES) / name}.md")
     if folder is None and (missing := missing_results([name])):
         print(missing)
     return 0
 
 
-def _line(one: Comparison, pictures: Sequence[str]) -> tuple[str, str, str, str]:
-    """Return what is told of a table or figure in a line."""
-    return one.item.name, one.item.title, states(one, pictures), claims(one)
+def _line(comparison: Comparison, pictures: Sequence[str]) -> tuple[str, str, str, str]:
+    """Return the line of a table or figure: name, title, state and claims."""
+    return comparison.item.name, comparison.item.title, states(comparison, pictures), claims(comparison)
 
 
 def run_part(name: str, part: str, scale: str, given: Mapping[str, Scalar], jobs: int, seeds: int | None = None) -> int:
-    """Run a table or figure of a paper, or all of them, as far as its runs are not there; then draw the paper's page.
+    """Run the missing runs of a paper's table or figure, or of all of them, then draw the paper's page.
 
-    With a number of ``seeds`` it is run with the first ones in place of its own. Runs whose data set is not there are
-    left out, and said to be. With settings that decide the results, runs and page go to a place of their own. The exit
-    status is 1 if a run has failed.
+    With ``seeds``, use the seeds 0 to ``seeds`` - 1 instead of the file's. Skip and list the runs without their data
+    set. With settings that decide the results, runs and page go into a separate folder. Return the exit status, which
+    is 1 if a run has failed.
     """
     if scale not in SCALES:
         raise SettingsError(f"--scale {scale}: it must be {' or '.join(SCALES)}")
     wanted = items(name) if part == "all" else [item(name, part)]
-    other = [one.name for one in wanted if scale not in one.scales]
+    other = [entry.name for entry in wanted if scale not in entry.scales]
     if part in other:
-        raise SettingsError(f"--scale {scale}: {part} goes beyond the paper and has one size: --scale full")
+        raise SettingsError(f"--scale {scale}: {part} goes beyond the paper and has one size; use --scale full")
     if other:
-        print(f"left out, for they have one size (--scale full): {', '.join(other)}", flush=True)
-        wanted = [one for one in wanted if scale in one.scales]
+        print(f"skipped, because they have one size (--scale full): {', '.join(other)}", flush=True)
+        wanted = [entry for entry in wanted if scale in entry.scales]
     folder = OWN / name if any(declared()[key].decides for key in given) else None
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
-    for one in wanted:
-        if not (one.has_runs or one.counts_classes):
+    for entry in wanted:
+        if not (entry.has_runs or entry.counts_classes):
             continue
-        plan = one.plan(scale, given, folder, seeds)
-        if one.has_runs:
-            failures |= _run(plan, one.title, one.seeds(scale, seeds), jobs, absent)
-        if one.counts_classes:
-            made = count(plan, absent)
-            failures |= {f"{one.title}, {variant}": reason for variant, reason in made.items()}
+        plan = entry.plan(scale, given, folder, seeds)
+        if entry.has_runs:
+            failures |= _run(plan, entry.title, entry.seeds(scale, seeds), jobs, absent)
+        if entry.counts_classes:
+            counted = count(plan, absent)
+            failures |= {f"{entry.title}, {variant}": reason for variant, reason in counted.items()}
     show_paper(name, given, folder)
-    for what, reason in absent.items():
-        print(f"not run: {what}: {reason}")
-    for what, reason in failures.items():
-        print(f"failed: {what}: {reason}")
+    for data, reason in absent.items():
+        print(f"not run: {data}: {reason}")
+    for run, reason in failures.items():
+        print(f"failed: {run}: {reason}")
     return 1 if failures else 0
 
 
 def _run(plan: Plan, title: str, seeds: Collection[int], jobs: int, absent: dict[str, str]) -> dict[str, str]:
-    """Run what a table or figure lacks with some seeds; note in ``absent`` why runs are left out, by data set."""
+    """Run the missing runs of some seeds; record in ``absent`` the reason for skipped runs, by data set."""
     take_up(plan)
     wanted = [cell for cell in plan.cells if cell.seed in seeds]
     possible = {cell for cell in wanted if _data_is_there(cell, absent)}
-    print(f"{title}: {len(possible)} of {len(wanted)} runs can be had here", flush=True)
-    own, elsewhere = archive.read(plan.output), held_elsewhere(plan)
-    # What another table has run stays in the archive of that one; what was run with other seeds, or under another name,
-    # stays in this one.
+    print(f"{title}: {len(possible)} of {len(wanted)} runs are available", flush=True)
+    stored, elsewhere = archive.read(plan.output), held_elsewhere(plan)
+    # A run of another table stays in its archive. Runs with other seeds or under another name stay in
+    # this archive.
     cells = tuple(
         cell
         for cell in plan.cells
         if (cell in possible and cell.summary() is None)
-        or (cell.summary(*archive.ENDED) and (cell.name in own or cell.name not in elsewhere))
+        or (cell.summary(*archive.ENDED) and (cell.name in stored or cell.name not in elsewhere))
     )
     return fill(replace(plan, cells=cells), jobs=jobs) if cells else {}
 
 
 def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
-    """Tell whether a run has finished, or its data can be read, and its word vectors are there."""
+    """Return whether a run has finished, or its data and word vectors are readable."""
     if cell.summary() is not None:
         return True
     settings = read_settings(cell.config, cell.name)
     data, weights = settings.data, settings.train.weights
     name = Path(weights).name
     if weights and found_at(weights, data.data_dir) is None:
-        absent[name] = f"there is no {name} in {data.data_dir}"
+        absent[name] = f"{data.data_dir} holds no {name}"
         return False
     if data.dataset not in absent and (data.dataset, data.data_dir) not in _READ:
         try:
@@ -138,4 +138,4 @@ def _data_is_there(cell: Cell, absent: dict[str, str]) -> bool:
 
 
 _READ: set[tuple[str, str]] = set()
-"""Data sets that can be read, with the directory that holds them."""
+"""Readable data sets, with their directories."""
