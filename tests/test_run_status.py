@@ -87,7 +87,7 @@ def test_a_run_waits_for_nodes_visibly(make_config: Callable[..., dict[str, Any]
     grid.leave(4)
     run(grid, make_config("fedavg", num_server_rounds=1, join_timeout=100), status=RunStatus(path))
     [waits] = {json.dumps(seen["waits"]): seen["waits"] for seen in grid.seen if "nodes" in str(seen["waits"])}.values()
-    assert waits["for"] == "nodes: 3 of 4 clients are there"
+    assert waits["for"] == "nodes: 3 of 4 clients are present"
     assert waits["until"] - waits["since"] == pytest.approx(100)
 
 
