@@ -309,7 +309,7 @@ class Federation:
         """Publish that the run waits for nodes; ``since`` is a time by the monotonic clock."""
         since += time.time() - time.monotonic()
         until = since + self.settings.run.join_timeout
-        self._status.waits(f"nodes: {present} of {clients} clients are there", since, until)
+        self._status.waits(f"nodes: {present} of {clients} clients are present", since, until)
 
     def _too_few(self, hosted: int, waited: float) -> str:
         least, timeout = self.settings.run.min_clients, self.settings.run.join_timeout

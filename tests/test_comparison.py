@@ -136,16 +136,16 @@ SERVED = [0.5, 0.6, 0.7, 0.8, 0.9, 0.4, 0.5, 0.6, 0.7, 0.8]
 
 @pytest.fixture
 def partial(tmp_path: Path) -> list[Run]:
-    """Return three rows over ten clients, and FedRep, whose local models exist only for a cohort of two clients.
+    """Return three rows over ten clients, and FedAS, whose local models exist only for a cohort of two clients.
 
-    On these two clients FedRep is 0.05 below FedAvg, but its mean of 0.80 is above FedAvg's mean over all clients.
+    On these two clients FedAS is 0.05 below FedAvg, but its mean of 0.80 is above FedAvg's mean over all clients.
     """
     rows = []
     for seed in (0, 1, 2):
         rows.append(a_run(tmp_path, "FedAvg", "fedavg", seed, SERVED, SERVED))
         rows.append(a_run(tmp_path, "FedProx", "fedprox", seed, [a + 0.01 for a in SERVED], SERVED))
         rows.append(a_run(tmp_path, "Local", "local", seed, [], [a - 0.1 for a in SERVED]))
-        cohort = a_run(tmp_path, "FedRep", "fedrep", seed, [], [], 10)
+        cohort = a_run(tmp_path, "FedAS", "fedas", seed, [], [], 10)
         with (cohort.path / "clients.csv").open("a", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows([[2, 3, "", 0.75], [2, 4, "", 0.85]])
         rows.append(cohort)
@@ -154,30 +154,30 @@ def partial(tmp_path: Path) -> list[Run]:
 
 def test_rows_are_compared_over_the_same_clients(partial: list[Run]) -> None:
     lines = {line["method"]: line for line in over_clients(partial).to_dict("records")}
-    assert lines["FedRep"]["mean"] == pytest.approx(0.80)
+    assert lines["FedAS"]["mean"] == pytest.approx(0.80)
     assert lines["FedAvg"]["mean"] == pytest.approx(0.65)
     assert {name: (line["clients"], line["members"]) for name, line in lines.items()} == {
         "FedAvg": (30, 30),
         "FedProx": (30, 30),
         "Local": (30, 30),
-        "FedRep": (6, 30),
+        "FedAS": (6, 30),
     }
-    assert [name for name, line in lines.items() if not line["ranked"]] == ["FedRep"]
+    assert [name for name, line in lines.items() if not line["ranked"]] == ["FedAS"]
     # Paired over the two clients of the cohort: 0.75 against 0.8, and 0.85 against 0.9.
-    assert lines["FedRep"]["gain-fedavg"] == pytest.approx(-0.05)
-    assert lines["FedRep"]["losing-fedavg"] == "6/6"
-    assert lines["FedProx"]["alike"] and not lines["FedRep"]["alike"]  # the best row covers all clients
+    assert lines["FedAS"]["gain-fedavg"] == pytest.approx(-0.05)
+    assert lines["FedAS"]["losing-fedavg"] == "6/6"
+    assert lines["FedProx"]["alike"] and not lines["FedAS"]["alike"]  # the best row covers all clients
     scores = scores_by_block(partial)
     assert sorted(scores.columns) == ["FedAvg", "FedProx", "Local"]
     text = compared(over_clients(partial), ranks(scores))
-    assert "| FedRep | local | 80.00 (6 of 30) |" in text
+    assert "| FedAS | local | 80.00 (6 of 30) |" in text
     assert "| FedAvg | served | 65.00 |" in text
-    assert "Not ranked, because they cover fewer clients: FedRep." in text
+    assert "Not ranked, because they cover fewer clients: FedAS." in text
 
 
 def test_rows_of_one_cohort_are_compared_over_it(partial: list[Run]) -> None:
     """Cohorts depend on the seed alone, so all rows with only local models cover the same clients."""
-    rows = [run for run in partial if run.row == "FedRep"]
+    rows = [run for run in partial if run.row == "FedAS"]
     both = rows + [run._replace(row="FedPer") for run in rows]
     lines = over_clients(both).to_dict("records")
     assert [(line["ranked"], line["clients"], line["members"]) for line in lines] == [(True, 6, 30)] * 2

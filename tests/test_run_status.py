@@ -95,7 +95,7 @@ def test_a_run_waits_for_nodes_visibly(make_config: Callable[..., dict[str, Any]
         for snapshot in grid.snapshots
         if "nodes" in str(snapshot["waits"])
     }.values()
-    assert waits["for"] == "nodes: 3 of 4 clients are there"
+    assert waits["for"] == "nodes: 3 of 4 clients are present"
     assert waits["until"] - waits["since"] == pytest.approx(100)
 
 
