@@ -19,6 +19,9 @@ from posy.data.values import FLOAT32_MAX, LOST, as_features
 _GROWTH = 4  # least factor by which a table grows when its cells become Python's texts
 _MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_MISSING = ("", "?", "-", "na", "n/a", "nan", "null", "none")
+"""How tables mark a missing value, in lower case."""
 _LOG = getLogger("flwr")  # the logger of a run
 
 
@@ -94,7 +97,9 @@ def _header(path: Path) -> list[str]:
     rows = rows_of(path)
     header = [label_name(title) for title in next(rows, (0, []))[1]]
     if len(header) < 2:
-        raise DataError(f"{path}: header {header}; needed is a header row with two columns or more")
+        other = next((name for sign, name in _OTHER_SEPARATORS.items() if sign in "".join(header)), "")
+        hint = f"; the header has {other}: separate the columns by commas" if other else ""
+        raise DataError(f"{path}: header {header}; needed is a header row with two columns or more{hint}")
     if all(_number(title) is not None for title in header):
         raise DataError(f"{path}: the first row holds only numbers; needed is a header row with the columns' names")
     seen: dict[str, str] = {}
@@ -152,6 +157,11 @@ def _problem(
             if (place, cell) in wrong:
                 return DataError(f"{where}: {wrong[place, cell]}")
             value = _number(cell)
+            if place in features and cell.strip().lower() in _MISSING:
+                return DataError(
+                    f"{where}: {cell!r} is a missing value; fill it in, remove the row, or leave the column out of "
+                    "input-columns"
+                )
             if place in features and (value is None or not abs(value) <= FLOAT32_MAX):
                 return DataError(
                     f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "

@@ -114,8 +114,8 @@ class Setting:
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
     ``optimizer = adam | adamw and local-steps = 0``: comparisons of a key with ``=``, ``!=``, ``>`` or ``<``, joined by
     ``and``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text. ``{method}`` in a key stands
-    for the method's name, for a setting that several methods inherit. Setting it to another value than its default while
-    the condition is false is an error."""
+    for the method's name, for a setting that several methods inherit. Setting it to another value than its default
+    while the condition is false is an error."""
     choices: tuple[str, ...] = ()
     """The only values that it may have, if there are any."""
     or_own: str = ""
