@@ -41,7 +41,8 @@ def load_dataset(settings: DataSettings, data_dir: Path, seed: int) -> Dataset:
     Raises
     ------
     SettingsError
-        If the name or path does not exist, or ``max_samples``, ``image_size`` or ``text_length`` does not fit the data.
+        If the name or path does not exist, or ``max_samples``, ``image_size``, ``text_length`` or ``vocabulary`` does
+        not fit the data.
     DataError
         If the data is missing or damaged.
     """
@@ -82,7 +83,7 @@ def _check_columns(columns: Columns, name: str, has_columns: bool) -> None:
 
 
 def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
-    """Raise :class:`SettingsError` where the samples could not be brought to the size in the settings."""
+    """Raise :class:`SettingsError` if the settings change the size of samples, or number words, that the data lacks."""
     task = dataset.task
     for key, kind, wanted, reason in (
         ("image-size", "image", (settings.image_size,) * 2, "image files are resized"),
@@ -95,6 +96,11 @@ def _check_resized(dataset: Dataset, settings: DataSettings) -> None:
                 f"{key} = {wanted[0]} does not go with {dataset.name}, which holds samples of the kind {task.kind} and "
                 f"the size {shape}: only {reason}; set it to 0"
             )
+    if settings.vocabulary != DataSettings.vocabulary and dataset.sample_kind != "text":
+        raise SettingsError(
+            f"vocabulary = {settings.vocabulary} does not go with {dataset.name}, which holds samples of the kind "
+            f"{dataset.sample_kind}: only words of texts get numbers; set it to {DataSettings.vocabulary}"
+        )
 
 
 def _subset(dataset: Dataset, settings: DataSettings, seed: int) -> Dataset:

@@ -76,6 +76,13 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
         _check(kind, dataset, settings)
         pairs = _assigned(kind, dataset, settings, rng)
     else:
+        if settings.test_fraction != DataSettings.test_fraction:
+            log(
+                WARNING,
+                "test-fraction = %g has no effect: %s comes with a test set; test-set=pooled splits all samples",
+                settings.test_fraction,
+                dataset.name,
+            )
         rows = np.flatnonzero(~is_test)
         groups = None if dataset.groups is None else dataset.groups[rows]
         # Partition rules read labels and groups alone.

@@ -19,6 +19,9 @@ from posy.data.values import FLOAT32_MAX, LOST, as_features
 _GROWTH = 4  # least factor by which a table grows when its cells become Python's texts
 _MAX_LINE = 1 << 25  # characters
 _SPECIAL = ("label", "group", "text")
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_MISSING = ("", "?", "-", "na", "n/a", "nan", "null", "none")
+"""How tables mark a missing value, in lower case."""
 _LOG = getLogger("flwr")  # the logger of a run
 
 
@@ -98,7 +101,9 @@ def _header(path: Path) -> list[str]:
     rows = rows_of(path)
     header = [label_name(title) for title in next(rows, (0, []))[1]]
     if len(header) < 2:
-        raise DataError(f"{path}: header {header}; a table needs a header row with two columns or more")
+        other = next((name for sign, name in _OTHER_SEPARATORS.items() if sign in "".join(header)), "")
+        hint = f"; the header has {other}: separate the columns by commas" if other else ""
+        raise DataError(f"{path}: header {header}; a table needs a header row with two columns or more{hint}")
     if all(_number(title) is not None for title in header):
         raise DataError(
             f"{path}: the first row contains only numbers; a table needs a header row with the names of the columns"
@@ -158,6 +163,11 @@ def _problem(
             if (index, cell) in wrong:
                 return DataError(f"{where}: {wrong[index, cell]}")
             value = _number(cell)
+            if index in features and cell.strip().lower() in _MISSING:
+                return DataError(
+                    f"{where}: {cell!r} is a missing value; fill it in, remove the row, or leave the column out of "
+                    "input-columns"
+                )
             if index in features and (value is None or not abs(value) <= FLOAT32_MAX):
                 return DataError(
                     f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterable
 from functools import cached_property
+from logging import INFO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from flwr.common.logger import log
 
 from posy.client_app.stored import ClientModel, Prediction
 from posy.metrics import majority_vote
@@ -40,6 +42,21 @@ class Answer(NamedTuple):
     clients: dict[int, float]
 
 
+def _newest_on_node(folder: Path) -> Path | None:
+    """Return the newest run's folder of models in a node's ``state-dir`` or ``models``, or a run of it; else None.
+
+    A node stores the models of a run in ``<state-dir>/<run>/models`` or in ``<models>/<run>``.
+    """
+    patterns = ("models/client-*.safetensors", "*/client-*.safetensors", "*/models/client-*.safetensors")
+    files = [
+        path
+        for pattern in patterns
+        for path in folder.glob(pattern)
+        if path.is_file() and not (path.parents[1] / CONFIG).is_file()  # a directory of runs is not a node's
+    ]
+    return max(files, key=lambda path: path.stat().st_mtime).parent if files else None
+
+
 class Record:
     """The files of a run, which are read on demand.
 
@@ -61,6 +78,9 @@ class Record:
         for folder in candidates:
             if (folder / CONFIG).is_file() or any(folder.glob("client-*.safetensors")):
                 return cls(folder)
+            if models := _newest_on_node(folder):
+                log(INFO, "Using the models of the newest run in %s: %s", folder, models)
+                return cls(models)
         raise SettingsError(f"no run in {' or '.join(map(str, dict.fromkeys(candidates)))}; name the folder of a run")
 
     def __repr__(self) -> str:

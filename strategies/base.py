@@ -81,9 +81,11 @@ class PersonalisedStrategy(Strategy):
         self.shared = self.architecture.divided(self.method.personal(self.architecture))[0]
         """The part of the network's parameters that clients send and the server aggregates."""
         if not self.shared.size:
+            method = word_of(settings.run.method)
+            lower = f", or lower {method}-layers = {self.method.layers}" if hasattr(self.method, "layers") else ""
             raise SettingsError(
-                f"model = {plain.model!r}: {word_of(settings.run.method)} keeps its only layer on the clients, "
-                "so nothing is left to share; it must be a network with more layers"
+                f"model = {plain.model!r}: {method} keeps all its layers on the clients, so nothing is left to share; "
+                f"choose a network with more layers{lower}"
             )
         self.clients: dict[int, ClientInfo] = {}
         """The clients that have a node, by index."""

@@ -280,10 +280,14 @@ def experiment_path(name: str) -> Path:
     if (stem := name.removesuffix(".yaml")) in known:
         return known[stem]
     if os.path.isdir(typed):  # noqa: PTH112 - false for what no name can be, which Path takes ill
-        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean dataset={name}?")
+        record = f"{name.rstrip('/')}/config.yaml"
+        likely = f"{record}, which repeats that run" if is_file(absolute(record)) else f"dataset={name}"
+        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean {likely}?")
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: there is no such file; did you mean {setting}={name}?")
     word = Path(name).stem
+    if "/" in name and word not in known:  # a path, and no word that resembles one
+        raise SettingsError(f"experiment = {shown(name)}: there is no such file; looked for {typed}")
     near = nearest(word, known) or nearest(word, (*METHODS, *DATASETS), 0.75)
     near = nearest(word, (near, *METHODS, *DATASETS))  # a word in the place of a file
     near = f"{setting}={near}" if (setting := setting_of(near)) else near

@@ -1,6 +1,7 @@
 """Baselines: one or two full-batch steps of each, worked by hand, and degenerate cases."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -418,6 +419,21 @@ def test_local_clients_share_only_the_initial_model(make_config, federate):
     alone = federate(make_config("local"), prepare=lambda s: setattr(s, "cohort", lambda _: [0]))
     np.testing.assert_array_equal(together.kept(0)["model"], alone.kept(0)["model"])
     assert alone.kept(2) == {}
+
+
+def test_the_remedy_for_too_many_personal_layers_names_their_setting(tmp_path, monkeypatch, make_strategy):
+    """FedMine of docs/own.md on the mlp, which has three layers."""
+    monkeypatch.chdir(tmp_path)
+    own = (Path(__file__).parents[1] / "docs/own.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(own.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    with pytest.raises(SettingsError) as raised:
+        make_strategy("mine:FedMine", model="mlp", fedmine_layers=7)
+    assert str(raised.value) == (
+        "model = 'mlp': fedmine keeps all its layers on the clients, so nothing is left to share; "
+        "choose a network with more layers, or lower fedmine-layers = 7"
+    )
+    with pytest.raises(SettingsError, match=r"choose a network with more layers$"):
+        make_strategy("fedrep", model="linear")
 
 
 def test_unknown_method_is_an_error():

@@ -1,7 +1,9 @@
 """Use of a finished run: its record, its clients' models, and their predictions for new samples."""
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,6 +286,21 @@ def test_a_run_by_its_name(finished: Record, monkeypatch: pytest.MonkeyPatch, tm
     assert posy.load("drm").summary == finished.summary
     with pytest.raises(SettingsError, match=r"no run in .*/gone or .*/gone; name the folder of a run$"):
         posy.load("gone")
+
+
+def test_the_newest_run_in_the_folder_of_a_node(finished: Record, tmp_path: Path) -> None:
+    """A node stores models in <state-dir>/<run>/models, or in <models>/<run>."""
+    for kind, below in (("state", "models"), ("models", ".")):
+        for age, run_of_node in ((100, "b-old"), (0, "a-new")):
+            stored = tmp_path / kind / run_of_node / below
+            stored.mkdir(parents=True)
+            for client in range(3 if age else 1):
+                copied = shutil.copy(finished.models / f"client-{client}.safetensors", stored)
+                os.utime(copied, (1_000_000 - age,) * 2)
+        assert posy.load(tmp_path / kind).models == tmp_path / kind / "a-new" / below
+        assert posy.load(tmp_path / kind / "b-old").predictor(2).point == "local"
+    with pytest.raises(SettingsError, match="there is no run in"):
+        posy.load(finished.path.parent)
 
 
 @pytest.mark.parametrize("client", ["3", "-1", "nowhere", ""])

@@ -69,7 +69,8 @@ def features(folder: Path) -> tuple[Path, Task]:
     x = x.astype(np.float32)
     np.savez(folder / "features.npz", x_train=x, y_train=y)
     wide = x.astype(np.float64)
-    return folder / "features.npz", Task((wide - wide.mean(0)) / wide.std(0), y, train, test)
+    fit = wide[[index for part in train for index in part]]
+    return folder / "features.npz", Task((wide - fit.mean(0)) / fit.std(0), y, train, test)
 
 
 def images(folder: Path) -> tuple[Path, Task]:
@@ -82,16 +83,17 @@ def images(folder: Path) -> tuple[Path, Task]:
 
 
 def texts(folder: Path) -> tuple[Path, Task]:
-    """Write texts of the words w00..w29, whose numbers are 2, 3, ... from the most frequent word on."""
+    """Write texts of the words w00..w29; 2, 3, ... number them from the most frequent of the training texts on."""
     y, train, test = assign_samples()
     rng = np.random.default_rng(13)
     words = [f"w{i:02d}" for i in range(30)]
     lines = [[words[i] for i in rng.integers(5 * label, 5 * label + 16, 4) % 30] for label in y]
-    counts = {word: sum(line.count(word) for line in lines) for word in words}
+    counts = {word: sum(lines[index].count(word) for part in train for index in part) for word in words}
     ranked = sorted((word for word in words if counts[word]), key=lambda word: (-counts[word], word))
     with (folder / "texts.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("text", "label"), *zip(map(" ".join, lines), y.tolist(), strict=True)])
-    return folder / "texts.csv", Task(np.array([[2 + ranked.index(w) for w in line] for line in lines]), y, train, test)
+    numbers = {word: 2 + place for place, word in enumerate(ranked)}  # 1: a word of test texts only
+    return folder / "texts.csv", Task(np.array([[numbers.get(w, 1) for w in line] for line in lines]), y, train, test)
 
 
 # -- networks --------------------------------------------------------------------------------------------

@@ -364,6 +364,21 @@ def test_a_missing_experiment_lists_those_there_are(experiments: Path) -> None:
         read_settings({"experiment": "xyzzy"})
 
 
+def test_a_missing_path_is_not_taken_for_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`runs/nothing/config.yaml` resembles the name of a method, `confree`."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError) as raised:
+        read_settings({"experiment": "runs/nothing/config.yaml"})
+    looked_for = tmp_path / "runs/nothing/config.yaml"
+    assert str(raised.value) == (
+        f"experiment = 'runs/nothing/config.yaml': there is no such file; looked for {looked_for}"
+    )
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/config.yaml").write_text("settings: {}\nversions: {}\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"directory; did you mean runs/mine/config.yaml, which repeats that run\?"):
+        read_settings({"experiment": "runs/mine"})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -466,6 +481,7 @@ class Untouched(InProcessGrid):
         ({"input-shape": "1x8x8"}, ("input-shape = '1x8x8'",)),
         ({"image-size": 9}, ("image-size = 9", "digits", "the size 8x8", "image files")),
         ({"text-length": 64}, ("text-length = 64", "the kind image", "the size 1x8x8")),
+        ({"vocabulary": 100}, ("vocabulary = 100", "digits", "the kind image", "set it to 20000")),
         ({"sample-kind": "image"}, ("sample-kind = 'image'", "it needs dataset = sites")),
         ({"shift": "low"}, ("shift = 'low'", "RGB")),
     ],

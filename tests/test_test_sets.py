@@ -40,6 +40,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_test_fraction_without_an_effect_is_warned_of(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    labels = np.arange(40) % 2
+    pixels = np.zeros((40, 4, 4), np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=pixels, y_train=labels, x_test=pixels[:8], y_test=labels[:8])
+    settings = {"dataset": "a.npz", "method": "fedavg", "partition": "iid", "num_clients": 2}
+
+    def warned(**changes: object) -> bool:
+        warnings.clear()
+        sizes = [len(part) for part in workspace(**settings, **changes).partition.test]
+        assert sum(sizes) == (24 if changes.get("test_set") == "pooled" else 8)
+        return "a.npz comes with a test set; test-set=pooled splits all samples" in warnings.text
+
+    assert warned(test_fraction=0.5)
+    assert not warned()
+    assert not warned(test_fraction=0.5, test_set="pooled")
+
+
 # -- statistics and vocabulary come from training samples --------------------------------------------------
 
 
