@@ -83,7 +83,8 @@ def test_what_a_setting_cannot_be_is_refused_in_one_line(key: str) -> None:
         assert message.startswith(f"{key} = ")
         assert "in the file mine.yaml: it must be " + rule.allowed() in message
         if not isinstance(value, int) or abs(value) < 10**16:
-            assert repr(float(value) if kind is float and type(value) is int else value)[:80] in message
+            repeated = repr(float(value) if kind is float and type(value) is int else value)
+            assert (repeated.lower() if isinstance(value, bool) else repeated)[:80] in message
 
 
 @pytest.mark.parametrize("key", [key for key in DECLARED if rule_of(key)[0] in (int, float)])
