@@ -66,6 +66,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "ranks of the last fully connected layers, a list for each stage: from stage 2 on with svd, from stage 3 on "
         "with svd-fedavg (the last list stays)",
         source="Appendix A.3, CIFAR-10",
+        needs="ppfe-reduction = svd | svd-fedavg",
     )
     body_lr_factor: float = setting(
         0.1,

@@ -186,7 +186,7 @@ class RunSettings:
     )
     fraction_train: float = setting(
         1.0,
-        "fraction of the clients sampled in each round",
+        "fraction of the clients sampled in each round, rounded up to whole clients",
         above=0,
         maximum=1,
         synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),

@@ -112,6 +112,20 @@ def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_t
     assert read_settings({"method": method, steps: 3}, COMMAND_LINE).method.steps == 3
 
 
+@pytest.mark.parametrize(
+    ("idle", "others"),
+    [
+        ({"cwfedavg-wdr-lambda": 5.0}, {"method": "cwfedavg", "cwfedavg-wdr": False}),
+        ({"ppfe-ranks": "9,8"}, {"method": "ppfe", "ppfe-reduction": "sparse"}),
+        ({"ppfe-ranks": "9,8"}, {"method": "ppfe", "ppfe-reduction": "none"}),
+    ],
+)
+def test_a_setting_of_a_method_without_an_effect_is_refused(idle: dict[str, Any], others: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="has no effect: it needs"):
+        read_settings({**others, **idle}, COMMAND_LINE)
+    read_settings({"method": others["method"], **idle}, COMMAND_LINE)
+
+
 def test_every_shared_condition_has_a_case_above() -> None:
     assert {key for key, item in declared([]).items() if item.needs} == {key for key, *_ in WITHOUT_EFFECT}
 
