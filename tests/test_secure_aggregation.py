@@ -668,7 +668,7 @@ def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
 def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]]) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (sites[4], "lacks the public half of signing-key"),
-        (sites[0] | {"signing-key": ""}, "must have both or neither"),
+        (sites[0] | {"signing-key": ""}, "set both or neither"),
         (sites[0] | {"signing-key": sites[0]["trusted-keys"] + "/site-0.pub"}, "cannot be used"),
         (sites[0] | {"trusted-keys": "nowhere"}, "a directory with public ones"),
     ]

@@ -270,7 +270,8 @@ def test_a_run_names_its_weights_and_whoever_has_another_file_is_refused() -> No
     context = Context(1, 1, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {})
     config = ConfigRecord({"settings": json.dumps(record.settings)})
     question = Message(RecordDict({"config": config}), dst_node_id=1, message_type="query")
-    with pytest.raises(SettingsError, match="use the file with which the run started"):  # on a node, before the first round
+    # On a node, before the first round.
+    with pytest.raises(SettingsError, match="use the file with which the run started"):
         client_app(question, context)
 
 
