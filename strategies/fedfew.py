@@ -4,6 +4,7 @@
 for each. The server weighs the updates by these losses. Each client uses the model with the lowest training loss.
 """
 
+from collections.abc import Mapping
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,6 +146,10 @@ class FedFewSettings(
             3e-7,
         ),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of a mean that the method does not have."""
+        return {"client-weights": "its server computes no mean over the clients"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if all K models start alike and see the same batches, so that they never part."""

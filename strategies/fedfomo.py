@@ -5,6 +5,7 @@ the others are models of other clients. Clients need validation samples: the run
 of their training samples (``fedfomo-validation``), on which they do not train.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,6 +120,10 @@ class FedFomoSettings(
         source="Eq. 3; the authors' program has the L1 norm by default",
         choices=("l2", "l1"),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of a mean that the method does not have."""
+        return {"client-weights": "its server computes no mean over the clients"}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say which samples weigh the models, and warn if the run is close to local training."""

@@ -5,6 +5,7 @@ It minimises MOCHA's objective, Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), over the cli
 on w_i, and then the server updates Ω. ``served`` and ``local`` both score the client's own model.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,6 +85,10 @@ class FedMTLSettings(
         source="choice: PFLlib's relations are fixed too",
         choices=("mean", "learnt"),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of a mean that the method does not have."""
+        return {"client-weights": "its server computes no mean over the clients"}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn that clients without ties train alone."""

@@ -7,6 +7,7 @@ class. A client pulls its features towards them (Eq. 7), and predicts the class 
 received before training; classes without one use the client's own prototype.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +89,10 @@ class FedProtoSettings(
             by_authors=False,
         ),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of a mean that the method does not have."""
+        return {"client-weights": "its server computes no mean over the clients"}
 
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the served prototypes, all that the method shares; sample counts are not a change."""

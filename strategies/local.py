@@ -3,6 +3,7 @@
 Only ``local`` is reported, because the server serves no model.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.common.typing import NDArrays
@@ -34,6 +35,10 @@ class LocalSettings(
             by_authors=False,
         ),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse settings about updates: the clients send none."""
+        return dict.fromkeys(("client-weights", "max-update-norm"), "its clients send no model")
 
 
 class Local(PersonalisedStrategy):

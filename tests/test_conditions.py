@@ -75,7 +75,7 @@ def test_a_setting_without_an_effect_is_refused(
     assert message.startswith(
         f"{key} = {shown(value)} in {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
     )
-    assert message.endswith(f"; change that, or leave {key} out")
+    assert message.endswith(f"; change the condition, or remove {key}")
     assert read_settings({**with_effect, key: value}, COMMAND_LINE).as_config()[key] == value
 
 
@@ -91,8 +91,8 @@ def test_the_message_names_what_is_unmet() -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({"dp-epsilon": 0.5}, COMMAND_LINE)
     assert str(raised.value) == (
-        "dp-epsilon = 0.5 in the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or "
-        "leave dp-epsilon out"
+        "dp-epsilon = 0.5 in the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the "
+        "condition, or remove dp-epsilon"
     )
 
 
@@ -322,8 +322,13 @@ def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any
     with pytest.raises(SettingsError) as raised:
         plan_of(table(**parts), FILE, {})
     assert str(raised.value) == (
+<<<<<<< HEAD
         f"dp-epsilon = 0.5 in {source} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or leave "
         "dp-epsilon out"
+=======
+        f"dp-epsilon = 0.5 in {place} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the condition, "
+        "or remove dp-epsilon"
+>>>>>>> h1
     )
     assert plan_of(table(**parts), FILE, {"dp-clip": 1.0}).cells[0].config["dp-epsilon"] == 0.5
 

@@ -746,9 +746,7 @@ def test_the_record_of_refused_nodes_is_bounded(settings: Settings) -> None:
 def test_means_over_fewer_clients_than_the_run_has_are_marked(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(
-        "fedavg", num_server_rounds=3, num_clients=3, min_clients=2, join_timeout=0.1, partition="iid"
-    )
+    config = make_config("fedavg", num_server_rounds=3, num_clients=3, min_clients=2, join_timeout=0.1, partition="iid")
     three = {name: {"partition-id": i, "num-partitions": 3} for i, name in enumerate("abc")}
     grid = Registered(**three)
     real = PersonalisedStrategy.configure_train

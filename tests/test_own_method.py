@@ -267,7 +267,7 @@ WRONG = {
         NOTHING + "from posy.settings import setting\n"
         "class DPSettings(MethodSettings, noise=ALLOWED):\n    clip: float = setting(0.0, 'nothing')\n",
         "wrong:DP",
-        "there is a setting dp-clip already",
+        "its setting dp-clip already exists in Posy",
     ),
     "no strategy": (
         NOTHING + "class FedMineSettings(MethodSettings, noise=ALLOWED): ...\nclass FedMine: ...\n",
