@@ -285,31 +285,19 @@ def experiment_path(name: str) -> Path:
     typed = absolute(name)
     if is_file(typed):
         return typed
-<<<<<<< HEAD
-    if (stem := name.removesuffix(".yaml")) in known:
-        return known[stem]
-    if os.path.isdir(typed):  # noqa: PTH112 - false for what no name can be, which Path takes ill
-        record = f"{name.rstrip('/')}/config.yaml"
-        likely = f"{record}, which repeats that run" if is_file(absolute(record)) else f"dataset={name}"
-        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean {likely}?")
-=======
     if (stem := name.removesuffix(".yaml")) in experiments:
         return experiments[stem]
     if os.path.isdir(typed):  # noqa: PTH112 - false for impossible names, for which Path raises an error
-        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean dataset={name}?")
->>>>>>> h1
+        record = f"{name.rstrip('/')}/config.yaml"
+        likely = f"{record}, which repeats that run" if is_file(absolute(record)) else f"dataset={name}"
+        raise SettingsError(f"experiment = {shown(name)}: it is a directory; did you mean {likely}?")
     if setting := setting_of(name):
         raise SettingsError(f"experiment = {name!r}: this file does not exist; did you mean {setting}={name}?")
     word = Path(name).stem
-<<<<<<< HEAD
-    if "/" in name and word not in known:  # a path, and no word that resembles one
-        raise SettingsError(f"experiment = {shown(name)}: there is no such file; looked for {typed}")
-    near = nearest(word, known) or nearest(word, (*METHODS, *DATASETS), 0.75)
-    near = nearest(word, (near, *METHODS, *DATASETS))  # a word in the place of a file
-=======
+    if "/" in name and word not in experiments:  # a path, and no word that resembles one
+        raise SettingsError(f"experiment = {shown(name)}: this file does not exist; Posy looked for {typed}")
     near = nearest(word, experiments) or nearest(word, (*METHODS, *DATASETS), 0.75)
     near = nearest(word, (near, *METHODS, *DATASETS))  # a method or data set instead of a file
->>>>>>> h1
     near = f"{setting}={near}" if (setting := setting_of(near)) else near
     hint = f"did you mean {near}?" if near else f"papers/ has only {', '.join(experiments)}"
     raise SettingsError(f"experiment = {shown(name)}: this file does not exist; {hint}")

@@ -322,13 +322,8 @@ def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any
     with pytest.raises(SettingsError) as raised:
         plan_of(table(**parts), FILE, {})
     assert str(raised.value) == (
-<<<<<<< HEAD
-        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or leave "
-        "dp-epsilon out"
-=======
-        f"dp-epsilon = 0.5 in {place} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the condition, "
+        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the condition, "
         "or remove dp-epsilon"
->>>>>>> h1
     )
     assert plan_of(table(**parts), FILE, {"dp-clip": 1.0}).cells[0].config["dp-epsilon"] == 0.5
 

@@ -159,17 +159,10 @@ def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
 @pytest.mark.parametrize(("method", "key", "value"), [("fedavg", "fedfew-models", 5), ("fedavg", "fedavg-ft-lr", 0.1)])
 def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Scalar, where: str) -> None:
     owner = "fedfew" if key.startswith("fedfew") else "fedavg-ft"
-<<<<<<< HEAD
-    message = f"{key} in {where} is a setting of {owner}; the run's method is {method}"
-    with pytest.raises(SettingsError) as raised:
-        read_settings({"method": method, key: value}, where)
-    assert str(raised.value) == message
-=======
     expected = f"{key} in {where} is a setting of {owner}; the run's method is {method}; remove {key}, or change method"
     with pytest.raises(SettingsError) as raised:
         read_settings({"method": method, key: value}, where)
     assert str(raised.value) == expected
->>>>>>> h1
     assert read_settings({"method": owner, key: value}).run.method == owner
 
 
@@ -378,7 +371,7 @@ def test_a_missing_path_is_not_taken_for_a_word(tmp_path: Path, monkeypatch: pyt
         read_settings({"experiment": "runs/nothing/config.yaml"})
     looked_for = tmp_path / "runs/nothing/config.yaml"
     assert str(raised.value) == (
-        f"experiment = 'runs/nothing/config.yaml': there is no such file; looked for {looked_for}"
+        f"experiment = 'runs/nothing/config.yaml': this file does not exist; Posy looked for {looked_for}"
     )
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/config.yaml").write_text("settings: {}\nversions: {}\n", encoding="utf-8")

@@ -216,13 +216,8 @@ def test_what_is_wrong_about_word_vectors_is_told() -> None:
         Path("glove.txt").write_text(text, encoding="utf-8")
         with pytest.raises(SettingsError) as raised:
             architecture_for(model, task, weights="glove.txt", words=words).build(seed=0)
-<<<<<<< HEAD
         assert message in str(raised.value)
-    with pytest.raises(SettingsError, match="word vectors: they need a data set of texts"):
-=======
-        assert told in str(raised.value)
     with pytest.raises(SettingsError, match="need the words of the data; choose a data set of texts"):
->>>>>>> h1
         posy.run(method="fedavg", weights="glove.txt", **SMALL)
     with pytest.raises(SettingsError, match="this file does not exist, and data-dir has no file with this name"):
         posy.run(method="fedavg", weights="nowhere.txt", **SMALL)
@@ -230,21 +225,12 @@ def test_what_is_wrong_about_word_vectors_is_told() -> None:
 
 def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
     Path("text.safetensors").write_text("no tensors", encoding="utf-8")
-<<<<<<< HEAD
     tensors = module().state_dict()
     safetensors.torch.save_file({k: v for k, v in tensors.items() if k != "1.bias"}, "lacking.safetensors")
     safetensors.torch.save_file({**tensors, "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
     safetensors.torch.save_file({**tensors, "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
     for name, message in (
-        ("nowhere.safetensors", "there is no such file"),
-=======
-    whole = module().state_dict()
-    safetensors.torch.save_file({k: v for k, v in whole.items() if k != "1.bias"}, "lacking.safetensors")
-    safetensors.torch.save_file({**whole, "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
-    safetensors.torch.save_file({**whole, "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
-    for name, told in (
         ("nowhere.safetensors", "this file does not exist"),
->>>>>>> h1
         ("text.safetensors", "cannot be read"),
         ("lacking.safetensors", "1.bias of shape (8,) is not in the file"),
         ("shape.safetensors", "1.weight of shape (8, 16) has the shape (8, 17) in the file"),
