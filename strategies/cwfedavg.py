@@ -54,6 +54,7 @@ class CwFedAvgSettings(
         minimum=0,
         search=Search(0.1, 100.0, log=True),
         source="Section 5.1: 10 for MNIST and CIFAR-10",
+        needs="cwfedavg-wdr = true",
     )
 
     card = MethodCard(

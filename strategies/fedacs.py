@@ -4,6 +4,7 @@
 sends each client a weighted mean of the models that are most similar to its own.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,6 +86,10 @@ class FedACSSettings(
         ),
         no_program="The authors published no program, and neither PFLlib nor FL-bench has the method.",
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of the clients, because the attention determines them."""
+        return {"client-weights": "attention weighs the clients' models"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if every client is served its own model only."""

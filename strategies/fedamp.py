@@ -1,6 +1,7 @@
 """FedAMP (Huang et al., 2021): attentive message passing between similar clients."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,6 +99,10 @@ class FedAMPSettings(
         above=0,
         search=Search(0.01, 100.0, log=True),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of the clients, because the attention determines them."""
+        return {"client-weights": "attention weighs the clients' models"}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say from which distance on models do not attend to each other."""

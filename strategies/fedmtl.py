@@ -5,6 +5,7 @@ It minimises MOCHA's objective, Σ_i F_i(w_i) + λ/2 tr(W Ω Wᵀ), over the cli
 on w_i, and then the server updates Ω. ``served`` and ``local`` both score the client's own model.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,8 +83,13 @@ class FedMTLSettings(
         "mean",
         "Omega: `mean` ties every model to the mean of all, `learnt` reads the relations off the models",
         source="choice: PFLlib's relations are fixed too",
+        needs="fedmtl-strength > 0",
         choices=("mean", "learnt"),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of the clients, because the relations determine them."""
+        return {"client-weights": "relations between the clients weigh their models"}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn that clients without ties train alone."""

@@ -7,6 +7,7 @@ class. A client pulls its features towards them (Eq. 7), and predicts the class 
 received before training; classes without one use the client's own prototype.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,6 +93,10 @@ class FedProtoSettings(
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the served prototypes, all that the method shares; sample counts are not a change."""
         return [sent[0]]
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of the clients, because the samples of a class determine them."""
+        return {"client-weights": "prototypes are weighted by samples of a class"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if the clients learn nothing from each other's prototypes."""

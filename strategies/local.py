@@ -3,6 +3,7 @@
 Only ``local`` is reported, because the server serves no model.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.common.typing import NDArrays
@@ -34,6 +35,13 @@ class LocalSettings(
             by_authors=False,
         ),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse settings of the server's mean and of updates, because clients send nothing."""
+        return {
+            "client-weights": "the server averages nothing",
+            "max-update-norm": "clients send no update",
+        }
 
 
 class Local(PersonalisedStrategy):

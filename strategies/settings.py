@@ -191,7 +191,9 @@ class RunSettings:
         maximum=1,
         synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),
     )
-    full_last_round: bool = setting(False, "all clients train in the last round, whatever fraction-train is")
+    full_last_round: bool = setting(
+        False, "all clients train in the last round, whatever fraction-train is", needs="fraction-train < 1"
+    )
     holdout_clients: float = setting(
         0.0,
         "fraction of the clients that never train for the others; at the end each is served as a newcomer, and trains "
