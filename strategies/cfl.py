@@ -107,7 +107,10 @@ class CFLSettings(
     )
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
-        """Warn that no cluster can split if each round samples a part of the clients."""
+        """Warn that no cluster can split, because of the bounds or because a round samples some clients."""
+        if not self.eps1 or self.gamma_max == 1:
+            bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-gamma-max = 1"
+            return (f"{bound}: no cluster can split, so the run will equal FedAvg",)
         run, clients = settings.run, settings.data.num_clients
         members = clients - min(max(1, round(run.holdout_clients * clients)), clients - 1) * bool(run.holdout_clients)
         if math.ceil(run.fraction_train * members - 1e-9) >= members:

@@ -51,10 +51,10 @@ class CwFedAvgSettings(
     wdr_lambda: float = setting(
         10.0,
         "lambda of the regulariser: 10 for ten classes, 1000-2000 for 100-200",
-        needs="cwfedavg-wdr = true",
         minimum=0,
         search=Search(0.1, 100.0, log=True),
         source="Section 5.1: 10 for MNIST and CIFAR-10",
+        needs="cwfedavg-wdr = true",
     )
 
     card = MethodCard(

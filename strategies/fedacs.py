@@ -88,8 +88,8 @@ class FedACSSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of a mean that the method does not have."""
-        return {"client-weights": "its server computes no mean over the clients"}
+        """Refuse weights of the clients, because the attention determines them."""
+        return {"client-weights": "attention weighs the clients' models"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if every client is served its own model only."""

@@ -61,6 +61,7 @@ class FedALASettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"
         "p: number of layers that are mixed, counted from the output",
         minimum=1,
         source="authors' program, run_me.sh: p = 2 tensors, the last layer's weight and bias",
+        needs="fedala-eta > 0",
     )
     eta: float = setting(
         1.0,

@@ -101,8 +101,8 @@ class FedAMPSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of a mean that the method does not have."""
-        return {"client-weights": "its server computes no mean over the clients"}
+        """Refuse weights of the clients, because the attention determines them."""
+        return {"client-weights": "attention weighs the clients' models"}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say from which distance on models do not attend to each other."""

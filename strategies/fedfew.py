@@ -148,17 +148,22 @@ class FedFewSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of a mean that the method does not have."""
-        return {"client-weights": "its server computes no mean over the clients"}
+        """Refuse weights of the clients, because the losses determine them."""
+        return {"client-weights": "the clients' losses weigh them, see fedfew-weigh-losses"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if all K models start alike and see the same batches, so that they never part."""
+        """Warn if all K models stay equal, and if there are no statistics that could be personal."""
+        warnings = []
         if self.models > 1 and self.initialisation == "same" and self.batches == "shared":
-            return (
+            warnings.append(
                 "fedfew-initialisation = 'same' with fedfew-batches = 'shared': all models stay equal, so that "
-                f"fedfew-models = {self.models} serves what 1 serves; set fedfew-batches = 'own'",
+                f"fedfew-models = {self.models} serves what 1 serves; set fedfew-batches = 'own'"
             )
-        return ()
+        if self.personal_statistics and all(entry.trainable for entry in network.layout.entries):
+            warnings.append(
+                f"fedfew-personal-statistics = true has no effect: model = {network.model!r} has no running statistics"
+            )
+        return tuple(warnings)
 
     def personal(self, network: Architecture) -> tuple[str, ...]:
         """Keep the heads of the K models, and BatchNorm's running statistics, if they are personal."""

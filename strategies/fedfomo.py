@@ -117,13 +117,14 @@ class FedFomoSettings(
     distance: str = setting(
         "l2",
         "norm of the distance between two models in Eq. 3",
+        needs="fedfomo-models > 0",
         source="Eq. 3; the authors' program has the L1 norm by default",
         choices=("l2", "l1"),
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of a mean that the method does not have."""
-        return {"client-weights": "its server computes no mean over the clients"}
+        """Refuse weights of the clients, because the validation losses determine them."""
+        return {"client-weights": "each client weighs the others' models by their losses"}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say which samples weigh the models, and warn if the run is close to local training."""

@@ -83,12 +83,13 @@ class FedMTLSettings(
         "mean",
         "Omega: `mean` ties every model to the mean of all, `learnt` reads the relations off the models",
         source="choice: PFLlib's relations are fixed too",
+        needs="fedmtl-strength > 0",
         choices=("mean", "learnt"),
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of a mean that the method does not have."""
-        return {"client-weights": "its server computes no mean over the clients"}
+        """Refuse weights of the clients, because the relations determine them."""
+        return {"client-weights": "relations between the clients weigh their models"}
 
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn that clients without ties train alone."""

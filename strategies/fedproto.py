@@ -90,13 +90,13 @@ class FedProtoSettings(
         ),
     )
 
-    def refusals(self) -> Mapping[str, str]:
-        """Refuse weights of a mean that the method does not have."""
-        return {"client-weights": "its server computes no mean over the clients"}
-
     def reference(self, network: Architecture, sent: NDArrays, reply: NDArrays) -> NDArrays:
         """Return the served prototypes, all that the method shares; sample counts are not a change."""
         return [sent[0]]
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of the clients, because the samples of a class determine them."""
+        return {"client-weights": "prototypes are weighted by samples of a class"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if the clients learn nothing from each other's prototypes."""

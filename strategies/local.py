@@ -37,8 +37,11 @@ class LocalSettings(
     )
 
     def refusals(self) -> Mapping[str, str]:
-        """Refuse settings about updates: the clients send none."""
-        return dict.fromkeys(("client-weights", "max-update-norm"), "its clients send no model")
+        """Refuse settings of the server's mean and of updates, because clients send nothing."""
+        return {
+            "client-weights": "the server averages nothing",
+            "max-update-norm": "clients send no update",
+        }
 
 
 class Local(PersonalisedStrategy):

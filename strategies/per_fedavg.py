@@ -42,6 +42,7 @@ class PerFedAvgSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
         1,
         "SGD steps of adaptation that make the local model",
         source="Section 3: one step of gradient descent",
+        needs="per-fedavg-alpha > 0",
         minimum=1,
         search=Search(1, 10),
     )

@@ -80,6 +80,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "first stage in which ppfe-body-lr-factor applies",
         minimum=2,
         source="choice: Appendix A.4 says `the later stages`, which may mean stage 2 or stage 3",
+        needs="ppfe-body-lr-factor != 1",
     )
     beta: str = setting(
         "samme",
@@ -100,6 +101,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "them, which avoids steps as large as the largest weight",
         choices=("loss", "resample"),
         source="Eq. 2 and Section 4.2: the weighted empirical loss",
+        needs="ppfe-reweighting = true",
     )
     reweighting: bool = setting(
         True, "reweight samples between stages (off: ablation WPW)", source="Algorithm 1, lines 9 and 21"

@@ -199,7 +199,9 @@ class RunSettings:
         maximum=1,
         synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),
     )
-    full_last_round: bool = setting(False, "all clients train in the last round, regardless of fraction-train")
+    full_last_round: bool = setting(
+        False, "all clients train in the last round, regardless of fraction-train", needs="fraction-train < 1"
+    )
     holdout_clients: float = setting(
         0.0,
         "fraction of clients that join as newcomers after the last round; each is served, and trains once without "

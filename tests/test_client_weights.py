@@ -56,12 +56,11 @@ def test_clusters_are_averaged_with_equal_weights(make_config, federate):
             np.testing.assert_allclose(model, np.mean(models, axis=0, dtype=np.float64), atol=1e-6)
 
 
-def test_fedfews_losses_count_samples_whatever_the_weights_are(make_config, federate):
-    models = [
-        federate(make_config("fedfew", **UNIFORM | {"client_weights": weights})).strategy.models
-        for weights in ("samples", "uniform")
-    ]
-    np.testing.assert_array_equal(*models)
+@pytest.mark.parametrize("method", ["fedfew", "fedacs", "fedamp", "fedfomo", "fedmtl", "fedproto", "local"])
+def test_methods_without_a_mean_of_models_refuse_uniform_weights(make_config, method):
+    """Their runs would equal runs with weights by samples."""
+    with pytest.raises(SettingsError, match=f"client-weights = 'uniform' with method = '{method}': .*; set it to"):
+        read_settings(make_config(method, client_weights="uniform"))
 
 
 def test_fednhs_prototypes_count_samples_whatever_the_weights_are(make_strategy, make_config):

@@ -101,6 +101,14 @@ def test_cfl_warns_where_no_cluster_can_split(make_config: Any, fraction: float,
     assert len(notices(make_config("cfl", fraction_train=fraction, holdout_clients=holdout))) == texts
 
 
+@pytest.mark.parametrize(
+    ("settings", "bound"), [({"cfl_eps1": 0.0}, "cfl-eps1"), ({"cfl_gamma_max": 1.0}, "gamma-max")]
+)
+def test_cfl_warns_where_its_bounds_exclude_a_split(make_config: Any, settings: dict[str, float], bound: str) -> None:
+    (text,) = notices(make_config("cfl", **settings))
+    assert bound in text and "will equal FedAvg" in text
+
+
 # -- FedFomo -------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,117 @@
+"""Each setting of a method changes a run. If another setting makes it useless, Posy refuses it or warns."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posy.settings import Scalar, Setting, SettingsError
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import groups, unmet_conditions
+
+Make = Callable[..., Any]
+SETTINGS = {
+    "model": "mlp",
+    "num_server_rounds": 3,
+    "batch_size": 8,
+    "local_epochs": 1,
+    "lr": 0.1,
+    "fraction_train": 0.6,
+}
+METHOD_SETTINGS: dict[str, dict[str, Any]] = {
+    "cfl": {"cfl_eps1": 1e9, "cfl_eps2": 0.0, "fraction_train": 1.0},  # each cluster may split
+    "fedamp": {"fedamp_alpha": 100.0, "fedamp_sigma": 100.0},  # all models attend to each other
+    "fedfomo": {"fedfomo_models": 2, "fraction_train": 1.0},
+    "ppfe": {"num_server_rounds": 4, "ppfe_ranks": "8,4;6,3"},
+}
+"""Settings under which the settings of a method matter on the tiny data set."""
+VALUES: dict[str, Scalar] = {
+    "cfl-eps1": 0.0,
+    "cfl-eps2": 1e9,
+    "cfl-gamma-max": 1.0,
+    "ditto-epochs": 2,
+    "fedala-threshold": 1e-5,
+    "fedfomo-models": 1,
+    "pfedfda-beta": 0.3,
+    "ppfe-final-epochs": 2,
+    "ppfe-fixed-head": 1,
+    "ppfe-ranks": "4,2",
+    "ppfe-stage-rounds": "2,1,1",
+    "ppfe-stages": 2,
+}
+"""Other values than the default, where a factor or another choice is not suitable."""
+WITHOUT_EFFECT_HERE = {
+    "feddrm-routing": "it routes queries, not training",
+    "fedfew-personal-statistics": "the network has no running statistics; Posy warns",
+    "fedfomo-epsilon-decay": "the share of random clients decays too little in three rounds",
+}
+
+
+def other_value(key: str, setting: Setting) -> Scalar | None:
+    """Return another value of a setting, or None for a text without choices."""
+    if key in VALUES:
+        return VALUES[key]
+    default = setting.default
+    if setting.choices or setting.kind is bool:
+        return next(value for value in (setting.choices or (True, False)) if value != default)
+    if setting.kind is str:
+        return None
+    candidates = (setting.kind(value) for value in (default + 1, default - 1, default * 2, default / 2))
+    return next(value for value in candidates if value != default and setting.admits(value))
+
+
+def contexts(declared: dict[str, Setting]) -> Iterator[dict[str, Scalar]]:
+    """Yield the defaults, and each setting that turns a part of the method off or on."""
+    yield {}
+    for key, setting in declared.items():
+        if setting.kind is bool:
+            yield {key: not setting.default}
+        elif setting.kind in (int, float) and not setting.number_or and setting.admits(0) and setting.default:
+            yield {key: setting.kind(0)}
+
+
+def digest(finished: Any) -> str:
+    """Return a hash of the server's state, the clients' states and the scores."""
+    content = hashlib.sha256()
+    for arrays in (finished.strategy.server_state(), *map(finished.kept, range(4))):
+        for name, array in sorted(arrays.items()):
+            content.update(name.encode() + np.asarray(array).tobytes())
+    for column in ("served_accuracy", "served_loss", "local_accuracy", "local_loss"):
+        content.update(repr(finished.column(column)).encode())
+    return content.hexdigest()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_setting_of_a_method_changes_the_run_or_is_refused(
+    method: str, make_config: Make, federate: Make, warnings: pytest.LogCaptureFixture
+) -> None:
+    declared = dict(groups([method])[method])
+
+    def run(settings: dict[str, Scalar]) -> tuple[str, dict[str, Any]]:
+        values = SETTINGS | METHOD_SETTINGS.get(method, {}) | {k.replace("-", "_"): v for k, v in settings.items()}
+        config = make_config(method, **values)
+        return digest(federate(config)), config
+
+    silent = []
+    for context in contexts(declared):
+        warnings.clear()
+        try:
+            expected, config = run(context)
+        except SettingsError:
+            continue
+        logged = (record for record in warnings.records if record.levelname == "WARNING")
+        degenerate = any(record.getMessage().startswith(f"{method}: ") for record in logged)
+        unmet = unmet_conditions(config)
+        for key in declared.keys() - context.keys() - unmet.keys() - WITHOUT_EFFECT_HERE.keys():
+            value = other_value(key, declared[key])
+            if value is None:
+                continue
+            try:
+                changed = run({**context, key: value})[0] != expected
+            except SettingsError:
+                continue
+            if not changed and not (context and degenerate):
+                silent.append((context, key, value))
+    assert silent == []
