@@ -761,8 +761,8 @@ def test_means_over_fewer_clients_than_the_run_has_are_marked(
     shown = capsys.readouterr().out.splitlines()
     rounds = [line for line in shown if line.startswith("round")]
     assert ["2 of 3 clients" in line for line in rounds] == [False, True, True]
-    marked = [line.split("  ")[0].strip() for line in shown if "missing)" in line]
-    assert {"served model, last (1 missing)", "local model, last (1 missing)"} <= set(marked)
+    scored = [line for line in shown if line.strip().startswith(("served model, last", "local model, last"))]
+    assert len(scored) == 2 and all("2 of 3" in line for line in scored)
     (clients,) = (line for line in shown if line.startswith("clients "))
     assert clients.endswith("  2 of 3 (missing in the last evaluation: c)")
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]

@@ -453,7 +453,7 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("cfl", {"cfl-gamma-max": 1}, ""),
     ("fedfomo", {"fedfomo-epsilon-decay": 1}, ""),
     ("fedfomo", {"fedfomo-validation": 0.9}, ""),
-    ("fedmgda", {"fedmgda-decay": 1e-30}, ""),
+    ("fedmgda", {"fedmgda-decay": 1e-30}, "has no effect"),
     ("fedpac", {"fedpac-head-lr": BIG}, "diverged"),
     ("fedpac", {"fedpac-head-lr": 0}, ""),
     ("fedas", {"fedas-align-lr": BIG}, "diverged"),

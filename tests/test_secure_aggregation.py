@@ -777,7 +777,10 @@ def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
 ) -> None:
     honest = client_side._unmask
     monkeypatch.setattr(client_side, "_unmask", lambda *args: [bytes(16) for _ in honest(*args)])
-    for lost, message in (((), "the masks do not cancel"), ([("train", 1, 1)], "shares of client 1's key are wrong")):
+    for lost, message in (
+        ((), "the masks do not cancel"),
+        ([("train", 1, 1)], "shares of client 1's private key are wrong"),
+    ):
         done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), lost=lost)
         np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
         assert message in warnings.text

@@ -145,7 +145,8 @@ def test_a_wrong_value_names_key_value_place_and_what_is_allowed(key: str, value
     with pytest.raises(SettingsError) as raised:
         read_settings({key: value}, "the command line")
     message = str(raised.value)
-    for part in (key, repr(value)[:100], "the command line", allowed, DECLARED[key].help):
+    shown_value = str(value).lower() if isinstance(value, bool) else repr(value)[:100]
+    for part in (key, shown_value, "the command line", allowed, DECLARED[key].help):
         assert part in message
 
 
