@@ -94,7 +94,8 @@ def described(names: Iterable[str]) -> list[list[str]]:
     rows = [["`method`", "name", "idea", "paper"]]
     for method in names:
         text = " ".join((import_module(f"posy.strategies.{method.replace('-', '_')}").__doc__ or "").split())
-        name, _, idea = re.split(r"\.(?: |$)", text)[0].partition(": ")
+        name, _, rest = text.partition(": ")  # a name may hold an initial with a full stop, as in T. Dinh
+        idea = re.split(r"\.(?: |$)", rest)[0]
         paper = re.search(r'"(.+?)"', text) or re.search(r"\((.+?)\)", name)
         rows.append([f"`{method}`", name.partition(" (")[0], idea, paper[1] if paper else ""])
     return rows

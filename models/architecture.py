@@ -1,4 +1,4 @@
-"""A network described in one hashable value that server and clients build alike."""
+"""A hashable description of a network, from which server and clients build the same network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +22,17 @@ from posy.settings import SettingsError
 
 @dataclass(frozen=True)
 class Architecture:
-    """The network that a method trains for a task: one of :data:`posy.models.catalogue.MODELS`, or a custom one."""
+    """The network of a method for a task: one of :data:`posy.models.catalogue.MODELS`, or a custom network."""
 
     model: str
     task: Task
-    ranks: tuple[tuple[str, int], ...] = ()  # of the fully connected layers that are two low-rank factors (PPFE)
-    clients: int = 0  # outputs M of FedDRM's client branch; 0: without this branch
+    ranks: tuple[tuple[str, int], ...] = ()  # ranks of the fully connected layers that are two factors (PPFE)
+    clients: int = 0  # outputs M of FedDRM's client branch; 0: no branch
     cosine: float = 0.0  # scale of a head that compares directions (FedNH); 0: a linear head
-    sharing: str = "deep"  # how many blocks both branches share, of posy.models.two_branch.SHARING
+    sharing: str = "deep"  # shared blocks of both branches, a key of posy.models.two_branch.SHARING
     conditional: bool = False  # with FedCP's policy and global head
-    linear_init: str = "default"  # or kaiming: weights of the linear layers
-    weights: Weights | None = None  # initial weights in place of random ones
+    linear_init: str = "default"  # initial weights of linear layers: default or kaiming
+    weights: Weights | None = None  # initial weights; None: random
     frozen: tuple[str, ...] = ()  # layers whose parameters are built without gradient
 
     def build(self, seed: int = 0) -> nn.Module:
@@ -45,7 +45,7 @@ class Architecture:
             load_weights(chain, self.weights, tuple(layer for layer, _ in self.ranks))
         for layer in self.frozen:
             chain.layer(layer).requires_grad_(False)
-        if self.ranks:  # a low-rank layer draws other random numbers, and shifts those of the layers after it
+        if self.ranks:  # a low-rank layer changes the random numbers of the layers after it
             plain = replace(self, ranks=(), clients=0, cosine=0.0, conditional=False)
             fixed = {name: torch.from_numpy(array) for name, array in plain.held.items()}
             chain.load_state_dict(fixed, strict=False)
@@ -58,7 +58,7 @@ class Architecture:
             return chain
         two = TwoBranch(chain, self.clients, self.sharing, seed=seed)
         if self.linear_init == "kaiming":
-            with seeded(seed_of(seed, "linear-init", 1)):  # a stream apart from the class branch's
+            with seeded(seed_of(seed, "linear-init", 1)):  # another stream than for the class branch
                 kaiming_linear(two.client_blocks)
                 kaiming_linear(two.client_head)
         return two
@@ -70,31 +70,33 @@ class Architecture:
 
     @property
     def layout(self) -> Layout:
-        """Order of the tensors in the flat vector; FedDRM's branch is the layer ``client-branch``.
+        """The tensors of the flat vector, in their order.
 
-        FedCP's further layers are ``policy`` and ``global-head``.
+        FedDRM's client branch is the layer ``client-branch``. FedCP's additional layers are ``policy`` and
+        ``global-head``.
         """
         return _layout(self)[0]
 
     @property
     def held(self) -> Mapping[str, FloatArray]:
-        """The floating-point tensors by name that are neither trained nor sent, and not part of the flat vector.
+        """The fixed floating-point tensors by name, which are neither trained nor sent nor part of the flat vector.
 
-        These are the parameters without gradient and the statistics of frozen BatchNorm layers. Their values are those
-        that the network is built with from seed 0, whatever the run's seed is.
+        These are the parameters without gradient and the statistics of frozen BatchNorm layers. Their values are the
+        initial values for seed 0, regardless of the run's seed.
         """
         return _held(self)
 
     @property
     def fingerprint(self) -> list[float]:
-        """Two numbers for each fixed tensor w, which every process builds for itself: ||w|| and Σ_j w_j cos(j) / ||w||.
+        """Two numbers for each fixed tensor w: ||w|| and Σ_j w_j cos(j) / ||w||.
 
-        Other tensors have other numbers. Rounding, in which processors differ, hardly changes them.
+        Every process builds the fixed tensors itself, and the server compares these numbers. Different tensors have
+        different numbers. The rounding of different processors hardly changes them.
         """
         return list(_fingerprint(self))
 
     def divided(self, personal: tuple[str, ...]) -> tuple[Part, Part]:
-        """Return the parts of the flat vector that are shared and personal; ``personal`` names layers or tensors.
+        """Return the shared and the personal part of the flat vector; ``personal`` names layers or tensors.
 
         Raises
         ------
@@ -104,7 +106,7 @@ class Architecture:
         return _divided(self, personal)
 
     def require(self, tensors: Sequence[str], use: str) -> None:
-        """Raise :class:`SettingsError` unless some tensors are trained; ``use`` is the method's use of them."""
+        """Raise :class:`SettingsError` unless all these tensors are trained; ``use`` says why the method needs them."""
         trained = {entry.name for entry in self.layout.entries if entry.trainable}
         if missing := [name for name in tensors if name not in trained]:
             state = "has no gradient" if missing[0] in self.held else "does not exist"
@@ -115,26 +117,26 @@ class Architecture:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The layers that hold a trained tensor: blocks from input to output, then ``head``."""
+        """The layers with a trained tensor: blocks from input to output, then ``head``."""
         trained = set(self.layout.layers)
         return tuple(name for name in _chain(self).layer_names if name in trained)
 
     @property
     def fully_connected(self) -> tuple[str, ...]:
-        """The fully connected layers all of whose parameters are trained."""
+        """The fully connected layers whose parameters are all trained."""
         chain = _chain(self)
         return tuple(name for name in chain.fully_connected if _is_trained(chain.layer(name)))
 
     @property
     def normalisation(self) -> tuple[str, ...]:
-        """Names of the tensors that belong to normalisation."""
+        """Names of the tensors of normalisation layers."""
         kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
         modules = [name for name, module in _chain(self).named_modules() if isinstance(module, kinds)]
         return tuple(entry.name for entry in self.layout.entries if entry.name.rpartition(".")[0] in modules)
 
     @property
     def embedding_dim(self) -> int:
-        """Number D of features that the head sees."""
+        """Number D of the head's inputs."""
         return _chain(self).embedding_dim
 
     def weight(self, layer: str) -> Entry:
@@ -146,7 +148,7 @@ class Architecture:
 
 
 def reduced_like(plain: Architecture, arrays: Mapping[str, FloatArray]) -> Architecture:
-    """Return the architecture with the ranks that stored tensors of a reduced model show."""
+    """Return the architecture with the ranks of a reduced model's stored tensors."""
     names = {layer: _chain(plain).stem(layer) for layer in plain.fully_connected}
     down = {layer: arrays.get(stem + "down.weight") for layer, stem in names.items()}
     return replace(plain, ranks=tuple((layer, len(factor)) for layer, factor in down.items() if factor is not None))
@@ -163,10 +165,10 @@ def architecture_for(
     words: Sequence[str] = (),
     folder: str = "",
 ) -> Architecture:
-    """Return the plain architecture of a model, ``auto`` resolved; the arguments are as the settings have them.
+    """Return the plain architecture of a model, with ``auto`` replaced by a network.
 
-    ``digest`` is the SHA-256 of the file of weights, ``words`` are the words of the data in the order of their numbers,
-    ``folder`` is the directory of the data.
+    The positional arguments are settings. ``digest`` is the SHA-256 of the file of weights, ``words`` are the words of
+    the data in the order of their tokens, and ``folder`` is the directory of the data.
 
     Raises
     ------
@@ -235,8 +237,8 @@ def _layout(architecture: Architecture) -> tuple[Layout, tuple[str, ...]]:
     layout = layout_of(module, layers_of(module))
     if not layout.trainable.size:
         raise SettingsError(
-            f"model = {architecture.model!r}: none of its parameters has a gradient; leave at least one parameter "
-            "with requires_grad = True"
+            f"model = {architecture.model!r}: none of its parameters has a gradient; set requires_grad = True for at "
+            "least one parameter"
         )
     trained = {entry.name for entry in layout.entries}
     fixed = [name for name, tensor in module.state_dict().items() if tensor.is_floating_point() and name not in trained]

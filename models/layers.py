@@ -1,4 +1,4 @@
-"""Blocks that the networks are built of."""
+"""Building blocks of the networks."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from posy.models.parameters import fixed_tensors
 class Convolution(nn.Module):
     """Square convolution without padding, optional GroupNorm, 2×2 max-pooling, ReLU.
 
-    Pooling comes before the ReLU: the values are the same, and the ReLU sees a quarter of them.
+    Pooling precedes the ReLU. The result is the same, and the ReLU processes a quarter of the values.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, norm_groups: int = 0) -> None:
@@ -50,7 +50,7 @@ class Dropout(nn.Module):
     """In training, zero each feature with a probability p, and divide the others by 1 − p (Srivastava et al., 2014).
 
     A feature is zeroed where ``numbers`` ``(B, features)``, uniform in [0, 1), are below p. The trainer sets them for
-    each batch, so that they depend on the client and its round alone. Without numbers nothing is zeroed.
+    each batch, so that they depend only on the client and its round. Without numbers the layer changes nothing.
     """
 
     numbers: Tensor | None
@@ -69,7 +69,7 @@ class Dropout(nn.Module):
 
 
 class LowRankLinear(nn.Module):
-    """Linear layer ``y = (x Vᵀ) Uᵀ + b`` held as two dense factors (PPFE, Section 4 and Appendix A.3).
+    """Linear layer ``y = (x Vᵀ) Uᵀ + b`` with two dense factors (PPFE, Section 4 and Appendix A.3).
 
     V ``(rank, in_features)`` is the weight of ``down``. U ``(out_features, rank)`` and b are the weight and bias of
     ``up``. Without ``bias`` the layer has no b.
@@ -93,14 +93,14 @@ class LowRankLinear(nn.Module):
 
 
 class CosineLinear(nn.Linear):
-    """Scaled cosines between the input and a direction for each output (FedNH, Section 3)."""
+    """Scaled cosines between the input and one direction for each output (FedNH, Section 3)."""
 
     def __init__(self, in_features: int, out_features: int, scale: float) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.scale = scale
 
     def reset_parameters(self) -> None:
-        """Spread the directions."""
+        """Draw new directions from the global generator."""
         with torch.no_grad():
             self.weight.copy_(spread_directions(self.out_features, self.in_features))
 
@@ -110,14 +110,14 @@ class CosineLinear(nn.Linear):
 
 
 SHARPNESS, STEP, STEPS = 20.0, 0.1, 500
-"""How much more the nearer directions repel each other; by how much they move; and how often."""
+"""Repulsion of directions: inverse temperature of the softmax over cosines, size of a step, number of steps."""
 
 
 def spread_directions(count: int, size: int) -> Tensor:
-    """Return directions ``(count, size)`` whose largest cosine is as small as can be, drawn from the global generator.
+    """Return unit vectors ``(count, size)`` with a small largest cosine, drawn from the global generator.
 
-    Up to ``size + 1`` they are the vertices of a regular simplex, turned at random, with cosines of -1 / (count - 1).
-    More repel each other until they are about as far apart as they can be.
+    Up to ``size + 1`` directions are the vertices of a regular simplex with a random rotation and cosines of
+    -1 / (count - 1), the smallest possible. More directions repel each other for :data:`STEPS` steps.
     """
     if not 2 <= count <= size + 1:
         directions = F.normalize(torch.randn(count, size))
@@ -142,7 +142,7 @@ def linear(
 
 
 def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
-    """Return the largest rank up to `rank` (at least 1, or :class:`ValueError`) that saves parameters, or None."""
+    """Return the largest rank up to ``rank`` that saves parameters, or None; a rank < 1 raises :class:`ValueError`."""
     if rank < 1:
         raise ValueError(f"rank = {rank}: the rank of a layer must be >= 1")
     largest = (in_features * out_features - 1) // (in_features + out_features)
@@ -150,12 +150,25 @@ def capped_rank(in_features: int, out_features: int, rank: int) -> int | None:
 
 
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the factors (V, U) of the best approximation of a weight matrix by one of lower rank.
+    """Return the factors (V, U) of the best approximation of lower rank of a weight matrix.
 
-    Top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor takes the square
-    root of the singular values, so that gradients reach both at the same scale. Of a weight ``(out_features,
-    in_features)`` and a rank up to the smaller of them, V is ``(rank, in_features)`` and U ``(out_features, rank)``.
-    Of each row of V the entry that is largest in size is positive: else CPU and GPU would part in the signs.
+    The factors come from the top-r singular value decomposition, weight ≈ U V (PPFE, Section 4). Each factor has the
+    square roots of the singular values, so that both have gradients of the same scale. The entry with the largest
+    absolute value in each row of V is positive. Otherwise the signs on a CPU and a GPU would differ.
+
+    Parameters
+    ----------
+    weight : Tensor, (out_features, in_features)
+        The weight matrix.
+    rank : int
+        At most the smaller dimension of the matrix.
+
+    Returns
+    -------
+    Tensor, (rank, in_features)
+        V.
+    Tensor, (out_features, rank)
+        U.
     """
     u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     u, root, vh = u[:, :rank], s[:rank].sqrt(), vh[:rank]
@@ -166,7 +179,7 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def kaiming_linear(module: nn.Module) -> None:
     """Draw the weights of all linear layers from Kaiming's normal distribution (fan-in), and set their biases to 0.
 
-    The numbers come from the global generator. Parameters without gradient and cosine heads keep their values.
+    The global generator draws the numbers. Parameters without gradient and cosine heads keep their values.
     """
     for part in module.modules():
         if type(part) is nn.Linear:
@@ -177,11 +190,11 @@ def kaiming_linear(module: nn.Module) -> None:
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Draw new initial values from the global generator for the parameters of a module that have a gradient."""
+    """Draw new initial values for a module's parameters with gradient, from the global generator."""
     names = fixed_tensors(module)
     fixed = [t for name, t in (*module.named_parameters(), *module.named_buffers()) if name in names]
     values = [tensor.detach().clone() for tensor in fixed]
-    # Parts come before the module that holds them, so that a block's own initialisation has the last word.
+    # Submodules are reset before their parent, so that the parent's initialisation overrides theirs.
     for part in reversed(list(module.modules())):
         reset = getattr(part, "reset_parameters", None)
         parameters = list(part.parameters())

@@ -1,4 +1,4 @@
-"""Weights that a network starts from, in place of random ones."""
+"""Initial weights of a network from a file, from torchvision or from word vectors."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -19,84 +19,97 @@ from posy.settings import SettingsError
 from posy.storage import load_arrays
 
 _SHOWN = 16
-"""Characters of a SHA-256 that a message names."""
+"""Number of characters of a SHA-256 in a message."""
 VECTORS = ".txt"
 """Suffix of files of word vectors."""
 FIRST_WORD = 2
-"""Token of the first word; 0 is padding, 1 a word that has no number."""
+"""Token of the first word; 0 is padding, 1 an unknown word."""
 
 
 class Weights(NamedTuple):
-    """Which weights.
-
-    The file, its SHA-256, the network that torchvision's are for, and, for word vectors, the words that have a number,
-    in the order of these, a line each.
-    """
+    """The source of initial weights."""
 
     where: str
+    """Path of the file, or :data:`PRETRAINED`."""
     digest: str
+    """SHA-256 of the file, or empty."""
     model: str
+    """The network of torchvision's weights, or empty."""
     words: str = ""
+    """The words of the data in the order of their tokens, one on a line, for word vectors; else empty."""
 
 
 def weights_for(
     where: str, model: str, digest: str = "", words: Sequence[str] = (), folder: str = ""
 ) -> Weights | None:
-    """Return which weights a network starts from, as settings name them; None for random ones.
+    """Return the source of a network's initial weights; None for random weights.
 
-    A file that is not at its path is searched for in the ``folder`` of the data. ``words`` are the words of the data,
-    in the order of their numbers.
+    Parameters
+    ----------
+    where : str
+        The setting ``weights``.
+    model : str
+        Name of the network.
+    digest : str
+        The setting ``weights-sha256``; empty: any file.
+    words : sequence of str
+        The words of the data in the order of their tokens.
+    folder : str
+        Directory of the data, where a file is searched that is not at its path.
 
     Raises
     ------
     SettingsError
         If the file is missing or has another SHA-256 than ``digest``, torchvision does not have the network, or word
-        vectors come without words.
+        vectors are used without words.
     """
     if not where:
         return None
     if where == PRETRAINED:
         if not model.startswith(TORCHVISION):
-            raise SettingsError(f"weights = {where!r} are for torchvision's networks, not for model = {model!r}")
+            raise SettingsError(
+                f"weights = {where!r} are for torchvision's networks, not for model = {model!r}; choose model = "
+                f"{TORCHVISION}NAME, or a file of weights"
+            )
         return Weights(where, "", model)
     path = found_at(where, folder)
     if path is None:
         raise SettingsError(
-            f"weights = {where!r}: there is no such file, nor one of this name in data-dir; on real nodes it must lie "
-            "on each of them"
+            f"weights = {where!r}: this file does not exist, and data-dir has no file with this name; store it on the "
+            "server and on each node"
         )
     if path.suffix == VECTORS and not words:
         raise SettingsError(
-            f"weights = {where!r} holds word vectors: they need a data set of texts, and not one of sites, which do "
-            "not tell their words"
+            f"weights = {where!r} are word vectors, which need the words of the data; choose a data set of texts, and "
+            "not dataset = sites, because sites do not send their words"
         )
     actual = sha256_of(path)
     if digest not in ("", actual):
         raise SettingsError(
-            f"weights = {str(path)!r}: its SHA-256 is {actual[:_SHOWN]}…, weights-sha256 = {digest[:_SHOWN]}…: it is "
-            "another file than the run has begun with"
+            f"weights = {str(path)!r}: its SHA-256 is {actual[:_SHOWN]}…, but weights-sha256 = {digest[:_SHOWN]}…; use "
+            "the file with which the run started"
         )
     return Weights(str(path), actual, "", "\n".join(words) if path.suffix == VECTORS else "")
 
 
 def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) -> None:
-    """Load a network's tensors from a file, by the names of the user's module or of Posy's files.
+    """Load a network's tensors, by the names in the user's module or in Posy's files.
 
-    The layers ``fresh`` keep their random weights, and the head does if it has other outputs. In a network with fixed
-    tensors, trained tensors that the file lacks (adapters) keep their values too. Word vectors are the rows of the
-    network's one embedding; words that they lack, and padding, have zeros.
+    The layers ``fresh`` keep their random weights, and so does a head with another number of outputs. In a network with
+    fixed tensors, trained tensors that the file lacks (adapters) keep their values too. Word vectors become the rows of
+    the network's only embedding. The rows of padding and of words without vector are zero.
 
     Raises
     ------
     SettingsError
-        If the file cannot be read, lacks a tensor, or has one of another shape.
+        If the file cannot be read, lacks a tensor, or has a tensor of another shape.
     """
     source = f"weights = {weights.where!r}"
     if weights.words:
         embeddings = [part for part in network.modules() if isinstance(part, nn.Embedding)]
         if len(embeddings) != 1:
             raise SettingsError(
-                f"{source} holds word vectors; the network must have one embedding, not {len(embeddings)}"
+                f"{source} are word vectors; the network must have one embedding, not {len(embeddings)}"
             )
         with torch.no_grad():
             embeddings[0].weight.copy_(_vectors(weights, *embeddings[0].weight.shape))
@@ -116,14 +129,14 @@ def load_weights(network: ChainModel, weights: Weights, fresh: tuple[str, ...]) 
         if value is not None and value.shape == tensor.shape:
             chosen[name] = value.to(tensor.dtype)
         elif id(originals[name]) not in head and not (value is None and fixed and name not in fixed):
-            problem = "is not in it" if value is None else f"has the shape {tuple(value.shape)} there"
+            problem = "is not in the file" if value is None else f"has the shape {tuple(value.shape)} in the file"
             names = ", ".join(list(stored)[:8])
             raise SettingsError(
-                f"{source}: {aliases[name]} of shape {tuple(tensor.shape)} {problem}; it holds {names}, …"
+                f"{source}: {aliases[name]} of shape {tuple(tensor.shape)} {problem}; the file has {names}, …"
             )
     if not all(torch.isfinite(tensor).all() for tensor in chosen.values()):
-        raise SettingsError(f"{source}: it holds numbers that are not finite")
-    if head & {id(originals[name]) for name in chosen} != head:  # a bias goes with its weight
+        raise SettingsError(f"{source}: the file contains NaN or infinite numbers; use another file")
+    if head & {id(originals[name]) for name in chosen} != head:  # load all tensors of the head or none
         chosen = {name: tensor for name, tensor in chosen.items() if id(originals[name]) not in head}
     network.load_state_dict(chosen, strict=False)
 
@@ -143,15 +156,15 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
             named: Any = models.get_model_weights(weights.model.removeprefix(TORCHVISION)).DEFAULT
             return dict(named.get_state_dict(progress=False, check_hash=True))
         return {name: torch.from_numpy(array) for name, array in load_arrays(weights.where).items()}
-    except Exception as error:  # whatever a file holds, or the network does
+    except Exception as error:  # a malformed file or a failed download may raise any error
         raise SettingsError(f"weights = {weights.where!r}: cannot be read ({said(error)})") from error
 
 
 @lru_cache(maxsize=2)
 def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
-    """Return the vectors ``(V, D)`` of tokens by a file in GloVe's text format, a line for a word and its D numbers.
+    """Return the vectors ``(V, D)`` of all tokens from a file in GloVe's text format: a word and D numbers on a line.
 
-    Of two lines for a word the first counts; a first line of two numbers, word2vec's, is passed over.
+    The first line of a word takes precedence over further lines. A header of two numbers (word2vec) is skipped.
     """
     source = f"weights = {weights.where!r}"
     tokens_of = {word: token for token, word in enumerate(weights.words.split("\n"), FIRST_WORD)}
@@ -171,7 +184,7 @@ def _vectors(weights: Weights, tokens: int, dimension: int) -> Tensor:
     except (OSError, ValueError) as error:
         raise SettingsError(f"{source}, line {number or 1}: cannot be read ({error})") from error
     if not np.isfinite(vectors).all():
-        raise SettingsError(f"{source}: it holds numbers that are not finite")
+        raise SettingsError(f"{source}: the file contains NaN or infinite numbers; use another file")
     if len(tokens_of) == words:
-        raise SettingsError(f"{source}: none of the {words} words of the data is in it")
+        raise SettingsError(f"{source}: the file has none of the {words} words of the data; use another file")
     return torch.from_numpy(vectors)

@@ -5,6 +5,7 @@ rules, which ``confree-rule=program`` selects.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,10 @@ class ConFREESettings(
         source="the authors' poster, Algorithm 1; their program has tensors",
         choices=("body", "tensors"),
     )
+
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of a mean: the poster's mixture gives all clients the same weight."""
+        return {"client-weights": "its mixture of the updates gives all clients the same weight"}
 
 
 class ConFREE(PersonalisedStrategy):

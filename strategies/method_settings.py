@@ -1,4 +1,4 @@
-"""What server and clients of a method must agree on: its settings, and the facts that follow from them."""
+"""The base of method settings, from which server and clients derive the same network, layers and references."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, dataclass_transform
@@ -16,13 +16,13 @@ if TYPE_CHECKING:  # settings are read without PyTorch
 
 
 class Refused(NamedTuple):
-    """The verdict that something does not go with a method, and why."""
+    """The verdict that a method does not support a feature, with the reason."""
 
     why: str
 
 
 ALLOWED = None
-"""The verdict that it does."""
+"""The verdict that a method supports a feature."""
 UNDECIDED = Refused("it does not say that the weighted mean of its clients' arrays is all that its server needs")
 
 
@@ -30,22 +30,21 @@ UNDECIDED = Refused("it does not say that the weighted mean of its clients' arra
 class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.
 
-    A subclass states whether the method can bear noise, ``class FedPerSettings(MethodSettings, noise=ALLOWED)``,
-    or it does not load; and whether the weighted mean of the clients' arrays is all that its server needs of them,
-    ``sums=ALLOWED``. Server and clients both read the methods below.
+    A subclass must state whether the method supports the noise of differential privacy, for example
+    ``class FedPerSettings(MethodSettings, noise=ALLOWED)``. With ``sums=ALLOWED`` it states that its server needs only
+    the weighted mean of the clients' arrays. Server and clients both call the methods below.
     """
 
     noise: ClassVar[Refused | None]
-    """Why the method cannot bear the noise of local differential privacy; None (:data:`ALLOWED`) if it can."""
+    """Why the method does not support the noise of local differential privacy; :data:`ALLOWED` if it does."""
     sums: ClassVar[Refused | None]
-    """Why the method needs single replies; None (:data:`ALLOWED`) if it can do with secure aggregation: all clients
-    of a round are served the same arrays, and its server needs no more than the weighted mean of theirs."""
+    """Why the method does not support secure aggregation; :data:`ALLOWED` if it does. It then serves the same arrays
+    to all clients of a round, and its server needs only the weighted mean of their arrays."""
     point: ClassVar[str] = "local"
-    """The evaluation point at which the method is meant to be used: ``served`` if its clients need no training of their
-    own before they predict, else ``local``."""
+    """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
     card: "ClassVar[MethodCard | None]" = None
-    """The facts of the method's documentation page; a custom method may do without it."""
+    """The facts of the method's documentation page; None for a custom method without a page."""
 
     def __init_subclass__(
         cls, *, noise: Refused | None, sums: Refused | None = UNDECIDED, point: Literal["served", "local"] = "local"
@@ -56,12 +55,12 @@ class MethodSettings:
 
     @property
     def follows_number_of_rounds(self) -> bool:
-        """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change half-way."""
+        """Whether the method's schedule depends on ``num-server-rounds``, which then cannot change on resuming."""
         return False
 
     @property
     def sums_logarithms(self) -> bool:
-        """Whether of an ensemble's members the log-probabilities are summed, not the probabilities."""
+        """Whether an ensemble sums log-probabilities instead of probabilities."""
         return False
 
     def refusals(self) -> "Mapping[str, str]":
@@ -76,25 +75,26 @@ class MethodSettings:
         return ()
 
     def network(self, plain: "Architecture", num_clients: int) -> "Architecture":
-        """Return the network that is trained; by default the plain one of the run."""
+        """Return the network that clients train; by default the plain network of the run."""
         return plain
 
     def personal(self, network: "Architecture") -> tuple[str, ...]:
-        """Return the layers, or single tensors, that stay with the client; by default none."""
+        """Return the names of the layers or single tensors that stay on the client; by default none."""
         return ()
 
     def reference(self, network: "Architecture", sent: "NDArrays", reply: "NDArrays") -> "NDArrays":
-        """Return what the first arrays of a reply are changes of; its further arrays are no models.
+        """Return the references of the first arrays of a reply; its further arrays are not models.
 
-        ``max-update-norm`` limits the norm of these changes, ``dp-clip`` clips them and adds noise.
+        The update is the difference between these arrays and their references. ``max-update-norm`` limits its norm, and
+        ``dp-clip`` clips it and adds noise.
 
         Parameters
         ----------
         network : Architecture
-            The network that is trained.
+            The network that clients train.
         sent : list of numpy.ndarray
-            What the client was sent: the default, for a reply of trained models.
+            The arrays of the server's message, which are the default references.
         reply : list of numpy.ndarray
-            What the client sends back, shapes checked.
+            The arrays of the reply, with checked shapes.
         """
         return sent

@@ -1,4 +1,4 @@
-"""The settings of a run: its method and rounds, the data, the training, and the method's own."""
+"""The settings of a run: run, data, training and method."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from posy.paths import found_at, sha256_of
 from posy.settings import Scalar, Search, SettingsError, as_config, setting, settings_of
 
 AUTO, OFF = "auto", "off"
-"""The words in place of numbers: Posy finds one by itself, or there is none."""
+"""Words instead of a number: Posy chooses the number, or the feature is off."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TrainSettings:
 
     model: str = setting(
         "auto",
-        "network; `auto` picks one that suits the data; one's own is a function that takes the task and returns a "
+        "network; `auto` chooses one for the data; a custom network is a function that takes the task and returns a "
         "torch.nn.Module, or torchvision:NAME",
         choices=("auto", *MODELS),
         or_own="a network",
@@ -29,21 +29,20 @@ class TrainSettings:
     )
     weights: str = setting(
         "",
-        "safetensors file that the network starts from, by the names of its tensors; a head of other classes starts "
-        "afresh; a .txt of word vectors (GloVe) is for the embedding alone; `torchvision`: torchvision's own; empty: "
-        "random weights. Where the path leads to no file, one of its name in data-dir is taken",
+        "safetensors file with initial weights, by the names of the network's tensors; a head with another number of "
+        "classes starts from random weights; a .txt of word vectors (GloVe) initialises the embedding only; "
+        "`torchvision`: torchvision's pretrained weights; empty: random weights. If the path does not exist, Posy "
+        "searches data-dir for the file name",
         place=True,
         path_or=PRETRAINED,
         synonyms=("pretrained", "checkpoint"),
     )
     weights_sha256: str = setting(
         "",
-        "SHA-256 of that file, which a run computes when it begins; Posy refuses nodes with another file",
+        "SHA-256 of the file of weights, which a run computes at its start; Posy refuses nodes with another file",
         needs='weights != "" | torchvision',
     )
-    frozen: str = setting(
-        "", "layers that are neither trained nor sent, with commas between them", synonyms=("freeze",)
-    )
+    frozen: str = setting("", "layers that are neither trained nor sent, separated by commas", synonyms=("freeze",))
     linear_init: str = setting(
         "default",
         "initial weights of linear layers: PyTorch's, or Kaiming's normal distribution with biases of 0 (FedDRM)",
@@ -51,19 +50,20 @@ class TrainSettings:
     )
     local_epochs: int = setting(
         2,
-        "passes over the client's training data a round",
+        "passes over the client's training data in a round",
         needs="local-steps = 0",
         minimum=1,
         synonyms=("epochs", "num-epochs"),
     )
-    local_steps: int = setting(0, "SGD steps a round instead of epochs; 0: use local-epochs", minimum=0)
+    local_steps: int = setting(0, "SGD steps in a round instead of epochs; 0: use local-epochs", minimum=0)
     batch_size: int = setting(10, "samples in a mini-batch", minimum=1, synonyms=("batch",))
     lr: float = setting(
         0.05, "learning rate", above=0, synonyms=("learning-rate",), search=Search(0.005, 0.5, log=True)
     )
     lr_schedule: str = setting(
         "constant",
-        "learning rate over the rounds; it is multiplied by lr-decay every round, or every lr-step rounds",
+        "learning rate over the rounds; `exponential` and `step` multiply it by lr-decay every round, or every lr-step "
+        "rounds",
         choices=("constant", "cosine", "exponential", "step"),
     )
     lr_decay: float = setting(
@@ -76,33 +76,34 @@ class TrainSettings:
     lr_step: int = setting(10, "rounds between two steps of the step schedule", needs="lr-schedule = step", minimum=1)
     loss: str = setting(
         "cross-entropy",
-        "what local training minimises for each sample; one's own is a function that takes logits (B, C) and labels "
-        "(B,) and returns losses (B,)",
+        "loss of each sample that local training minimises; a custom loss is a function that takes logits (B, C) and "
+        "labels (B,) and returns losses (B,)",
         choices=("cross-entropy",),
         or_own="a loss",
         synonyms=("criterion", "objective"),
     )
     class_weights: str = setting(
         "none",
-        "what a sample counts in the loss: `balanced` lets all classes of a client count alike",
+        "weight of a sample in the loss; with `balanced` all classes of a client have the same total weight",
         choices=("none", "balanced"),
         synonyms=("class-weight",),
     )
     optimizer: str = setting(
         "sgd",
-        "what makes steps of gradients; where a method prescribes plain steps, they stay",
+        "optimiser of local training; steps that a method prescribes as plain SGD stay plain",
         choices=("sgd", "adam", "adamw"),
         synonyms=("optimiser", "opt"),
     )
     optimizer_state: str = setting(
         "fresh",
-        "momentum, and Adam's moments: `fresh` in each training, or `kept` by the client from its last round",
+        "state of the optimiser (momentum, Adam's moments): `fresh` in each training, or `kept` from the client's last "
+        "round",
         choices=("fresh", "kept"),
         synonyms=("optimiser-state",),
     )
     momentum: float = setting(0.0, "momentum of SGD", needs="optimizer = sgd", minimum=0, maximum=0.9999)
     weight_decay: float = setting(
-        0.0, "L2 weight decay; AdamW's is apart from its moments", minimum=0, synonyms=("l2", "wd")
+        0.0, "L2 weight decay; decoupled from the moments in AdamW", minimum=0, synonyms=("l2", "wd")
     )
     adam_beta1: float = setting(
         0.9, "decay of Adam's mean of gradients", needs="optimizer = adam | adamw", minimum=0, maximum=0.9999
@@ -115,50 +116,57 @@ class TrainSettings:
         maximum=0.999999,
     )
     adam_epsilon: float = setting(
-        1e-8, "number that Adam adds to the root of that mean", needs="optimizer = adam | adamw", above=0
+        1e-8,
+        "number that Adam adds to the root of the mean of squared gradients",
+        needs="optimizer = adam | adamw",
+        above=0,
     )
     max_grad_norm: float = setting(
-        0.0, "L2 norm that the gradient of a mini-batch's loss is clipped to, for each model; 0: off", minimum=0
+        0.0, "L2 norm to which each model's gradient of a mini-batch is clipped; 0: off", minimum=0
     )
     device: str = setting(
         "auto", "`auto`, `cpu`, `cuda` or `cuda:N`", resumable=True, affects_results=False, synonyms=("gpu",)
     )
     threads: int = setting(
-        1, "PyTorch threads of a client process on the CPU; 0: leave as it is", minimum=0, maximum=1024, resumable=True
+        1,
+        "PyTorch threads of a client process on the CPU; 0: unchanged",
+        minimum=0,
+        maximum=1024,
+        resumable=True,
     )
     stack: str = setting(
         "auto",
-        "train several models (FedFew's K; in one process also those of several clients) one after the other or as "
-        "one stacked computation (vmap); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
+        "train several models (FedFew's K, and in one process the models of several clients) in turn (`loop`), or as "
+        "one stacked computation (`vmap`); `auto`: vmap on a GPU, and on a CPU for small networks without convolutions",
         choices=("auto", "loop", "vmap"),
         resumable=True,
     )
     precision: str = setting(
         "float32",
-        "arithmetic of matrix products and convolutions: `tf32` on GPUs that have it, `bfloat16` under autocast; "
+        "arithmetic of matrix products and convolutions: `tf32` on GPUs that support it, `bfloat16` with autocast; "
         "parameters and messages stay float32",
         choices=("float32", "tf32", "bfloat16"),
     )
     dp_clip: float = setting(
-        0.0, "local differential privacy: L2 norm that a client's update is clipped to; 0: off", minimum=0
+        0.0, "local differential privacy: L2 norm to which a client's update is clipped; 0: off", minimum=0
     )
     dp_epsilon: float = setting(1.0, "epsilon of one reply's Gaussian noise", needs="dp-clip > 0", above=0)
     dp_delta: float = setting(1e-5, "delta of one reply's Gaussian noise", needs="dp-clip > 0", above=0, maximum=0.5)
     dp_sensitivity: float = setting(
-        0.0, "L2 sensitivity that the noise is for; 0: twice dp-clip", needs="dp-clip > 0", minimum=0
+        0.0, "L2 sensitivity for the noise; 0: twice dp-clip", needs="dp-clip > 0", minimum=0
     )
 
     def __post_init__(self) -> None:
         """Check the settings that depend on each other."""
         if self.optimizer_state == "kept" and self.optimizer == "sgd" and not self.momentum:
             raise SettingsError(
-                "optimizer-state = 'kept' does not go with optimizer = 'sgd' and momentum = 0, which leaves nothing to "
-                "keep; set a momentum, or optimizer-state = 'fresh'"
+                "optimizer-state = 'kept' does not go with optimizer = 'sgd' and momentum = 0, because this optimiser "
+                "has no state; set a momentum, or optimizer-state = 'fresh'"
             )
 
 
 def identified(train: TrainSettings, folder: str) -> TrainSettings:
-    """Return the settings with the SHA-256 of the file of weights, where one is named that is there, or in a folder."""
+    """Return the settings with the SHA-256 of the file of weights, if the file exists at its path or in ``folder``."""
     named = train.weights not in ("", PRETRAINED)
     digest = train.weights_sha256 if named else ""
     if named and not digest and (path := found_at(train.weights, folder)):
@@ -168,17 +176,17 @@ def identified(train: TrainSettings, folder: str) -> TrainSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The run: method, rounds, participation, evaluation, what it leaves."""
+    """The run: method, rounds, participation, evaluation and output."""
 
     method: str = setting(
         "fedfew",
-        "which method to run; one's own is the name that its classes in a file begin with, as in mine:FedMine",
+        "method of the run; a custom method is a file and the prefix of its classes, as in mine:FedMine",
         or_own="a method",
         synonyms=("algo", "algorithm", "strategy"),
     )
     experiment: str = setting(
         "",
-        "YAML file of settings (a name in papers/*/settings/ or a path); those given beside it count more",
+        "YAML file of settings (a name in papers/*/settings/ or a path); other settings of the run override it",
         once=True,
     )
     num_server_rounds: int = setting(
@@ -186,18 +194,18 @@ class RunSettings:
     )
     fraction_train: float = setting(
         1.0,
-        "fraction of the clients sampled in each round",
+        "fraction of the clients sampled in each round, rounded up to whole clients",
         above=0,
         maximum=1,
         synonyms=("client-fraction", "fraction", "fraction-fit", "join-ratio", "participation"),
     )
     full_last_round: bool = setting(
-        False, "all clients train in the last round, whatever fraction-train is", needs="fraction-train < 1"
+        False, "all clients train in the last round, regardless of fraction-train", needs="fraction-train < 1"
     )
     holdout_clients: float = setting(
         0.0,
-        "fraction of the clients that never train for the others; at the end each is served as a newcomer, and trains "
-        "once for itself",
+        "fraction of clients that join as newcomers after the last round; each is served, and trains once without "
+        "aggregation",
         minimum=0,
         maximum=0.9,
         synonyms=("held-out-clients", "new-clients", "unseen-clients"),
@@ -205,42 +213,44 @@ class RunSettings:
     client_weights: str = setting(
         "samples",
         "weights of the clients in the server's means of models: their numbers of training samples, or 1 each. Sums "
-        "over samples (class prototypes, FedFew's n_i / N of the losses) always count samples",
+        "over samples (class prototypes, FedFew's n_i / N of the losses) always use the numbers of samples",
         choices=("samples", "uniform"),
         source="McMahan et al., 2017, Algorithm 1: n_i / n",
         synonyms=("client-weighting", "weighted-average"),
     )
-    min_train_replies: int = setting(1, "good replies that a round needs to change the server's state", minimum=1)
+    min_train_replies: int = setting(
+        1, "accepted replies below which a round fails and the server's state does not change", minimum=1
+    )
     max_update_norm: float = setting(
-        0.0, "L2 norm of a client's update beyond which its reply is dropped; 0: no limit", minimum=0
+        0.0, "largest L2 norm of a client's update; a larger update is dropped; 0: no limit", minimum=0
     )
     secure_aggregation: bool = setting(
         False,
-        "the server sees the sum of the clients' updates only (SecAgg+), where the method needs no more",
+        "the server learns only the sum of the clients' updates (SecAgg+); only for methods that need only the sum",
         synonyms=("secagg", "secaggplus", "secagg+"),
     )
     secure_threshold: float = setting(
         0.6,
-        "secure aggregation: fraction of a client and its neighbours that must stay to the end of a round",
+        "secure aggregation: fraction of a client and its neighbours that must finish the round",
         needs="secure-aggregation = true",
         above=0.5,
         maximum=1,
     )
     secure_neighbours: int = setting(
         0,
-        "secure aggregation: number of clients that each client shares secrets with; 0: all others",
+        "secure aggregation: number of clients with which each client shares secrets; 0: all other clients",
         needs="secure-aggregation = true",
         minimum=0,
     )
     secure_range: float = setting(
         16.0,
-        "secure aggregation: the most that a parameter may change in a round, which sets the rounding",
+        "secure aggregation: largest change of a parameter in a round; it sets the rounding",
         needs="secure-aggregation = true",
         minimum=1e-9,
     )
     grace: float | str = setting(
         OFF,
-        "seconds that the other clients have left in a training round once min-train-replies have answered",
+        "seconds for the other clients in a training round after min-train-replies have answered",
         number_or=OFF,
         minimum=0,
         maximum=1e8,
@@ -249,8 +259,8 @@ class RunSettings:
     )
     round_timeout: float | str = setting(
         AUTO,
-        "seconds to wait for the replies of a round; `auto`: found from the times that replies have taken so far, and "
-        "no limit in one process",
+        "seconds to wait for the replies of a round; `auto`: estimated from the earlier replies, and no limit in one "
+        "process",
         number_or=AUTO,
         above=0,
         maximum=1e8,
@@ -258,20 +268,20 @@ class RunSettings:
         synonyms=("timeout",),
         affects_results=False,
     )
-    evaluate_every: int = setting(1, "rounds between evaluations (the last round is always one)", minimum=1)
+    evaluate_every: int = setting(1, "rounds between evaluations; the last round is always evaluated", minimum=1)
     evaluate_training: bool = setting(
-        False, "measure models on the training samples too: a third of an epoch of training"
+        False, "score models on the training samples too, at the cost of a third of an epoch"
     )
     average_rounds: int = setting(
         0,
-        "last rounds over whose evaluations the summary also has the mean; system accuracy, where it is asked for, is "
-        "then found in each of them; 0: none",
+        "number of last rounds whose mean is also in the summary; system accuracy, if it is on, is computed in each of "
+        "them; 0: none",
         minimum=0,
         resumable=True,
     )
     system_accuracy: str = setting(
         "auto",
-        "accuracy on the pooled test sets: FedDRM's routing, else a majority vote; `auto`: FedDRM only",
+        "accuracy on the pooled test sets, by FedDRM's routing or a majority vote; `auto`: FedDRM only",
         choices=("auto", "on", "off"),
     )
     seed: int = setting(42, "seed of everything random", minimum=0, maximum=2**31 - 1, synonyms=("random-seed",))
@@ -284,7 +294,7 @@ class RunSettings:
     save_models: bool = setting(True, "write the server's state and the personal models as safetensors", resumable=True)
     min_clients: int = setting(
         0,
-        "clients that must be there for the first round; 0: all num-clients",
+        "number of connected clients at which the first round starts; 0: num-clients",
         minimum=0,
         resumable=True,
         synonyms=("min-available-clients",),
@@ -294,14 +304,14 @@ class RunSettings:
     )
     checkpoint_every: int = setting(
         10,
-        "rounds between checkpoints (the last round is always one); 0: none",
+        "rounds between checkpoints, with one after the last round; 0: no checkpoints",
         minimum=0,
         resumable=True,
         affects_results=False,
     )
     track: str = setting(
         OFF,
-        "tool that the record of the run goes to as well",
+        "tool that also receives the record of the run",
         choices=(OFF, "tensorboard", "mlflow", "wandb"),
         or_own="a tracker",
         resumable=True,
@@ -311,7 +321,7 @@ class RunSettings:
     resume: str = setting("", "name of a run in output-dir to continue from its last checkpoint", once=True)
     state_memory: int = setting(
         4096,
-        "MiB that the clients' states may take in an in-process run, the rest goes to disk; 0: all",
+        "MiB of memory for the clients' states in an in-process run; other states go to disk; 0: all states",
         minimum=0,
         resumable=True,
         affects_results=False,
@@ -319,15 +329,15 @@ class RunSettings:
 
     @property
     def timeout(self) -> float:
-        """Seconds to wait for the replies of a round; infinite if nobody has set them."""
+        """Seconds to wait for the replies of a round; infinite with ``auto``."""
         return math.inf if self.round_timeout == AUTO else float(self.round_timeout)
 
     def __post_init__(self) -> None:
         """Check the settings that depend on each other."""
         if self.holdout_clients and self.secure_aggregation:
             raise SettingsError(
-                f"holdout-clients = {self.holdout_clients:g} does not go with secure-aggregation = true: a newcomer's "
-                "training is a round of its own, whose update nobody may see; set one of them to its default"
+                f"holdout-clients = {self.holdout_clients:g} does not go with secure-aggregation = true: a newcomer "
+                "trains alone, and the sum would reveal its update; set one of them to its default"
             )
         if self.system_accuracy == "on" and not self.save_models:
             raise SettingsError("system-accuracy = 'on' needs save-models = true: the stored models answer the queries")
@@ -343,7 +353,7 @@ class Settings:
     method: Any
 
     def __post_init__(self) -> None:
-        """Check the settings that depend on those of another group."""
+        """Check the settings that depend on settings of another group."""
         shared = {**settings_of(RunSettings), **settings_of(DataSettings), **settings_of(TrainSettings)}
         config = {**as_config(self.run), **as_config(self.data), **as_config(self.train)}
         for key, reason in self.method.refusals().items():
@@ -357,10 +367,10 @@ class Settings:
             )
 
     def as_config(self) -> dict[str, Scalar]:
-        """Return the settings as flat keys, the method's own under its name."""
-        own = as_config(self.method, word_of(self.run.method))
-        return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **own}
+        """Return the settings by flat key; the method's name is the prefix of its settings."""
+        of_method = as_config(self.method, word_of(self.run.method))
+        return {**as_config(self.run), **as_config(self.data), **as_config(self.train), **of_method}
 
     def to_json(self) -> str:
-        """Return the settings as one line of JSON, as they travel to the clients."""
+        """Return the settings as one line of JSON, which the messages to the clients contain."""
         return json.dumps(self.as_config())

@@ -227,7 +227,9 @@ def test_per_fedavg_adapts_on_one_part_of_a_batch_and_learns_on_another(hessian:
     parts = 2 if hessian == "fo" else 3
     x = np.random.default_rng(1).normal(size=(parts, 5)).astype(np.float32)
     data = (x, np.arange(parts), [list(range(parts))], [[]])
-    settings = {"per_fedavg_alpha": 0.4, "per_fedavg_hessian": hessian, "per_fedavg_hessian_delta": 0.05}
+    settings = {"per_fedavg_alpha": 0.4, "per_fedavg_hessian": hessian}
+    if hessian == "hf":
+        settings["per_fedavg_hessian_delta"] = 0.05
     client = make_client("per-fedavg", data=data, model="mlp", **settings)
     start = start_of(client)
     (sent,), _, _ = client.fit([start], CONFIG)

@@ -177,7 +177,7 @@ CONNECTION = ["--superlink", "127.0.0.1:1", "--root-certificates", "ca.pem"]
         (["doctor", "--fleet", "server"], ["--fleet server", "HOST:PORT"]),
         (["run", ""], ["''", "key=value"]),
         (["run", "=3"], ["'=3'", "key=value"]),
-        (["run", "x" * 300], ["xxx", "there is no such file"]),
+        (["run", "x" * 300], ["xxx", "this file does not exist"]),
         (["run", "folder"], ["'folder'", "it is a directory", "did you mean dataset=folder?"]),
     ],
     ids=lambda value: " ".join(value)[:40],

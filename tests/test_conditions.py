@@ -76,7 +76,7 @@ def test_a_setting_without_an_effect_is_refused(
     assert message.startswith(
         f"{key} = {shown(value)} in {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
     )
-    assert message.endswith(f"; change that, or leave {key} out")
+    assert message.endswith(f"; change the condition, or remove {key}")
     assert read_settings({**with_effect, key: value}, COMMAND_LINE).as_config()[key] == value
 
 
@@ -92,8 +92,8 @@ def test_the_message_names_what_is_unmet() -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({"dp-epsilon": 0.5}, COMMAND_LINE)
     assert str(raised.value) == (
-        "dp-epsilon = 0.5 in the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or "
-        "leave dp-epsilon out"
+        "dp-epsilon = 0.5 in the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the "
+        "condition, or remove dp-epsilon"
     )
 
 
@@ -111,6 +111,20 @@ def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_t
             read_settings({"method": method, idle: 3, other: 2}, COMMAND_LINE)
     assert read_settings({"method": method, epochs: 3}, COMMAND_LINE).method.epochs == 3
     assert read_settings({"method": method, steps: 3}, COMMAND_LINE).method.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("idle", "others"),
+    [
+        ({"cwfedavg-wdr-lambda": 5.0}, {"method": "cwfedavg", "cwfedavg-wdr": False}),
+        ({"ppfe-ranks": "9,8"}, {"method": "ppfe", "ppfe-reduction": "sparse"}),
+        ({"ppfe-ranks": "9,8"}, {"method": "ppfe", "ppfe-reduction": "none"}),
+    ],
+)
+def test_a_setting_of_a_method_without_an_effect_is_refused(idle: dict[str, Any], others: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="has no effect: it needs"):
+        read_settings({**others, **idle}, COMMAND_LINE)
+    read_settings({"method": others["method"], **idle}, COMMAND_LINE)
 
 
 def test_every_shared_condition_has_a_case_above() -> None:
@@ -309,8 +323,8 @@ def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any
     with pytest.raises(SettingsError) as raised:
         plan_of(table(**parts), FILE, {})
     assert str(raised.value) == (
-        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change that, or leave "
-        "dp-epsilon out"
+        f"dp-epsilon = 0.5 in {source} has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the condition, "
+        "or remove dp-epsilon"
     )
     assert plan_of(table(**parts), FILE, {"dp-clip": 1.0}).cells[0].config["dp-epsilon"] == 0.5
 

@@ -1,5 +1,6 @@
 """The commands and code in the README and in docs/ work as printed."""
 
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from posy.strategies.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 NODE_CONFIG = {"partition-id", "num-partitions", "state-dir", "skip-unreadable", "signing-key", "trusted-keys"}
@@ -91,6 +94,19 @@ def test_every_link_file_and_setting_that_a_page_names_exists(page: Path) -> Non
     for key in re.findall(r"`([a-z]+(?:-[a-z]+)+)=", text):
         assert key in defaults().keys() | NODE_CONFIG, key
     assert "@@" not in text
+
+
+def test_every_method_has_an_idea_in_the_table_of_methods() -> None:
+    """A name may hold a full stop, as in `pFedMe (T. Dinh et al., 2020)`."""
+    specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert specification is not None and specification.loader is not None
+    generate = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(generate)
+    rows = {row[0]: row[1:] for row in generate.described(METHODS)[1:]}
+    assert all(idea and not idea.endswith(".") for _, idea, _ in rows.values())
+    assert rows["`pfedme`"] == [
+        "pFedMe", "personal models near a global one, which follows their Moreau envelopes", "T. Dinh et al., 2020"
+    ]  # fmt: skip
 
 
 def test_the_privacy_page_says_what_every_method_reveals() -> None:

@@ -268,7 +268,7 @@ def test_memory_that_pytorch_holds_unused_is_free_to_it(monkeypatch):
     total, used = 80 << 30, 1 << 30
     trainer = Trainer(TrainSettings(), torch.device("cpu"))
     trainer.device = torch.device("cuda")
-    network = SimpleNamespace(layout=SimpleNamespace(size=11_000_000))
+    network = SimpleNamespace(size=11_000_000, layout=SimpleNamespace(size=11_000_000))
     found = []
     for reserved in (used, 40 << 30, total):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, r=reserved: (total - r, total))
@@ -328,7 +328,7 @@ def test_groups_are_few_and_of_about_one_size():
     assert evenly(range(4), 4) == [range(4)]
     assert evenly(range(4), 1) == [range(i, i + 1) for i in range(4)]
     trainer = Trainer(TrainSettings(), torch.device("cpu"))
-    large, small = (SimpleNamespace(layout=SimpleNamespace(size=size)) for size in (1 << 17, 1 << 15))
+    large, small = (SimpleNamespace(size=size, layout=SimpleNamespace(size=size)) for size in (1 << 17, 1 << 15))
     assert [trainer.together(large, clients) for clients in (2, 3, 5, 30, 1000)] == [2, 2, 3, 15, 16]
     assert [trainer.together(small, clients) for clients in (2, 3, 5, 30, 1000)] == [2, 2, 3, 15, 32]
 

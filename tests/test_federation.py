@@ -403,7 +403,7 @@ def test_two_sites_with_one_partition_id_stop_a_run_whose_task_is_open(
     grid = Registered(
         a=site("site-a") | {"name": "", "partition-id": 0}, b=site("site-b") | {"name": "", "partition-id": 0}
     )
-    config = make_config("fedavg", dataset="sites", num_clients=2, join_timeout=0.1, partition="iid", partition_file="")
+    config = make_config("fedavg", dataset="sites", num_clients=2, join_timeout=0.1)
     with pytest.raises(SettingsError, match="client 0 is claimed by two sites, a and b"):
         run(grid, config)
     assert not (tmp_path / "runs").exists()
@@ -700,7 +700,7 @@ def test_notes_of_a_site_are_logged_once_with_its_name(
     notes = ["3 samples stand there twice", "a file is called\nx\x1b[31m", "y" * 1000, *map(str, range(100))]
     configs = {name: site(f"site-{name}") | {"name": ""} for name in "ab"}
     grid = Telling({"warnings": notes, "skipped": 2}, **configs)
-    config = make_config("fedavg", dataset="sites", num_clients=2, partition="iid", partition_file="", model="linear")
+    config = make_config("fedavg", dataset="sites", num_clients=2, model="linear")
     members = Federation(WaveGrid(grid), read_settings(config))
     members.agree()
     members.join()
@@ -746,8 +746,7 @@ def test_the_record_of_refused_nodes_is_bounded(settings: Settings) -> None:
 def test_means_over_fewer_clients_than_the_run_has_are_marked(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config("fedavg", num_server_rounds=3, num_clients=3, min_clients=2, join_timeout=0.1)
-    config |= {"partition": "iid", "partition-file": ""}
+    config = make_config("fedavg", num_server_rounds=3, num_clients=3, min_clients=2, join_timeout=0.1, partition="iid")
     three = {name: {"partition-id": i, "num-partitions": 3} for i, name in enumerate("abc")}
     grid = Registered(**three)
     real = PersonalisedStrategy.configure_train
@@ -762,8 +761,8 @@ def test_means_over_fewer_clients_than_the_run_has_are_marked(
     shown = capsys.readouterr().out.splitlines()
     rounds = [line for line in shown if line.startswith("round")]
     assert ["2 of 3 clients" in line for line in rounds] == [False, True, True]
-    marked = [line.split("  ")[0].strip() for line in shown if "missing)" in line]
-    assert {"served model, last (1 missing)", "local model, last (1 missing)"} <= set(marked)
+    scored = [line for line in shown if line.strip().startswith(("served model, last", "local model, last"))]
+    assert len(scored) == 2 and all("2 of 3" in line for line in scored)
     (clients,) = (line for line in shown if line.startswith("clients "))
     assert clients.endswith("  2 of 3 (missing in the last evaluation: c)")
     rows = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
@@ -813,10 +812,7 @@ class Slow(Script):
 
 def open_task(make_config: MakeConfig, least: int, timeout: float, clients: int = 4) -> Settings:
     """Return the settings of a run whose sites agree on their task, and of which ``least`` join within ``timeout``."""
-    config = make_config(
-        "fedavg", dataset="sites", num_clients=clients, min_clients=least, join_timeout=timeout, partition="iid",
-        partition_file="",
-    )  # fmt: skip
+    config = make_config("fedavg", dataset="sites", num_clients=clients, min_clients=least, join_timeout=timeout)
     return read_settings(config)
 
 

@@ -163,9 +163,11 @@ def test_numbers_that_no_float_tells_apart_are_warned_of(name, x, noted, tmp_pat
         dataset = load_own(write(tmp_path / name, f"x,label\n{x[0]},0\n{x[1]},1\n"), "a")
     else:
         dataset = load_own(save(tmp_path / name, x_train=x, y_train=[0, 1]), "a")
-    assert [note for note in dataset.notes if "cannot tell" in note] == ([] if noted is None else list(dataset.notes))
+    assert [note for note in dataset.notes if "cannot distinguish" in note] == (
+        [] if noted is None else list(dataset.notes)
+    )
     assert (noted or "") in " ".join(dataset.notes)
-    assert bool(noted) == ("cannot tell" in warnings.text)
+    assert bool(noted) == ("cannot distinguish" in warnings.text)
 
 
 def pfllib(root, *clients, config=None):
@@ -345,7 +347,7 @@ def test_a_cell_means_one_thing(cell):
         (np.array(["10", "9"]), ["9", "10"]),
         (np.array([[3.0], [4.0]]), ["3", "4"]),
         (np.array([2.0**53, 1]), "float64 cannot distinguish whole numbers from 9007199254740992 on"),
-        (np.array([3000, 1], np.float16), "float16 cannot tell"),
+        (np.array([3000, 1], np.float16), "float16 cannot distinguish"),
         (np.array([b"\xff", b"a"]), "not UTF-8"),
         (np.array(["", "a"]), "label at index 0 is empty"),
         (np.array([1 + 2j, 1]), "labels of type complex128"),

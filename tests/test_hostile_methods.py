@@ -26,6 +26,9 @@ def recorded(make_config: Callable[..., Config]) -> Callable[..., tuple[dict[str
         method: str, data: Data, *, fail: Collection[Key] = (), **settings: Any
     ) -> tuple[dict[str, Any], list[Any], list[Any]]:
         own = {"num_server_rounds": 4, "model": "mlp", "system_accuracy": "on", "checkpoint_every": 0, **settings}
+        own = {"fedfomo_validation": 0.0, **own}  # all samples of a client train
+        if own.get("fraction_train", 1) < 1:
+            own["pfedme_clients"] = "cohort"
         config = make_config(method, data=data, **own)
         clients = len(data[2])
         grid: InProcessGrid = FailingGrid(clients, fail, ()) if fail else InProcessGrid(clients)

@@ -83,7 +83,8 @@ def test_what_a_setting_cannot_be_is_refused_in_one_line(key: str) -> None:
         assert message.startswith(f"{key} = ")
         assert "in the file mine.yaml: it must be " + rule.allowed() in message
         if not isinstance(value, int) or abs(value) < 10**16:
-            assert repr(float(value) if kind is float and type(value) is int else value)[:80] in message
+            shown_value = float(value) if kind is float and type(value) is int else value
+            assert (str(value).lower() if isinstance(value, bool) else repr(shown_value)[:80]) in message
 
 
 @pytest.mark.parametrize("key", [key for key in DECLARED if rule_of(key)[0] in (int, float)])
@@ -449,6 +450,13 @@ EDGES: list[tuple[str, dict[str, Any], str]] = [
     ("moon", {"moon-mu": 0}, ""),
     ("moon", {"moon-temperature": 5e-324}, "diverged"),
     ("moon", {"moon-temperature": BIG}, ""),
+    ("cfl", {"cfl-gamma-max": 1}, ""),
+    ("fedfomo", {"fedfomo-epsilon-decay": 1}, ""),
+    ("fedfomo", {"fedfomo-validation": 0.9}, ""),
+    ("fedmgda", {"fedmgda-decay": 1e-30}, "has no effect"),
+    ("fedpac", {"fedpac-head-lr": BIG}, "diverged"),
+    ("fedpac", {"fedpac-head-lr": 0}, ""),
+    ("fedas", {"fedas-align-lr": BIG}, "diverged"),
     ("fedproto", {"fedproto-strength": BIG}, "diverged"),
     ("fedproto", {"fedproto-strength": 0}, ""),
     ("fedpac", {"fedpac-strength": BIG}, "diverged"),

@@ -59,7 +59,7 @@ DITTO = '''
             """Train the global model, then the personal one towards the received model."""
             shared = yield Train(received[0])
             pull = Pull(received[0], self.method.strength)
-            personal = yield Train(self.kept_model(received[0]), pull=pull, stream=1)
+            personal = yield Train(self.kept_model(self.initial()), pull=pull, stream=1)
             return Update([shared.parameters], personal.loss), self.keep_model(personal.parameters)
 '''
 
@@ -267,7 +267,7 @@ WRONG = {
         NOTHING + "from posy.settings import setting\n"
         "class DPSettings(MethodSettings, noise=ALLOWED):\n    clip: float = setting(0.0, 'nothing')\n",
         "wrong:DP",
-        "there is a setting dp-clip already",
+        "its setting dp-clip already exists in Posy",
     ),
     "no strategy": (
         NOTHING + "class FedMineSettings(MethodSettings, noise=ALLOWED): ...\nclass FedMine: ...\n",

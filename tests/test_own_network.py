@@ -299,7 +299,7 @@ def test_a_low_rank_layer_of_ones_own_network(network_folder: Path) -> None:
     assert network.build()(torch.rand(2, 1, 8, 8)).shape == (2, 10)
 
 
-def test_a_low_rank_layer_has_a_bias_only_if_the_dense_layer_has_one(here: Path) -> None:
+def test_a_low_rank_layer_has_a_bias_only_if_the_dense_layer_has_one(network_folder: Path) -> None:
     network = Architecture("nets:unbiased", DIGITS, ranks=(("1", 5), ("head", 3)))
     names = {entry.name: entry.shape for entry in network.layout.entries}
     assert names == {
@@ -309,11 +309,11 @@ def test_a_low_rank_layer_has_a_bias_only_if_the_dense_layer_has_one(here: Path)
 
 
 @pytest.mark.parametrize("reduction", ["svd", "svd-fedavg", "sparse", "none"])
-def test_ppfe_reduces_a_network_without_biases(here: Path, reduction: str) -> None:
+def test_ppfe_reduces_a_network_without_biases(network_folder: Path, reduction: str) -> None:
     """With a factorisation the last two layers have the ranks 6 and 4 in stage 3, and still no bias."""
     record = posy.run(
         method="ppfe", model="nets:unbiased", num_clients=2, num_server_rounds=3, max_samples=200, partition="iid",
-        output_dir=str(here / "runs"), local_epochs=1, ppfe_stages=3, ppfe_stage_rounds="1,1,1",
+        output_dir=str(network_folder / "runs"), local_epochs=1, ppfe_stages=3, ppfe_stage_rounds="1,1,1",
         ppfe_reduction=reduction, ppfe_ranks="4;6,3" if reduction == "svd" else "6,4",
     )  # fmt: skip
     assert (record.summary["status"], record.summary["dropped"]) == ("completed", {})

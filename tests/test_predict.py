@@ -299,7 +299,7 @@ def test_the_newest_run_in_the_folder_of_a_node(finished: Record, tmp_path: Path
                 os.utime(copied, (1_000_000 - age,) * 2)
         assert posy.load(tmp_path / kind).models == tmp_path / kind / "a-new" / below
         assert posy.load(tmp_path / kind / "b-old").predictor(2).point == "local"
-    with pytest.raises(SettingsError, match="there is no run in"):
+    with pytest.raises(SettingsError, match="no run in"):
         posy.load(finished.path.parent)
 
 

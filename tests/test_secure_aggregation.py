@@ -556,7 +556,7 @@ def test_keys_and_thresholds_that_protect_nothing_are_refused() -> None:
     shares = group.shares(0)
     assert group.shares(0) == shares
     stranger = public_key(private_key(new_secret()))
-    with pytest.raises(ProtocolError, match="to other keys before"):
+    with pytest.raises(ProtocolError, match="with other keys before"):
         group.shares(0, public_keys=[*keys[:-4], stranger, *keys[-3:]])
 
 
@@ -682,7 +682,7 @@ def test_a_client_is_excluded_by_more_than_half_of_its_neighbours() -> None:
 def test_a_site_whose_list_of_keys_is_wrong_is_told(sites: list[dict[str, Any]]) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (sites[4], "lacks the public half of signing-key"),
-        (sites[0] | {"signing-key": ""}, "must have both or neither"),
+        (sites[0] | {"signing-key": ""}, "set both or neither"),
         (sites[0] | {"signing-key": sites[0]["trusted-keys"] + "/site-0.pub"}, "cannot be used"),
         (sites[0] | {"trusted-keys": "nowhere"}, "a directory with public ones"),
     ]
@@ -777,7 +777,10 @@ def test_wrong_shares_end_the_round_and_not_in_a_wrong_model(
 ) -> None:
     honest = client_side._unmask
     monkeypatch.setattr(client_side, "_unmask", lambda *args: [bytes(16) for _ in honest(*args)])
-    for lost, message in (((), "the masks do not cancel"), ([("train", 1, 1)], "shares of client 1's key are wrong")):
+    for lost, message in (
+        ((), "the masks do not cancel"),
+        ([("train", 1, 1)], "shares of client 1's private key are wrong"),
+    ):
         done = run(federate, make_config("fedavg", data=five, num_server_rounds=1), lost=lost)
         np.testing.assert_array_equal(done.strategy.model, done.strategy.initial())
         assert message in warnings.text

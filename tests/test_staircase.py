@@ -99,10 +99,18 @@ def test_no_module_is_loaded_by_a_name_that_the_graph_does_not_know() -> None:
     assert loading <= {"posy.strategies.methods", "posy.client_app.registry", *own}
 
 
+def lines_of_cards(text: str) -> int:
+    """Return the lines of a module's method cards, which are the text of documentation pages."""
+    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    cards = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "MethodCard"]
+    return sum((card.end_lineno or card.lineno) - card.lineno + 1 for card in cards)
+
+
 def test_no_package_holds_more_than_a_fifth_of_the_code() -> None:
     lines = dict.fromkeys(STAIRCASE, 0)
     for name, file in modules().items():
-        lines[STAIRCASE[step(name)]] += len(file.read_text(encoding="utf-8").splitlines())
+        text = file.read_text(encoding="utf-8")
+        lines[STAIRCASE[step(name)]] += len(text.splitlines()) - lines_of_cards(text)
     assert max(lines.values()) <= sum(lines.values()) / 5, lines
 
 

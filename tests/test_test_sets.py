@@ -317,7 +317,7 @@ def test_a_natural_partition_keeps_the_names_of_its_groups(tmp_path: Path, capsy
     assert main(["predict", str(record.path), "va", "new.csv"]) == 0
     assert "va (client 2), served model" in capsys.readouterr().out
     assert main(["predict", str(record.path), "hungarian", "new.csv"]) == 2
-    assert "those of cleveland, hungary, va" in capsys.readouterr().err
+    assert "has the models of cleveland, hungary, va" in capsys.readouterr().err
     page = tmp_path / "report.html"
     assert main(["report", str(record.path), "--output", str(page)]) == 0
     text = page.read_text(encoding="utf-8")

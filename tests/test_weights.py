@@ -209,17 +209,17 @@ def test_what_is_wrong_about_word_vectors_is_told() -> None:
     for text, model, message in (
         ("good 1 2 3\n", "lstm", "line 1: cannot be read (3 numbers for 'good'; the network's embedding has 300)"),
         ("the 1\nbad " + "x " * 300, "lstm", "line 2: cannot be read (could not convert string to float: 'x')"),
-        ("bad " + "nan " * 300, "lstm", "numbers that are not finite"),
-        ("the " + "1 " * 300, "lstm", "none of the 2 words of the data is in it"),
+        ("bad " + "nan " * 300, "lstm", "contains NaN or infinite numbers"),
+        ("the " + "1 " * 300, "lstm", "the file has none of the 2 words of the data"),
         ("good " + "1 " * 300, "fasttext", "300 numbers for 'good'; the network's embedding has 64"),
     ):
         Path("glove.txt").write_text(text, encoding="utf-8")
         with pytest.raises(SettingsError) as raised:
             architecture_for(model, task, weights="glove.txt", words=words).build(seed=0)
         assert message in str(raised.value)
-    with pytest.raises(SettingsError, match="word vectors: they need a data set of texts"):
+    with pytest.raises(SettingsError, match="need the words of the data; choose a data set of texts"):
         posy.run(method="fedavg", weights="glove.txt", **SMALL)
-    with pytest.raises(SettingsError, match="there is no such file, nor one of this name in data-dir"):
+    with pytest.raises(SettingsError, match="this file does not exist, and data-dir has no file with this name"):
         posy.run(method="fedavg", weights="nowhere.txt", **SMALL)
 
 
@@ -230,11 +230,11 @@ def test_what_is_wrong_about_weights_is_told_before_anything_is_run() -> None:
     safetensors.torch.save_file({**tensors, "1.weight": torch.zeros(8, 17)}, "shape.safetensors")
     safetensors.torch.save_file({**tensors, "1.bias": torch.full((8,), torch.nan)}, "nan.safetensors")
     for name, message in (
-        ("nowhere.safetensors", "there is no such file"),
+        ("nowhere.safetensors", "this file does not exist"),
         ("text.safetensors", "cannot be read"),
-        ("lacking.safetensors", "1.bias of shape (8,) is not in it"),
-        ("shape.safetensors", "1.weight of shape (8, 16) has the shape (8, 17) there"),
-        ("nan.safetensors", "numbers that are not finite"),
+        ("lacking.safetensors", "1.bias of shape (8,) is not in the file"),
+        ("shape.safetensors", "1.weight of shape (8, 16) has the shape (8, 17) in the file"),
+        ("nan.safetensors", "contains NaN or infinite numbers"),
         ("torchvision", "are for torchvision's networks, not for model = "),
     ):
         with pytest.raises(SettingsError) as raised:
@@ -276,14 +276,15 @@ def test_a_run_names_its_weights_and_whoever_has_another_file_is_refused() -> No
     assert record.settings["weights-sha256"] == hashlib.sha256(Path(file).read_bytes()).hexdigest()
     saved(module(2))
     for again in ({"experiment": str(record.path / "config.yaml")}, {"resume": "a", "num_server_rounds": 3}):
-        with pytest.raises(SettingsError, match="it is another file than the run has begun with"):
+        with pytest.raises(SettingsError, match="use the file with which the run started"):
             posy.run(**again)
     other = read_settings({"experiment": str(record.path / "config.yaml"), "weights": "torchvision"})
     assert other.train.weights_sha256 == ""
     context = Context(1, 1, {"partition-id": 0, "num-partitions": 1}, RecordDict(), {})
     config = ConfigRecord({"settings": json.dumps(record.settings)})
     question = Message(RecordDict({"config": config}), dst_node_id=1, message_type="query")
-    with pytest.raises(SettingsError, match="it is another file"):  # on a node, before the first round
+    # On a node, before the first round.
+    with pytest.raises(SettingsError, match="use the file with which the run started"):
         client_app(question, context)
 
 

@@ -47,9 +47,9 @@ def test_scalars_are_those_of_yaml_1_2(text: str, tmp_path: Path) -> None:
         [typed] = parse_words([f"{key}={text}"], "the test").values()
         assert typed == value and type(typed) is kind
     if kind in (bool, int, float):
-        assert node_config([f"key={text}"]) == f"key={str(value).lower()}"
+        assert node_config([f"name={text}"]) == f"name={str(value).lower()}"
     else:
-        assert node_config([f"key={text}"]) == f'key="{text}"'
+        assert node_config([f"name={text}"]) == f'name="{text}"'
 
 
 def test_what_is_written_is_read_again_by_both_versions() -> None:

@@ -104,21 +104,10 @@ APART = (
 """The model of client 1, which left the cluster in round 1."""
 
 
-def uniform(strategy):
-    """Let all clients count alike in the means, as in the authors' program."""
-    weighted = strategy.aggregate
-
-    def aggregate(server_round, updates):
-        for update in updates:
-            update.num_examples = 1
-        return weighted(server_round, updates)
-
-    strategy.aggregate = aggregate
-
-
 def test_cfl_equals_the_authors_program(tmp_path, federate):
     settings = {"cfl_eps1": 0.06, "cfl_eps2": 0.12, "lr_schedule": "exponential", "lr_decay": 0.99}
-    strategy = federate(config("cfl", tmp_path, **settings), prepare=uniform).strategy
+    settings["client_weights"] = "uniform"
+    strategy = federate(config("cfl", tmp_path, **settings)).strategy
     assert strategy.cluster.tolist() == [0, 1, 0] and len(SIZES) == 3
     served = np.stack([strategy.serve(client)[0] for client in range(3)])
     assert served.shape == (3, D)
