@@ -515,7 +515,10 @@ def markdown(
             cells += [
                 _percent(row, point, clients=True) + _measured(row, point) + _covered(row, point) for point in points
             ]
-            cells += [_percent(row, key) for key in ("served-last-weighted", "local-last-weighted", "system")]
+            for point in ("served-last", "local-last"):
+                weighted = _percent(row, f"{point}-weighted")
+                cells.append(weighted + (_covered(row, point) if weighted else ""))
+            cells.append(_percent(row, "system"))
             cells += [duration(row["seconds"]), size(row["bytes-up"]), size(row["bytes-down"]), str(row["dropped"])]
             lines.append(cells)
         parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))

@@ -152,7 +152,7 @@ class FedFewSettings(
         return {"client-weights": "the clients' losses weigh them, see fedfew-weigh-losses"}
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
-        """Warn if all K models stay equal, and if there are no statistics that could be personal."""
+        """Warn if all K models start alike and see the same batches, and if no statistics could be personal."""
         warnings = []
         if self.models > 1 and self.initialisation == "same" and self.batches == "shared":
             warnings.append(
