@@ -528,6 +528,15 @@ def test_means_over_the_last_rounds_and_each_methods_own_point(paper_dir: Path) 
     assert in_percent("system average")
 
 
+def test_a_paper_has_its_recorded_results_in_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entries = Comparison(item("cwfedavg", "table1")).entries
+    assert {entry.row for entry in entries if entry.state != "not run"} == {entry.row for entry in entries} != set()
+    assert not list(tmp_path.iterdir())  # reading leaves no files
+
+
 def test_results_lie_in_the_working_directory_or_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
