@@ -57,8 +57,8 @@ TURN_SECONDS = 60.0
 STEP_SECONDS = 2.0
 """Seconds by which the wall clock may move against the monotonic one between two looks, without this being a step."""
 TROUBLE_SECONDS = 1.0
-"""Seconds of failing writes after which heartbeats may be missing. A node pauses for up to 20 s after failed calls, so a
-short failure can use up the 30 s in which it must be heard."""
+"""Seconds of failing writes after which heartbeats may be missing. A node pauses for up to 20 s after failed calls, so
+a short failure can use up the 30 s in which it must be heard."""
 KEPT_SECONDS = 1.0
 """Seconds for which an answer of the database may be used again, and between two looks after what may wait."""
 KEY_SECONDS = 60.0
