@@ -257,10 +257,15 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with their current keys, and with the default instead of each value without an effect."""
+    """Return settings with their current keys, and with the default instead of each value without an effect.
+
+    A setting without an effect has its default even if the run is older than the setting. Its earlier value would have
+    had no effect either.
+    """
     config = current_keys(config)
     declarations = declared([_method(config)])
-    return {**config, **{key: declarations[key].default for key in without_effect(config)}}
+    idle = {key for key in unmet_conditions(config) if key in config or declarations[key].earlier is not None}
+    return {**config, **{key: declarations[key].default for key in idle}}
 
 
 def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> None:

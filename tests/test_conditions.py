@@ -351,6 +351,16 @@ def test_a_run_with_a_setting_without_an_effect_fits_its_cell() -> None:
     assert not cell.fits(ran | {"partition": "dirichlet"})
 
 
+@pytest.mark.parametrize(("fraction", "fits"), [(1.0, True), (0.5, False)])
+def test_a_run_from_before_a_setting_fits_where_the_setting_has_no_effect(fraction: float, fits: bool) -> None:
+    """With all clients in each round, pfedme-clients changes nothing, so its new default needs no repeated run."""
+    rows = [{"name": "A", "settings": {"method": "pfedme"}}]
+    (cell,) = cells(table(settings={"fraction-train": fraction}, runs=rows)).values()
+    ran = read_settings(cell.config).as_config()
+    del ran["pfedme-clients"]
+    assert cell.fits(ran) is fits
+
+
 def test_nothing_without_an_effect_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = declared(["fedavg"]) | {
         "lr-decay": Setting(0.9, "x", needs="lr-schedule = step", above=0, search=Search(0.1, 0.9))
