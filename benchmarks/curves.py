@@ -75,6 +75,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "lg-fedavg": {"lg_fedavg_layers": 1},
     "scaffold": {"scaffold_server_lr": plain.SCAFFOLD_LR},
     "fedproto": {"fedproto_strength": plain.PROTO_LAMBDA},
+    "cfl": {"cfl_eps1": plain.CFL_EPS1, "cfl_eps2": plain.CFL_EPS2},
+    "fedpac": {"fedpac_strength": plain.PAC_LAMBDA, "fedpac_head_lr": plain.PAC_HEAD_LR},
 }
 """The methods, with the settings that make Posy equal to the plain programs."""
 

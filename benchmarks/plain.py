@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,6 +38,9 @@ FOMO_MODELS, FOMO_EPSILON, FOMO_DECAY = 4, 0.3, 0.05
 ALA_ETA, ALA_SAMPLE = 1.0, 0.8
 SCAFFOLD_LR = 1.0
 PROTO_LAMBDA = 1.0
+# CFL: the updates of the first round have norms of 0.04 to 0.5. The published bounds (0.4, 1.6) would split nothing.
+CFL_EPS1, CFL_EPS2 = 0.4, 0.3
+PAC_LAMBDA, PAC_HEAD_LR = 1.0, 0.1
 
 
 class Client(NamedTuple):
@@ -101,10 +106,11 @@ def train(
     client: Client,
     penalty: Penalty | None = None,
     layers: nn.Module | None = None,
+    lr: float | None = None,
 ) -> tuple[Tensor, float]:
     """Train all or some layers for a round; return the new parameters, and the mean loss of the last epoch."""
     vector_to_parameters(start.clone(), model.parameters())  # the parameters are views of the copy, changed in place
-    optimiser = torch.optim.SGD((layers or model).parameters(), lr=LR)
+    optimiser = torch.optim.SGD((layers or model).parameters(), lr=lr or LR)
     losses = []
     for x, y in batches(client):
         loss = F.cross_entropy(model(x), y)
@@ -186,6 +192,30 @@ def scaffold(
         yield [average] * len(clients)
 
 
+def cfl(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
+    """Yield the served models of CFL (Sattler et al., 2020): one per cluster, split where the updates diverge."""
+    clusters = [(list(range(len(clients))), starts[0])]
+    while True:
+        after: list[tuple[list[int], Tensor]] = []
+        for members, start in clusters:
+            changes = torch.stack([train(model, start, clients[i])[0] - start for i in members])
+            weights = shares[members] / shares[members].sum()
+            parts = [list(range(len(members)))]
+            close = float((weights @ changes).norm()) < CFL_EPS1
+            if len(members) > 1 and close and float(changes.norm(dim=1).max()) > CFL_EPS2:
+                unit = F.normalize(changes.double())
+                # the largest similarity between two parts is smallest if the most similar clients are joined first
+                distances = (1 - unit @ unit.T)[tuple(np.triu_indices(len(members), 1))].numpy()
+                labels = fcluster(linkage(distances, "single"), 2, "maxclust")
+                parts = [np.flatnonzero(labels == label).tolist() for label in (1, 2)]
+            for part in parts:
+                share = weights[part] / weights[part].sum()
+                after.append(([members[i] for i in part], start + share @ changes[part]))
+        clusters = after
+        served = {i: average for members, average in clusters for i in members}
+        yield [served[i] for i in range(len(clients))]
+
+
 # -- methods with personal layers ------------------------------------------------------------------------
 
 
@@ -228,6 +258,52 @@ def fedbabu(
     while True:
         average = shares @ torch.stack([train(model, average, client, layers=model[:-1])[0] for client in clients])
         yield [train(model, average, client)[0] for client in clients]
+
+
+def fedpac(model: nn.Sequential, starts: list[Tensor], clients: list[Client], shares: Tensor) -> Iterator[list[Scored]]:
+    """Yield the trained models of FedPAC (Xu et al., 2023, Algorithm 1)."""
+    size = head_size(model)
+    body, heads = starts[0][:-size], [starts[0][-size:]] * len(clients)
+    classes = len(list(model.parameters())[-1])
+    members = [F.one_hot(client.y_train, classes).float() for client in clients]
+    centres = torch.empty(0)
+
+    def distance(net: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+        return PAC_LAMBDA * F.mse_loss(net[:-1](x), centres[y])
+
+    for number in count():
+        means, spreads, models = [], [], []
+        for client, member, head in zip(clients, members, heads, strict=True):
+            start, n = torch.cat([body, head]), len(client.y_train)
+            inputs = features(model, start, client.x_train).double()
+            means.append((member.double().T @ inputs / n).flatten())
+            spreads.append((inputs.square().sum(1).mean() - means[-1].square().sum()) / n)
+            start, _ = train(model, start, client, layers=model[-1], lr=PAC_HEAD_LR)
+            models.append(train(model, start, client, distance if number else None, layers=model[:-1])[0])
+        yield list(models)
+        client_features = [features(model, each, client.x_train) for client, each in zip(clients, models, strict=True)]
+        centres = torch.cat(members).T @ torch.cat(client_features) / torch.cat(members).sum(0)[:, None]
+        body = shares @ torch.stack(models)[:, :-size]
+        weights = [head_weights(i, torch.stack(means), torch.stack(spreads)) for i in range(len(clients))]
+        heads = list(torch.stack(weights).float() @ torch.stack(models)[:, -size:])
+
+
+def head_weights(client: int, means: Tensor, spreads: Tensor) -> Tensor:
+    """Return the weights ``(M,)`` of all heads in a client's head, which minimise the estimated error of FedPAC."""
+    differences = means[client] - means
+    matrix = (differences @ differences.T + spreads.diag()).numpy()
+    matrix = matrix / np.abs(matrix).max()
+    m = len(matrix)
+    result = minimize(
+        lambda a: a @ matrix @ a,
+        np.full(m, 1 / m),
+        jac=lambda a: 2 * matrix @ a,
+        bounds=[(0, 1)] * m,
+        constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": lambda a: np.ones(m)},
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 1000},
+    )
+    return torch.from_numpy(result.x)
 
 
 # -- a personal model and a global model -----------------------------------------------------------------
@@ -490,5 +566,7 @@ PROGRAMS: dict[str, Program] = {
     "fedala": fedala,
     "lg-fedavg": partial(personal_layers, personal_head=False),
     "scaffold": scaffold,
+    "cfl": cfl,
+    "fedpac": fedpac,
     "fedproto": fedproto,
 }

@@ -27,6 +27,7 @@ CONSTANTS: dict[str, dict[str, float]] = {
     "fedamp": {"AMP_ALPHA": 3.0, "AMP_LAMBDA": 1.0, "AMP_SIGMA": 10.0},  # models are farther apart than in the curves
     "fedfomo": {"FOMO_MODELS": 2, "FOMO_EPSILON": 0.0},  # all others
     "fedala": {"ALA_SAMPLE": 1.0},
+    "cfl": {"CFL_EPS1": 100.0, "CFL_EPS2": 0.01},  # a split in each of the first rounds
 }
 SETTINGS: dict[str, dict[str, float]] = {
     "fedrep": {"fedrep_head_epochs": EPOCHS},
@@ -36,6 +37,8 @@ SETTINGS: dict[str, dict[str, float]] = {
     "fedamp": {"fedamp_alpha": 3.0, "fedamp_strength": 1.0, "fedamp_sigma": 10.0},
     "fedfomo": {"fedfomo_models": 2, "fedfomo_epsilon": 0.0},
     "fedala": {"fedala_sample": 1.0},
+    "cfl": {"cfl_eps1": 100.0, "cfl_eps2": 0.01},
+    "fedpac": {"fedpac_head_epochs": EPOCHS},
 }
 SERVED_ALIKE = ("fedavg", "fedfew", "fedprox", "scaffold")
 """What leaves nothing to chance, in the plain programs and in Posy."""
