@@ -71,8 +71,8 @@ class CFLSettings(
         scored="The served model: the authors' notebook scores the model of each client's cluster after aggregation.",
         deviations=(
             "The mean weighs clients by training samples; the authors' program has uniform means (`client-weights`).",
-            "The bipartition minimises the largest similarity between its parts, as in the paper. The notebook clusters "
-            "with complete linkage, which need not find this bipartition.",
+            "The bipartition minimises the largest similarity between its parts, as in the paper. The notebook uses "
+            "complete linkage, which need not find this bipartition.",
             "A cluster may split in any round and at any size; the notebook waits 20 rounds and keeps pairs together.",
             "`gamma-max` is 0 by default: the notebook does not test γ_max.",
             "A cluster with an absent member does not split; the paper assumes that all members reply.",
