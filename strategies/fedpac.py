@@ -54,6 +54,7 @@ class FedPACSettings(
         "learning rate of the head, the same in all rounds; 0: the rate of the body",
         source="methods/fedpac.py of the authors' program: lr_g = 0.1",
         minimum=0,
+        earlier=0.0,
     )
 
     card = MethodCard(
