@@ -10,7 +10,7 @@ from typing import Any
 
 from posy.server_app.resume import CONFIG, read_summary
 from posy.settings import SettingsError
-from posy.strategies.methods import settings_class
+from posy.strategies.methods import METHODS, settings_class
 from posy.yaml12 import read_yaml
 
 Points = list[tuple[int, float]]
@@ -110,8 +110,14 @@ class Recorded:
 
 
 def point_of(summary: Mapping[str, Any]) -> str:
-    """Return the evaluation point that a run's method is scored by."""
-    return str(summary.get("point") or settings_class(str(summary["method"])).point)  # older runs did not record it
+    """Return the evaluation point that a run's method is scored by: the current one of Posy's own methods.
+
+    A run records the accuracies at both points, so reports score older and newer runs by the same model. For a custom
+    method the run's record decides, because its file may be missing here.
+    """
+    method = str(summary["method"])
+    recorded = None if method in METHODS else summary.get("point")
+    return str(recorded or settings_class(method).point)
 
 
 LISTS = ("missing", "dropped")

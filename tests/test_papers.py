@@ -565,7 +565,7 @@ def test_results_lie_in_the_working_directory_or_the_checkout(
 def test_a_number_over_a_cohort_names_its_clients(clients: int, note: str, tmp_path: Path) -> None:
     """Such a number is not comparable with the paper's number, which is a mean over all clients."""
     last = {"round": 5, "mean": 0.9, "clients": clients}
-    summary = {"rounds": 5, "num-clients": 30, "point": "local", "served": {"last": {**last, "clients": 30}}}
+    summary = {"rounds": 5, "num-clients": 30, "method": "local", "served": {"last": {**last, "clients": 30}}}
     (tmp_path / "summary.json").write_text(json.dumps({**summary, "local": {"last": last}}))
     assert partial_coverage(tmp_path, "local last") == partial_coverage(tmp_path, "own last min") == note
     assert not any(partial_coverage(tmp_path, name) for name in ("served last", "system", "bytes-up", "round loss"))

@@ -14,7 +14,7 @@ from posy.commands.cli import main
 from posy.report.charts import Axis, Series, lines
 from posy.report.groups import compared, grouped
 from posy.report.page import page
-from posy.report.recorded import Recorded
+from posy.report.recorded import Recorded, point_of
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
 
@@ -191,3 +191,9 @@ def test_lines_are_told_apart_without_colours() -> None:
     drawing = lines({one: [(1, 0.5, 0.0), (2, 0.5, 0.0)] for one in series[:4]}, "accuracy", percent=True)
     heights = [float(y) for y in re.findall(r'<text class="end c\d" x="[\d.]+" y="([\d.]+)"', drawing)]
     assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) >= 11
+
+
+def test_reports_score_older_runs_by_the_current_model_of_their_method() -> None:
+    assert point_of({"method": "fedproto", "point": "local"}) == "served"
+    assert point_of({"method": "fedproto"}) == "served"
+    assert point_of({"method": "missing/method.py", "point": "local"}) == "local"
