@@ -98,10 +98,13 @@ def space_of(method: str, config: Mapping[str, Scalar]) -> dict[str, BaseDistrib
     """Return the search space of a row: the numbers with a declared range and an effect in its runs."""
     space: dict[str, BaseDistribution] = {}
     idle = unmet_conditions({**config, "method": method})
-    for key, item in declared([method]).items():
+    declarations = declared([method])
+    values = {**{key: item.default for key, item in declarations.items()}, **config}
+    for key, item in declarations.items():
         if item.search is None or key in idle:
             continue
         low, high, log = item.search
+        high = min(high, max(low, item.largest(values)))
         if item.kind is int:
             space[key] = IntDistribution(int(low), int(high), log=log)
         else:

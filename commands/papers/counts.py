@@ -13,7 +13,7 @@ from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import partition
 from posy.settings import SettingsError, as_config
-from posy.strategies.registry import declared, read_settings
+from posy.strategies.registry import declared, normalised, read_settings
 
 FILE = "counts.json"
 """File beside the archive of a table or figure: for each variant, the settings of its data, and the class counts."""
@@ -77,7 +77,7 @@ def _is_of(kept: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
     """Tell whether counts are those of these settings; of what was no setting yet, what it was then."""
     known = declared()
     before = {key: known[key].before for key in told if key in known}
-    return "data" in kept and {**before, **kept["data"]} == told
+    return "data" in kept and normalised({**before, **kept["data"]}) == told
 
 
 def _read(folder: Path) -> dict[str, Mapping[str, Any]]:
