@@ -121,3 +121,44 @@ def test_a_setting_of_a_method_changes_the_run_or_is_refused(
             if not changed and not names(key):
                 silent.append((context, key, value))
     assert silent == []
+
+
+# -- shared settings -------------------------------------------------------------------------------------
+
+NOTICES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"lr_schedule": "step", "lr_step": 3},
+        "lr-schedule = 'step' has no effect: lr is 0.05 in all rounds from 1 to 3; ",
+    ),
+    ({"lr_schedule": "step", "lr_step": 2}, ""),
+    ({"lr_schedule": "exponential", "lr_decay": 1.0}, "lr-schedule = 'exponential' has no effect"),
+    ({"lr_schedule": "exponential"}, ""),
+    ({"lr_schedule": "cosine", "num_server_rounds": 1}, "lr-schedule = 'cosine' has no effect"),
+    ({"lr_schedule": "cosine"}, ""),
+    (
+        {"secure_aggregation": True, "secure_neighbours": 3, "fraction_train": 0.75},
+        "secure-neighbours = 3: a round has ",
+    ),
+    ({"secure_aggregation": True, "secure_neighbours": 2, "fraction_train": 0.75}, ""),
+    ({"precision": "tf32"}, "a node: precision = 'tf32' has no effect on the device cpu, which computes in float32"),
+    ({"precision": "bfloat16"}, ""),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), NOTICES)
+def test_a_shared_setting_without_an_effect_is_reported_once_before_round_1(
+    settings: dict[str, Any], words: str, make_config: Make, federate: Make, warnings: pytest.LogCaptureFixture
+) -> None:
+    """The run has four clients and three rounds."""
+    finished = federate(make_config("fedavg", model="linear", **settings))
+    records = list({id(record): record for record in warnings.records}.values())
+    first_round = [record.getMessage() for record in records].index(f"[ROUND 1/{len(finished.records)}]")
+    logged = [record.getMessage() for record in records[:first_round] if record.levelname == "WARNING"]
+    assert len(logged) == bool(words)
+    assert all(text.startswith(words) for text in logged)
+
+
+def test_all_clients_in_the_last_round_reach_the_neighbours(make_strategy: Make) -> None:
+    settings = {"secure_aggregation": True, "secure_neighbours": 3, "fraction_train": 0.75}
+    assert make_strategy("fedavg", **settings, full_last_round=True).shared_notices(3) == ()
+    assert len(make_strategy("fedavg", **settings).shared_notices(3)) == 1
