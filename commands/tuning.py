@@ -130,6 +130,9 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
     if not study.trials:
         declarations = declared([cell.method])
         first_trial = {key: cell.config.get(key, declarations[key].default) for key in space}
+        for key, distribution in space.items():
+            if declarations[key].limit and isinstance(distribution, IntDistribution):  # a default may be above it
+                first_trial[key] = min(int(first_trial[key]), distribution.high)
         study.enqueue_trial({key: value for key, value in first_trial.items() if _within(space[key], value)})
     output = folder / (cell.variant or "all") / cell.row
     return Search(replace(cell, config={**cell.config, "output-dir": str(output)}), space, study)
