@@ -263,13 +263,14 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
 def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored run with their current keys.
 
-    A value without an effect is replaced by the default, and a value above its limit by the limit. A missing key counts
-    as its value in runs from before the setting existed.
+    A value without an effect is replaced by the default, and a value above its limit by the limit. A missing shared
+    setting counts as its value in runs from before it existed. A method's missing setting stays missing, because the
+    method's training may have changed with it.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])
-    earlier = {key: setting.earlier for key, setting in declarations.items() if setting.earlier is not None}
-    idle = without_effect({**earlier, **config})
+    before = {key: setting.earlier for key, setting in declared([]).items() if setting.earlier is not None}
+    idle = without_effect({**before, **config})
     return lowered({**config, **{key: declarations[key].default for key in idle}})
 
 
