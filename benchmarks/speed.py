@@ -44,12 +44,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedfew, K = 1": {"method": "fedfew", "fedfew-models": 1},
     "fedfew, K = 3": {"method": "fedfew", "fedfew-models": 3},
 }
+CIFAR10, MNIST = ({"dataset": name, "test-set": "pooled"} for name in ("cifar10", "mnist"))
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "cnn-10": {"dataset": "cifar10", "model": "cnn", "batch-size": 10, "samples-per-client": 100},
-    "cnn-50": {"dataset": "cifar10", "model": "cnn", "batch-size": 50, "samples-per-client": 100},
+    "cnn-10": CIFAR10 | {"model": "cnn", "batch-size": 10, "samples-per-client": 100},
+    "cnn-50": CIFAR10 | {"model": "cnn", "batch-size": 50, "samples-per-client": 100},
     "mlp-digits": {"dataset": "digits", "model": "mlp", "batch-size": 10},
-    "mlp-mnist": {"dataset": "mnist", "model": "mlp", "batch-size": 10, "samples-per-client": 60},
-    "resnet18-128": {"dataset": "cifar10", "model": "resnet18-gn", "batch-size": 128, "samples-per-client": 128},
+    "mlp-mnist": MNIST | {"model": "mlp", "batch-size": 10, "samples-per-client": 60},
+    "resnet18-128": CIFAR10 | {"model": "resnet18-gn", "batch-size": 128, "samples-per-client": 128},
 }
 ENGINES: dict[str, tuple[str, bool]] = {
     "ray": ("loop", True),
@@ -182,7 +183,6 @@ def measured(workload: str, clients: int, data_dir: str, rounds: int, engines: S
     config = {
         "method": "fedavg", "data-dir": data_dir, "partition": "iid", "num-clients": clients, "local-epochs": 1,
         "lr": 0.005, "seed": 1, "test-fraction": 0.1, "fraction-train": 0.1 if clients >= 1000 else 1.0,
-        "test-set": "pooled",
         **WORKLOADS[workload],
     }  # fmt: skip
     limits = [bare_speed(config)]

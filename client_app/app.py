@@ -81,6 +81,7 @@ def hosted(workspace: Workspace, context: Context) -> dict[str, Any]:
         "clients": clients,
         "num-train": [len(part.train[c]) for c in clients],
         "num-test": [len(part.test[c]) for c in clients],
+        "warnings": list(workspace.trainer.notes),
     }
 
 

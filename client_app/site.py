@@ -56,7 +56,7 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         "num-train": len(part.train[0]),
         "num-test": len(part.test[0]),
         "fingerprint": workspace.fingerprint,
-        **told_of(dataset.notes, dataset.skipped),
+        **told_of((*workspace.trainer.notes, *dataset.notes), dataset.skipped),
     }
     if workspace.settings.data.share_class_counts:
         answer["class-counts"] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()

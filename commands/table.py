@@ -32,6 +32,7 @@ from posy.strategies.registry import (
     check_own,
     declared_for,
     effective,
+    lowered,
     no_effect,
     normalised,
     owner,
@@ -333,7 +334,8 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         for source, group in groups.items():
             effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
         effects.note("the command line", given, config, reasons)
-        config = effective(config)
+        # An override may lower a limit below a value of the file, which is an error without it.
+        config = lowered(effective(config), given or config)
         for seed in seeds:
             paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
             cells.append(cell := Cell(variant, row, seed, config | paths, where))

@@ -98,10 +98,13 @@ def space_of(method: str, config: Mapping[str, Scalar]) -> dict[str, BaseDistrib
     """Return the search space of a row: the numbers with a declared range and an effect in its runs."""
     space: dict[str, BaseDistribution] = {}
     idle = unmet_conditions({**config, "method": method})
-    for key, item in declared([method]).items():
+    declarations = declared([method])
+    values = {**{key: item.default for key, item in declarations.items()}, **config}
+    for key, item in declarations.items():
         if item.search is None or key in idle:
             continue
         low, high, log = item.search
+        high = min(high, max(low, item.largest(values)))
         if item.kind is int:
             space[key] = IntDistribution(int(low), int(high), log=log)
         else:
@@ -127,6 +130,9 @@ def opened(cell: Cell, folder: Path, storage: JournalStorage) -> Search:
     if not study.trials:
         declarations = declared([cell.method])
         first_trial = {key: cell.config.get(key, declarations[key].default) for key in space}
+        for key, distribution in space.items():
+            if declarations[key].limit and isinstance(distribution, IntDistribution):  # a default may be above it
+                first_trial[key] = min(int(first_trial[key]), distribution.high)
         study.enqueue_trial({key: value for key, value in first_trial.items() if _within(space[key], value)})
     output = folder / (cell.variant or "all") / cell.row
     return Search(replace(cell, config={**cell.config, "output-dir": str(output)}), space, study)

@@ -72,6 +72,8 @@ def partition(dataset: Dataset, settings: DataSettings, seed: int) -> Partition:
     kind = "given" if dataset.given is not None else settings.partition
     rng = numpy_generator(seed, "partition")
     is_test = dataset.is_test if settings.test_set == "supplied" and kind != "given" else None
+    if settings.test_set == "pooled" and kind != "given" and (dataset.is_test is None or not dataset.is_test.any()):
+        log(WARNING, "test-set = 'pooled' has no effect: %s comes without a test set; remove test-set", dataset.name)
     if is_test is None or not is_test.any():
         _check(kind, dataset, settings)
         pairs = _assigned(kind, dataset, settings, rng)
@@ -335,6 +337,13 @@ def _from_file(
             raise DataError(f"{path}: client {client} lists sample {values[times > 1][0]} twice; once is allowed")
         clients.append(parts)
     pairs: Indices = tuple(clients)
+    if "all" not in splits and is_test is None and settings.test_fraction != DataSettings.test_fraction:
+        log(
+            WARNING,
+            "test-fraction = %g has no effect: %s lists the test samples; remove test-fraction",
+            settings.test_fraction,
+            path,
+        )
     if "all" in splits and is_test is not None:
         pairs = tuple((part[~is_test[part]], part[is_test[part]]) for (part,) in clients)
     elif "all" in splits:

@@ -45,6 +45,7 @@ class Published:
     words: int | None = None  # length of its texts; None: as of people's own texts
     torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and the folder where that keeps it
     reader: str = "read_torchvision"  # function in posy.data.read_published
+    has_test_set: bool = True  # whether a form of it comes with a test set
     where: str = ""  # what to put where, below the data directory; empty: an .npz, or what torchvision has there
 
 
@@ -58,7 +59,12 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 DATASETS = {
-    "digits": Published("1,797 grey 8x8 digits", where="nothing: comes with scikit-learn", reader="read_digits"),
+    "digits": Published(
+        "1,797 grey 8x8 digits",
+        where="nothing: comes with scikit-learn",
+        reader="read_digits",
+        has_test_set=False,
+    ),
     "mnist": Published("70,000 grey 28x28 digits", DIGITS, (28, 28, 1), torchvision=("MNIST", "MNIST/raw")),
     "fmnist": Published(
         "70,000 grey 28x28 images of clothes, 10 classes",
@@ -116,6 +122,7 @@ DATASETS = {
         "tweets, 2 classes, 64 words each; groups: users with 8 or more test samples",
         words=64,
         reader="read_sent140",
+        has_test_set=False,
         where="sent140/training.1600000.processed.noemoticon.csv, or sent140.csv",
     ),
     "kvasir": Published(

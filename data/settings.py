@@ -11,6 +11,8 @@ from posy.settings import SettingsError, setting
 
 SITES = "sites"
 """The `dataset` of a run whose nodes hold their own data."""
+WITHOUT_TEST_SET = " | ".join(name for name, published in DATASETS.items() if not published.has_test_set)
+"""The published data sets that never come with a test set, as the constants of a condition."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class DataSettings:
         "divides it among the clients, each class in proportion to their training samples; `pooled` joins it with the "
         "training samples before they are assigned",
         choices=("supplied", "pooled"),
+        needs=f"dataset != {WITHOUT_TEST_SET}",
         earlier="pooled",
     )
     test_fraction: float = setting(

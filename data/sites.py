@@ -70,7 +70,7 @@ def describe_site(content: Content, settings: DataSettings, seed: int) -> Descri
         mean=mean,
         squares=squares,
         columns=content.columns,
-        warnings=content.notes,
+        warnings=(*content.notes, *_idle_notes(content, settings)),
         skipped=len(content.unreadable),
     )
 
@@ -100,13 +100,27 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
         scale = statistics_in(settings, task.input_shape[0])
     y = _numbers_in_run(content, task.class_names)
     part = _partition(content, settings, seed)
-    columns, notes = content.columns, content.notes
+    columns, notes = content.columns, (*content.notes, *_idle_notes(content, settings))
     if scale is not None:
         columns = columns_in(settings, task.input_shape[0]) or columns
         check_scaled(x, *scale, str(path), columns)
         notes = (*notes, *_far_notes(x, part.train[0], *scale, columns))
     about: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
     return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **about), part
+
+
+def _idle_notes(content: Content, settings: DataSettings) -> list[str]:
+    """Return a note for each setting about test samples that has no effect at this site."""
+    notes = []
+    if settings.test_set == "pooled" and content.is_test is None:
+        notes.append("test-set = 'pooled' has no effect at this site, whose data comes without a test set")
+    tested = settings.test_set == "supplied" and content.is_test is not None
+    if tested and settings.test_fraction != DataSettings.test_fraction:
+        notes.append(
+            f"test-fraction = {settings.test_fraction:g} has no effect at this site, whose data comes with a test set; "
+            "test-set=pooled splits all its samples"
+        )
+    return notes
 
 
 def _far_notes(

@@ -6,6 +6,7 @@ flat kebab-case key, default, range and other properties.
 
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,8 @@ OWN = re.compile(r"[^:\0]+:[A-Za-z_]\w*")
 """Format of a name of custom code: ``file:function`` or ``package.module:function``."""
 COMPARISON = re.compile(r"([a-z][\w-]*) (=|!=|<|>) ([^\s|]+(?: \| [^\s|]+)*)")
 """One comparison of a condition, for example ``optimizer = adam | adamw``."""
+LIMIT = re.compile(r"([a-z][\w-]*)(?: - ([0-9]+))?")
+"""A limit that another setting imposes, for example ``num-clients - 1``."""
 LONGEST = 120
 """Characters of a value that a message repeats."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -81,16 +84,33 @@ def _equals(value: Scalar, text: str) -> bool:
 
 
 @lru_cache(maxsize=512)
-def parse_condition(condition: str) -> tuple[Comparison, ...]:
-    """Return the comparisons of a condition, which ``and`` joins; raise ``ValueError`` for another form."""
-    comparisons = []
-    for text in condition.split(" and ") if condition else ():
-        match = COMPARISON.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} in the condition {condition!r} is not a comparison such as `dp-clip > 0`")
-        key, sign, constants = match.groups()
-        comparisons.append(Comparison(key, sign, tuple(constants.split(" | "))))
-    return tuple(comparisons)
+def parse_condition(condition: str) -> tuple[tuple[Comparison, ...], ...]:
+    """Return the alternatives of a condition, which ``or`` separates.
+
+    Each alternative is a tuple of the comparisons that ``and`` joins. Raises ``ValueError`` for another form.
+    """
+    return tuple(
+        tuple(_parse_comparison(text, condition) for text in alternative.split(" and "))
+        for alternative in (condition.split(" or ") if condition else ())
+    )
+
+
+def _parse_comparison(text: str, condition: str) -> Comparison:
+    """Return a comparison of a condition, or raise ``ValueError``."""
+    match = COMPARISON.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} in the condition {condition!r} is not a comparison such as `dp-clip > 0`")
+    key, sign, constants = match.groups()
+    return Comparison(key, sign, tuple(constants.split(" | ")))
+
+
+@lru_cache(maxsize=512)
+def parse_limit(limit: str) -> tuple[str, int]:
+    """Return the key and the number to subtract in a limit; raise ``ValueError`` for another form."""
+    match = LIMIT.fullmatch(limit)
+    if match is None:
+        raise ValueError(f"the limit {limit!r} is not of the form `num-clients - 1`")
+    return match[1], int(match[2] or 0)
 
 
 class Search(NamedTuple):
@@ -113,9 +133,12 @@ class Setting:
     needs: str = field(default="", kw_only=True)
     """The condition under which the setting has an effect, for example ``dp-clip > 0`` or
     ``optimizer = adam | adamw and local-steps = 0``: comparisons of a key with ``=``, ``!=``, ``>`` or ``<``, joined by
-    ``and``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text. ``{method}`` in a key stands
-    for the method's name, for a setting that several methods inherit. Any value but the default is an error while the
-    condition is false."""
+    ``and`` and then by ``or``; ``|`` separates alternatives of one comparison, and ``""`` is the empty text.
+    ``{method}`` in a key stands for the method's name, for a setting that several methods inherit. Any value but the
+    default is an error while the condition is false."""
+    limit: str = field(default="", kw_only=True)
+    """The largest value that has an effect in a run, from another setting: its key, or for example
+    ``num-clients - 1``. Any larger value but the default is an error."""
     choices: tuple[str, ...] = ()
     """The allowed values; empty if the setting has no list of values."""
     or_own: str = ""
@@ -171,15 +194,31 @@ class Setting:
         values : mapping
             A value for each key that the condition names.
         """
-        failed = (
-            comparison.key for comparison in parse_condition(self.needs) if not comparison.holds(values[comparison.key])
-        )
+        alternatives = [
+            [comparison.key for comparison in comparisons if not comparison.holds(values[comparison.key])]
+            for comparisons in parse_condition(self.needs)
+        ]
+        failed = dict.fromkeys(key for keys in alternatives for key in keys) if all(alternatives) else ()
         return " and ".join(f"{key} = {shown(values[key])}" for key in failed)
+
+    def largest(self, values: Mapping[str, Scalar]) -> float:
+        """Return the largest value that has an effect in a run: its limit, or infinity without one.
+
+        Parameters
+        ----------
+        values : mapping
+            A value for the key that the limit names.
+        """
+        if not self.limit:
+            return math.inf
+        key, less = parse_limit(self.limit)
+        return max(float(values[key]) - less, self.minimum)
 
     @property
     def described(self) -> str:
-        """Its meaning, and the condition under which it has an effect."""
-        return self.help + (f"; needs {self.needs}" if self.needs else "")
+        """Its meaning, its limit, and the condition under which it has an effect."""
+        limit = f"; at most {self.limit}" if self.limit else ""
+        return self.help + limit + (f"; needs {self.needs}" if self.needs else "")
 
     def allowed(self) -> str:
         """Return a description of the allowed values."""
@@ -256,22 +295,24 @@ def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) 
 
 
 def check_conditions(settings: Mapping[str, Setting], known: Mapping[str, Setting]) -> None:
-    """Check the conditions in :attr:`Setting.needs` of some settings.
+    """Check the conditions and limits of some settings, :attr:`Setting.needs` and :attr:`Setting.limit`.
 
     Parameters
     ----------
     settings : mapping
-        The settings whose conditions are checked, by key.
+        The settings whose conditions and limits are checked, by key.
     known : mapping
-        The settings that a condition may name, by key.
+        The settings that a condition or limit may name, by key.
 
     Raises
     ------
     ValueError
-        For a condition of another form, or with an unknown key or a value that its setting cannot have.
+        For a condition or limit of another form, or with an unknown key or a value that its setting cannot have.
     """
     for key, setting in settings.items():
-        for comparison in parse_condition(setting.needs):
+        if setting.limit and (limiting := parse_limit(setting.limit)[0]) not in known:
+            raise ValueError(f"{key} is at most {setting.limit}: {limiting} is not a setting")
+        for comparison in itertools.chain(*parse_condition(setting.needs)):
             if comparison.key not in known:
                 raise ValueError(f"{key} needs {setting.needs}: {comparison.key} is not a setting")
             compared = known[comparison.key]

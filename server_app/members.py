@@ -412,6 +412,7 @@ class Federation:
         columns = [answer[key] for key in ("clients", "num-train", "num-test")]
         if len(columns[0]) > self._num_clients:
             raise BadReplyError(f"{len(columns[0])} clients on one node")
+        self._warn("a node", answer)
         claims = zip(*columns, strict=True)
         node.clients = tuple(ClientInfo(self._index(c), node.number, *_counts(*counts), name) for c, *counts in claims)
 
@@ -422,7 +423,7 @@ class Federation:
         client = self._index(answer["client"]) if "client" in answer else -1
         if self._is_open():
             node.description = Description.from_answer(answer)
-            self._warn(node, answer)
+            self._warn(node.name or f"client {answer['client']}", answer)
             return ClientInfo(client, node.number, 0, 0, node.claimed_name)
         counts = tuple(int(samples) for samples in answer.get("class-counts", ()))
         if counts and (len(counts) != task_of(self.settings.data).num_classes or min(counts) < 0 or not sum(counts)):
@@ -431,15 +432,19 @@ class Federation:
         if not isinstance(fingerprint, str) or not re.fullmatch(r"([0-9a-f]{16})?", fingerprint):
             raise BadReplyError("its fingerprint does not have 16 hexadecimal digits")
         sizes = _counts(answer["num-train"], answer["num-test"])
-        return ClientInfo(client, node.number, *sizes, node.claimed_name, counts, fingerprint, self._warn(node, answer))
+        skipped = self._warn(node.name or f"client {client}", answer)
+        return ClientInfo(client, node.number, *sizes, node.claimed_name, counts, fingerprint, skipped)
 
     def _index(self, client: Any) -> int:
         if not isinstance(client, int) or not 0 <= client < self._num_clients:
             raise BadReplyError(f"partition-id {client}: the run has the clients 0 to {self._num_clients - 1}")
         return client
 
-    def _warn(self, node: Node, answer: Mapping[str, Any]) -> int:
-        """Log a site's warnings about its data, each once; return the number of files that it has skipped."""
+    def _warn(self, source: str, answer: Mapping[str, Any]) -> int:
+        """Log a node's warnings, each once; return the number of files that it has skipped.
+
+        The warnings of a site start with its name. Equal warnings of nodes with benchmark data appear once.
+        """
         warnings, skipped = answer.get("warnings", []), answer.get("skipped", 0)
         if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
             raise BadReplyError("its warnings are not a list of texts")
@@ -447,11 +452,10 @@ class Federation:
         texts = [one_line(text, MAX_WARNING) for text in warnings[:MAX_WARNINGS]]
         if skipped and not texts:  # Posy's nodes warn themselves, with the names of the files
             texts.append(f"{int(skipped)} of its files cannot be read and are skipped")
-        site = node.name or f"client {answer['client']}"
         for text in texts:
-            if (site, text) not in self._warned and len(self._warned) < MAX_WARNED:
-                self._warned.add((site, text))
-                log(WARNING, "%s: %s", site, text)
+            if (source, text) not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add((source, text))
+                log(WARNING, "%s: %s", source, text)
         return int(skipped)
 
     # -- assignment of clients to nodes -----------------------------------------------------------------

@@ -235,6 +235,8 @@ class PersonalisedStrategy(Strategy):
         self.summary()
         for notice in self.method.notices(self.settings, self.architecture):
             log(WARNING, "%s: %s", word_of(self.settings.run.method), notice)
+        for notice in self.shared_notices(num_rounds):
+            log(WARNING, "%s", notice)
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         result, arrays = Result(), initial_arrays
         if evaluate_fn and not self.resumed_after and (central := evaluate_fn(0, arrays)) is not None:
@@ -374,6 +376,26 @@ class PersonalisedStrategy(Strategy):
             return train.lr * 0.5 * (1 + math.cos(math.pi * done / self.settings.run.num_server_rounds))
         steps = {"constant": 0, "exponential": done, "step": done // train.lr_step}[train.lr_schedule]
         return train.lr * float(train.lr_decay**steps)
+
+    def shared_notices(self, num_rounds: int) -> tuple[str, ...]:
+        """Return warnings to log before round 1 about shared settings that have no effect in the run's rounds."""
+        train, run, notices = self.settings.train, self.settings.run, []
+        rates = {self.learning_rate(number) for number in range(1, num_rounds + 1)}
+        if train.lr_schedule != "constant" and rates == {train.lr}:
+            remedy = "choose more rounds"
+            if num_rounds > 1:
+                remedy = "set lr-decay below 1" if train.lr_decay == 1 else f"set lr-step below {num_rounds}"
+            notices.append(
+                f"lr-schedule = {train.lr_schedule!r} has no effect: lr is {train.lr:g} in all rounds from 1 to "
+                f"{num_rounds}; {remedy}"
+            )
+        others = max(len(self.cohort(number)) for number in (1, num_rounds)) - 1
+        if run.secure_aggregation and run.secure_neighbours > others:
+            notices.append(
+                f"secure-neighbours = {run.secure_neighbours}: a round has at most {others} other clients, with all of "
+                f"which each client shares secrets; set it to at most {others}"
+            )
+        return tuple(notices)
 
     def evaluates(self, server_round: int) -> bool:
         """Return whether a round is evaluated."""

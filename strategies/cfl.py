@@ -24,7 +24,7 @@ from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.fedacs import cosine_similarity
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused, training_clients
 from posy.strategies.replies import Update, mean_of, num_examples, read_update, stacked, weighted_mean
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class CFLSettings(
         0.9,
         "norm that the largest update of a cluster must exceed for a split",
         source="cwFedAvg's Table 5; the authors' notebook has 1.6 (EPS_2)",
+        needs="cfl-eps1 > 0 and cfl-gamma-max < 1",
         minimum=0,
         search=Search(0.1, 5.0, log=True),
     )
@@ -104,6 +105,7 @@ class CFLSettings(
         "a cluster splits only if this bound on the clients' relative deviation is below sqrt((1 - a) / 2), where a is "
         "the largest similarity between the two parts; 0 splits all parts that differ",
         source="choice: the authors' notebook does not test it",
+        needs="cfl-eps1 > 0",
         minimum=0,
         maximum=1,
     )
@@ -111,10 +113,9 @@ class CFLSettings(
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Warn that no cluster can split, because of the bounds or because a round samples some clients."""
         if not self.eps1 or self.gamma_max == 1:
-            bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-gamma-max = 1"
+            bound = "cfl-eps1 = 0" if not self.eps1 else "cfl-gamma-max = 1 leaves cfl-eps1 without an effect"
             return (f"{bound}: no cluster can split, so the run will equal FedAvg",)
-        run, clients = settings.run, settings.data.num_clients
-        members = clients - min(max(1, round(run.holdout_clients * clients)), clients - 1) * bool(run.holdout_clients)
+        run, members = settings.run, training_clients(settings)
         if math.ceil(run.fraction_train * members - 1e-9) >= members:
             return ()
         return (

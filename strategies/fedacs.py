@@ -16,7 +16,7 @@ from posy.models.parameters import FloatArray
 from posy.settings import Search, setting
 from posy.strategies.attention import AttentionStrategy
 from posy.strategies.card import MethodCard, Paper
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused, training_clients
 from posy.strategies.replies import BLOCK, gram
 
 if TYPE_CHECKING:
@@ -93,9 +93,7 @@ class FedACSSettings(
 
     def notices(self, settings: "Settings", network: Architecture) -> tuple[str, ...]:
         """Warn if every client is served its own model only."""
-        run, clients = settings.run, settings.data.num_clients
-        if run.holdout_clients:
-            clients -= min(max(1, round(run.holdout_clients * clients)), clients - 1)
+        clients = training_clients(settings)
         if mixes_alone(self.p, clients):
             return (
                 f"fedacs-p = {self.p:g} with {clients} clients that train: no similarity between two "

@@ -4,6 +4,7 @@ A client first trains the body that it receives towards the class prototypes of 
 whole network. The server weighs bodies by the trace of the Fisher information of the trained models.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from posy.settings import Search, setting
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.method_settings import ALLOWED, MethodSettings, Refused
-from posy.strategies.replies import BadReplyError, Update, num_examples, sample_counts, stacked, weighted_mean
+from posy.strategies.replies import BadReplyError, Update, sample_counts, stacked, weighted_mean
 
 if TYPE_CHECKING:
     from posy.models.architecture import Architecture
@@ -80,6 +81,10 @@ class FedASSettings(
         ),
     )
 
+    def refusals(self) -> Mapping[str, str]:
+        """Refuse weights of the clients, because the Fisher information determines them."""
+        return {"client-weights": "the trace of the Fisher information weighs the clients' bodies"}
+
     def personal(self, network: "Architecture") -> tuple[str, ...]:
         """Keep the head on the client."""
         return ("head",)
@@ -98,8 +103,8 @@ class FedAS(PersonalisedStrategy):
             raise BadReplyError(f"trace of the Fisher information {float(arrays[1])}")
 
     def aggregate(self, server_round: int, updates: list[Update]) -> dict[str, Any]:
-        """Average the bodies; if every trace is 0, weigh them as ``client-weights`` says."""
+        """Average the bodies; if every trace is 0, weigh them by their samples."""
         weights = sample_counts(updates) * stacked(updates, 1)
-        weights = weights if weights.any() else num_examples(updates)
+        weights = weights if weights.any() else sample_counts(updates)
         self.model = weighted_mean(stacked(updates), weights)
         return {"largest_weight": float(np.max(weights) / np.sum(weights))}

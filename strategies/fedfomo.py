@@ -17,7 +17,7 @@ from posy.randomness import numpy_generator
 from posy.settings import Search, setting
 from posy.strategies.card import MethodCard, Paper, Program
 from posy.strategies.latest import LatestModels
-from posy.strategies.method_settings import MethodSettings, Refused
+from posy.strategies.method_settings import MethodSettings, Refused, training_clients
 from posy.strategies.replies import Update
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class FedFomoSettings(
         source="the authors' README, --num_update_clients 4: five models with the client's own",
         minimum=0,
         maximum=1000,
+        limit="num-clients - 1",
         search=Search(1, 10),
     )
     epsilon: float = setting(
@@ -101,7 +102,7 @@ class FedFomoSettings(
         0.05,
         "decrease of epsilon in each round, down to 0",
         source="the authors' README, --client_weight_epsilon_decay 0.05",
-        needs="fedfomo-models > 0",
+        needs="fedfomo-models > 0 and fedfomo-epsilon > 0",
         minimum=0,
         maximum=1,
     )
@@ -129,6 +130,12 @@ class FedFomoSettings(
     def notices(self, settings: "Settings", network: "Architecture") -> tuple[str, ...]:
         """Say which samples weigh the models, and warn if the run is close to local training."""
         notices = []
+        others = training_clients(settings) - 1
+        if self.models > others and self.models != FedFomoSettings.models:
+            notices.append(
+                f"fedfomo-models = {self.models}: {others} other clients train, so a client receives at most {others} "
+                f"models; set it to {others}"
+            )
         if not self.models:
             notices.append("with fedfomo-models = 0 clients receive no models: this is local training")
         if settings.data.validation_fraction:

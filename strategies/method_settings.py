@@ -26,6 +26,13 @@ ALLOWED = None
 UNDECIDED = Refused("it does not say that the weighted mean of its clients' arrays is all that its server needs")
 
 
+def training_clients(settings: "Settings") -> int:
+    """Return the number of clients that train in a run: all clients but the newcomers of ``holdout-clients``."""
+    clients = settings.data.num_clients
+    newcomers = max(1, round(settings.run.holdout_clients * clients)) if settings.run.holdout_clients else 0
+    return clients - min(newcomers, clients - 1)
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(setting,))
 class MethodSettings:
     """Base of every method's settings: a subclass is a frozen dataclass whose fields are declared with ``setting``.

@@ -45,7 +45,7 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
 
     stages: int = setting(
         4,
-        "stages T; at most one more than the network has layers to personalise",
+        "stages T; at most one more than the network has layers to personalise, and one a round",
         minimum=1,
         source="Section 6.2.1",
     )
@@ -88,12 +88,15 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         "SAMME's for several classes (`samme`)",
         choices=("samme", "adaboost", "adaboost-positive"),
         source="choice: the paper's rule subtracts models with error above 1/2; SAMME (Zhu et al., 2009) does not",
+        needs="ppfe-reweighting = true or ppfe-ensemble = true",
     )
     loss: str = setting(
         "zero-one",
-        "loss of a sample in the reweighting: 0/1, 1 - p(label), or cross-entropy over the client's largest",
+        "loss of a sample in the reweighting and the coefficients: 0/1, 1 - p(label), or cross-entropy over the "
+        "client's largest",
         choices=("zero-one", "probability", "cross-entropy"),
         source="choice: AdaBoost's loss; Algorithm 1, line 2, divides a loss by its maximum, which is `cross-entropy`",
+        needs="ppfe-reweighting = true or ppfe-ensemble = true",
     )
     weighting: str = setting(
         "loss",
@@ -197,12 +200,28 @@ class PPFESettings(MethodSettings, noise=ALLOWED, sums=ALLOWED, point="served"):
         return self.outputs == "log-probabilities"
 
     def notices(self, settings: Settings, network: Architecture) -> tuple[str, ...]:
-        """Warn if the run has a single stage, which is FedAvg."""
+        """Warn about a single stage, fewer stages than the user sets, and settings that no stage uses."""
         planned = len(plan_stages(settings, network))
+        notices = []
+        if planned < self.stages != PPFESettings.stages:
+            notices.append(
+                f"ppfe-stages = {self.stages}: model = {network.model!r} has {planned} layers, so the run has "
+                f"{planned} stages; set it to at most {planned}"
+            )
         if planned == 1:
-            why = f"model = {network.model!r} has one layer" if self.stages > 1 else "ppfe-stages = 1"
+            why = "ppfe-stages = 1"
+            if self.stages > 1:
+                shallow = len(network.layer_names) == 1
+                why = f"model = {network.model!r} has one layer" if shallow else "num-server-rounds = 1"
             return (f"{why}, so that the only stage is method = 'fedavg'; choose more stages and a deeper network",)
-        return ()
+        if self.body_lr_factor != 1 and self.body_lr_stage > planned:
+            notices.append(
+                f"ppfe-body-lr-stage = {self.body_lr_stage}: there are {planned} stages, so ppfe-body-lr-factor never "
+                f"applies; set ppfe-body-lr-stage to at most {planned}"
+            )
+        if settings.run.full_last_round:
+            notices.append("full-last-round = true has no effect: all clients train in the last round of each stage")
+        return tuple(notices)
 
 
 @dataclass(frozen=True)
@@ -249,8 +268,7 @@ class PPFE(PersonalisedStrategy):
         self.betas = np.full((self.num_clients, len(self.stages)), np.nan)
         self.ends: list[int] = np.cumsum([stage.rounds for stage in self.stages]).tolist()
         if (planned := len(self.stages)) < self.method.stages:
-            few = "PPFE: %s has layers for %s stages only, ppfe-stages is %s"
-            log(INFO, few, self.architecture.model, planned, self.method.stages)
+            log(INFO, "PPFE: %s stages, ppfe-stages is %s", planned, self.method.stages)
         for s in self.stages:
             ranks = dict(s.architecture.ranks)
             log(INFO, "PPFE: stage %s: %s rounds, personal %s, ranks %s", s.number, s.rounds, s.personal, ranks)
@@ -354,6 +372,8 @@ def plan_stages(settings: Settings, plain: Architecture) -> list[Stage]:
     if method.fixed_head >= len(names) + 1:
         raise SettingsError(f"ppfe-fixed-head = {method.fixed_head}: {plain.model} has the layers {', '.join(names)}")
     possible = method.stages if method.fixed_head else min(method.stages, len(names))
+    if method.stages == PPFESettings.stages and not method.stage_rounds:  # the default suits any number of rounds
+        possible = min(possible, settings.run.num_server_rounds)
     rounds = stage_rounds(method.stage_rounds, possible, settings.run.num_server_rounds)
     rank_lists = [_numbers("ppfe-ranks", text) for text in method.ranks.split(";")]
     stages = [Stage(1, plain, (), (), rounds[0])]

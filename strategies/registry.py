@@ -23,6 +23,7 @@ from posy.settings import (
     check_keys,
     checked,
     nearest,
+    parse_limit,
     settings_of,
     shown,
 )
@@ -58,8 +59,8 @@ def read_settings(
     Raises
     ------
     SettingsError
-        If a key or method is unknown, a value has the wrong type or is out of range, a setting belongs to another
-        method or has no effect, or settings contradict each other.
+        If a key or method is unknown, a value has the wrong type or is out of range or above its limit, a setting
+        belongs to another method or has no effect, or settings contradict each other.
     """
     values = with_experiment(given, where)
     if stored is not None:
@@ -80,6 +81,7 @@ def read_settings(
     settings = _built(values)
     check_own(given, settings.run.method, where)
     check_effect(given, settings.as_config(), where)
+    check_limits(given, settings.as_config(), where)
     return replace(settings, data=located(settings.data), train=identified(settings.train, settings.data.data_dir))
 
 
@@ -87,8 +89,9 @@ def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the checked settings in ``given``, and below them the settings of the experiment file that they name.
 
     A run may override the file's method, partition or optimiser. It then ignores the file's settings of other methods,
-    and the file's settings that have no effect under the override. A setting without an effect in the file alone is an
-    error, except in the ``config.yaml`` of a run, which an earlier version may have written.
+    and the file's settings that have no effect under the override, and lowers values above a limit to it. A setting
+    without an effect or above its limit in the file alone is an error, except in the ``config.yaml`` of a run, which an
+    earlier version may have written.
 
     Raises
     ------
@@ -108,7 +111,8 @@ def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     idle = without_effect(both).keys() - values.keys()
     if not _is_record(content):
         check_effect(idle, from_file, str(path))
-    return {key: value for key, value in both.items() if key not in idle}
+        check_limits(from_file, from_file, str(path))
+    return lowered({key: value for key, value in both.items() if key not in idle}, values)
 
 
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
@@ -257,15 +261,16 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with their current keys, and with the default instead of each value without an effect.
+    """Return the settings of a stored run with their current keys.
 
-    A setting without an effect has its default even if the run is older than the setting. Its earlier value would have
-    had no effect either.
+    A value without an effect is replaced by the default, and a value above its limit by the limit. A missing setting
+    counts as its value in runs from before it existed, so it is replaced by the default where neither has an effect.
     """
     config = current_keys(config)
     declarations = declared([_method(config)])
-    idle = {key for key in unmet_conditions(config) if key in config or declarations[key].earlier is not None}
-    return {**config, **{key: declarations[key].default for key in idle}}
+    before = {key: setting.earlier for key, setting in declarations.items() if setting.earlier is not None}
+    idle = without_effect({**before, **config})
+    return lowered({**config, **{key: declarations[key].default for key in idle}})
 
 
 def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> None:
@@ -279,6 +284,37 @@ def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
 def no_effect(key: str, value: Any, where: str, why: str) -> str:
     """Return the message about a setting without an effect."""
     return f"{key} = {shown(value)} in {where} has no effect: {why}; change the condition, or remove {key}"
+
+
+def above_limit(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the settings of a run above the limit that another setting imposes, by key, with the limit.
+
+    A setting at its default is accepted, because files and tables repeat defaults.
+    """
+    declarations = declared([_method(config)])
+    values = {**{key: setting.default for key, setting in declarations.items()}, **config}
+    return {
+        key: int(largest)
+        for key, setting in declarations.items()
+        if setting.limit and values[key] != setting.default and values[key] > (largest := setting.largest(values))
+    }
+
+
+def check_limits(keys: Iterable[str], config: Mapping[str, Any], where: str) -> None:
+    """Raise :class:`SettingsError` if the value of one of the keys is above its limit in a run with ``config``."""
+    limits = above_limit(config)
+    for key in keys:
+        if key in limits:
+            limit = declared([_method(config)])[key].limit
+            raise SettingsError(
+                f"{key} = {shown(config[key])} in {where}: it can be at most {limit}, which is {limits[key]}; lower "
+                f"{key}, or raise {parse_limit(limit)[0]}"
+            )
+
+
+def lowered(config: Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, Any]:
+    """Return settings with the limit instead of each larger value, except for the keys ``given`` by the user."""
+    return {**config, **{key: limit for key, limit in above_limit(config).items() if key not in given}}
 
 
 def experiment_path(name: str) -> Path:

@@ -241,6 +241,7 @@ class RunSettings:
         "secure aggregation: number of clients with which each client shares secrets; 0: all other clients",
         needs="secure-aggregation = true",
         minimum=0,
+        limit="num-clients - 1",
     )
     secure_range: float = setting(
         16.0,
@@ -277,6 +278,7 @@ class RunSettings:
         "number of last rounds whose mean is also in the summary; system accuracy, if it is on, is computed in each of "
         "them; 0: none",
         minimum=0,
+        limit="num-server-rounds",
         resumable=True,
     )
     system_accuracy: str = setting(

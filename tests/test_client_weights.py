@@ -7,6 +7,7 @@ from posy.commands import archive
 from posy.commands.launch import APP
 from posy.commands.papers.item import item
 from posy.settings import SettingsError
+from posy.strategies.methods import METHODS
 from posy.strategies.registry import read_experiment, read_settings
 from posy.strategies.replies import Update
 from posy.yaml12 import dump
@@ -46,6 +47,23 @@ def test_clients_apply_uniform_weights_under_masks(make_config, federate):
     assert np.abs(plain - by_samples).max() > 1e-2
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_uniform_weights_change_a_run_or_are_refused(make_config, federate, method):
+    """The tiny clients have 21, 12, 8 and 1 training samples."""
+
+    def state(**settings):
+        config = make_config(method, model="mlp", num_server_rounds=2, **settings)
+        return federate(config).strategy.server_state()
+
+    try:
+        uniform = state(client_weights="uniform")
+    except SettingsError as error:
+        assert str(error).startswith("client-weights = 'uniform'")
+        return
+    by_samples = state()
+    assert any(not np.array_equal(uniform[name], by_samples[name]) for name in by_samples)
+
+
 def test_clusters_are_averaged_with_equal_weights(make_config, federate):
     updates: list[Update] = []
     config = make_config("ifca", **UNIFORM, ifca_clusters=2)
@@ -56,7 +74,9 @@ def test_clusters_are_averaged_with_equal_weights(make_config, federate):
             np.testing.assert_allclose(model, np.mean(models, axis=0, dtype=np.float64), atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["fedfew", "fedacs", "fedamp", "fedfomo", "fedmtl", "fedproto", "local"])
+@pytest.mark.parametrize(
+    "method", ["confree", "fedacs", "fedamp", "fedas", "fedfew", "fedfomo", "fedmtl", "fedproto", "local"]
+)
 def test_methods_without_a_mean_of_models_refuse_uniform_weights(make_config, method):
     """Their runs would equal runs with weights by samples."""
     with pytest.raises(SettingsError, match=f"client-weights = 'uniform' with method = '{method}': .*; set it to"):

@@ -50,6 +50,8 @@ WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] =
     ("shards-per-client", 3, {"partition": "classes"}, {"partition": "shards"}),
     ("samples-per-client", 30, {}, {"partition": "iid"}),
     ("partition-file", "/p.json", {}, {"partition": "file"}),
+    ("test-set", "pooled", {}, {"dataset": "mnist"}),
+    ("test-set", "pooled", {"dataset": "sent140"}, {"dataset": "sites"}),
     ("test-fraction", 0.5, {"partition": "given"}, {"partition": "natural"}),
     ("partition", "iid", {"dataset": "sites"}, {}),
     ("max-samples", 100, {"dataset": "sites"}, {}),
@@ -119,6 +121,12 @@ def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_t
         ({"cwfedavg-wdr-lambda": 5.0}, {"method": "cwfedavg", "cwfedavg-wdr": False}),
         ({"ppfe-ranks": "9,8"}, {"method": "ppfe", "ppfe-reduction": "sparse"}),
         ({"ppfe-ranks": "9,8"}, {"method": "ppfe", "ppfe-reduction": "none"}),
+        ({"ppfe-beta": "adaboost"}, {"method": "ppfe", "ppfe-reweighting": False, "ppfe-ensemble": False}),
+        ({"ppfe-loss": "probability"}, {"method": "ppfe", "ppfe-reweighting": False, "ppfe-ensemble": False}),
+        ({"cfl-eps2": 1.0}, {"method": "cfl", "cfl-eps1": 0.0}),
+        ({"cfl-eps2": 1.0}, {"method": "cfl", "cfl-gamma-max": 1.0}),
+        ({"cfl-gamma-max": 0.5}, {"method": "cfl", "cfl-eps1": 0.0}),
+        ({"fedfomo-epsilon-decay": 0.1}, {"method": "fedfomo", "fedfomo-epsilon": 0.0}),
     ],
 )
 def test_a_setting_of_a_method_without_an_effect_is_refused(idle: dict[str, Any], others: dict[str, Any]) -> None:
@@ -157,7 +165,7 @@ def test_a_wrong_condition_is_found(condition: str) -> None:
         check_conditions({"mine": Setting(0, "mine", needs=condition)}, KNOWN)
 
 
-@pytest.mark.parametrize("condition", ["number", "number 3", "number >", "number > 3 or flag = true", "number >= 3"])
+@pytest.mark.parametrize("condition", ["number", "number 3", "number >", "number > 3 or flag", "number >= 3"])
 def test_a_condition_of_another_form_is_found(condition: str) -> None:
     with pytest.raises(ValueError, match="is not a comparison such as"):
         parse_condition(condition)
@@ -189,6 +197,12 @@ def test_a_condition_of_another_form_is_found(condition: str) -> None:
         ("word = a and number > 3", {"word": "a", "number": 4}, True),
         ("word = a and number > 3", {"word": "a", "number": 3}, False),
         ("word = a and number > 3", {"word": "b", "number": 4}, False),
+        ("word = a or number > 3", {"word": "b", "number": 4}, True),
+        ("word = a or number > 3", {"word": "a", "number": 3}, True),
+        ("word = a or number > 3", {"word": "b", "number": 3}, False),
+        ("flag = true or word = a and number > 3", {"flag": False, "word": "a", "number": 3}, False),
+        ("flag = true or word = a and number > 3", {"flag": False, "word": "a", "number": 4}, True),
+        ("flag = true or word = a and number > 3", {"flag": True, "word": "b", "number": 3}, True),
     ],
 )
 def test_conditions_are_evaluated(condition: str, values: dict[str, Scalar], holds: bool) -> None:
@@ -200,6 +214,95 @@ def test_what_is_unmet_is_named() -> None:
     setting = Setting(0, "mine", needs="word = a and number > 3")
     assert setting.unmet({"word": "a", "number": 3}) == "number = 3"
     assert setting.unmet({"word": "b", "number": 3}) == "word = 'b' and number = 3"
+    either = Setting(0, "mine", needs="word = a or number > 3 and word != b")
+    assert either.unmet({"word": "b", "number": 3}) == "word = 'b' and number = 3"
+    assert either.unmet({"word": "a", "number": 3}) == ""
+
+
+# -- limits ----------------------------------------------------------------------------------------------
+
+# A setting, a value above its limit, the other settings, the limit as a number, and as text.
+ABOVE: list[tuple[str, Scalar, dict[str, Scalar], int, str]] = [
+    ("average-rounds", 6, {"method": "fedavg", "num-server-rounds": 5}, 5, "num-server-rounds"),
+    ("secure-neighbours", 8, {"method": "fedavg", "secure-aggregation": True, "num-clients": 7}, 6, "num-clients - 1"),
+    ("fedfomo-models", 10, {"method": "fedfomo"}, 9, "num-clients - 1"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "others", "largest", "limit"), ABOVE)
+def test_a_value_above_its_limit_is_refused(
+    key: str, value: Scalar, others: dict[str, Scalar], largest: int, limit: str
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        read_settings({**others, key: value}, COMMAND_LINE)
+    assert str(raised.value) == (
+        f"{key} = {value} in {COMMAND_LINE}: it can be at most {limit}, which is {largest}; lower {key}, or raise "
+        f"{limit.removesuffix(' - 1')}"
+    )
+    assert read_settings({**others, key: largest}, COMMAND_LINE).as_config()[key] == largest
+
+
+def test_every_limit_has_a_case_above() -> None:
+    assert {key for key, item in declared().items() if item.limit} == {key for key, *_ in ABOVE}
+
+
+def test_a_default_above_its_limit_is_accepted() -> None:
+    settings = {"method": "fedfomo", "num-clients": 3}
+    assert read_settings(settings).method.models == read_settings({**settings, "fedfomo-models": 4}).method.models == 4
+
+
+def test_a_limit_names_another_setting() -> None:
+    with pytest.raises(ValueError, match="mine is at most other - 1: other is not a setting"):
+        check_conditions({"mine": Setting(0, "mine", limit="other - 1")}, KNOWN)
+    with pytest.raises(ValueError, match="the limit 'number / 2' is not of the form `num-clients - 1`"):
+        check_conditions({"mine": Setting(0, "mine", limit="number / 2")}, KNOWN)
+    check_conditions({"mine": Setting(0, "mine", limit="number - 2")}, KNOWN)
+    assert Setting(0, "mine", limit="number - 2").largest({"number": 5}) == 3
+    assert Setting(0, "mine", minimum=1, limit="number - 2").largest({"number": 2}) == 1
+
+
+def test_an_override_lowers_a_value_of_a_file_to_its_new_limit(tmp_path: Path) -> None:
+    file = write(tmp_path, method="fedavg", num_server_rounds=50, average_rounds=10)
+    assert read_settings({"experiment": file, "num-server-rounds": 4}).run.average_rounds == 4
+    assert read_settings({"experiment": file}).run.average_rounds == 10
+    with pytest.raises(SettingsError, match="average-rounds = 10 in the command line: it can be at most"):
+        read_settings({"experiment": file, "num-server-rounds": 4, "average-rounds": 10}, COMMAND_LINE)
+    wrong = write(tmp_path, method="fedavg", num_server_rounds=4, average_rounds=10)
+    with pytest.raises(SettingsError, match=f"average-rounds = 10 in {wrong}: it can be at most num-server-rounds"):
+        read_settings({"experiment": wrong}, COMMAND_LINE)
+
+
+def test_a_table_lowers_values_only_under_an_override() -> None:
+    content = table(settings={"num-server-rounds": 50, "average-rounds": 10})
+    assert cells(content, {"num-server-rounds": 4})["A"].config["average-rounds"] == 4
+    with pytest.raises(SettingsError, match=r"average-rounds = 10 in t.yaml, A: it can be at most"):
+        cells(table(settings={"num-server-rounds": 4, "average-rounds": 10}))
+
+
+def test_a_run_above_a_limit_fits_the_cell_with_the_limit() -> None:
+    """Earlier versions used the limit without a word."""
+    row = {"name": "A", "settings": {"method": "fedfomo", "fedfomo-models": 9}}
+    cell = cells(table(runs=[row]))["A"]
+    ran = read_settings(cell.config).as_config()
+    assert cell.fits(ran | {"fedfomo-models": 10})
+    assert not cell.fits(ran | {"fedfomo-models": 8})
+
+
+def test_an_earlier_value_without_an_effect_fits() -> None:
+    """A run from before `test-set` counts as pooled. Digits has no test set to pool."""
+    cell = cells(table())["A"]
+    ran = read_settings(cell.config).as_config()
+    del ran["test-set"]
+    assert cell.fits(ran) and cell.fits(ran | {"test-set": "pooled"})
+    assert not cell.fits(ran | {"dataset": "mnist"})
+    mnist = cells(table(settings={"dataset": "mnist"}))["A"]
+    assert not mnist.fits(ran | {"dataset": "mnist"})
+    assert mnist.fits(ran | {"dataset": "mnist", "test-set": "supplied"})
+
+
+def test_posy_tune_searches_up_to_the_limit() -> None:
+    assert space_of("fedfomo", {"num-clients": 5})["fedfomo-models"].high == 4
+    assert space_of("fedfomo", {"num-clients": 50})["fedfomo-models"].high == 10
 
 
 METHOD = """

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 import posy
 from posy.client_app.workspace import Workspace
 from posy.server_app.app import run
+from posy.settings import SettingsError
 from posy.strategies.fedacs import attention_weights, cosine_similarity, mixes_alone
 from posy.strategies.methods import settings_class
 from posy.strategies.registry import read_settings
@@ -255,6 +256,7 @@ BATCHNORM = {
         ("feddrm", {"feddrm_class_weight": 0.0}, "leaves the class classifiers untrained"),
         ("ppfe", {"model": "linear"}, "method = 'fedavg'"),
         ("ppfe", {"ppfe_stages": 1}, "ppfe-stages = 1"),
+        ("ppfe", {"model": "mlp"}, "num-server-rounds = 1"),
     ],
 )
 def test_a_degenerate_setting_is_logged_before_round_1(
@@ -269,6 +271,35 @@ def test_a_degenerate_setting_is_logged_before_round_1(
     messages = [record.getMessage() for record in warnings.records]
     index = next(i for i, message in enumerate(messages) if message.startswith(f"{method}: ") and words in message)
     assert index < messages.index("[ROUND 1/1]")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"ppfe_stages": 6},
+            "ppfe-stages = 6: model = 'mlp' has 3 layers, so the run has 3 stages; set it to at most 3",
+        ),
+        ({"ppfe_body_lr_stage": 4}, "ppfe-body-lr-stage = 4: there are 3 stages"),
+        ({"fraction_train": 0.5, "full_last_round": True}, "full-last-round = true has no effect"),
+    ],
+)
+def test_ppfe_warns_about_values_that_no_stage_reaches(
+    make_strategy: Make, settings: dict[str, Any], words: str
+) -> None:
+    strategy = make_strategy("ppfe", model="mlp", num_server_rounds=6, **settings)
+    (notice,) = strategy.method.notices(strategy.settings, strategy.architecture)
+    assert notice.startswith(words)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 6])
+def test_the_default_number_of_stages_suits_each_number_of_rounds(make_strategy: Make, rounds: int) -> None:
+    strategy = make_strategy("ppfe", model="mlp", num_server_rounds=rounds)
+    assert len(strategy.stages) == min(rounds, 3)
+    assert sum(stage.rounds for stage in strategy.stages) == rounds
+    if rounds == 2:
+        with pytest.raises(SettingsError, match="num-server-rounds = 2: PPFE with 3 stages needs at least 3"):
+            make_strategy("ppfe", model="mlp", num_server_rounds=rounds, ppfe_stages=3)
 
 
 @pytest.mark.parametrize("method", ["fedfew", "cwfedavg", "fedacs", "feddrm", "ppfe"])

@@ -112,6 +112,15 @@ def test_cfl_warns_where_its_bounds_exclude_a_split(make_config: Any, settings: 
 # -- FedFomo -------------------------------------------------------------------------------------------
 
 
+def test_fedfomo_warns_about_models_of_clients_that_never_train(make_config: Any) -> None:
+    """Of four clients one is a newcomer, so each client has two others."""
+    settings = {"validation_fraction": 0.2, "holdout_clients": 0.25}
+    (text,) = notices(make_config("fedfomo", **settings, fedfomo_models=3))
+    assert text.startswith("fedfomo-models = 3: 2 other clients train") and text.endswith("set it to 2")
+    assert notices(make_config("fedfomo", **settings, fedfomo_models=2)) == ()
+    assert notices(make_config("fedfomo", **settings)) == ()
+
+
 def test_the_mix_of_fedfomo_by_hand() -> None:
     start, candidates = np.float32([1, 1]), np.float32([[3, 1], [1, 5], [9, 9]])
     np.testing.assert_allclose(mixed(start, candidates, np.float32([1, 3, -2])), [1.5, 4])

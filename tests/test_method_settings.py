@@ -1,13 +1,16 @@
-"""Each setting of a method changes a run. If another setting makes it useless, Posy refuses it or warns."""
+"""Each setting of a method changes a run. Posy refuses a setting without an effect, or names it in a warning."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from posy.settings import Scalar, Setting, SettingsError
+from posy.strategies.feddrm import FedDRM
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import groups, unmet_conditions
 
@@ -23,7 +26,8 @@ SETTINGS = {
 METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "cfl": {"cfl_eps1": 1e9, "cfl_eps2": 0.0, "fraction_train": 1.0},  # each cluster may split
     "fedamp": {"fedamp_alpha": 100.0, "fedamp_sigma": 100.0},  # all models attend to each other
-    "fedfomo": {"fedfomo_models": 2, "fraction_train": 1.0},
+    # In round 1 all models are drawn at random.
+    "fedfomo": {"fedfomo_models": 2, "fedfomo_epsilon": 1.0, "fraction_train": 1.0},
     "ppfe": {"num_server_rounds": 4, "ppfe_ranks": "8,4;6,3"},
 }
 """Settings under which the settings of a method matter on the tiny data set."""
@@ -33,6 +37,8 @@ VALUES: dict[str, Scalar] = {
     "cfl-gamma-max": 1.0,
     "ditto-epochs": 2,
     "fedala-threshold": 1e-5,
+    "fedfomo-epsilon": 0.0,
+    "fedfomo-epsilon-decay": 1.0,
     "fedfomo-models": 1,
     "pfedfda-beta": 0.3,
     "ppfe-final-epochs": 2,
@@ -42,11 +48,6 @@ VALUES: dict[str, Scalar] = {
     "ppfe-stages": 2,
 }
 """Other values than the default, where a factor or another choice is not suitable."""
-WITHOUT_EFFECT_HERE = {
-    "feddrm-routing": "it routes queries, not training",
-    "fedfew-personal-statistics": "the network has no running statistics; Posy warns",
-    "fedfomo-epsilon-decay": "the share of random clients decays too little in three rounds",
-}
 
 
 def other_value(key: str, setting: Setting) -> Scalar | None:
@@ -73,13 +74,16 @@ def contexts(declared: dict[str, Setting]) -> Iterator[dict[str, Scalar]]:
 
 
 def digest(finished: Any) -> str:
-    """Return a hash of the server's state, the clients' states and the scores."""
+    """Return a hash of the server's state, the clients' states, the scores and the routes of a few queries."""
     content = hashlib.sha256()
     for arrays in (finished.strategy.server_state(), *map(finished.kept, range(4))):
         for name, array in sorted(arrays.items()):
             content.update(name.encode() + np.asarray(array).tobytes())
     for column in ("served_accuracy", "served_loss", "local_accuracy", "local_loss"):
         content.update(repr(finished.column(column)).encode())
+    if isinstance(finished.strategy, FedDRM):
+        logits = torch.from_numpy(np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32))
+        content.update(finished.strategy.choose(logits).numpy().tobytes())
     return content.hexdigest()
 
 
@@ -94,24 +98,67 @@ def test_a_setting_of_a_method_changes_the_run_or_is_refused(
         config = make_config(method, **values)
         return digest(federate(config)), config
 
+    def names(key: str) -> bool:
+        """Return whether a warning names the setting."""
+        logged = (record.getMessage() for record in warnings.records if record.levelname == "WARNING")
+        return any(re.search(rf"(?<![\w-]){key}(?![\w-])", text) for text in logged)
+
     silent = []
     for context in contexts(declared):
-        warnings.clear()
         try:
             expected, config = run(context)
         except SettingsError:
             continue
-        logged = (record for record in warnings.records if record.levelname == "WARNING")
-        degenerate = any(record.getMessage().startswith(f"{method}: ") for record in logged)
-        unmet = unmet_conditions(config)
-        for key in declared.keys() - context.keys() - unmet.keys() - WITHOUT_EFFECT_HERE.keys():
+        for key in declared.keys() - context.keys() - unmet_conditions(config).keys():
             value = other_value(key, declared[key])
             if value is None:
                 continue
+            warnings.clear()
             try:
                 changed = run({**context, key: value})[0] != expected
             except SettingsError:
                 continue
-            if not changed and not (context and degenerate):
+            if not changed and not names(key):
                 silent.append((context, key, value))
     assert silent == []
+
+
+# -- shared settings -------------------------------------------------------------------------------------
+
+NOTICES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"lr_schedule": "step", "lr_step": 3},
+        "lr-schedule = 'step' has no effect: lr is 0.05 in all rounds from 1 to 3; ",
+    ),
+    ({"lr_schedule": "step", "lr_step": 2}, ""),
+    ({"lr_schedule": "exponential", "lr_decay": 1.0}, "lr-schedule = 'exponential' has no effect"),
+    ({"lr_schedule": "exponential"}, ""),
+    ({"lr_schedule": "cosine", "num_server_rounds": 1}, "lr-schedule = 'cosine' has no effect"),
+    ({"lr_schedule": "cosine"}, ""),
+    (
+        {"secure_aggregation": True, "secure_neighbours": 3, "fraction_train": 0.75},
+        "secure-neighbours = 3: a round has ",
+    ),
+    ({"secure_aggregation": True, "secure_neighbours": 2, "fraction_train": 0.75}, ""),
+    ({"precision": "tf32"}, "a node: precision = 'tf32' has no effect on the device cpu, which computes in float32"),
+    ({"precision": "bfloat16"}, ""),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), NOTICES)
+def test_a_shared_setting_without_an_effect_is_reported_once_before_round_1(
+    settings: dict[str, Any], words: str, make_config: Make, federate: Make, warnings: pytest.LogCaptureFixture
+) -> None:
+    """The run has four clients and three rounds."""
+    finished = federate(make_config("fedavg", model="linear", **settings))
+    records = list({id(record): record for record in warnings.records}.values())
+    first_round = [record.getMessage() for record in records].index(f"[ROUND 1/{len(finished.records)}]")
+    logged = [record.getMessage() for record in records[:first_round] if record.levelname == "WARNING"]
+    assert len(logged) == bool(words)
+    assert all(text.startswith(words) for text in logged)
+
+
+def test_all_clients_in_the_last_round_reach_the_neighbours(make_strategy: Make) -> None:
+    settings = {"secure_aggregation": True, "secure_neighbours": 3, "fraction_train": 0.75}
+    assert make_strategy("fedavg", **settings, full_last_round=True).shared_notices(3) == ()
+    assert len(make_strategy("fedavg", **settings).shared_notices(3)) == 1

@@ -464,7 +464,10 @@ class Untouched(InProcessGrid):
         ),
         ({"method": "ppfe", "model": "mlp", "ppfe-stage-rounds": "a,b", "ppfe-stages": 2}, ("'a,b'", "whole numbers")),
         ({"method": "ppfe", "ppfe-ranks": "x", "ppfe-stages": 1}, ("ppfe-ranks", "'x'")),
-        ({"method": "ppfe", "num-server-rounds": 1, "model": "mlp"}, ("num-server-rounds = 1", "needs at least")),
+        (
+            {"method": "ppfe", "ppfe-stages": 3, "num-server-rounds": 1, "model": "mlp"},
+            ("num-server-rounds = 1", "at least"),
+        ),
         ({"dataset": "digit"}, ("dataset = 'digit'", "digits", "mnist")),
         ({"dataset": "no/such.npz"}, ("dataset = ", "no/such.npz")),
         ({"model": "fasttext"}, ("model = 'fasttext'", "linear", "mlp")),

@@ -18,8 +18,9 @@ from posy.commands.cli import main
 from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition, share_test_set
+from posy.data.published import DATASETS
 from posy.data.settings import DataSettings
-from posy.data.sites import load_site, read_site
+from posy.data.sites import describe_site, load_site, read_site
 from posy.settings import SettingsError
 from posy.strategies.registry import declared, read_settings
 
@@ -55,6 +56,34 @@ def test_a_test_fraction_without_an_effect_is_warned_of(tmp_path: Path, warnings
     assert warned(test_fraction=0.5)
     assert not warned()
     assert not warned(test_fraction=0.5, test_set="pooled")
+
+
+def test_an_absent_test_set_cannot_be_pooled(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    labels = np.arange(40) % 2
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((40, 4, 4), np.uint8), y_train=labels)
+    settings = {"dataset": "a.npz", "method": "fedavg", "partition": "iid", "num_clients": 2}
+    pooled = workspace(**settings, test_set="pooled").partition
+    assert "test-set = 'pooled' has no effect: " in warnings.text
+    assert "a.npz comes without a test set; remove test-set" in warnings.text
+    warnings.clear()
+    supplied = workspace(**settings).partition
+    assert [part.tolist() for part in pooled.test] == [part.tolist() for part in supplied.test]
+    assert warnings.text == ""
+
+
+def test_a_test_fraction_without_an_effect_on_a_partition_file_is_warned_of(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((8, 4, 4), np.uint8), y_train=np.arange(8) % 2)
+    settings = {"dataset": "a.npz", "method": "fedavg", "partition": "file", "num_clients": 1, "test_fraction": 0.5}
+    (tmp_path / "both.json").write_text(json.dumps({"train": [[0, 1, 2, 3, 4]], "test": [[5]]}))
+    assert len(workspace(**settings, partition_file="both.json").partition.test[0]) == 1
+    assert "test-fraction = 0.5 has no effect: " in warnings.text
+    assert "both.json lists the test samples; remove test-fraction" in warnings.text
+    warnings.clear()
+    (tmp_path / "all.json").write_text(json.dumps([[0, 1, 2, 3, 4, 5]]))
+    assert len(workspace(**settings, partition_file="all.json").partition.test[0]) == 3
+    assert warnings.text == ""
 
 
 # -- statistics and vocabulary come from training samples --------------------------------------------------
@@ -259,6 +288,24 @@ def test_a_site_can_pool_its_test_set(tmp_path: Path) -> None:
     assert len(pooled.test[0]) == 20 and pooled.test[0].min() < TRAIN
 
 
+def test_a_site_reports_settings_without_an_effect_on_its_test_samples(tmp_path: Path) -> None:
+    settings = DataSettings(dataset="sites", sample_kind="features", input_shape="1", classes="0,1,2,3")
+    settings = replace(settings, feature_mean="30", feature_std="30")
+    tested = read_site(write_npz(tmp_path), settings)
+    untested = replace(tested, is_test=None)
+    for content, changes, note in (
+        (untested, {"test_set": "pooled"}, "test-set = 'pooled' has no effect at this site"),
+        (tested, {"test_fraction": 0.5}, "test-fraction = 0.5 has no effect at this site"),
+        (tested, {"test_set": "pooled", "test_fraction": 0.5}, ""),
+        (untested, {"test_fraction": 0.5}, ""),
+        (tested, {}, ""),
+    ):
+        changed = replace(settings, **changes)
+        for notes in (load_site(content, changed, 1)[0].notes, describe_site(content, changed, 1).warnings):
+            idle = [text for text in notes if "has no effect" in text]
+            assert len(idle) == bool(note) and all(text.startswith(note) for text in idle)
+
+
 def test_a_pfllib_folder_keeps_the_test_set_of_each_client(tmp_path: Path) -> None:
     path = pfllib(tmp_path / "folder", np.arange(6.0)[:, None], np.arange(6) % 2, 2)
     part = workspace(dataset=str(path), num_clients=1, method="fedavg").partition
@@ -289,7 +336,8 @@ def test_tables_and_experiments_of_papers_pool_explicitly() -> None:
     for file in files:
         lines = file.read_text(encoding="utf-8").splitlines()
         for line, following in zip(lines, [*lines[1:], ""], strict=True):
-            if line.strip().startswith("dataset: "):
+            key, _, name = line.strip().partition(": ")
+            if key == "dataset" and DATASETS[name].has_test_set:
                 assert following.strip() == "test-set: pooled", file
     assert declared()["test-set"].before == "pooled"
 

@@ -61,7 +61,8 @@ def test_the_first_trial_has_the_settings_of_the_table_where_they_are_in_the_ran
         search = tuning.opened(cell, tmp_path, storage)
         settings = declared([method])
         first = search.study.ask(dict(search.space)).params
-        unchanged = {key for key, value in first.items() if value == settings[key].default}
+        limits = {"fedfomo-models": 2}  # a client of three has two others
+        unchanged = {key for key, value in first.items() if value == limits.get(key, settings[key].default)}
         changed = {key: settings[key].default for key in search.space.keys() - unchanged}
         assert not any(changed.values()), method  # 0 means the round's learning rate
 

@@ -22,6 +22,8 @@ from posy.sharing import is_shared
 from posy.strategies.settings import TrainSettings
 
 EVALUATION_BATCH = 512
+TF32_CAPABILITY = (8, 0)
+"""Least compute capability of a GPU with TF32 arithmetic."""
 STACK_BYTES = 2 << 30
 """Bytes of memory that stacked models may use on a CPU."""
 STACK, STACK_PARAMETERS = 16, 1 << 20
@@ -45,6 +47,18 @@ class Trainer:
         self._graphs = Graphs(device) if device.type == "cuda" else None
         self.interrupted = Event()
         """Set by another thread to stop all training at the next step."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on settings that have no effect on the device."""
+        if self.settings.precision != "tf32":
+            return ()
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= TF32_CAPABILITY:
+            return ()
+        return (
+            f"precision = 'tf32' has no effect on the device {self.device}, which computes in float32; set it to "
+            "'float32', or choose a GPU of the Ampere generation or later",
+        )
 
     def stacks(self, network: Network, models: int, work: Train | None = None) -> bool:
         """Return whether a number of models is trained as one stacked computation.

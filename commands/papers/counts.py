@@ -13,10 +13,10 @@ from posy.data.datasets import load_dataset
 from posy.data.errors import DataError
 from posy.data.partitions import partition
 from posy.settings import SettingsError, as_config
-from posy.strategies.registry import declared, read_settings
+from posy.strategies.registry import declared, normalised, read_settings
 
 FILE = "counts.json"
-"""File beside the archive of a table or figure: for each variant, the settings of its data, and the class counts."""
+"""File with the archive of a table or figure: for each variant, the settings of its data, and the class counts."""
 
 Counts = npt.NDArray[np.int64]
 """Training samples of each class on each client ``(M, C)``."""
@@ -24,10 +24,10 @@ Counts = npt.NDArray[np.int64]
 
 def first_cells(plan: Plan) -> dict[str, Cell]:
     """Return the first run of each variant."""
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for cell in plan.cells:
-        found.setdefault(cell.variant, cell)
-    return found
+        cells.setdefault(cell.variant, cell)
+    return cells
 
 
 def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
@@ -35,10 +35,10 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
 
     Why data sets could not be read is noted in ``absent``.
     """
-    kept, failures = _read(plan.output), {}
+    stored, failures = _read(plan.output), {}
     for variant, cell in first_cells(plan).items():
-        told = _told(cell)
-        if _is_of(kept.get(variant, {}), told):
+        wanted = _data_settings(cell)
+        if _matches(stored.get(variant, {}), wanted):
             continue
         settings = read_settings(cell.config, cell.name)
         try:
@@ -49,35 +49,35 @@ def count(plan: Plan, absent: dict[str, str]) -> dict[str, str]:
         except SettingsError as error:
             failures[variant] = str(error)
         else:
-            kept[variant] = {"data": told, "counts": counts.tolist()}
-    if kept:
+            stored[variant] = {"data": wanted, "counts": counts.tolist()}
+    if stored:
         plan.output.mkdir(parents=True, exist_ok=True)
-        (plan.output / FILE).write_text(json.dumps(kept), encoding="utf-8")
+        (plan.output / FILE).write_text(json.dumps(stored), encoding="utf-8")
     return failures
 
 
 def counted(plan: Plan) -> dict[str, Counts]:
     """Return the class counts that have been found, by variant."""
-    kept, cells = _read(plan.output), first_cells(plan)
+    stored, cells = _read(plan.output), first_cells(plan)
     return {
-        variant: np.array(kept[variant]["counts"], np.int64)
+        variant: np.array(stored[variant]["counts"], np.int64)
         for variant, cell in cells.items()
-        if _is_of(kept.get(variant, {}), _told(cell))
+        if _matches(stored.get(variant, {}), _data_settings(cell))
     }
 
 
-def _told(cell: Cell) -> dict[str, Any]:
+def _data_settings(cell: Cell) -> dict[str, Any]:
     """Return the settings that decide a partition."""
-    known = declared()
+    declarations = declared()
     data = as_config(read_settings(cell.config, cell.name).data)
-    return {"seed": cell.seed, **{key: value for key, value in data.items() if known[key].decides}}
+    return {"seed": cell.seed, **{key: value for key, value in data.items() if declarations[key].decides}}
 
 
-def _is_of(kept: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
-    """Tell whether counts are those of these settings; of what was no setting yet, what it was then."""
-    known = declared()
-    before = {key: known[key].before for key in told if key in known}
-    return "data" in kept and {**before, **kept["data"]} == told
+def _matches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether stored counts have the wanted settings; a missing setting had its earlier value."""
+    declarations = declared()
+    before = {key: declarations[key].before for key in wanted if key in declarations}
+    return "data" in stored and normalised({**before, **stored["data"]}) == wanted
 
 
 def _read(folder: Path) -> dict[str, Mapping[str, Any]]:
