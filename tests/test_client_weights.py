@@ -83,7 +83,7 @@ def test_fednhs_prototypes_count_samples_whatever_the_weights_are(make_strategy,
 
 
 def test_fednh_refuses_uniform_weights_in_one_masked_sum(make_strategy):
-    with pytest.raises(SettingsError, match="client-weights = 'uniform' .*with method = 'fednh'"):
+    with pytest.raises(SettingsError, match=r"client-weights = 'uniform' .*with method = 'fednh'"):
         make_strategy("fednh", model="mlp", client_weights="uniform", secure_aggregation=True)
 
 
