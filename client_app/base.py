@@ -27,7 +27,16 @@ from posy.client_app.secure_aggregation import Masking
 from posy.client_app.state import State
 from posy.client_app.training.batches import DropoutNumbers, Samples, Share
 from posy.client_app.training.networks import Network
-from posy.client_app.training.work import Forward, Job, Moments, Split, Train, Trained
+from posy.client_app.training.work import (
+    Forward,
+    Job,
+    Moments,
+    Split,
+    Train,
+    Trained,
+    TrainingDivergedError,
+    advice_on_divergence,
+)
 from posy.client_app.workspace import Workspace
 from posy.models.architecture import Architecture, reduced_like
 from posy.models.parameters import FloatArray, Layout
@@ -307,7 +316,8 @@ class PersonalClient(NumPyClient):
         update, local = yield from self.local_round(self._received(parameters), config)
         loss = float(update.loss)
         if not np.isfinite(loss):
-            raise ArithmeticError(f"client {self.client}: the training loss is {loss}; a smaller lr may help")
+            advice = advice_on_divergence(self.settings.train)
+            raise TrainingDivergedError(f"training diverged: the training loss is {loss}; {advice}")
         self._keep_moments()
         metrics: dict[str, Any] = {**update.metrics, "train-loss": loss, "num-test": len(self.data.y_test)}
         if local is not None:
@@ -356,6 +366,7 @@ class PersonalClient(NumPyClient):
         The training split is scored only with ``evaluate-training``.
         """
         measured: dict[str, float] = {}
+        advice = advice_on_divergence(self.settings.train)
         splits: dict[str, Split] = {point: "test"}
         if self.settings.data.validation_fraction:
             splits[f"{point}-validation"] = "validation"
@@ -363,7 +374,7 @@ class PersonalClient(NumPyClient):
             splits[f"{point}-training"] = "train"
         for key, split in splits.items():
             if len(labels := self.samples(split).y):
-                loss, accuracy = scores((yield from self.predict(predictor, split)), labels)
+                loss, accuracy = scores((yield from self.predict(predictor, split)), labels, advice)
                 measured |= {f"{key}-accuracy": accuracy, f"{key}-loss": loss}
         return measured
 
@@ -475,10 +486,13 @@ class PersonalClient(NumPyClient):
         write_arrays(path, predictor.as_arrays(), about | needed)
 
 
-def scores(log_probabilities: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``; NaN raises :class:`ArithmeticError`."""
+def scores(log_probabilities: Tensor, labels: Tensor, advice: str = "a smaller lr may help") -> tuple[float, float]:
+    """Return mean cross-entropy and accuracy of log-probabilities ``(n, C)``.
+
+    NaN raises :class:`TrainingDivergedError`, whose message ends with the advice.
+    """
     if bool(torch.isnan(log_probabilities).any()):
-        raise ArithmeticError("the model has diverged: its outputs contain NaN; a smaller lr may help")
+        raise TrainingDivergedError(f"the model has diverged: its outputs contain NaN; {advice}")
     loss = F.nll_loss(log_probabilities, labels)
     accuracy = (log_probabilities.argmax(dim=-1) == labels).float().mean()
     return float(loss), float(accuracy)

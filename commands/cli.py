@@ -18,21 +18,22 @@ from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose, c
 from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
 from posy.data.errors import DataError
 from posy.data.settings import SITES
+from posy.extensions import is_own
 from posy.listing import print_table
 from posy.paths import is_file
 from posy.server_app.progress import size
-from posy.settings import LaunchError, Setting, SettingsError, meant, nearest
+from posy.settings import COMMAND_LINE, LaunchError, Setting, SettingsError, at, meant, nearest, suggestions
 from posy.signals import interruptible
 from posy.storage import DamagedFileError
-from posy.strategies.methods import METHODS, check_method
-from posy.strategies.registry import declared, groups, parse_words, read_settings, setting_of, with_experiment
+from posy.strategies.methods import METHODS
+from posy.strategies.registry import declared, groups, merge_experiment, parse_words, read_settings, setting_of
 from posy.yaml12 import dump
 
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """Wrong use of a command. Older versions of Typer import it from click. Newer versions include a copy of click."""
 WRONG_USE = 2
 """Exit status for a wrong command or a wrong setting."""
-WHERE = "the command line"
+WHERE = COMMAND_LINE
 """Source that error messages name for typed settings."""
 
 typer.core.HAS_RICH = False  # plain help: with rich installed, Typer escapes brackets (`\\[default: 1]`)
@@ -124,9 +125,12 @@ def run(
     config = parse_words(words, WHERE)
     if superlink is None:
         return run_in_process(config, WHERE)
-    config = with_experiment(config, WHERE)
+    merged = merge_experiment(config, WHERE)
+    if merged.notice:
+        print(f"posy: {merged.notice}", file=sys.stderr)
+    config = merged.values
     if not config.get("resume"):  # the SuperLink's machine stores the other settings of a resumed run
-        read_settings(config, WHERE)
+        read_settings(config, WHERE, sources=merged.sources)
     reached = connection(superlink, root_certificates, insecure)
     from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
 
@@ -188,13 +192,15 @@ def tune(
     """
     if importlib.util.find_spec("optuna") is None:
         raise SettingsError("posy tune needs Optuna, which is not installed; install it: pip install 'posy[compare]'")
-    from posy.commands.table import read_plan  # noqa: PLC0415 - imports pandas and the methods
+    from posy.commands.table import as_words, read_plan  # noqa: PLC0415 - imports pandas and the methods
     from posy.commands.tuning import tune as search  # noqa: PLC0415 - imports Optuna
 
-    plan = read_plan(file, parse_words(settings or [], WHERE))
+    overrides = parse_words(settings or [], WHERE)
+    plan = read_plan(file, overrides)
     target = output or file.with_name(f"{file.stem}-tuned.yaml")
     text = dump(search(plan, trials=trials, jobs=jobs))
-    target.write_text(f"# Written by `posy tune {file}`: {trials} trials per row.\n{text}", encoding="utf-8")
+    words = f" {as_words(overrides)}" if overrides else ""
+    target.write_text(f"# Written by `posy tune {file}{words}`: {trials} trials per row.\n{text}", encoding="utf-8")
     print(f"wrote {target}; run it with `posy table {target}`")
     return 0
 
@@ -319,9 +325,10 @@ def report(
     """
     from posy.report.page import page  # noqa: PLC0415 - imports pandas and the methods
 
-    text = page(runs)
+    different = list(dict.fromkeys(run.resolve() for run in runs))
+    text = page(different)
     output.write_text(text, encoding="utf-8")
-    print(f"{output}: {len(runs)} run{'s' * (len(runs) > 1)}, {size(len(text.encode()))}")
+    print(f"{output}: {len(different)} run{'s' * (len(different) > 1)}, {size(len(text.encode()))}")
     return 0
 
 
@@ -352,13 +359,22 @@ def watch(
 @app.command()
 def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") -> int:
     """List all settings, or only the settings that a METHOD uses."""
-    if method:
-        check_method(method)
+    if method and method not in METHODS and not is_own(method):
+        raise SettingsError(_not_a_method(method))
     for title, group in groups([method] if method else METHODS).items():
         if group:
             rows = [(key, toml(item.default), item.allowed(), _meaning(item)) for key, item in group.items()]
             print_table(title, ("key", "default", "allowed", "meaning"), rows)
     return 0
+
+
+def _not_a_method(word: str) -> str:
+    """Return the error message about an argument of `posy settings`, which suggests similar methods."""
+    if word in declared():
+        return f"{word} {at(WHERE)} is a setting, not a method; `posy settings` lists all settings"
+    near = suggestions(word, METHODS, cutoff=0.5)
+    hint = f"did you mean {near}? " if near else ""
+    return f"{word} {at(WHERE)} is not a method; {hint}`posy methods` lists all methods"
 
 
 def _meaning(item: Setting) -> str:
@@ -432,7 +448,7 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
         if key:
             word, *following = words[[word.partition("=")[0] for word in words].index(option) :]
             value = word.partition("=")[2] or next((text for text in following[:1] if not text.startswith("-")), "...")
-            return f"{word} on {WHERE}: {key} is a setting, not an option; type {key}={value}"
+            return f"{word} {at(WHERE)}: {key} is a setting, not an option; type {key}={value}"
         message = f"{option} is not an option"
     return f"{message[0].lower()}{message[1:]}; see `{typed} --help`"
 

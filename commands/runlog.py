@@ -24,14 +24,18 @@ _NOISE = re.compile(
 )
 
 
-class RunLog:
-    """Takes the lines of a run's log, and shows those that matter to its user.
+_REASON = re.compile(r"ERROR\s*: +ServerApp raised an exception: (.+)")
+"""An error of the ServerApp whose message is for the user; :class:`posy.flower.ErrorsOnOneLine` writes it."""
 
-    Flower's INFO lines are hidden, and a few of its warnings that say nothing about the run. Warnings, errors, and
-    everything that is no line of a log (what Posy prints, above all) are shown. Lines that belong to another, as those
-    of a traceback, are shown or hidden with it; of equal tracebacks the first is shown. If it is ``verbose``,
-    everything is shown as it comes. With ``beside`` the line of a finished round is followed by what that returns, and
-    in a terminal by the next one in its place.
+
+class RunLog:
+    """Receives the lines of a run's log, and prints the lines that matter to the user.
+
+    It hides Flower's INFO lines, and a few of its warnings that are not about the run. It prints other warnings,
+    errors, and all lines that do not have the form of a log, such as Posy's output. It prints or hides the lines of a
+    traceback together, and prints equal tracebacks once. If it is ``verbose``, it prints every line at once. With
+    ``beside``, the text that this function returns follows the line of a finished round, and in a terminal the line of
+    the next round replaces it.
     """
 
     def __init__(self, verbose: bool, beside: Callable[[], str] | None = None) -> None:
@@ -41,29 +45,36 @@ class RunLog:
         """Directory of the results; empty as long as the log has not named it."""
         self.rounds = 0
         """The last finished round that the log has named; 0 if there is none, or nothing more to do."""
+        self.reason = ""
+        """Why the run has failed, if that is an error of the user."""
         self._verbose = verbose
         self._shown = True
         self._error: list[str] = []
-        """The error that is being written, which is shown as a whole or not at all."""
+        """The lines of the current error, which are printed together or not at all."""
         self._hidden: list[str] = []
-        """What was hidden before the run had begun."""
+        """The hidden lines from before the first round."""
         self._explained = False
         self._ends: set[str] = set()
 
     def add(self, line: str) -> None:
-        """Show a line, hide it, or wait for those that belong to it."""
+        """Print a line, hide it, or wait for the other lines of its error."""
         plain = _COLOUR.sub("", line)
-        if found := _ROUND.match(plain):
-            self.rounds = int(found[1]) if found[1] != found[2] else 0
-        elif found := _BEGUN.search(plain):  # of many rounds only some are told when they are finished
-            self.rounds = int(found[1]) - 1
-        if not self.results and (found := _RESULTS.search(plain)):
-            self.results = found[1].strip()
+        if match := _ROUND.match(plain):
+            self.rounds = int(match[1]) if match[1] != match[2] else 0
+        elif match := _BEGUN.search(plain):  # in a long run, only some rounds print a line when they end
+            self.rounds = int(match[1]) - 1
+        if not self.results and (match := _RESULTS.search(plain)):
+            self.results = match[1].strip()
             self._hidden.clear()
             if not self._verbose:
-                self._print(found[0] + "\n")
+                self._print(match[0] + "\n")
+        if match := _REASON.match(plain):
+            self.reason, self._explained = match[1].strip(), True
         if self._verbose:
             self._print(line)
+            return
+        if match:  # the end of the command shows the reason
+            self._show_error()
             return
         level = _LEVEL.match(plain)
         if level is None and self._error and _OF_ERROR.match(plain):
@@ -82,9 +93,9 @@ class RunLog:
             self._hidden.append(line)
 
     def end(self, *, failed: bool = False) -> None:
-        """Show what is still held back; of a run that failed before it began, also what was hidden.
+        """Print the remaining lines; if the run failed before its first round, also print the hidden lines.
 
-        That is left out where one line says what is wrong: where in the code a setting was refused helps nobody.
+        The hidden lines are not printed if one line explains the failure.
         """
         self._show_error()
         if failed and not self._explained:
@@ -95,7 +106,7 @@ class RunLog:
             self._print("\n")
 
     def _show_error(self) -> None:
-        """Show the error that has been written, if it says what has not been said."""
+        """Print the current error, unless an equal error was printed or another line explains it."""
         error, self._error = self._error, []
         if not error:
             return

@@ -1,6 +1,7 @@
 """Tables: run a grid of methods x variants x seeds, one process per run, and summarise the results."""
 
 import itertools
+import shlex
 import shutil
 import statistics
 import sys
@@ -25,7 +26,7 @@ from posy.forked import cores
 from posy.report.comparison import Run, average, compared, last_round, over_clients, ranks, scores_by_block
 from posy.server_app.progress import coverage, duration, members_of, size
 from posy.server_app.resume import RAN_ON, StoredRun, read_summary
-from posy.settings import Scalar, SettingsError
+from posy.settings import COMMAND_LINE, Scalar, SettingsError, at, shown
 from posy.signals import interruptible
 from posy.strategies.methods import METHODS
 from posy.strategies.registry import (
@@ -86,6 +87,8 @@ class Cell:
     """The settings of the run."""
     where: str = ""
     """Source of the settings, for error messages."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Sources of settings that do not come from ``where``."""
 
     @property
     def place(self) -> str:
@@ -152,7 +155,7 @@ class Cell:
     @cached_property
     def decisive(self) -> dict[str, tuple[Scalar, Scalar]]:
         """The settings that decide the results, with their values in runs from before the setting existed."""
-        wanted = read_settings(self.config, self.where or self.name).as_config()
+        wanted = read_settings(self.config, self.where or self.name, sources=self.sources).as_config()
         declarations = declared_for(wanted)
         return {key: (wanted[key], declarations[key].before) for key in wanted if declarations[key].decides}
 
@@ -168,6 +171,8 @@ class Plan:
     """Content of the file."""
     collect: Callable[[Path], None] | None = None
     """Called with the directory of each finished run, before Posy deletes its models."""
+    overrides: Mapping[str, Scalar] = field(default_factory=dict)
+    """Settings on the command line, which override the file."""
 
 
 class Running(Protocol):
@@ -291,24 +296,33 @@ def read_plan(file: Path, given: Mapping[str, Scalar] | None = None, output: str
     return plan_of(read_yaml(file), file, given or {}, output)
 
 
-def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], output: str | None = None) -> Plan:
-    """Return the runs of a table file's content; see :func:`read_plan`."""
+def plan_of(
+    content: dict[str, Any],
+    file: Path,
+    given: Mapping[str, Scalar],
+    output: str | None = None,
+    reduced: Mapping[str, Scalar] | None = None,
+) -> Plan:
+    """Return the runs of a table file's content; see :func:`read_plan`.
+
+    The settings ``reduced`` of a reduced run override the content, and ``given`` overrides them.
+    """
+    overrides = {**(reduced or {}), **given}
     if content.get("runs") == ALL:
         content["runs"] = [{"name": method, "settings": {"method": method}} for method in METHODS]
-    for key, value in content.items():
-        if key not in PARTS:
-            raise SettingsError(f"{key} in {file} is not part of a table; use only {', '.join(PARTS)}")
-        if not isinstance(value, PARTS[key]):
-            raise SettingsError(f"{key} = {value!r} in {file}: it must be a {PARTS[key].__name__}")
-    seeds = content.get("seeds", [])
-    if not seeds or len(set(map(str, seeds))) < len(seeds) or not all(type(seed) is int for seed in seeds):
-        raise SettingsError(f"seeds in {file}: it must be a list of different whole numbers")
+    _check_parts(content, file)
+    seeds = content["seeds"]
     rows = _named(content.get("runs", []), "runs", file)
     variants = _named(content["variants"], "variants", file) if "variants" in content else {"": {}}
     special = {entry["name"]: entry.get("variants", {}) for entry in content["runs"]}
     if unknown := {name for row_settings in special.values() for name in row_settings} - variants.keys():
         raise SettingsError(f"variants of runs in {file}: {', '.join(sorted(unknown))} is not in its list of variants")
     folder = Path(output or content.get("output", f"results/{file.stem}")).expanduser().absolute()
+    declarations = declared_for(given)
+    with_experiment(
+        {key: value for key, value in given.items() if key in declarations}, COMMAND_LINE
+    )  # raises an error now
+    typed = dict.fromkeys(given, COMMAND_LINE)
     cells, methods, effects = [], set(), Effects()
     for (variant, below), (row, of_row) in itertools.product(variants.items(), rows.items()):
         where = f"{file}, " + " / ".join(filter(None, (variant, row)))
@@ -320,9 +334,10 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         }
         row_settings = {**of_row, **special[row].get(variant, {})}
         in_file = dict(itertools.chain(*(group.items() for group in groups.values())))
-        chosen = {**in_file, **given}
-        if clash := chosen.keys() & {"seed", "output-dir", "run-name"}:
-            raise SettingsError(f"{', '.join(sorted(clash))} in {where}: the table itself sets it for each cell")
+        chosen = {**in_file, **overrides}
+        if clash := sorted(chosen.keys() & {"seed", "output-dir", "run-name"}):
+            source = at(typed.get(clash[0], where))
+            raise SettingsError(f"{clash[0]} {source}: the table itself sets it for each cell; remove {clash[0]}")
         # Without checkpoints, an interrupted cell starts from its first round: most cells take minutes.
         config = {"checkpoint-every": 0} | with_experiment(chosen, where)
         method = str(config.get("method", RunSettings.method))
@@ -330,22 +345,23 @@ def plan_of(content: dict[str, Any], file: Path, given: Mapping[str, Scalar], ou
         config = pertinent(config, method)  # rows share settings, which may belong to another row's method
         reasons = without_effect(config)
         # An override on the command line may leave a setting of the file without an effect.
-        reasons_in_file = without_effect(with_experiment(in_file, where)) if given else reasons
+        reasons_in_file = without_effect(with_experiment(in_file, where)) if overrides else reasons
         for source, group in groups.items():
             effects.note(source, group, config, {key: reasons[key] for key in reasons.keys() & reasons_in_file.keys()})
-        effects.note("the command line", given, config, reasons)
+        for key, value in overrides.items():
+            effects.note(typed.get(key, f"the settings of reduced runs in {file}"), {key: value}, config, reasons)
         # An override may lower a limit below a value of the file, which is an error without it.
-        config = lowered(effective(config), given or config)
+        config = lowered(effective(config), overrides or config)
         for seed in seeds:
             paths = {"seed": seed, "output-dir": str(folder / variant / row), "run-name": f"seed-{seed}"}
-            cells.append(cell := Cell(variant, row, seed, config | paths, where))
+            cells.append(cell := Cell(variant, row, seed, config | paths, where, typed))
             cell.decisive  # noqa: B018 - raises an error of the settings now
         methods.add(method)
     effects.check()
-    for key in sorted(given):
-        if owner(key) not in (None, *methods):
-            raise SettingsError(f"{key} on the command line is a setting of {owner(key)}, which no row of {file} runs")
-    return Plan(content.get("title", file.stem), folder, tuple(cells), content)
+    if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
+        source = at(typed.get(foreign[0], str(file)))
+        raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} runs")
+    return Plan(content.get("title", file.stem), folder, tuple(cells), content, overrides=given)
 
 
 @dataclass
@@ -507,6 +523,8 @@ def markdown(
     header = ["method", "seeds", *(point.replace("-", " ") for point in points), "served weighted", "local weighted"]
     header += ["system", "time", "up", "down", "dropped"]
     parts = [f"# {plan.title}"]
+    if plan.overrides:
+        parts.append(f"With `{as_words(plan.overrides)}` from the command line.")
     for variant, rows in table.groupby("variant", sort=False) if len(table) else ():
         if variant:
             parts.append(f"## {variant}")
@@ -531,13 +549,36 @@ def markdown(
     return "\n\n".join(parts) + "\n"
 
 
+def _check_parts(content: Mapping[str, Any], file: Path) -> None:
+    """Raise :class:`SettingsError` for an unknown key, a value of another type, or wrong seeds in a table file."""
+    for key, value in content.items():
+        if key not in PARTS:
+            raise SettingsError(f"{key} in {file} is not part of a table; use only {', '.join(PARTS)}")
+        if not isinstance(value, PARTS[key]):
+            raise SettingsError(f"{key} = {value!r} in {file}: it must be a {PARTS[key].__name__}")
+    seeds = content.get("seeds", [])
+    if not seeds or len(set(map(str, seeds))) < len(seeds) or not all(type(seed) is int for seed in seeds):
+        raise SettingsError(f"seeds in {file}: it must be a list of different whole numbers")
+
+
+def as_words(settings: Mapping[str, Scalar]) -> str:
+    """Return settings as ``key=value`` words of a command."""
+    texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.items()}
+    return shlex.join(f"{key}={text}" for key, text in texts.items())
+
+
 def _named(entries: Sequence[Any], key: str, file: Path) -> dict[str, dict[str, Any]]:
     """Return the settings of rows or variants by name."""
     named: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        if not isinstance(entry, dict) or not entry.keys() <= set(ENTRIES[key]) or "name" not in entry:
-            allowed = " and ".join(f"`{part}`" for part in ENTRIES[key])
-            raise SettingsError(f"{entry!r} in {key} of {file}: an entry may hold {allowed}, and needs `name`")
+    allowed = ", ".join(f"`{part}`" for part in ENTRIES[key])
+    for number, entry in enumerate(entries, 1):
+        where = f"entry {number} in {key} of {file}"
+        if not isinstance(entry, dict):
+            raise SettingsError(f"{where} is {shown(entry)}; write it as `name: ...`, with the keys {allowed}")
+        if unknown := sorted(map(str, entry.keys() - set(ENTRIES[key]))):
+            raise SettingsError(f"{where} has the unknown key {unknown[0]}; use only {allowed}")
+        if "name" not in entry:
+            raise SettingsError(f"{where} has no name; add `name: ...`")
         name, settings = entry["name"], entry.get("settings", {})
         within = entry.get("variants", {})
         if not isinstance(within, dict) or not all(isinstance(overrides, dict) for overrides in within.values()):

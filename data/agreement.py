@@ -19,6 +19,7 @@ from posy.data.errors import DataError
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
 from posy.data.settings import DataSettings
 from posy.data.task import TASK_KINDS, Task
+from posy.data.transforms import shape_text
 from posy.data.values import deviation
 from posy.settings import SettingsError, as_config
 
@@ -122,7 +123,7 @@ def task_of(settings: DataSettings) -> Task:
     if kind == "features":
         statistics_in(settings, shape[0])
         columns_in(settings, shape[0])
-    check_augment(settings.augment, settings.transforms, kind, shape)
+    check_augment(settings.augment, settings.transforms, kind, shape, "the sites")
     return Task(kind, shape, classes, settings.vocabulary if kind == "text" else 0)
 
 
@@ -168,11 +169,6 @@ def _listed(names: Sequence[str]) -> str:
     """Return names as :func:`names_in` reads them."""
     plain = all(name and "," not in name and name == name.strip() and not name.startswith("[") for name in names)
     return ",".join(names) if plain else json.dumps(list(names), ensure_ascii=False)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape as the setting ``input-shape`` has it."""
-    return "x".join(map(str, shape))
 
 
 def difference(columns: Sequence[str], names: Sequence[str]) -> str:
@@ -273,7 +269,7 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
 
     It compares the statistics that sites send: a site's mean with the mean of the other sites, in standard deviations
     over these, and its standard deviation with the geometric mean of theirs. All sites have the same weight, so that a
-    large site with another unit does not hide itself.
+    large site with another unit does not hide itself. A warning about two sites blames neither of them.
 
     Parameters
     ----------
@@ -287,6 +283,20 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
     means = np.stack([d.mean for _, d in sites])
     variances = np.stack([d.squares / d.count for _, d in sites])
     logs = np.log(np.sqrt(variances), out=np.zeros_like(variances), where=variances > 0)
+    # Of two sites, either may have the other unit.
+    compare = _pair_differences if len(sites) == 2 else _outliers
+    warnings = compare(sites, means, variances, logs)
+    return [
+        f"feature {columns[feature] if columns else feature}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Other "
+        "units, or codes for missing values?"
+        for feature, texts in sorted(warnings.items())
+    ][:MAX_UNLIKE]
+
+
+def _outliers(
+    sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
+) -> dict[int, list[str]]:
+    """Return texts for each feature that differs at some of three or more sites; see :func:`_pair_differences`."""
     warnings: dict[int, list[str]] = {}
     for site, (name, described) in enumerate(sites):
         other_sites = np.arange(len(sites)) != site
@@ -307,11 +317,40 @@ def unlike_features(sites: Sequence[tuple[str, Description]], columns: Sequence[
             if distance[feature] <= UNLIKE_MEAN * reference[feature]:
                 text = f"{name}'s standard deviation is {ratio[feature]:.2g} times the other sites'"
                 warnings.setdefault(int(feature), []).append(text)
-    return [
-        f"feature {columns[feature] if columns else feature}: {'; '.join(texts[:3])}{'; …' * (len(texts) > 3)}. Other "
-        "units, or codes for missing values?"
-        for feature, texts in sorted(warnings.items())
-    ][:MAX_UNLIKE]
+    return warnings
+
+
+def _pair_differences(
+    sites: Sequence[tuple[str, Description]], means: np.ndarray, variances: np.ndarray, logs: np.ndarray
+) -> dict[int, list[str]]:
+    """Return a text for each feature that differs between two sites; it blames neither site.
+
+    Parameters
+    ----------
+    sites : sequence of (str, Description)
+        Names and descriptions of the sites.
+    means, variances, logs : numpy.ndarray
+        Means, variances and logarithms of the standard deviations at the sites, ``(S, F)``. The logarithm of 0 is 0.
+    """
+    both = f"{sites[0][0]} and {sites[1][0]}"
+    shows_numbers = min(described.count for _, described in sites) >= MIN_SHOWN
+    distance = np.abs(means[0] - means[1])
+    spreads = np.sqrt(variances)
+    references = np.stack([np.where(spreads[1 - site] > 0, spreads[1 - site], spreads[site]) for site in (0, 1)])
+    varied = (variances > 0).all(axis=0)
+    ratio = np.where(varied, np.exp(np.abs(logs[0] - logs[1])), 1.0)
+    texts: dict[int, list[str]] = {}
+    for feature in range(means.shape[1]):
+        if (distance[feature] > UNLIKE_MEAN * references[:, feature]).any():
+            text = f"the means of {both} are far apart"
+            if shows_numbers:
+                text = f"the means of {both} differ: {means[0, feature]:.3g} and {means[1, feature]:.3g}"
+        elif ratio[feature] > UNLIKE_SPREAD:
+            text = f"the standard deviations of {both} differ by a factor of {ratio[feature]:.2g}"
+        else:
+            continue
+        texts[feature] = [text]
+    return texts
 
 
 class _Sites:

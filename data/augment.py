@@ -21,14 +21,28 @@ _WIDEST = 4 / 3  # largest aspect ratio of a box in units of the image's, the in
 _TRIES = 10  # boxes that are drawn until one fits into the image
 
 
-def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ...]) -> None:
-    """Raise :class:`SettingsError` for an augmentation of samples that are not images, or that does not suit them."""
-    given = {"augment": augment if augment != "none" else "", "transforms": transforms}
-    for key, value in given.items():
+def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ...], name: str = "the data") -> None:
+    """Raise :class:`SettingsError` for an augmentation of samples that are not images, or that does not suit them.
+
+    Parameters
+    ----------
+    augment, transforms : str
+        The settings.
+    kind : str
+        The kind of the samples.
+    shape : tuple of int
+        The shape of a sample.
+    name : str
+        The name of the data, for error messages.
+    """
+    chosen = {"augment": augment if augment != "none" else "", "transforms": transforms}
+    for key, value in chosen.items():
         if value and kind != "image":
-            raise SettingsError(f"{key} = {value!r} needs images; the samples of this data set are of kind {kind!r}")
+            raise SettingsError(
+                f"{key} = {value!r} needs images, but the samples of {name} are of kind {kind!r}; remove {key}"
+            )
     if transforms:
-        check_transforms(transforms, shape)
+        check_transforms(transforms, shape, name)
 
 
 def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tuple[Draw, Change] | None:

@@ -166,7 +166,7 @@ def _check(kind: str, dataset: Dataset, settings: DataSettings) -> None:
             )
     is_pixels = dataset.task.kind == "image" and dataset.x.dtype == np.uint8
     check_shift(settings.shift, clients, dataset.x.shape[-1] if is_pixels else 0)
-    check_augment(settings.augment, settings.transforms, dataset.task.kind, dataset.task.input_shape)
+    check_augment(settings.augment, settings.transforms, dataset.task.kind, dataset.task.input_shape, dataset.name)
 
 
 def _assigned(kind: str, dataset: Dataset, settings: DataSettings, rng: np.random.Generator) -> Indices:

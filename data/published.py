@@ -48,6 +48,11 @@ class Published:
     has_test_set: bool = True  # whether a form of it comes with a test set
     where: str = ""  # what to put where, below the data directory; empty: an .npz, or what torchvision has there
 
+    @property
+    def kind(self) -> str:
+        """The kind of its samples, ``image`` or ``text``."""
+        return "image" if self.words is None else "text"
+
 
 def describe() -> list[tuple[str, str, str, str]]:
     """Return a row for each data set: name, what it holds, what to put where, whether it downloads."""

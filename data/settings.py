@@ -40,15 +40,19 @@ class DataSettings:
         "",
         "tables: name of the column with the classes; empty: `label`, else the last column",
         synonyms=("target-column",),
+        samples="table",
     )
     input_columns: str = setting(
         "",
         "tables: names of the columns with the samples, separated by commas, or a JSON list: one column of images or "
         "texts, or the columns of the features; empty: `text`, the only column of images, or all other columns",
         synonyms=("feature-columns", "text-column", "image-column"),
+        samples="table",
     )
     group_column: str = setting(
-        "", "tables: name of the column with the natural groups; empty: `group`, if the table has it"
+        "",
+        "tables: name of the column with the natural groups; empty: `group`, if the table has it",
+        samples="table",
     )
     partition: str = setting(
         "dirichlet",
@@ -130,6 +134,7 @@ class DataSettings:
         "FedDRM's covariate shift of client i's images",
         choices=("none", "low", "mid", "high", "grid"),
         needs="dataset != sites",
+        samples="image",
     )
     augment: str = setting(
         "none",
@@ -137,11 +142,13 @@ class DataSettings:
         "aspect ratios, and test images once (FedDRM's program); `crop-flip`: a crop of the original size after "
         "padding with 4 black pixels, half of them mirrored (FedRep's program); `flip`: half of them mirrored",
         choices=("none", "crop", "resized-crop", "crop-flip", "flip"),
+        samples="image",
     )
     transforms: str = setting(
         "",
         "transforms of torchvision.transforms.v2 on training images, after `augment`, as in `RandomRotation(15), "
         "ColorJitter(brightness=0.2)`; they process one image after the other, which is slower",
+        samples="image",
     )
     image_size: int = setting(
         0,
@@ -149,6 +156,7 @@ class DataSettings:
         minimum=0,
         maximum=4096,
         needs="dataset != sites",
+        samples="image",
     )
     text_length: int = setting(
         0,
@@ -156,6 +164,7 @@ class DataSettings:
         minimum=0,
         maximum=10_000,
         needs="dataset != sites",
+        samples="text",
     )
     sample_kind: str = setting(
         "auto",
@@ -179,6 +188,7 @@ class DataSettings:
         "hashed to",
         minimum=3,
         maximum=10_000_000,
+        samples="text",
     )
     feature_mean: str = setting(
         "",

@@ -18,7 +18,6 @@ from posy.data.agreement import (
     columns_in,
     difference,
     shape_in,
-    shape_text,
     statistics_in,
     task_of,
 )
@@ -31,6 +30,7 @@ from posy.data.partitions import Partition, finished, split
 from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
+from posy.data.transforms import shape_text
 from posy.data.values import check_scaled, moments
 from posy.paths import exists
 from posy.randomness import numpy_generator

@@ -1,7 +1,7 @@
 """Transforms of torchvision by name, which change training images one by one."""
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from posy.extensions import said
 from posy.randomness import own_generator, seeded
-from posy.settings import SettingsError, nearest
+from posy.settings import SettingsError, suggestions
 
 SEED_NUMBERS = 2
 """Random numbers in [0, 1) that an image's transforms are seeded with."""
+TRIES = 16
+"""Number of draws of the random transforms that the check of a setting makes."""
 Transform = Callable[[Any], Any]
 _STEPS = 2**24  # float32 numbers in [0, 1) that PyTorch draws
 
@@ -21,8 +23,8 @@ _STEPS = 2**24  # float32 numbers in [0, 1) that PyTorch draws
 class Transforms:
     """The transforms of a setting, on images that are normalised by ``mean`` and ``std`` ``(C,)``.
 
-    They see what the images were before: numbers from 0 to 1, where those were bytes. What they draw comes from
-    PyTorch's own generator, seeded for each image by its own numbers ``(B, 2)``.
+    They receive the images before normalisation: numbers from 0 to 1 if the data set has bytes. Their random numbers
+    come from PyTorch's global generator, which the numbers ``(B, 2)`` seed for each image.
     """
 
     def __init__(self, text: str, mean: Tensor, std: Tensor) -> None:
@@ -40,19 +42,85 @@ class Transforms:
         return (plain - self._mean) / self._std
 
 
-def check_transforms(text: str, shape: tuple[int, ...]) -> None:
-    """Raise :class:`SettingsError` if a setting names no transforms, or they do not suit images ``(C, H, W)``."""
-    what = f"transforms = {text!r}"
+def check_transforms(text: str, shape: tuple[int, ...], name: str = "the data") -> None:
+    """Check that the transforms of a setting suit images.
+
+    Parameters
+    ----------
+    text : str
+        The setting.
+    shape : tuple of int
+        The shape of the images, ``(C, H, W)``.
+    name : str
+        The name of the data, for error messages.
+
+    Raises
+    ------
+    SettingsError
+        If the setting names no transforms, or a transform fails, or changes the shape or the type of an image. A random
+        transform may fail in some draws only, so that :data:`TRIES` draws are checked.
+    """
     chain = transforms_in(text)
     image = torch.linspace(0, 1, torch.Size(shape).numel()).view(shape)
-    with seeded(0):
+    for draw in range(TRIES):
+        with seeded(draw):
+            problem = _problem(chain, image)
+        if problem is None:
+            continue
+        transform, result, error = problem
+        kind = type(transform).__name__
+        channels = 4 - shape[0]  # images have 1 or 3 channels
+        with seeded(draw):
+            needs_channels = _problem((transform,), image[:1].expand(channels, *shape[1:])) is None
+        if needs_channels:
+            raise SettingsError(
+                f"transforms = {text!r}: {kind} suits images of {_channels(channels)}, but the images of {name} have "
+                f"{_channels(shape[0])}; remove {kind}, or change its arguments"
+            )
+        if error is not None:
+            raise SettingsError(
+                f"transforms = {text!r}: {kind} fails for the images of {name}, which have the shape "
+                f"{shape_text(shape)} ({said(error)}); remove {kind}, or change its arguments"
+            ) from error
+        raise SettingsError(
+            f"transforms = {text!r}: {kind} returns {_described(result)} for the images of {name}, which have the "
+            f"shape {shape_text(shape)} and the type torch.float32; the transforms must keep both: remove {kind}, or "
+            "change its arguments"
+        )
+
+
+def _problem(chain: tuple[Transform, ...], image: Tensor) -> tuple[Transform, Any, Exception | None] | None:
+    """Return the transform that fails, or that is the last to change the shape or the type of an image.
+
+    The other entries are its result and its error. The function returns None if the chain suits the image.
+    """
+    current: Any = image.clone()
+    changing = None
+    for transform in chain:
         try:
-            found = _changed(chain, image.clone())
-        except Exception as error:  # whatever torchvision says of an image or an argument
-            raise SettingsError(f"{what}: an image of shape {shape} cannot be changed ({said(error)})") from error
-    if not isinstance(found, Tensor) or found.shape != image.shape or not found.is_floating_point():
-        told = f"{tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-        raise SettingsError(f"{what}: of an image {shape}, torch.float32 it makes {told}; it must keep both")
+            result = transform(current)
+        except Exception as error:  # torchvision raises many kinds of errors
+            return transform, None, error
+        if _described(result) != _described(current):
+            changing = transform
+        current = result
+    return (changing, current, None) if changing and _described(current) != _described(image) else None
+
+
+def _channels(count: int) -> str:
+    return f"{count} channel{'s' * (count > 1)}"
+
+
+def _described(result: Any) -> str:
+    """Return the shape and the type of a transform's result for a message."""
+    if not isinstance(result, Tensor):
+        return f"an object of type {type(result).__name__}"
+    return f"images of shape {shape_text(result.shape)} and type {result.dtype}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as the setting ``input-shape`` has it, for example ``3x32x32``."""
+    return "x".join(map(str, shape))
 
 
 @lru_cache(maxsize=8)
@@ -62,40 +130,40 @@ def transforms_in(text: str) -> tuple[Transform, ...]:
     Raises
     ------
     SettingsError
-        If they are not written so, or torchvision.transforms.v2 has none of a name, or it does not take the arguments.
+        If the text has another form, a name is no transform, or a transform does not accept its arguments.
     """
-    what = f"transforms = {text!r}"
+    source = f"transforms = {text!r}"
     example = (
         "needed are names of torchvision.transforms.v2 with plain arguments, as in 'RandomRotation(15), RandAugment'"
     )
     try:
         listed = ast.parse(f"[{text}]", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise SettingsError(f"{what}: {example}") from error
+        raise SettingsError(f"{source}: {example}") from error
     if not isinstance(listed, ast.List) or not listed.elts:
-        raise SettingsError(f"{what}: {example}")
-    return tuple(_transform(node, what, example) for node in listed.elts)
+        raise SettingsError(f"{source}: {example}")
+    return tuple(_transform(node, source, example) for node in listed.elts)
 
 
-def _transform(node: ast.expr, what: str, example: str) -> Transform:
+def _transform(node: ast.expr, source: str, example: str) -> Transform:
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name):
-        raise SettingsError(f"{what}: {example}")
+        raise SettingsError(f"{source}: {example}")
     kind = kinds().get(name.id)
     if kind is None:
-        near = nearest(name.id, kinds())
-        hint = f"; did you mean {near}?" if near else ""
-        raise SettingsError(f"{what}: torchvision.transforms.v2 has no transform {name.id}{hint}")
-    places, words = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
+        near = suggestions(name.id, kinds())
+        hint = f"; did you mean {near}?" if near else f"; {example}"
+        raise SettingsError(f"{source}: torchvision.transforms.v2 has no transform {name.id}{hint}")
+    positional, words = (node.args, node.keywords) if isinstance(node, ast.Call) else ([], [])
     try:
-        arguments = [ast.literal_eval(value) for value in places]
+        arguments = [ast.literal_eval(value) for value in positional]
         named = {word.arg or "": ast.literal_eval(word.value) for word in words}
     except (ValueError, TypeError) as error:
-        raise SettingsError(f"{what}: {example}; the arguments of {name.id} are not plain") from error
+        raise SettingsError(f"{source}: {example}; the arguments of {name.id} are not plain") from error
     try:
         return kind(*arguments, **named)
-    except Exception as error:  # torchvision checks its arguments in ways of its own
-        raise SettingsError(f"{what}: {name.id} does not take these arguments ({said(error)})") from error
+    except Exception as error:  # torchvision raises many kinds of errors
+        raise SettingsError(f"{source}: {name.id} does not take these arguments ({said(error)})") from error
 
 
 @cache

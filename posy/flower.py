@@ -73,7 +73,7 @@ class ErrorsOnOneLine(logging.Filter):
         """Replace a record with the traceback of such an exception by a record with its message."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, self.kinds):
-            record.msg, record.args = "%s: %s", (record.getMessage(), error)
+            record.msg, record.args = "%s: %s", (record.getMessage(), " ".join(str(error).split()))
             record.exc_info = record.exc_text = None
         return True
 

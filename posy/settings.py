@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 Scalar = bool | int | float | str
 P = ParamSpec("P")
@@ -29,6 +29,8 @@ LIMIT = re.compile(r"([a-z][\w-]*)(?: - ([0-9]+))?")
 """A limit that another setting imposes, for example ``num-clients - 1``."""
 LONGEST = 120
 """Characters of a value that a message repeats."""
+COMMAND_LINE = "the command line"
+"""Source of typed settings, for error messages."""
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -139,6 +141,8 @@ class Setting:
     limit: str = field(default="", kw_only=True)
     """The largest value that has an effect in a run, from another setting: its key, or for example
     ``num-clients - 1``. Any larger value but the default is an error."""
+    samples: Literal["", "image", "text", "table"] = field(default="", kw_only=True)
+    """The kind of samples without which the setting has no effect; empty if it suits all kinds."""
     choices: tuple[str, ...] = ()
     """The allowed values; empty if the setting has no list of values."""
     or_own: str = ""
@@ -249,7 +253,7 @@ class Setting:
         allowed = self.allowed() + (f", at most {LARGEST:.4g}" if too_large else "")
         near = nearest(value, self.choices) if isinstance(value, str) else ""
         hint = f"; did you mean {near}?" if near else ""
-        raise SettingsError(f"{key} = {shown(value)} in {where}: it must be {allowed} ({self.help}){hint}")
+        raise SettingsError(f"{key} = {shown(value)} {at(where)}: it must be {allowed} ({self.help}){hint}")
 
 
 def _declares(about: Callable[P, Setting]) -> Callable[P, Any]:
@@ -291,7 +295,7 @@ def check_keys(config: Iterable[str], known: Mapping[str, Setting], where: str) 
         if key not in known:
             name = meant(key, known)
             hint = f"did you mean {name}?" if name else "`posy settings` lists all keys"
-            raise SettingsError(f"{key if key.isprintable() else shown(key)} in {where} is not a setting; {hint}")
+            raise SettingsError(f"{key if key.isprintable() else shown(key)} {at(where)} is not a setting; {hint}")
 
 
 def check_conditions(settings: Mapping[str, Setting], known: Mapping[str, Setting]) -> None:
@@ -356,6 +360,44 @@ def as_config(settings: Any, prefix: str = "") -> dict[str, Scalar]:
     return {key_of(f.name, prefix): getattr(settings, f.name) for f in dataclasses.fields(settings)}
 
 
+def at(where: str) -> str:
+    """Return a source of settings with its preposition, for error messages."""
+    return f"{'on' if where == COMMAND_LINE else 'in'} {where}"
+
+
+def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Return an error message that names the source of each setting that it quotes as ``key = value``.
+
+    If the message quotes none of the settings and begins with the key of one, its source follows the message.
+
+    Parameters
+    ----------
+    message : str
+        The message. A quotation that already has a source remains unchanged.
+    values : mapping
+        The values of the settings by key.
+    sources : mapping
+        The sources of some settings by key. The message names no source of other settings, which have their defaults.
+    """
+    text, quotes = message, False
+    for key in values.keys() & sources.keys():
+        quoted = "|".join(re.escape(form) for form in sorted(_forms(values[key]), key=len, reverse=True))
+        quotation = re.compile(rf"(?<![\w-]){re.escape(key)} = (?:{quoted})(?![\w'-]|\.\d)")
+        first = quotation.search(text)
+        quotes |= first is not None
+        if first and not re.match(" (in|on) ", text[first.end() :]):
+            text = f"{text[: first.end()]} {at(sources[key])}{text[first.end() :]}"
+    subject = re.match(r"[a-z][\w-]*(?= = |: )", message)
+    if not quotes and subject and (key := subject[0]) in sources:
+        text += f" ({key} is set {at(sources[key])})"
+    return text
+
+
+def _forms(value: Any) -> set[str]:
+    """Return the texts with which messages quote a value."""
+    return {shown(value), str(value) or shown(value)} | ({f"{value:g}"} if isinstance(value, float) else set())
+
+
 def shown(value: Any) -> str:
     """Return a value for a message: on one line, a truth value as a user types it, a long text shortened."""
     if isinstance(value, bool):
@@ -371,6 +413,29 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the most similar known word, or an empty text; ``cutoff`` (0..1) is the least similarity."""
     near = difflib.get_close_matches(word.lower().replace("_", "-"), list(known), 1, cutoff)
     return near[0] if near else ""
+
+
+def suggestions(word: str, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> str:
+    """Return the known words that resemble a word, joined by `or`, or an empty text.
+
+    Words that begin with the word come first. The comparison ignores case.
+
+    Parameters
+    ----------
+    word : str
+        The misspelt word.
+    known : iterable of str
+        The known words.
+    most : int
+        Largest number of suggestions.
+    cutoff : float
+        Least similarity, 0 to 1.
+    """
+    by_lower = {name.lower(): name for name in known}
+    lower = word.lower().replace("_", "-")
+    longer = [name for name in by_lower if len(lower) > 2 and name.startswith(lower)]
+    close = difflib.get_close_matches(lower, by_lower, most, cutoff)
+    return " or ".join(by_lower[name] for name in list(dict.fromkeys([*longer, *close]))[:most])
 
 
 def meant(key: str, known: Mapping[str, Setting]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +33,7 @@ from posy.server_app.waiting import WaitLog
 from posy.settings import RunError, SettingsError
 from posy.strategies.base import PersonalisedStrategy
 from posy.strategies.methods import strategy_class
-from posy.strategies.registry import defaults, read_settings
+from posy.strategies.registry import defaults, merge_experiment, named_sources, read_settings
 from posy.strategies.settings import AUTO, OFF, RunSettings, Settings
 
 app = ServerApp()
@@ -78,8 +78,8 @@ def run(
     ----------
     grid : Grid or None
         Flower's grid; None: all clients are in this process.
-    given, where : Mapping, str
-        The user's settings by key, and their origin for error messages.
+    user_settings, where : Mapping, str
+        The user's settings by key, and their source for error messages.
     begun : callable
         Called with the directory of the run once it exists.
     status : RunStatus, optional
@@ -93,8 +93,24 @@ def run(
         After the last round, if no client's training or no evaluation was accepted, or the training has diverged.
         Before the first, if the directory of the run cannot be written.
     """
-    stored = StoredRun.find(user_settings, where)
-    settings = read_settings(user_settings, where, stored.settings if stored else None)
+    with named_sources(user_settings, where):
+        stored = StoredRun.find(user_settings, where)
+    ran = stored.settings if stored else None
+    settings = read_settings(user_settings, where, ran)
+    if notice := merge_experiment(user_settings, where).notice:
+        log(WARNING, "%s", notice)
+    with named_sources(user_settings, where, ran):
+        return _run(grid, settings, stored, begun, status)
+
+
+def _run(
+    grid: Grid | None,
+    settings: Settings,
+    stored: StoredRun | None,
+    begun: Callable[[Path], object],
+    status: RunStatus | None,
+) -> Recorder:
+    """Run an experiment with checked settings; see :func:`run`."""
     changed = stored.check(settings) if stored else {}
     check_privacy(settings)
     find(settings.run.track)  # a missing tracker is an error before the run begins

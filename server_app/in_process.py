@@ -16,7 +16,10 @@ from posy.client_app.app import Call
 from posy.client_app.app import app as client_app
 from posy.client_app.engine import Engine
 from posy.client_app.state import StateStore
+from posy.client_app.training.work import TrainingDivergedError
+from posy.data.errors import DataError
 from posy.server_app.grids import OwnGrid
+from posy.settings import SettingsError
 
 
 class InProcessGrid(OwnGrid):
@@ -110,5 +113,12 @@ class InProcessGrid(OwnGrid):
 
 
 def _failure(message: Message, error: Exception) -> Message:
-    log(ERROR, "client on node %s: %r", message.metadata.dst_node_id, error)
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, repr(error)), reply_to=message)
+    """Return an exception of a client as a reply; log it unless its message is for the user.
+
+    The server logs the reason of every dropped reply.
+    """
+    for_user = isinstance(error, TrainingDivergedError | SettingsError | DataError)
+    if not for_user:
+        log(ERROR, "client on node %s: %r", message.metadata.dst_node_id, error)
+    reason = str(error) if for_user else repr(error)
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)

@@ -364,7 +364,7 @@ class Federation:
         elif reply.has_error():
             # A warm node sends the text "DataError: message".
             raised_by_app = reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            message = re.sub(r"^\w+: ", "", raised(str(reply.error.reason)))
+            message = re.sub(r"^\w*(Error|Exception): ", "", raised(str(reply.error.reason)))
             self._leave_out(node, message if raised_by_app else failure(reply.error))
         else:
             try:

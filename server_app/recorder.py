@@ -19,6 +19,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
 from posy import figures
+from posy.client_app.training.work import advice_on_divergence
 from posy.client_app.workspace import Workspace
 from posy.extensions import word_of
 from posy.forked import own_memory
@@ -183,9 +184,7 @@ class Recorder:
         elif totals.worst_loss > 100 * guessing and loss > 3 * guessing:
             why = f"its mean loss was {totals.worst_loss:.3g} in the worst round and is {loss:.3g} in the last"
         if why:
-            raise DivergedError(
-                f"the training has diverged: {why}; a smaller lr than {self.settings.train.lr:g} may help"
-            )
+            raise DivergedError(f"the training has diverged: {why}; {advice_on_divergence(self.settings.train)}")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

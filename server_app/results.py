@@ -186,7 +186,7 @@ class RunDirectory:
         """
         if not is_folder_name(run_name):
             raise SettingsError(
-                f"run-name = {run_name!r} in the run config: it must be the name of a folder, without / or \\, not . "
+                f"run-name = {run_name!r}: it must be the name of a folder, without / or \\, not . "
                 "or .., of at most 200 bytes"
             )
         try:
@@ -199,8 +199,7 @@ class RunDirectory:
             return cls(path, secrets.token_hex(4))
         except OSError as error:
             raise SettingsError(
-                f"output-dir = {str(output_dir)!r} in the run config: it must be a directory that can be written to "
-                f"({error})"
+                f"output-dir = {str(output_dir)!r}: it must be a directory that can be written to ({error})"
             ) from error
 
     def release(self) -> None:

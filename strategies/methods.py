@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from posy.extensions import is_own, module_of, word_of
-from posy.settings import SettingsError, nearest, shown
+from posy.settings import SettingsError, at, nearest, shown
 from posy.strategies.method_settings import MethodSettings
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def check_method(method: str, where: str = "") -> None:
     near = nearest(method, METHODS)
     all_of_them = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
     hint = f"did you mean {near}? (`posy methods` lists all)" if near else all_of_them
-    raise SettingsError(f"method = {shown(method)}" + (f" in {where}" if where else "") + f": {hint}")
+    raise SettingsError(f"method = {shown(method)}" + (f" {at(where)}" if where else "") + f": {hint}")
 
 
 def settings_class(method: str) -> Any:

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from posy.settings import (
     Scalar,
     Setting,
     SettingsError,
+    at,
     build,
     check_conditions,
     check_keys,
@@ -26,6 +28,7 @@ from posy.settings import (
     parse_limit,
     settings_of,
     shown,
+    with_sources,
 )
 from posy.strategies.methods import METHODS, check_method, settings_class
 from posy.strategies.settings import RunSettings, Settings, TrainSettings, identified
@@ -39,9 +42,28 @@ RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Settings of earlier versions: the current key, and the current value for each earlier value."""
 
+STORED = "the stored run"
+"""Source of the settings of a resumed run or a stored model, for error messages."""
+SAMPLES = {"image": "images", "text": "texts", "table": "tables"}
+"""Kinds of samples in :attr:`Setting.samples`, as messages name them."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The user's settings and the settings of the experiment file that they name."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+    """The source of each setting in ``values``, for error messages."""
+    notice: str
+    """A message about settings of the file that lose their effect because the user overrides others; may be empty."""
+
 
 def read_settings(
-    given: Mapping[str, Any], where: str = "the run config", stored: Mapping[str, Any] | None = None
+    given: Mapping[str, Any],
+    where: str = "the run config",
+    stored: Mapping[str, Any] | None = None,
+    sources: Mapping[str, str] | None = None,
 ) -> Settings:
     """Return the checked settings of a run, with absolute paths.
 
@@ -55,6 +77,8 @@ def read_settings(
         The source of ``given``, for error messages.
     stored : mapping, optional
         The settings of a resumed run or a stored model. Keys that this version does not have are ignored.
+    sources : mapping, optional
+        The sources of settings in ``given`` that do not come from ``where``.
 
     Raises
     ------
@@ -62,6 +86,37 @@ def read_settings(
         If a key or method is unknown, a value has the wrong type or is out of range or above its limit, a setting
         belongs to another method or has no effect, or settings contradict each other.
     """
+    with named_sources(given, where, stored, sources):
+        return _read(given, where, stored)
+
+
+@contextmanager
+def named_sources(
+    given: Mapping[str, Any],
+    where: str,
+    stored: Mapping[str, Any] | None = None,
+    sources: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Add the source of each setting to the message of a :class:`SettingsError`; see :func:`read_settings`."""
+    try:
+        yield
+    except SettingsError as error:
+        try:
+            merged = merge_experiment(given, where)
+        except SettingsError:  # this error says where the wrong setting is
+            raise error from None
+        values = {**(stored or {}), **merged.values}
+        for key, setting in declared([]).items():
+            if setting.place and key in values:  # messages quote some paths as they were typed, and others absolute
+                path = str(absolute(str(values[key])))
+                values[key] = path if f"{key} = {shown(path)}" in str(error) else values[key]
+        origins = dict.fromkeys(stored or (), STORED) | merged.sources | dict(sources or {})
+        error.args = (with_sources(str(error), values, origins),)
+        raise
+
+
+def _read(given: Mapping[str, Any], where: str, stored: Mapping[str, Any] | None) -> Settings:
+    """Return the checked settings of a run; see :func:`read_settings`."""
     values = with_experiment(given, where)
     if stored is not None:
         stored = current_keys(stored)
@@ -69,7 +124,7 @@ def read_settings(
         missing = declarations.keys() - stored.keys()
         older = {key: declarations[key].earlier for key in missing if declarations[key].earlier is not None}
         lasting = {key: value for key, value in stored.items() if key in declarations and not declarations[key].once}
-        values = checked(pertinent(older, _method(stored)) | lasting, declarations, "the stored run") | values
+        values = checked(pertinent(older, _method(stored)) | lasting, declarations, STORED) | values
     if "experiment" in given:
         values["experiment"] = given["experiment"]
     for key, setting in declared([]).items():
@@ -86,12 +141,17 @@ def read_settings(
 
 
 def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of :func:`merge_experiment`."""
+    return merge_experiment(given, where).values
+
+
+def merge_experiment(given: Mapping[str, Any], where: str) -> Merged:
     """Return the checked settings in ``given``, and below them the settings of the experiment file that they name.
 
-    A run may override the file's method, partition or optimiser. It then ignores the file's settings of other methods,
-    and the file's settings that have no effect under the override, and lowers values above a limit to it. A setting
-    without an effect or above its limit in the file alone is an error, except in the ``config.yaml`` of a run, which an
-    earlier version may have written.
+    A run may override the file's method, data set, partition or optimiser. It then ignores the file's settings of other
+    methods, and the file's settings that have no effect under the override, and lowers values above a limit to it. A
+    setting without an effect or above its limit in the file alone is an error, except in the ``config.yaml`` of a run,
+    which an earlier version may have written.
 
     Raises
     ------
@@ -100,19 +160,46 @@ def with_experiment(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     values = _checked(given, where)
     name = str(values.pop("experiment", ""))
+    sources = dict.fromkeys(values, where)
     if not name:
-        return values
+        return Merged(values, sources, "")
     path = experiment_path(name)
     content = read_yaml(path)
     from_file = _checked(read_experiment(path), str(path))
     if "experiment" in from_file:
         raise SettingsError(f"experiment in {path}: an experiment file cannot name another one")
     both = pertinent(from_file, _method({**from_file, **values})) | values
-    idle = without_effect(both).keys() - values.keys()
+    idle = {key: why for key, why in without_effect(both).items() if key not in values}
+    idle_in_file = without_effect(from_file)
     if not _is_record(content):
         check_effect(idle, from_file, str(path))
         check_limits(from_file, from_file, str(path))
-    return lowered({key: value for key, value in both.items() if key not in idle}, values)
+    overridden = {key: why for key, why in idle.items() if key not in idle_in_file}
+    if "model" not in values and not _unsuitable_model(from_file) and (why := _unsuitable_model(both)):
+        overridden["model"] = why
+    grouped: dict[str, list[str]] = {}
+    for key in sorted(overridden):
+        grouped.setdefault(overridden[key], []).append(f"{key} = {shown(from_file[key])}")
+    listed = "; ".join(f"{', '.join(texts)} ({why})" for why, texts in grouped.items())
+    notice = f"Posy ignores settings {at(str(path))}, because settings {at(where)} override the file: {listed}"
+    merged = {key: value for key, value in both.items() if key not in idle.keys() | overridden.keys()}
+    merged = lowered(merged, values)
+    return Merged(merged, dict.fromkeys(merged, str(path)) | sources, notice if listed else "")
+
+
+def _unsuitable_model(config: Mapping[str, Any]) -> str:
+    """Return why Posy's network in a config does not take the samples of a published data set, or an empty text."""
+    config = {"dataset": DataSettings.dataset, **config}
+    model, data = str(config.get("model", "")), DATASETS.get(str(config["dataset"]))
+    if data is None or model not in MODELS or data.kind in MODELS[model].kinds:
+        return ""
+    kinds = " or ".join(SAMPLES.get(kind, kind) for kind in MODELS[model].kinds)
+    return f"it needs {kinds}, but {_samples_of(config)}"
+
+
+def _samples_of(config: Mapping[str, Any]) -> str:
+    """Return a clause about the samples of the published data set in a config."""
+    return f"dataset = {shown(config['dataset'])} has {SAMPLES[DATASETS[str(config['dataset'])].kind]}"
 
 
 def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
@@ -126,9 +213,9 @@ def parse_words(words: Sequence[str], where: str) -> dict[str, Scalar]:
         if not equals or not key:
             setting = setting_of(word)
             hint = f"; did you mean {setting}={word}?" if setting else ""
-            raise SettingsError(f"{word!r} on {where}: settings are given as key=value{hint}")
+            raise SettingsError(f"{word!r} {at(where)}: settings are given as key=value{hint}")
         if key in texts:
-            raise SettingsError(f"{key} is given twice on {where}; give it once")
+            raise SettingsError(f"{key} is given twice {at(where)}; give it once")
         texts[key] = text
     declarations = _declarations(texts)
     check_keys(texts, declarations, where)
@@ -215,16 +302,17 @@ def check_own(given: Iterable[str], method: str, where: str) -> None:
     for key in given:
         if owner(key) not in (None, method):
             raise SettingsError(
-                f"{key} in {where} is a setting of {owner(key)}; the run's method is {method}; remove {key}, or change "
-                "method"
+                f"{key} {at(where)} is a setting of {owner(key)}; the run's method is {method}; remove {key}, or "
+                "change method"
             )
 
 
 def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings that have no effect in a run, by key, with the reason.
 
-    These are the shared settings and the settings of the run's method whose condition (``Setting.needs``) is false,
-    with or without a value in ``config``.
+    These are the shared settings and the settings of the run's method whose condition (``Setting.needs``) is false, or
+    whose kind of samples (``Setting.samples``) a published data set does not have, with or without a value in
+    ``config``.
 
     Parameters
     ----------
@@ -241,7 +329,13 @@ def unmet_conditions(config: Mapping[str, Any]) -> dict[str, str]:
         before, unmet = unmet, {key: text for key, setting in declarations.items() if (text := setting.unmet(current))}
         if unmet.keys() == before.keys():
             break
-    return {key: f"it needs {declarations[key].needs}, but {text}" for key, text in unmet.items()}
+    reasons = {key: f"it needs {declarations[key].needs}, but {text}" for key, text in unmet.items()}
+    if values["dataset"] in DATASETS:
+        kind = DATASETS[values["dataset"]].kind
+        for key, setting in declarations.items():
+            if setting.samples not in ("", kind):
+                reasons.setdefault(key, f"it needs {SAMPLES[setting.samples]}, but {_samples_of(values)}")
+    return reasons
 
 
 def without_effect(config: Mapping[str, Any]) -> dict[str, str]:
@@ -283,7 +377,7 @@ def check_effect(keys: Iterable[str], config: Mapping[str, Any], where: str) -> 
 
 def no_effect(key: str, value: Any, where: str, why: str) -> str:
     """Return the message about a setting without an effect."""
-    return f"{key} = {shown(value)} in {where} has no effect: {why}; change the condition, or remove {key}"
+    return f"{key} = {shown(value)} {at(where)} has no effect: {why}; change the condition, or remove {key}"
 
 
 def above_limit(config: Mapping[str, Any]) -> dict[str, int]:

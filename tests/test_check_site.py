@@ -88,7 +88,7 @@ def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
         (("data={}/s.csv", "sample-kind=image"), "holds samples of the kind features; .* is image"),
         (("data={}/s.csv", "input-shape=3"), "samples of shape 2; .* is 3"),
         (("data={}/s.csv", "input-shape=3x3"), "input-shape = '3x3'"),
-        (("data={}/s.csv", "shift=low"), "shift = 'low' in the command line has no effect"),
+        (("data={}/s.csv", "shift=low"), "shift = 'low' on the command line has no effect"),
         (("data={}/s.csv", "skip-unreadable=perhaps"), "skip-unreadable = 'perhaps'"),
         (("data={}/s.csv", "nonsense=1"), "nonsense .* is not a setting"),
     ],

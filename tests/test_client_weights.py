@@ -79,7 +79,10 @@ def test_clusters_are_averaged_with_equal_weights(make_config, federate):
 )
 def test_methods_without_a_mean_of_models_refuse_uniform_weights(make_config, method):
     """Their runs would equal runs with weights by samples."""
-    with pytest.raises(SettingsError, match=f"client-weights = 'uniform' with method = '{method}': .*; set it to"):
+    with pytest.raises(
+        SettingsError,
+        match=f"client-weights = 'uniform' in the run config with method = '{method}' in the run config: .*; set it to",
+    ):
         read_settings(make_config(method, client_weights="uniform"))
 
 
@@ -100,7 +103,7 @@ def test_fednhs_prototypes_count_samples_whatever_the_weights_are(make_strategy,
 
 
 def test_fednh_refuses_uniform_weights_in_one_masked_sum(make_strategy):
-    with pytest.raises(SettingsError, match="client-weights = 'uniform' with method = 'fednh'"):
+    with pytest.raises(SettingsError, match=r"client-weights = 'uniform' .*with method = 'fednh'"):
         make_strategy("fednh", model="mlp", client_weights="uniform", secure_aggregation=True)
 
 

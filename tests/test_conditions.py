@@ -57,7 +57,7 @@ WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] =
     ("max-samples", 100, {"dataset": "sites"}, {}),
     ("shift", "low", {"dataset": "sites"}, {}),
     ("image-size", 32, {"dataset": "sites"}, {}),
-    ("text-length", 20, {"dataset": "sites"}, {}),
+    ("text-length", 20, {"dataset": "sites"}, {"dataset": "agnews"}),
     ("sample-kind", "image", {}, {"dataset": "sites"}),
     ("input-shape", "20", {}, {"dataset": "sites"}),
     ("classes", "a,b", {}, {"dataset": "sites"}),
@@ -76,7 +76,7 @@ def test_a_setting_without_an_effect_is_refused(
         read_settings({**without, key: value}, COMMAND_LINE)
     message = str(raised.value)
     assert message.startswith(
-        f"{key} = {shown(value)} in {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
+        f"{key} = {shown(value)} on {COMMAND_LINE} has no effect: it needs {declared()[key].needs}, but "
     )
     assert message.endswith(f"; change the condition, or remove {key}")
     assert read_settings({**with_effect, key: value}, COMMAND_LINE).as_config()[key] == value
@@ -94,7 +94,7 @@ def test_the_message_names_what_is_unmet() -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({"dp-epsilon": 0.5}, COMMAND_LINE)
     assert str(raised.value) == (
-        "dp-epsilon = 0.5 in the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the "
+        "dp-epsilon = 0.5 on the command line has no effect: it needs dp-clip > 0, but dp-clip = 0.0; change the "
         "condition, or remove dp-epsilon"
     )
 
@@ -109,7 +109,9 @@ def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_t
     """The methods inherit the settings; each condition names the method's keys."""
     epochs, steps, rounds = f"{method}-epochs", f"{method}-steps", f"{method}-rounds"
     for idle, other in ((epochs, steps), (epochs, rounds), (steps, rounds)):
-        with pytest.raises(SettingsError, match=f"{idle} = 3 .* it needs .*{other} = 0.*, but {other} = 2;"):
+        with pytest.raises(
+            SettingsError, match=f"{idle} = 3 .* it needs .*{other} = 0.*, but {other} = 2 on {COMMAND_LINE};"
+        ):
             read_settings({"method": method, idle: 3, other: 2}, COMMAND_LINE)
     assert read_settings({"method": method, epochs: 3}, COMMAND_LINE).method.epochs == 3
     assert read_settings({"method": method, steps: 3}, COMMAND_LINE).method.steps == 3
@@ -354,7 +356,7 @@ def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) 
     settings = read_settings(override, COMMAND_LINE)
     assert (settings.train.adam_beta1, settings.data.classes_per_client) == (0.9, 2)
     assert "adam-beta1" not in with_experiment(override, COMMAND_LINE)
-    with pytest.raises(SettingsError, match=r"adam-beta1 = 0.7 in the command line has no effect"):
+    with pytest.raises(SettingsError, match=r"adam-beta1 = 0.7 on the command line has no effect"):
         read_settings(override | {"adam-beta1": 0.7}, COMMAND_LINE)
 
 
@@ -435,7 +437,7 @@ def test_a_setting_without_an_effect_in_any_cell_is_refused(parts: dict[str, Any
 def test_the_command_line_may_make_settings_of_a_table_useless() -> None:
     content = table(settings={"optimizer": "adam", "adam-beta1": 0.8})
     assert "adam-beta1" not in cells(content, {"optimizer": "sgd"})["A"].config
-    with pytest.raises(SettingsError, match=r"adam-beta2 = 0.9 in the command line has no effect"):
+    with pytest.raises(SettingsError, match=r"adam-beta2 = 0.9 on the command line has no effect"):
         cells(content, {"optimizer": "sgd", "adam-beta2": 0.9})
     one_row = table(runs=[{"name": "A"}, {"name": "B", "settings": {"optimizer": "adam"}}])
     assert cells(one_row, {"adam-beta2": 0.9})["B"].config["adam-beta2"] == 0.9

@@ -1,4 +1,4 @@
-"""A user's error gives one line at once, in the command line and in the ServerApp's log."""
+"""A user's error gives one line at once, on the command line and in the ServerApp's log."""
 
 import io
 import logging
@@ -44,6 +44,12 @@ def logged(error: Exception, message: str = "%s raised an exception") -> str:
 @pytest.mark.parametrize("error", [SettingsError("lr = -1"), DataError("no file"), RunError("nobody came")])
 def test_an_error_of_the_user_has_no_traceback(error: Exception) -> None:
     assert logged(error) == f"ServerApp raised an exception: {error}\n"
+
+
+def test_an_error_of_several_lines_has_one_line() -> None:
+    assert logged(DataError("not found; looked for\n  a.csv\n  b.csv")) == (
+        "ServerApp raised an exception: not found; looked for a.csv b.csv\n"
+    )
 
 
 def test_an_error_of_the_program_keeps_its_traceback() -> None:
@@ -142,7 +148,7 @@ def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["run", "--lr", "0.1"], 2, "lr is a setting, not an option; type lr=0.1"),
         (["run", "--superlinkk", "x"], 2, "did you mean --superlink?"),
         (["table"], 2, "see `posy table --help`"),
-        (["run", "lr=-1"], 2, "lr = -1.0 in the command line"),
+        (["run", "lr=-1"], 2, "lr = -1.0 on the command line"),
         (["status", "--nothing"], 2, "--nothing is not an option"),
     ],
 )

@@ -397,7 +397,10 @@ def test_given_partitions_are_used_and_no_other():
         ({"partition": "shards", "num_clients": 6}, "shards-per-client = 2 with num-clients = 6 makes 12 shards"),
         ({"num_clients": 2, "samples_per_client": 3}, "samples-per-client = 3 goes with"),
         ({"num_clients": 2, "shift": "high"}, "shift = 'high' needs RGB images .* has other samples"),
-        ({"num_clients": 2, "augment": "crop"}, "augment = 'crop' needs images; .* 'features'"),
+        (
+            {"num_clients": 2, "augment": "crop"},
+            "augment = 'crop' needs images, but the samples of made are of kind 'features'",
+        ),
     ],
 )
 def test_settings_that_do_not_suit_the_data(changes, message):

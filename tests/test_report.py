@@ -170,7 +170,8 @@ def test_the_command_writes_the_page(
     recorded: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recorded("fedavg")
-    assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
+    twice = [str(path), f"{path.parent}/../{path.parent.name}/{path.name}"]
+    assert main(["report", *twice, "-o", str(tmp_path / "page.html")]) == 0
     assert f"\n{tmp_path / 'page.html'}: 1 run, " in capsys.readouterr().out
     Page((tmp_path / "page.html").read_text(encoding="utf-8"))
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ def test_without_stored_models(make_config: MakeConfig, warnings: pytest.LogCapt
     assert not list((path / "models").iterdir())
     assert summary_of(path)["system-accuracy"] is None
     assert "it needs save-models = true" in warnings.text
-    with pytest.raises(SettingsError, match="system-accuracy = 'on' needs save-models = true"):
+    with pytest.raises(SettingsError, match="system-accuracy = 'on' in the run config needs save-models = true"):
         started(make_config("fedavg", save_models=False, system_accuracy="on"))
 
 
@@ -485,6 +486,35 @@ def test_a_run_without_results_to_rely_on_says_so(
     assert summary_of(path)["status"] == status
     assert len(rounds_of(path)) == 3
     assert (path / "models" / "server.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds", "cause"),
+    [
+        (
+            {"dp_clip": 1.0, "dp_epsilon": 1e-30},
+            (2, 3),
+            "the noise of dp-clip = 1 and dp-epsilon = 1e-30 may be the cause; a larger dp-epsilon, a smaller dp-clip "
+            "or a smaller lr than 0.05 may help",
+        ),
+        ({"lr": 1e38}, (1, 2, 3), "a smaller lr than 1e+38 may help"),
+    ],
+    ids=["noise", "learning rate"],
+)
+def test_one_message_names_the_cause_of_a_divergence(
+    make_config: MakeConfig,
+    warnings: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    rounds: tuple[int, ...],
+    cause: str,
+) -> None:
+    with pytest.raises(RunError, match=re.escape(cause)):
+        started(make_config("fedavg", **settings))
+    records = {id(record): record.getMessage() for record in warnings.records}  # the fixture lists a record twice
+    assert not [message for message in records.values() if "TrainingDivergedError" in message]
+    diverged = [message for message in records.values() if "training diverged" in message]
+    assert [re.findall(r"round (\d)", line) for line in diverged] == [[str(number)] for number in rounds]
+    assert all(cause in line for line in diverged)
 
 
 def test_time_that_does_not_suffice_is_recorded(make_config: MakeConfig) -> None:

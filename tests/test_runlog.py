@@ -1,4 +1,4 @@
-"""What is shown of a run's log: nothing that matters to its user is lost, whenever it comes."""
+"""The log of a run on a SuperLink loses no line that matters to the user."""
 
 from collections.abc import Iterable
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posy.commands.deploy import control
 from posy.commands.runlog import RunLog
 
 INFO, WARNING, ERROR = ("\x1b[92mINFO \x1b[0m:      ", "\x1b[93mWARNING \x1b[0m:   ", "\x1b[91mERROR \x1b[0m:     ")
@@ -92,6 +93,20 @@ def test_an_error_that_one_line_explains_is_shown_without_its_traceback(capsys: 
     ):
         output = shown([RESULTS, ERROR + trace(error), "round 1/2"], capsys)
         assert output == "Results of this run: /runs/one\nround 1/2\n"
+
+
+def test_the_end_of_a_run_shows_the_reason_for_its_failure_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Flower's own lines about the exception stay hidden."""
+    reason = "classes-per-client = 11 in the run config: digits has 10 classes; allowed are 1 to 10"
+    log = RunLog(verbose=False)
+    for line in [*NOISE, f"{ERROR}ServerApp raised an exception: {reason}", NOISE[-1]]:
+        for part in line.splitlines():
+            log.add(f"{part}\n")
+    details = f"ServerApp failed with exception: {reason}"
+    assert control._exit_status(control.Run("7", {}, "failed", "", 1.0, details), log) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == f"posy: the run 7 has ended as failed: {reason}\n"
 
 
 def test_equal_tracebacks_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

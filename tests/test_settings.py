@@ -17,7 +17,7 @@ from posy.data.errors import DataError
 from posy.data.settings import DataSettings
 from posy.server_app.app import run
 from posy.server_app.in_process import InProcessGrid
-from posy.settings import Scalar, SettingsError, as_config, build, checked, key_of, setting, settings_of
+from posy.settings import Scalar, SettingsError, as_config, at, build, checked, key_of, setting, settings_of
 from posy.strategies import registry as config_module
 from posy.strategies.methods import METHODS, settings_class, strategy_class
 from posy.strategies.registry import (
@@ -160,7 +160,9 @@ def test_wrong_settings_of_another_method_do_not_go_unseen(method: str) -> None:
 @pytest.mark.parametrize(("method", "key", "value"), [("fedavg", "fedfew-models", 5), ("fedavg", "fedavg-ft-lr", 0.1)])
 def test_a_setting_of_another_method_is_refused(method: str, key: str, value: Scalar, where: str) -> None:
     owner = "fedfew" if key.startswith("fedfew") else "fedavg-ft"
-    expected = f"{key} in {where} is a setting of {owner}; the run's method is {method}; remove {key}, or change method"
+    expected = (
+        f"{key} {at(where)} is a setting of {owner}; the run's method is {method}; remove {key}, or change method"
+    )
     with pytest.raises(SettingsError) as raised:
         read_settings({"method": method, key: value}, where)
     assert str(raised.value) == expected
@@ -254,8 +256,8 @@ def test_keys_are_kebab_case_with_the_methods_name_before() -> None:
 def test_an_unknown_key_is_an_error_with_a_suggestion(key: str, near: str) -> None:
     with pytest.raises(SettingsError) as raised:
         read_settings({key: 1}, "the command line")
-    assert str(raised.value) == f"{key} in the command line is not a setting; did you mean {near}?"
-    with pytest.raises(SettingsError, match="xyzzy in the command line is not a setting; `posy settings` lists all"):
+    assert str(raised.value) == f"{key} on the command line is not a setting; did you mean {near}?"
+    with pytest.raises(SettingsError, match="xyzzy on the command line is not a setting; `posy settings` lists all"):
         read_settings({"xyzzy": 1}, "the command line")
 
 
@@ -484,8 +486,8 @@ class Untouched(InProcessGrid):
         ({"classes": "a,b"}, ("classes = 'a,b'", "it needs dataset = sites")),
         ({"input-shape": "1x8x8"}, ("input-shape = '1x8x8'",)),
         ({"image-size": 9}, ("image-size = 9", "digits", "the size 8x8", "image files")),
-        ({"text-length": 64}, ("text-length = 64", "the kind image", "the size 1x8x8")),
-        ({"vocabulary": 100}, ("vocabulary = 100", "digits", "the kind image", "set it to 20000")),
+        ({"text-length": 64}, ("text-length = 64", "it needs texts", "dataset = 'digits' has images")),
+        ({"vocabulary": 100}, ("vocabulary = 100", "it needs texts", "dataset = 'digits' has images")),
         ({"sample-kind": "image"}, ("sample-kind = 'image'", "it needs dataset = sites")),
         ({"shift": "low"}, ("shift = 'low'", "RGB")),
     ],

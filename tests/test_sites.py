@@ -530,6 +530,26 @@ def test_how_far_a_site_is_from_the_others() -> None:
     assert unlike_features(three[:1]) == unlike_features([("a", site(5, 7, 0)), ("b", site(5, 7, 0))]) == []
 
 
+def test_a_warning_about_two_sites_blames_neither() -> None:
+    def site(count: int, mean: float, std: float) -> Description:
+        return replace(
+            describe("features", (1,), "a", "b", count=count), mean=np.array([mean]), squares=np.array([count * std**2])
+        )
+
+    end = ". Other units, or codes for missing values?"
+    # 11 deviations of a, 1.1 of b.
+    assert unlike_features([("a", site(50, 10, 2)), ("b", site(500, 32, 20))], ("dose",)) == [
+        f"feature dose: the means of a and b differ: 10 and 32{end}"
+    ]
+    assert unlike_features([("a", site(9, 10, 2)), ("b", site(500, 32, 20))]) == [
+        f"feature 0: the means of a and b are far apart{end}"
+    ]
+    assert unlike_features([("a", site(50, 10, 2)), ("b", site(50, 10, 30))]) == [  # 30 / 2
+        f"feature 0: the standard deviations of a and b differ by a factor of 15{end}"
+    ]
+    assert unlike_features([("a", site(50, 10, 2)), ("b", site(50, 13.9, 3))]) == []  # 1.95
+
+
 def test_a_site_far_from_the_mean_of_the_run_says_so(tmp_path: Path) -> None:
     settings = replace(OPEN, sample_kind="features", input_shape="2", classes="0,1", feature_names="age,chol")
     settings = replace(settings, feature_mean="55,240", feature_std="9,50")

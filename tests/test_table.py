@@ -120,7 +120,10 @@ def test_plan_shares_settings_of_several_methods(tmp_path: Path) -> None:
         ({"seeds": [True]}, "seeds"),
         ({"seeds": 3}, "seeds = 3"),
         ({"runs": []}, "runs"),
-        ({"runs": ["fedavg"]}, "'fedavg' in runs"),
+        ({"runs": ["fedavg"]}, "entry 1 in runs of .*tiny.yaml is 'fedavg'; write it as `name: ...`"),
+        ({"runs": [{"name": "a"}, {"settings": {"lr": 0.1}}]}, "entry 2 in runs of .*tiny.yaml has no name; add `name"),
+        ({"variants": [{"settings": {}}]}, "entry 1 in variants of .*tiny.yaml has no name; add `name"),
+        ({"runs": [{"name": "a", "setings": {}}]}, "entry 1 in runs of .*tiny.yaml has the unknown key setings"),
         ({"runs": [{"name": "a/b"}]}, "a/b"),
         ({"runs": [{"name": ".."}]}, "'..'"),
         ({"runs": [{"name": "a"}, {"name": "a"}]}, "a appears twice"),
@@ -140,6 +143,35 @@ def test_wrong_tables_are_refused(content: dict[str, Any], named: str, tmp_path:
     with pytest.raises(SettingsError, match=named):
         read_plan(_table(tmp_path, **content))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ({"lr": -1.0}, "lr = -1.0 on the command line: it must be"),
+        (
+            {"min-clients": 99},
+            r"min-clients = 99 on the command line: it must be 0 to num-clients = \d+ in .*tiny.yaml",
+        ),
+        ({"method": "nope"}, "method = 'nope' on the command line: it must be one of"),
+        ({"seed": 3}, "seed on the command line: the table itself sets it for each cell; remove seed"),
+    ],
+)
+def test_an_error_about_an_override_names_the_command_line(typed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        read_plan(_table(tmp_path), typed)
+
+
+def test_a_table_names_the_overrides_of_the_command_line(tmp_path: Path) -> None:
+    """The first line is the title, the second one names the overrides."""
+    overrides = {"num-server-rounds": 2, "save-models": False, "loss": "my loss.py:f"}
+    table = _table(tmp_path)
+    plan = replace(read_plan(table), overrides=overrides)
+    title, line, *_ = markdown(plan, {}, aggregate({}), {}).split("\n\n")
+    assert title == f"# {plan.title}"
+    assert line == "With `num-server-rounds=2 save-models=false 'loss=my loss.py:f'` from the command line."
+    assert read_plan(table, {"num-server-rounds": 2}).overrides == {"num-server-rounds": 2}
+    assert "command line" not in markdown(read_plan(table), {}, aggregate({}), {})
 
 
 def test_runs_skips_reruns_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import posy
 from posy.client_app.training.batches import Augment
 from posy.client_app.workspace import Workspace
+from posy.commands.cli import main
 from posy.data.augment import flip
 from posy.data.transforms import check_transforms, kinds
 from posy.settings import SettingsError
@@ -91,10 +92,11 @@ def test_stacked_clients_see_what_single_ones_see(settings: dict[str, str], tmp_
 
 
 WRONG = {
-    "CutMix": "an image of shape (3, 8, 10) cannot be changed",
-    "RandomResizedCrop(7)": "of an image (3, 8, 10), torch.float32 it makes (3, 7, 7), torch.float32",
-    "ToPILImage": "it makes Image; it must keep both",
-    "RandomRotatio(3)": "has no transform RandomRotatio; did you mean RandomRotation?",
+    "CutMix": "CutMix fails for the images of the data, which have the shape 3x8x10 (ValueError",
+    "RandomResizedCrop(7)": "RandomResizedCrop returns images of shape 3x7x7 and type torch.float32 for the images of",
+    "ToPILImage": "ToPILImage returns an object of type Image for the images of the data",
+    "RandomRotatio(3)": "has no transform RandomRotatio; did you mean RandomRotation or ",
+    "randomrot(3)": "has no transform randomrot; did you mean RandomRotation or ",
     "RandomRotation": "RandomRotation does not take these arguments (TypeError",
     "RandomRotation(-1)": "RandomRotation does not take these arguments (ValueError",
     "RandomInvert(p=open('x'))": "the arguments of RandomInvert are not plain",
@@ -113,6 +115,36 @@ def test_wrong_transforms_are_told(text: str) -> None:
     with pytest.raises(SettingsError) as raised:
         check_transforms(text, (3, 8, 10))
     assert WRONG[text] in str(raised.value) and f"transforms = {text!r}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Grayscale(3)", "Grayscale"),
+        ("RandomInvert, Normalize([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])", "Normalize"),
+        ("RandomRotation(15, fill=(1, 2, 3))", "RandomRotation"),
+        ("RandomErasing(p=0.2, value=(1.0, 2.0, 3.0))", "RandomErasing"),
+    ],
+)
+def test_a_transform_of_colours_does_not_suit_grey_images(text: str, name: str) -> None:
+    """RandomErasing fails only in the draws in which it erases, 1 of 5."""
+    with pytest.raises(SettingsError) as raised:
+        check_transforms(text, (1, 8, 8), "digits")
+    assert str(raised.value) == (
+        f"transforms = {text!r}: {name} suits images of 3 channels, but the images of digits have 1 channel; remove "
+        f"{name}, or change its arguments"
+    )
+
+
+def test_a_run_on_grey_images_names_the_data_set_and_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "transforms=RGB"]) == 2
+    assert capsys.readouterr().err == (
+        "posy: transforms = 'RGB' on the command line: RGB suits images of 3 channels, but the images of digits have 1 "
+        "channel; remove RGB, or change its arguments\n"
+    )
 
 
 def test_samples_that_are_no_images_are_told(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from posy.client_app.training.batches import Batch, Samples, Schedule, Share, pl
 from posy.client_app.training.graphs import Graphs
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, by_tensor, rows_of
 from posy.client_app.training.optimiser import Optimiser
-from posy.client_app.training.work import Forward, Job, Train, Trained, TrainingDivergedError, TrainingInterruptedError
+from posy.client_app.training.work import (
+    Forward,
+    Job,
+    Train,
+    Trained,
+    TrainingDivergedError,
+    TrainingInterruptedError,
+    advice_on_divergence,
+)
 from posy.sharing import is_shared
 from posy.strategies.settings import TrainSettings
 
@@ -158,9 +166,10 @@ class Trainer:
         for row, (index, *trained) in enumerate(zip(order, *of_jobs, strict=True)):
             results[index] = Trained(*trained)
             if not finite[row]:
+                # Without the loss, the message is the same for all clients, and the server logs it once in a round.
                 results[index] = TrainingDivergedError(
-                    f"training diverged: the loss of the last epoch is {loss[row].tolist()}; "
-                    f"a smaller lr than {jobs[index].lr:g} may help"
+                    "training diverged: the model or its loss is NaN or infinite; "
+                    f"{advice_on_divergence(self.settings, jobs[index].lr)}"
                 )
         if jobs[0].moments is not None:
             rows = zip(ordered, order, optimiser.moments(models, single), finite, strict=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posy.client_app.training.batches import Augment, Batch, DropoutNumbers, Samples
+from posy.strategies.settings import TrainSettings
 
 Split = Literal["train", "test", "validation"]
 V = TypeVar("V", Tensor, Tensor | None)
@@ -19,6 +20,23 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 class TrainingDivergedError(ArithmeticError):
     """Local training produced NaN or infinite numbers."""
+
+
+def advice_on_divergence(train: TrainSettings, lr: float = 0.0) -> str:
+    """Return a clause about the settings that may make a training diverge.
+
+    Parameters
+    ----------
+    train : TrainSettings
+        The settings of the run.
+    lr : float
+        The learning rate of the round; 0: the setting ``lr``.
+    """
+    rate = f"a smaller lr than {lr or train.lr:g}"
+    if not train.dp_clip:
+        return f"{rate} may help"
+    noise = f"dp-clip = {train.dp_clip:g} and dp-epsilon = {train.dp_epsilon:g}"
+    return f"the noise of {noise} may be the cause; a larger dp-epsilon, a smaller dp-clip or {rate} may help"
 
 
 class TrainingInterruptedError(Exception):

@@ -265,8 +265,8 @@ def _exit_status(run: Run, log: RunLog) -> int:
     completed = run.status == "completed"
     log.end(failed=not completed)
     if not completed:
-        details = f": {run.details}" if run.details else ""
-        print(f"posy: the run {run.number} has ended as {run.status}{details}", file=sys.stderr)
+        reason = log.reason or run.details
+        print(f"posy: the run {run.number} has ended as {run.status}{f': {reason}' if reason else ''}", file=sys.stderr)
     return 0 if completed else 1
 
 

@@ -246,8 +246,8 @@ class Item:
             if changed and part in table:
                 table[part] = [_with(entry, shared | changed.get(entry["name"], {})) for entry in table[part]]
         # plan_of removes the settings of other methods from each row.
-        over = {**common, **({"checkpoint-every": SELDOM} if scale == "full" else {}), **(given or {})}
-        return replace(plan_of(table, self.file, over, str(output)), collect=collect)
+        reduced = common | ({"checkpoint-every": SELDOM} if scale == "full" else {})
+        return replace(plan_of(table, self.file, given or {}, str(output), reduced), collect=collect)
 
     def _claim(self, entry: Mapping[str, Any]) -> Claim:
         keys = entry.keys() if isinstance(entry, dict) else set()

@@ -1,0 +1,184 @@
+"""Errors about conflicts between settings name the source of each setting; overrides drop settings of a file."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posy.commands.cli import main
+from posy.server_app.app import run
+from posy.server_app.in_process import InProcessGrid
+from posy.settings import COMMAND_LINE, SettingsError, with_sources
+from posy.strategies.registry import merge_experiment, read_settings
+
+TEXTS = {"dataset": "agnews", "text-length": 200, "vocabulary": 32000, "model": "textcnn", "lr": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test in a fresh working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def experiment(tmp_path: Path, settings: dict[str, Any]) -> str:
+    """Write a file of settings and return its path."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("".join(f"{key}: {value}\n" for key, value in settings.items()), encoding="utf-8")
+    return str(file)
+
+
+# -- the message -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            "min-clients = 11: it must be 0 to num-clients = 10",
+            "min-clients = 11 on the command line: it must be 0 to num-clients = 10 in my.yaml",
+        ),
+        ("lr = 0.5 in my.yaml: it must be lower", "lr = 0.5 in my.yaml: it must be lower"),
+        ("lr = 0.55: no quotation of 0.5", "lr = 0.55: no quotation of 0.5 (lr is set on the command line)"),
+        ("num-clients = 100 and 10", "num-clients = 100 and 10 (num-clients is set in my.yaml)"),
+        ("max-lr = 0.5 is another key", "max-lr = 0.5 is another key"),
+        ("lr: it must be less than 1", "lr: it must be less than 1 (lr is set on the command line)"),
+        (
+            "partition = 'iid' does not go with it; use partition = 'classes'",
+            "partition = 'iid' in my.yaml does not go with it; use partition = 'classes'",
+        ),
+        ("seed = 3 has its default", "seed = 3 has its default"),
+        ("frozen = '' is empty", "frozen = '' on the command line is empty"),
+    ],
+)
+def test_a_message_names_the_source_of_each_setting_that_it_quotes(message: str, expected: str) -> None:
+    values = {"min-clients": 11, "num-clients": 10, "lr": 0.5, "partition": "iid", "frozen": "", "seed": 3}
+    sources = dict.fromkeys(("min-clients", "lr", "frozen"), COMMAND_LINE)
+    sources |= dict.fromkeys(("num-clients", "partition"), "my.yaml")
+    assert with_sources(message, values, sources) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["min-clients=11"], "min-clients = 11 on the command line: it must be 0 to num-clients = 10"),
+        (["min-train-replies=11"], "min-train-replies = 11 on the command line: 10 clients train in a round"),
+        (["frozen=nope"], "frozen = 'nope' on the command line: 'nope' is not a layer"),
+        (["model=textcnn"], "model = 'textcnn' on the command line: for image data"),
+        (["device=cuda:99"], "device = 'cuda:99' on the command line: this machine has"),
+        (["partition=classes", "classes-per-client=20"], "classes-per-client = 20 on the command line: digits has 10"),
+        (["run-name=a/b"], "run-name = 'a/b' on the command line: it must be the name of a folder"),
+        (["output-dir=/proc/x"], "output-dir = '/proc/x' on the command line: it must be a directory"),
+        (["method=ppfe", "num-server-rounds=1"], "num-server-rounds = 1 on the command line: PPFE with 3 stages"),
+        (["weights=w.safetensors"], r"weights = '/.*/w.safetensors' on the command line: this file does not exist"),
+        (["resume=x"], "resume = 'x' on the command line: .* does not contain a run"),
+        (
+            ["optimizer-state=kept", "optimizer=sgd"],
+            "optimizer-state = 'kept' on the command line does not go with optimizer = 'sgd' on the command line",
+        ),
+        (
+            ["method=fedacs", "client-weights=uniform"],
+            "client-weights = 'uniform' on the command line with method = 'fed",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_conflict_of_typed_settings_names_the_command_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *words]) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"posy: {message}", error), error
+    assert error.count("\n") == 1
+
+
+def test_a_conflict_with_a_file_names_the_file(tmp_path: Path) -> None:
+    file = experiment(tmp_path, {"num-clients": 5})
+    with pytest.raises(SettingsError) as raised:
+        read_settings({"experiment": file, "min-clients": 7}, COMMAND_LINE)
+    assert str(raised.value) == f"min-clients = 7 on the command line: it must be 0 to num-clients = 5 in {file}"
+
+
+def test_an_error_of_the_data_names_the_file(tmp_path: Path) -> None:
+    file = experiment(tmp_path, {"partition": "classes", "classes-per-client": 11})
+    with pytest.raises(SettingsError, match=f"classes-per-client = 11 in {file}: digits has 10 classes"):
+        run(InProcessGrid(10), {"experiment": file}, COMMAND_LINE)
+
+
+# -- settings of a file that an override leaves without an effect ---------------------------------------------
+
+
+def test_a_typed_data_set_drops_the_files_settings_for_other_samples(tmp_path: Path) -> None:
+    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits"}
+    settings = read_settings(chosen, COMMAND_LINE)
+    assert (settings.data.text_length, settings.data.vocabulary, settings.train.model) == (0, 20_000, "auto")
+    assert settings.train.lr == 0.01
+    assert merge_experiment(chosen, COMMAND_LINE).notice == (
+        f"Posy ignores settings in {chosen['experiment']}, because settings on the command line override the file: "
+        "model = 'textcnn', text-length = 200, vocabulary = 32000 (it needs texts, but dataset = 'digits' has images)"
+    )
+
+
+def test_a_run_logs_one_notice_about_dropped_settings(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits", "num-clients": 2, "num-server-rounds": 1}
+    run(InProcessGrid(2), chosen, COMMAND_LINE)
+    records = {id(record): record.getMessage() for record in warnings.records}  # the fixture lists a record twice
+    assert len([message for message in records.values() if message.startswith("Posy ignores settings in")]) == 1
+
+
+def test_a_typed_setting_without_an_effect_stays_an_error(tmp_path: Path) -> None:
+    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": "digits", "text-length": 100}
+    with pytest.raises(SettingsError, match=r"^text-length = 100 on the command line has no effect: it needs texts"):
+        read_settings(chosen, COMMAND_LINE)
+
+
+def test_a_setting_without_an_effect_in_the_file_alone_stays_an_error(tmp_path: Path) -> None:
+    file = experiment(tmp_path, {"dataset": "digits", "text-length": 100})
+    with pytest.raises(SettingsError, match=f"^text-length = 100 in {file} has no effect: it needs texts"):
+        read_settings({"experiment": file, "lr": 0.1}, COMMAND_LINE)
+    file = experiment(tmp_path, {"dataset": "digits", "model": "textcnn"})
+    assert read_settings({"experiment": file, "lr": 0.1}, COMMAND_LINE).train.model == "textcnn"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "dataset"),
+    [
+        ("text-length", 50, "mnist"),
+        ("vocabulary", 50, "cifar10"),
+        ("label-column", "y", "digits"),
+        ("input-columns", "x", "agnews"),
+        ("group-column", "g", "femnist"),
+        ("shift", "low", "agnews"),
+        ("augment", "flip", "sent140"),
+        ("transforms", "RandomInvert", "agnews"),
+        ("image-size", 32, "agnews"),
+    ],
+)
+def test_a_setting_for_other_samples_is_refused_before_the_data_is_loaded(key: str, value: Any, dataset: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{key} = .* on the command line has no effect: it needs "):
+        read_settings({key: value, "dataset": dataset}, COMMAND_LINE)
+
+
+def test_data_of_unknown_kind_is_judged_when_it_is_loaded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x_train=np.ones((20, 3), np.float32), y_train=np.arange(20) % 2)
+    chosen = {"experiment": experiment(tmp_path, TEXTS), "dataset": str(tmp_path / "a.npz"), "model": "linear"}
+    with pytest.raises(SettingsError, match=f"^text-length = 200 in {chosen['experiment']} does not go with .* to 0"):
+        run(InProcessGrid(10), chosen, COMMAND_LINE)
+
+
+# -- similar names -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["settings", "nope"], "nope on the command line is not a method; did you mean ppfe? `posy methods` lists"),
+        (["settings", "fedrepp"], "fedrepp on the command line is not a method; did you mean fedrep or "),
+        (["settings", "lr"], "lr on the command line is a setting, not a method; `posy settings` lists all settings"),
+        (["run", "transforms=RandomRot"], "transforms = 'RandomRot' on .*; did you mean RandomRotation or "),
+    ],
+)
+def test_a_misspelt_name_gets_suggestions(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert re.match(f"posy: {re.escape(message) if 'on .*' not in message else message}", capsys.readouterr().err)
