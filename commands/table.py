@@ -302,10 +302,12 @@ def plan_of(
     given: Mapping[str, Scalar],
     output: str | None = None,
     reduced: Mapping[str, Scalar] | None = None,
+    strict: bool = True,
 ) -> Plan:
     """Return the runs of a table file's content; see :func:`read_plan`.
 
-    The settings ``reduced`` of a reduced run override the content, and ``given`` overrides them.
+    The settings ``reduced`` of a reduced run override the content, and ``given`` overrides them. Unless ``strict``, an
+    override may be without an effect in all cells.
     """
     overrides = {**(reduced or {}), **given}
     if content.get("runs") == ALL:
@@ -357,7 +359,7 @@ def plan_of(
             cells.append(cell := Cell(variant, row, seed, config | paths, where, typed))
             cell.decisive  # noqa: B018 - raises an error of the settings now
         methods.add(method)
-    effects.check()
+    effects.check(() if strict else overrides)
     if foreign := [key for key in sorted(overrides) if owner(key) not in (None, *methods)]:
         source = at(typed.get(foreign[0], str(file)))
         raise SettingsError(f"{foreign[0]} {source} is a setting of {owner(foreign[0])}, which no row of {file} runs")
@@ -393,10 +395,11 @@ class Effects:
             else:
                 self.useful.add((source, key))
 
-    def check(self) -> None:
-        """Raise :class:`SettingsError` for a setting that has no effect in any cell."""
-        for use in sorted(self.idle.keys() - self.useful):
-            raise SettingsError(self.idle[use])
+    def check(self, ignored: Collection[str] = ()) -> None:
+        """Raise :class:`SettingsError` for a setting, unless ``ignored``, that has no effect in any cell."""
+        for source, key in sorted(self.idle.keys() - self.useful):
+            if key not in ignored:
+                raise SettingsError(self.idle[source, key])
 
 
 def plan_as_yaml(

@@ -366,9 +366,10 @@ def at(where: str) -> str:
 
 
 def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
-    """Return an error message that names the source of each setting that it quotes as ``key = value``.
+    """Return an error message that names the sources of the settings that it quotes as ``key = value``.
 
-    If the message quotes none of the settings and begins with the key of one, its source follows the message.
+    Each source is named once, after the first setting from it. If the message quotes none of the settings and begins
+    with the key of one, its source follows the message.
 
     Parameters
     ----------
@@ -379,16 +380,20 @@ def with_sources(message: str, values: Mapping[str, Any], sources: Mapping[str, 
     sources : mapping
         The sources of some settings by key. The message names no source of other settings, which have their defaults.
     """
-    text, quotes = message, False
+    quotations = []
     for key in values.keys() & sources.keys():
-        quoted = "|".join(re.escape(form) for form in sorted(_forms(values[key]), key=len, reverse=True))
-        quotation = re.compile(rf"(?<![\w-]){re.escape(key)} = (?:{quoted})(?![\w'-]|\.\d)")
-        first = quotation.search(text)
-        quotes |= first is not None
-        if first and not re.match(" (in|on) ", text[first.end() :]):
-            text = f"{text[: first.end()]} {at(sources[key])}{text[first.end() :]}"
+        forms = "|".join(re.escape(form) for form in sorted(_forms(values[key]), key=len, reverse=True))
+        if first := re.search(rf"(?<![\w-]){re.escape(key)} = (?:{forms})(?![\w'-]|\.\d)", message):
+            quotations.append((first.end(), at(sources[key])))
+    text, end, named = "", 0, set()
+    for position, source in sorted(quotations):
+        text, end = text + message[end:position], position
+        if source not in named and not re.match(" (in|on) ", message[end:]):
+            text += f" {source}"
+        named.add(source)
+    text += message[end:]
     subject = re.match(r"[a-z][\w-]*(?= = |: )", message)
-    if not quotes and subject and (key := subject[0]) in sources:
+    if not quotations and subject and (key := subject[0]) in sources:
         text += f" ({key} is set {at(sources[key])})"
     return text
 

@@ -372,12 +372,11 @@ def test_the_common_tables_have_every_method(name: str, samples: int, variants: 
 
 
 def test_archived_runs_of_fedfew_fit_the_cells_of_the_comparison() -> None:
-    """The archived runs took the paper's steps, no longer the default. They still fit the cells of the tables."""
+    """Runs from before the setting took the paper's steps, no longer the default. They still fit the tables' cells."""
     table = next(path for path in TABLES if path.stem == "compare-digits")
     archived = archive.read(table.parents[1] / "results/compare-digits").values()
     ran = next(line for line in archived if line["config"]["settings"]["method"] == "fedfew")
-    settings = ran["config"]["settings"]
-    assert "fedfew-full-steps" not in settings
+    settings = {key: value for key, value in ran["config"]["settings"].items() if key != "fedfew-full-steps"}
     cell = next(cell for cell in read_plan(table).cells if cell.name == ran["name"])
     assert cell.fits(settings)
     full = replace(cell, config={**cell.config, "fedfew-full-steps": True})

@@ -370,7 +370,9 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
     workspace_for.cache_clear()
     np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
-    with pytest.raises(SettingsError, match=r"'mine': the samples are not those that the run began with, .*own\.npz"):
+    with pytest.raises(
+        SettingsError, match=r"'mine' in .*: the samples are not those that the run began with, .*own\.npz"
+    ):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
 
 

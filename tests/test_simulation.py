@@ -183,7 +183,7 @@ def superlink(folder: Path) -> Iterator[None]:
     [
         ("lr=-1.0", "lr = -1.0 in the run config: it must be a number > 0 (learning rate)"),
         ("dp-epsilon=0.5", "dp-epsilon = 0.5 in the run config has no effect: it needs dp-clip > 0"),
-        ("num-clients=5000", "num-clients = 5000: digits has 1797 samples"),
+        ("num-clients=5000", "num-clients = 5000 in the run config: digits has 1797 samples"),
     ],
 )
 def test_a_wrong_setting_through_flwr_run_is_told_in_one_line(

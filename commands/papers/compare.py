@@ -54,7 +54,8 @@ class Comparison:
         """The typed settings that decide the results."""
         self.plans: dict[str, Plan] = {}
         if item.has_runs or item.counts_classes:
-            self.plans = {scale: item.plan(scale, given, folder) for scale in item.scales}
+            # A page shows all items, and the settings typed for one item may have no effect in another.
+            self.plans = {scale: item.plan(scale, given, folder, strict=False) for scale in item.scales}
         for plan in self.plans.values() if item.has_runs else ():
             take_up(plan)
         self.counts: dict[tuple[str, str], Counts] = {}

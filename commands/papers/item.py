@@ -223,10 +223,12 @@ class Item:
         given: Mapping[str, Scalar] | None = None,
         folder: Path | None = None,
         seeds: int | None = None,
+        strict: bool = True,
     ) -> Plan:
         """Return its runs at a scale, with further settings; results go into a folder, or :func:`results_of` the paper.
 
         The runs have the seeds of the file, the seeds 0 to ``seeds`` - 1, and all seeds in the archives of the paper.
+        Unless ``strict``, the further settings may be without an effect.
         """
         small = self.content.get("small", {}) if scale == "small" else {}
         table = {key: value for key, value in self.content.items() if key not in PARTS}
@@ -247,7 +249,7 @@ class Item:
                 table[part] = [_with(entry, shared | changed.get(entry["name"], {})) for entry in table[part]]
         # plan_of removes the settings of other methods from each row.
         reduced = common | ({"checkpoint-every": SELDOM} if scale == "full" else {})
-        return replace(plan_of(table, self.file, given or {}, str(output), reduced), collect=collect)
+        return replace(plan_of(table, self.file, given or {}, str(output), reduced, strict), collect=collect)
 
     def _claim(self, entry: Mapping[str, Any]) -> Claim:
         keys = entry.keys() if isinstance(entry, dict) else set()
