@@ -1,4 +1,4 @@
-"""Runs that are stopped, by whatever means, and go on as if they had not been."""
+"""Runs that are stopped in various ways and resume as if they had not been stopped."""
 
 import json
 import os
@@ -735,9 +735,9 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted(
     assert "round  8/12" in done.stdout
     assert "INFO" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    told = f"posy: stopped after round 9; go on with: posy run resume=cut output-dir={cut.parent}"
-    assert done.stderr.splitlines()[-1] == told
+    hint = f"posy: stopped after round 9; resume with: posy run resume=cut output-dir={cut.parent}"
+    assert done.stderr.splitlines()[-1] == hint
     assert reached(cut) == (9, 12)
-    assert cli.main(["run", *told.split()[-2:]]) == 0
+    assert cli.main(["run", *hint.split()[-2:]]) == 0
     assert_same_results(cut, whole)
     assert [entry["round"] for entry in yaml.safe_load((cut / "config.yaml").read_text())["resumed"]] == [4, 9]
