@@ -1,4 +1,4 @@
-"""A node that holds its own data: its name, what it says about its data, and a check that the data stays the same."""
+"""A node with local data: its name, the description of its data, and a check that the data does not change."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _RECORD = "site-data"
 
 
 def workspace_of(settings_json: str, context: Context) -> Workspace:
-    """Return this process's workspace for some settings and the data of this node."""
+    """Return this process's workspace for the settings and this node's data."""
     settings = from_json(settings_json)
     if settings.data.dataset != SITES:
         return workspace_for(settings, "")
@@ -24,7 +24,7 @@ def workspace_of(settings_json: str, context: Context) -> Workspace:
 
 
 def skips(node_config: Mapping[str, Any]) -> bool:
-    """Tell whether a node's config lets it go on without image files that cannot be read."""
+    """Return whether a node's config lets the node skip image files that it cannot read."""
     value = str(node_config.get("skip-unreadable", False)).lower()
     if value not in ("true", "false"):
         raise DataError(f"skip-unreadable = {value!r} in the node config: it must be true or false")
@@ -39,7 +39,10 @@ def identity(context: Context) -> dict[str, Any]:
 
 
 def describe(settings_json: str, context: Context) -> dict[str, Any]:
-    """Describe this node's data as far as the settings leave that open; :class:`DataError` if it cannot be used."""
+    """Describe the properties of this node's data that the settings do not fix.
+
+    Raises :class:`DataError` if the data cannot be used.
+    """
     settings = from_json(settings_json)
     path = data_path(str(context.node_config.get("data", "")))
     content = read_site(path, settings.data, skips(context.node_config))
@@ -48,7 +51,7 @@ def describe(settings_json: str, context: Context) -> dict[str, Any]:
 
 
 def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
-    """Return name, numbers of samples and findings of this node; its data must suit the run."""
+    """Return this node's name, numbers of samples and findings; its data must fit the run."""
     check_unchanged(workspace, context)
     part, dataset = workspace.partition, workspace.dataset
     answer = {
@@ -66,8 +69,8 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
 def check_unchanged(workspace: Workspace, context: Context) -> None:
     """Raise :class:`DataError` if the data has changed since the node's first message of this run.
 
-    With other samples, or in another order, the split would differ, and test samples would have been trained on.
+    Other samples, or another order, would change the split, so that the model has trained on test samples.
     """
     before = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
     if before["fingerprint"] != workspace.fingerprint:
-        raise DataError(f"{workspace.site}: the data has changed during the run; start a new one")
+        raise DataError(f"{workspace.site}: the data has changed during the run; start a new run")

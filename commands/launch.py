@@ -116,4 +116,4 @@ def _print_how_to_resume(how: str, run: Path | None) -> None:
         print(f"posy: {how} before the first checkpoint; results so far: {run or 'none'}", file=sys.stderr)
     elif how == "stopped" or finished < rounds:
         folder = [] if run.parent == Path(RunSettings.output_dir).absolute() else [f"output-dir={run.parent}"]
-        print(f"posy: {how} after round {finished}; go on with: {resume_command(run.name, *folder)}", file=sys.stderr)
+        print(f"posy: {how} after round {finished}; resume with: {resume_command(run.name, *folder)}", file=sys.stderr)

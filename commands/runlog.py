@@ -1,4 +1,4 @@
-"""The log of a run on a SuperLink as people see it: what Posy prints, warnings and errors; not Flower's own news."""
+"""The log of a run on a SuperLink for the user: Posy's output, warnings and errors, without Flower's INFO lines."""
 
 import re
 import shutil
@@ -14,9 +14,9 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OF_ERROR = re.compile(
     r"\s|$|Traceback \(|The above exception|During handling|[\w.]*(Error|Exception|Exit|Interrupt)(\(\w+\))?(:|$)"
 )
-"""Lines that belong to an error that has begun: those of its traceback, and the names of exceptions."""
+"""Lines that continue an error: its traceback and the names of exceptions."""
 _KNOWN = re.compile(r"^[\w.]+\.(SettingsError|DataError|NothingTrainedError|TrainingDivergedError): ", re.MULTILINE)
-"""An error whose message is shown elsewhere too: at the end of the run, or beside the replies that were dropped."""
+"""An error whose message is shown elsewhere too: at the end of the run, or with the dropped replies."""
 _NOISE = re.compile(
     r"Successfully installed |ERROR\s*: +Exit Code: 201$|An unhandled exception occurred in the ServerApp"
     r"|For more information, visit:|\S+/flwr/\S+\.py:\d+: \w*Warning: ",

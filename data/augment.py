@@ -13,16 +13,16 @@ from posy.settings import SettingsError
 Draw = Callable[[int, torch.Generator], Tensor]
 """Draws the random numbers of some images ``(B, k)``."""
 Change = Callable[[Tensor, Tensor], Tensor]
-"""Changes images by their random numbers."""
+"""Changes images according to their random numbers."""
 
-_SMALLEST = 0.9  # least fraction of the image's area that a crop keeps (FedDRM)
-_PAD = 4  # pixels around an image from which a crop of the image's size is cut (FedRep)
-_WIDEST = 4 / 3  # largest aspect ratio of a box in units of the image's, the inverse is the least
-_TRIES = 10  # boxes that are drawn until one fits into the image
+_SMALLEST = 0.9  # smallest fraction of the image's area in a crop (FedDRM)
+_PAD = 4  # padding around an image, in pixels, before a crop of the image's size (FedRep)
+_WIDEST = 4 / 3  # largest aspect ratio of a box relative to the image; the smallest is its inverse
+_TRIES = 10  # boxes drawn to find a box that fits into the image
 
 
 def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ...], name: str = "the data") -> None:
-    """Raise :class:`SettingsError` for an augmentation of samples that are not images, or that does not suit them.
+    """Raise :class:`SettingsError` if the samples are not images, or the transforms do not fit their shape.
 
     Parameters
     ----------
@@ -46,42 +46,42 @@ def check_augment(augment: str, transforms: str, kind: str, shape: tuple[int, ..
 
 
 def augmentation(augment: str, transforms: str, mean: Tensor, std: Tensor) -> tuple[Draw, Change] | None:
-    """Return how training images are changed, and the numbers drawn for it; None: they are taken as they are.
+    """Return the functions that draw random numbers and change training images; None without augmentation.
 
     Images are normalised by ``mean`` and ``std`` ``(C,)``.
     """
-    own = Transforms(transforms, mean, std) if transforms else None
-    if augment == "none" and own is None:
+    custom = Transforms(transforms, mean, std) if transforms else None
+    if augment == "none" and custom is None:
         return None
     draw, change = AUGMENTS.get(augment, (_draw_nothing, _as_they_are))
     black = -mean / std
 
     def drawn(count: int, generator: torch.Generator) -> Tensor:
         numbers = draw(count, generator)
-        if own is None:
+        if custom is None:
             return numbers
         return torch.cat([torch.rand(count, SEED_NUMBERS, generator=generator), numbers], dim=1)
 
     def changed(x: Tensor, numbers: Tensor) -> Tensor:
-        if own is None:
+        if custom is None:
             return change(x, numbers, black)
-        return own(change(x, numbers[:, SEED_NUMBERS:], black), numbers[:, :SEED_NUMBERS])
+        return custom(change(x, numbers[:, SEED_NUMBERS:], black), numbers[:, :SEED_NUMBERS])
 
     return drawn, changed
 
 
 def draw_boxes(count: int, generator: torch.Generator) -> Tensor:
-    """Draw boxes of 90 to 100 % of the images' area and of their aspect ratio, for :func:`crop`: ``(count, 4)``."""
-    size, *place = torch.rand(3, count, generator=generator)
+    """Draw boxes for :func:`crop` with 90 to 100 % of the images' area and their aspect ratio: ``(count, 4)``."""
+    size, *position = torch.rand(3, count, generator=generator)
     side = _side(size)
-    return torch.stack([side, side, *place], dim=1)
+    return torch.stack([side, side, *position], dim=1)
 
 
 def draw_resized_boxes(count: int, generator: torch.Generator) -> Tensor:
     """Draw boxes ``(count, 4)`` as torchvision's RandomResizedCrop does, which FedDRM's program uses.
 
-    Area and logarithm of the aspect ratio are uniform, the latter between those of 3:4 and 4:3. Of ten boxes the first
-    that fits into the image is taken; where none does, the whole image.
+    The area is uniform, and so is the logarithm of the aspect ratio, which is between 3:4 and 4:3. The function draws
+    ten boxes and takes the first that fits into the image. If no box fits, it takes the full image.
     """
     size, ratio = torch.rand(2, count, _TRIES, generator=generator)
     stretch = torch.exp((ratio - 0.5) * math.log(_WIDEST))  # the square root of the aspect ratio
@@ -93,12 +93,12 @@ def draw_resized_boxes(count: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_places(count: int, generator: torch.Generator) -> Tensor:
-    """Draw the numbers in [0, 1) that :func:`crop_and_flip` takes: ``(count, 3)``."""
+    """Draw numbers in [0, 1) for :func:`crop_and_flip`: ``(count, 3)``."""
     return torch.rand(3, count, generator=generator).T
 
 
 def draw_sides(count: int, generator: torch.Generator) -> Tensor:
-    """Draw the numbers in [0, 1) that :func:`flip` takes: ``(count, 1)``."""
+    """Draw numbers in [0, 1) for :func:`flip`: ``(count, 1)``."""
     return torch.rand(count, 1, generator=generator)
 
 
@@ -110,42 +110,49 @@ def crop(x: Tensor, boxes: Tensor) -> Tensor:
     x : Tensor, (B, C, H, W)
         Images, floats.
     boxes : Tensor, (B, 4)
-        Width and height in units of the image's; then where the box lies, 0 left and at the top, 1 right and at the
-        bottom. It lies inside the image.
+        Width and height as fractions of the image, then the horizontal and vertical position of the box: 0 is left or
+        top, 1 is right or bottom. Every box is inside the image.
 
     Returns
     -------
     Tensor, (B, C, H, W)
-        In channels_last; resampled bilinearly.
+        Bilinearly resampled images in channels_last format.
     """
-    side, place = boxes[:, :2].to(x.dtype), boxes[:, 2:].to(x.dtype)
+    side, position = boxes[:, :2].to(x.dtype), boxes[:, 2:].to(x.dtype)
     theta = torch.zeros(len(x), 2, 3, dtype=x.dtype, device=x.device)
     theta[:, 0, 0], theta[:, 1, 1] = side[:, 0], side[:, 1]
-    theta[:, :, 2] = (2 * place - 1) * (1 - side)
+    theta[:, :, 2] = (2 * position - 1) * (1 - side)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
     cropped = functional.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
     return cropped.contiguous(memory_format=torch.channels_last)
 
 
 def crop_and_flip(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
-    """Cut from each image, with 4 black pixels around it, a random box of its own size, and mirror half of them.
+    """Pad each image with 4 black pixels, crop a random box of the image's size, and mirror half of the images.
 
-    Black is what a pixel of value 0 is after normalisation, ``(C,)``. Images are as for :func:`crop`;
-    numbers ``(B, 3)`` tell where the box lies from the top and from the left, and, below one half, that it is mirrored.
+    Parameters
+    ----------
+    x : Tensor, (B, C, H, W)
+        Images, floats.
+    numbers : Tensor, (B, 3)
+        Vertical and horizontal position of the box in [0, 1). A third number below one half mirrors the image.
+    black : Tensor, (C,)
+        Pixel of value 0 after normalisation.
     """
     height, width = x.shape[2:]
     padded = black.view(1, 1, 1, -1).expand(len(x), height + 2 * _PAD, width + 2 * _PAD, -1).clone()
     padded[:, _PAD:-_PAD, _PAD:-_PAD] = x.permute(0, 2, 3, 1)
-    top, left, side = numbers.T
-    rows = (top * (2 * _PAD + 1)).long()[:, None] + torch.arange(height, device=x.device)
+    vertical, horizontal, side = numbers.T
+    rows = (vertical * (2 * _PAD + 1)).long()[:, None] + torch.arange(height, device=x.device)
     columns = torch.arange(width, device=x.device).expand(len(x), -1)
-    columns = torch.where(side[:, None] < 0.5, columns.flip(1), columns) + (left * (2 * _PAD + 1)).long()[:, None]
+    columns = torch.where(side[:, None] < 0.5, columns.flip(1), columns)
+    columns = columns + (horizontal * (2 * _PAD + 1)).long()[:, None]
     image = torch.arange(len(x), device=x.device)[:, None, None]
     return padded[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def flip(x: Tensor, numbers: Tensor) -> Tensor:
-    """Mirror the images ``(B, C, H, W)`` whose number ``(B, 1)`` is below one half, left to right."""
+    """Mirror the images ``(B, C, H, W)`` with a number ``(B, 1)`` below one half from left to right."""
     return torch.where(numbers[:, :, None, None] < 0.5, x.flip(3), x)
 
 
@@ -158,7 +165,7 @@ def _as_they_are(x: Tensor, numbers: Tensor, black: Tensor) -> Tensor:
 
 
 def _side(size: Tensor) -> Tensor:
-    """Return the square root of an area of 90 to 100 %, of numbers in [0, 1)."""
+    """Map numbers in [0, 1) to areas of 90 to 100 % and return their square roots."""
     return (_SMALLEST + (1 - _SMALLEST) * size).sqrt()
 
 
@@ -168,4 +175,4 @@ AUGMENTS: dict[str, tuple[Draw, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "crop-flip": (draw_places, crop_and_flip),
     "flip": (draw_sides, lambda x, numbers, black: flip(x, numbers)),
 }
-"""What draws the random numbers of each augmentation, and what it does with them and with black."""
+"""Maps each augmentation to the function that draws its numbers and the function that applies them."""

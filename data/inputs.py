@@ -1,4 +1,4 @@
-"""From what a person has (an image, a text, a row of numbers) to what a network takes, as in its training."""
+"""Preprocessing of a user's image, text or row of numbers into the input of a network, as in its training."""
 
 import json
 from collections.abc import Mapping
@@ -22,21 +22,21 @@ from posy.data.values import as_features
 
 
 def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tensor:
-    """Return samples as a network takes them: images ``(n, C, H, W)``, features or tokens.
+    """Return samples in a network's input form: images ``(n, C, H, W)``, features or tokens.
 
     Parameters
     ----------
     x : torch.Tensor
-        Samples as :class:`posy.data.dataset.Dataset` holds them, in memory that may be written to.
+        Samples as :class:`posy.data.dataset.Dataset` holds them, in writable memory.
     kind : str
-        That of the task.
+        Kind of the task.
     mean, std : numpy.ndarray
-        As in the data set.
+        Mean and standard deviation of the data set.
     """
     if kind == "text":
         return x
     centre, width = torch.from_numpy(mean).to(x.device), torch.from_numpy(std).to(x.device)
-    if kind == "features":  # rounded last: what tells samples apart may be small in a value
+    if kind == "features":  # rounded last: samples may differ only in the last digits of a value
         return x.double().sub_(centre).div_(width).float()
     scale = 255.0 if x.dtype == torch.uint8 else 1.0
     return x.float().sub_(centre * scale).div_(width * scale).permute(0, 3, 1, 2)
@@ -44,7 +44,7 @@ def normalised(x: Tensor, kind: str, mean: np.ndarray, std: np.ndarray) -> Tenso
 
 @dataclass(frozen=True, eq=False)
 class Preprocessing:
-    """What is done to a sample before a network sees it; the attributes are those of a data set."""
+    """Preprocessing of a sample for a network; the attributes have the same names as in a data set."""
 
     task: Task
     sample_kind: str
@@ -55,18 +55,18 @@ class Preprocessing:
 
     @classmethod
     def of(cls, dataset: Dataset) -> Self:
-        """Return what was done to the samples of a data set."""
+        """Return the preprocessing of a data set's samples."""
         return cls(dataset.task, dataset.sample_kind, dataset.mean, dataset.std, dataset.words, dataset.columns)
 
     def to_json(self) -> str:
-        """Return it as JSON; :meth:`from_json` reads it, to the last bit of each number."""
+        """Return the preprocessing as JSON; :meth:`from_json` restores each number exactly."""
         task = {"shape": self.task.input_shape, "classes": self.task.class_names, "vocabulary": self.task.vocabulary}
         scale = {"mean": self.mean.tolist(), "std": self.std.tolist(), "type": str(self.mean.dtype)}
         return json.dumps({"kind": self.sample_kind, **task, **scale, "words": self.words, "columns": self.columns})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` has written; another text raises ValueError, KeyError or TypeError."""
+        """Read the JSON that :meth:`to_json` returns; another text raises ValueError, KeyError or TypeError."""
         stored = json.loads(text)
         kind, classes = stored["kind"], tuple(stored["classes"])
         task = Task(TASK_KINDS[kind], tuple(stored["shape"]), classes, stored["vocabulary"])
@@ -74,24 +74,24 @@ class Preprocessing:
         return cls(task, kind, mean, std, tuple(stored["words"]), tuple(stored["columns"]))
 
     def __call__(self, sample: Any) -> Tensor:
-        """Return a sample as a network takes it, ``(1, *input_shape)``.
+        """Return a sample in the network's input form, ``(1, *input_shape)``.
 
         Parameters
         ----------
         sample
-            Of images a path, a PIL image, or pixels ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)``; a text, or the path of
-            one; features ``(F,)``, or a mapping that has them by name; tokens ``(L,)``.
+            An image: a path, a PIL image, or pixels ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)``. A text, or the path of
+            a text file. Features ``(F,)``, or a mapping from their names to values. Tokens ``(L,)``.
 
         Raises
         ------
         DataError
-            If it is nothing of the kind that the network was trained on.
+            If the sample is not of the kind that the network was trained on.
         """
         read = {"image": self._pixels, "features": self._features, "text": self._tokens}[self.task.kind]
         return normalised(torch.from_numpy(np.array(read(sample)[None])), self.task.kind, self.mean, self.std)
 
     def describe(self) -> str:
-        """Return what a sample must be, for messages."""
+        """Describe a valid sample, for messages."""
         shape = self.task.input_shape
         if self.task.kind == "image":
             how = "" if self.sample_kind == "image" else " as arrays of floating-point pixels"
@@ -101,43 +101,43 @@ class Preprocessing:
             return f"rows of {shape[0]} numbers{names}"
         return "texts" if self.sample_kind == "text" else f"at most {shape[0]} tokens, numbers of words"
 
-    def _refused(self, found: str) -> DataError:
-        return DataError(f"{found}; the model takes {self.describe()}")
+    def _refused(self, description: str) -> DataError:
+        return DataError(f"{description}; the model takes {self.describe()}")
 
     def _pixels(self, sample: Any) -> np.ndarray:
         channels, height, width = self.task.input_shape
         if isinstance(sample, str | Path | Image.Image):
             if self.sample_kind != "image":
-                raise self._refused("an image does not tell the scale of its pixels")
+                raise self._refused("an image does not define the scale of its pixels")
             if channels not in MODES:
-                raise self._refused(f"an image file is brought to 1 or 3 channels, not to {channels}")
+                raise self._refused(f"an image file can be converted to 1 or 3 channels, not to {channels}")
             if isinstance(sample, Image.Image):
                 return pixels_of(sample, (width, height), MODES[channels])
             pixels: np.ndarray = read_images([Path(sample)], (width, height), MODES[channels])[0]
             return pixels
         array = self._numbers(sample)
         if array.ndim not in (2, 3):
-            raise self._refused(_found(array))
+            raise self._refused(_describe_shape(array))
         if (array.dtype.kind == "f") != (self.sample_kind == "image-float"):
-            raise self._refused(f"pixels of type {array.dtype}" + self._whole())
-        found: np.ndarray = as_images(array[None], "the array")[0]
-        if found.shape != (height, width, channels):
-            raise self._refused(_found(array))
-        return found
+            raise self._refused(f"pixels of type {array.dtype}" + self._expected_range())
+        image: np.ndarray = as_images(array[None], "the array")[0]
+        if image.shape != (height, width, channels):
+            raise self._refused(_describe_shape(array))
+        return image
 
-    def _whole(self) -> str:
+    def _expected_range(self) -> str:
         return ", not whole numbers from 0 to 255" if self.sample_kind == "image" else ""
 
     def _features(self, sample: Any) -> np.ndarray:
         if isinstance(sample, Mapping):
             if not self.columns:
-                raise self._refused("features by name, which the run does not know")
+                raise self._refused("features by name, but the run has not recorded their names")
             if missing := [name for name in self.columns if name not in sample]:
                 raise self._refused(f"no {', '.join(missing[:5])}{', …' * (len(missing) > 5)} in the row")
             sample = [sample[name] for name in self.columns]
         array = self._numbers(sample)
         if array.shape != self.task.input_shape:
-            raise self._refused(_found(array))
+            raise self._refused(_describe_shape(array))
         return as_features(array.astype(np.float64)[None], "the row")[0][0]
 
     def _tokens(self, sample: Any) -> np.ndarray:
@@ -147,7 +147,7 @@ class Preprocessing:
                 try:
                     sample = sample.read_text(encoding="utf-8")
                 except (OSError, UnicodeDecodeError) as error:
-                    raise self._refused(f"{sample}: not a text that can be read ({error})") from error
+                    raise self._refused(f"{sample}: not a readable text file ({error})") from error
             if not isinstance(sample, str):
                 raise self._refused(f"a sample of type {type(sample).__name__}")
             if self.words:
@@ -156,23 +156,23 @@ class Preprocessing:
             return hashes
         array = self._numbers(sample)
         if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) > length:
-            raise self._refused(f"{_found(array)} and type {array.dtype}")
+            raise self._refused(f"{_describe_shape(array)} and type {array.dtype}")
         if len(array) and not (array.min() >= 0 and array.max() < self.task.vocabulary):
             raise self._refused(f"tokens from {array.min()} to {array.max()} of {self.task.vocabulary}")
         return np.pad(array.astype(np.int64), (0, length - len(array)))
 
     def _numbers(self, sample: Any) -> np.ndarray:
-        """Return numbers in whatever is like an array."""
+        """Return the numbers of an array-like sample."""
         if isinstance(sample, str | Path | Image.Image):
             raise self._refused("an image" if isinstance(sample, Image.Image) else f"{str(sample)!r:.80}")
         try:
             array = np.asarray(sample)
         except (TypeError, ValueError) as error:
-            raise self._refused(f"no array ({error})") from error
+            raise self._refused(f"not an array of numbers ({error})") from error
         if array.dtype.kind not in "biuf":
             raise self._refused(f"a sample of type {type(sample).__name__}")
         return array
 
 
-def _found(array: np.ndarray) -> str:
+def _describe_shape(array: np.ndarray) -> str:
     return f"an array of shape {shape_text(array.shape)}" if array.ndim else "a single number"

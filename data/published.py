@@ -1,4 +1,4 @@
-"""The published data sets: one table to look up and to add to. It is read without importing NumPy."""
+"""The table of published data sets. Importing this module does not import NumPy."""
 
 import string
 from dataclasses import dataclass
@@ -37,16 +37,16 @@ DIGITS = tuple(string.digits)
 
 @dataclass(frozen=True)
 class Published:
-    """A published data set; one with names of classes is read from ``<name>.npz`` instead, if that is there."""
+    """A published data set; if it has class names and ``<name>.npz`` exists, Posy reads this file instead."""
 
     about: str
     classes: tuple[str, ...] = ()  # names in the order of the labels
     shape: tuple[int, int, int] | None = None  # (H, W, C) of its images; None: any
-    words: int | None = None  # length of its texts; None: as of people's own texts
-    torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and the folder where that keeps it
+    words: int | None = None  # words per text unless `text-length` is set; None: the default of custom texts
+    torchvision: tuple[str, str] | None = None  # class in torchvision.datasets, and its download folder
     reader: str = "read_torchvision"  # function in posy.data.read_published
-    has_test_set: bool = True  # whether a form of it comes with a test set
-    where: str = ""  # what to put where, below the data directory; empty: an .npz, or what torchvision has there
+    has_test_set: bool = True  # whether any of its forms includes a test set
+    where: str = ""  # files needed in the data directory; empty: an .npz file or torchvision's folder
 
     @property
     def kind(self) -> str:
@@ -55,7 +55,7 @@ class Published:
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """Return a row for each data set: name, what it holds, what to put where, whether it downloads."""
+    """Return a row for each data set: name, content, files needed in the data directory, whether it downloads."""
     rows = []
     for name, s in DATASETS.items():
         folder = s.torchvision[1] if s.torchvision else ""

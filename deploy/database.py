@@ -1,8 +1,8 @@
-"""What the SuperLink's process uses of the internals of Flower 1.39, to lose nothing and to write less.
+"""Changes to the internals of Flower 1.39's SuperLink, so that it loses no message and writes less to its database.
 
-Flower's SuperLink writes to its database some two hundred times for each message of a round. SQLite has one lock and
-no queue for it: with many nodes a call fails, and the message that it was about is lost. :func:`improve` changes that,
-each saving for itself. Where Flower has no longer what a saving needs, it is left out, with a line in the log.
+Flower's SuperLink writes to its database about two hundred times for each message of a round. SQLite has one lock for
+writers and no queue. With many nodes a call fails, and its message is lost. :func:`improve` applies a list of
+independent changes, the savings. If Flower lacks a name that a saving needs, Posy skips the saving and logs a warning.
 """
 
 import contextlib
@@ -53,31 +53,31 @@ else:
     Base = object
 
 TURN_SECONDS = 60.0
-"""Seconds that a writer waits for its turn before its call is answered with `try again`."""
+"""Seconds that a writer waits for its turn before its call fails with `try again`."""
 STEP_SECONDS = 2.0
-"""Seconds by which the wall clock may move against the monotonic one between two looks, without this being a step."""
+"""Seconds by which the wall clock may drift from the monotonic clock between two checks before this is a step."""
 TROUBLE_SECONDS = 1.0
 """Seconds of failing writes after which heartbeats may be missing. A node pauses for up to 20 s after failed calls, so
-a short failure can use up the 30 s in which it must be heard."""
+a short failure can use up the 30 s in which the node must send a heartbeat."""
 KEPT_SECONDS = 1.0
-"""Seconds for which an answer of the database may be used again, and between two looks after what may wait."""
+"""Seconds for which an answer of the database may be reused, and seconds between two runs of the upkeep."""
 KEY_SECONDS = 60.0
-"""Seconds for which it is known whose a key is."""
+"""Seconds for which the node of a public key may be reused."""
 START_SECONDS = 300.0
-"""Seconds that the process of a ServerApp may take until it reports."""
+"""Seconds that the process of a ServerApp may take until its first report."""
 MOST_TIMES = 3
-"""Number of times that a message is handed out again to a node that does not confirm it."""
+"""Number of times that a message is resent to a node that does not confirm it."""
 AGAIN = "The database is busy, locked or full, try again."
 
 T = TypeVar("T")
 
 
 class TryAgainError(Exception):
-    """What a caller should ask again for."""
+    """A call failed for now, and its caller should retry it."""
 
 
 def can_be_retried(error: BaseException) -> bool:
-    """Tell whether a call that has ended with this error may succeed if it is made again."""
+    """Return whether a call that failed with this error may succeed if it is retried."""
     if isinstance(error, (TryAgainError, sqlalchemy.exc.TimeoutError)):
         return True
     origin = error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else error
@@ -96,23 +96,24 @@ _WRITES_TASKS = re.compile(r'\b(?:UPDATE|INTO|FROM)\s+"?task\b')
 
 
 class Turns:
-    """Lets the connections of this process write to a database one after the other; readers wait for nobody.
+    """Serialises the writes of this process's connections to each database; readers do not wait.
 
-    A connection has its turn from its first writing statement until it is back in its pool, so that a failed call
-    gives it back too. The statement is part of a transaction, even one that begins with ``WITH``, for which Python's
-    sqlite3 begins none: the claim of a message must not outlive an error later in the same call.
+    A connection has its turn from its first writing statement until it returns to its pool, so that a failed call
+    releases the turn too. Every INSERT, UPDATE, DELETE or REPLACE is part of a transaction. Python's sqlite3 begins no
+    transaction for a statement that starts with ``WITH``, so this class begins it. An error later in a call then also
+    reverts the claim of a message.
     """
 
     def __init__(self) -> None:
         self._locks: dict[str, threading.Lock] = {}
         self._failing: float | None = None
         self.gap = False
-        """Whether a time is over in which nothing could be written; whoever has made up for it says so here."""
+        """Whether writes have resumed after a failure; the state resets it after it has extended all deadlines."""
         self.on_tasks: list[Callable[[], None]] = []
-        """Called when a transaction that has changed tasks is over."""
+        """Functions to call after a transaction that has changed tasks."""
 
     def install(self, engine: Engine | type[Engine] = Engine) -> None:
-        """Have all databases of this process written to in turns, or one engine's."""
+        """Serialise the writes to all databases of this process, or to the database of one engine."""
         event.listen(engine, "before_cursor_execute", self._before)
         event.listen(engine, "commit", self._on_commit)
         event.listen(engine, "handle_error", self._on_error)
@@ -120,7 +121,7 @@ class Turns:
             event.listen(engine.pool if isinstance(engine, Engine) else Pool, name, self._after)
 
     def failing(self) -> bool:
-        """Tell whether no write has come through for long, though some were tried."""
+        """Return whether writes have failed for more than :data:`TROUBLE_SECONDS` without a success."""
         return self._failing is not None and time.monotonic() - self._failing > TROUBLE_SECONDS
 
     def _before(self, connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
@@ -160,20 +161,20 @@ class Turns:
 TURNS = Turns()
 
 
-# -- errors that can be retried are retried by the other side ---------------------------------------------
+# -- callers retry the errors that can be retried ----------------------------------------------------------
 
 
 class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Answers calls of nodes that may succeed later with UNAVAILABLE: Flower's nodes make such a call again.
+    """Answers a node's call that may succeed later with UNAVAILABLE, so that Flower's node retries it.
 
-    So it is with a call whose timestamp the SuperLink does not accept since a clock was set, except the first of a
-    node: Flower would refuse it too, but in words that end the node.
+    A call may also fail because a clock was set and the SuperLink rejects its timestamp. Flower's answer would end the
+    node, so the interceptor answers UNAVAILABLE, except for the first call of a node.
     """
 
     def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Any], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the handler of a call, wrapped."""
+        """Wrap the handler of a call."""
         handler = continuation(details)
         first = details.method.endswith("/ActivateNode")
 
@@ -183,7 +184,7 @@ class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
             except Exception as error:
                 if not can_be_retried(error):
                     raise
-                log(WARNING, "posy: %s is to be tried again: %s", details.method.rpartition("/")[2], _first_line(error))
+                log(WARNING, "posy: the node must retry %s: %s", details.method.rpartition("/")[2], _first_line(error))
                 return context.abort(grpc.StatusCode.UNAVAILABLE, AGAIN)
 
         if handler is None or handler.unary_unary is None:
@@ -192,7 +193,7 @@ class AskAgain(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Context:
-    """The context of a call in which an old timestamp is no reason to end the node."""
+    """The context of a call in which an old timestamp does not end the node."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:
         self._context = context
@@ -202,16 +203,16 @@ class _Context:
 
     def abort(self, code: grpc.StatusCode, details: str) -> Any:
         if code is grpc.StatusCode.UNAUTHENTICATED and details == "Invalid timestamp":
-            log(WARNING, "posy: a node is to try again: its clock and this one's differ by more than Flower allows")
+            log(WARNING, "posy: a node must retry a call: its clock and the SuperLink's differ too much for Flower")
             code = grpc.StatusCode.UNAVAILABLE
         return self._context.abort(code, details)
 
 
 def _ask_again(request: Request, error: Exception) -> JSONResponse:
-    """Answer a ServerApp, or whoever else talks HTTP, with 503, after which Flower makes the call again."""
+    """Answer a ServerApp or another HTTP caller with 503, so that Flower retries the call."""
     if not can_be_retried(error):
         raise error
-    log(WARNING, "posy: %s is to be tried again: %s", request.url.path, _first_line(error))
+    log(WARNING, "posy: the caller must retry %s: %s", request.url.path, _first_line(error))
     return JSONResponse({"detail": AGAIN}, status_code=503)
 
 
@@ -241,29 +242,29 @@ def _retry_errors() -> None:
 
 
 def _quiet() -> None:
-    """Leave calls of which each message needs several out of the log, if they succeed."""
+    """Do not log successful calls that each message makes several times."""
     logging = importlib.import_module("flwr.supercore.http_logging")
     calls = ("push-object", "pull-object", "push-messages", "pull-messages", "confirm-message-received")
     vars(logging)["ROUTINE_ACCESS_PATHS"] = logging.ROUTINE_ACCESS_PATHS | {f"/v1/runtime/{call}" for call in calls}
 
 
 def _whole_calls() -> None:
-    """Make a call that claims messages, or ends a run, one transaction: it is done, or can be made again."""
+    """Make a call that claims messages or ends a run one transaction, so that the caller can retry a failed call."""
 
-    def whole(handler: Callable[..., T]) -> Callable[..., T]:
+    def in_transaction(handler: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(handler)
-        def call(request: Any, state: Any, *rest: Any, **named: Any) -> T:
+        def call(request: Any, state: Any, *args: Any, **named: Any) -> T:
             if not isinstance(state, sql_linkstate.SqlLinkState):
-                return handler(request, state, *rest, **named)
+                return handler(request, state, *args, **named)
             with state.session():
-                return handler(request, state, *rest, **named)
+                return handler(request, state, *args, **named)
 
         return call
 
     for name, handlers in _WHOLE.items():
         module = importlib.import_module(name)
         for handler in handlers:
-            setattr(module, handler, whole(getattr(module, handler)))
+            setattr(module, handler, in_transaction(getattr(module, handler)))
 
 
 _WHOLE = {
@@ -276,11 +277,11 @@ _WHOLE = {
 }
 
 
-# -- what the SuperLink keeps, and where ------------------------------------------------------------------
+# -- the state of the SuperLink ---------------------------------------------------------------------------
 
 
 class Kept:
-    """Answers of the database that may be used again for some seconds, unless something has changed."""
+    """Answers of the database that may be reused for some seconds, until a change clears them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -289,7 +290,7 @@ class Kept:
         self._lock = threading.Lock()
 
     def get(self, key: Any, read: Callable[[], T]) -> T:
-        """Return the answer for a key, read anew if need be. An answer that is empty is not kept."""
+        """Return the stored answer for a key, or read and store it; an empty answer is not stored."""
         with self._lock:
             at, answer = self._answers.get(key, (-math.inf, None))
             changes = self._changes
@@ -298,19 +299,19 @@ class Kept:
         at, answer = time.monotonic(), read()
         if answer:
             with self._lock:
-                if changes == self._changes:  # else it may be older than the change
+                if changes == self._changes:  # otherwise the answer may be older than the change
                     self._answers[key] = at, answer
         return answer
 
     def forget(self) -> None:
-        """Forget all answers."""
+        """Clear all answers."""
         with self._lock:
             self._changes += 1
             self._answers.clear()
 
 
 class _EachSecond(Base):
-    """Does in a thread, once a second, what need not be done in every call."""
+    """Runs deferred upkeep in a thread once a second."""
 
     def initialize(self, log_queries: bool = False) -> list[str]:
         tables = super().initialize(log_queries)
@@ -332,10 +333,11 @@ class _EachSecond(Base):
 
 
 class _Deadlines(_EachSecond):
-    """Declares runs and nodes dead only by a clock and a database that were in order.
+    """Declares runs and nodes dead only while the clock and the database are reliable.
 
-    When the clock was set, when nothing could be written for a while, and when the SuperLink begins, all that were
-    alive count as just seen: who is dead is found out one patience later. Until this is written, callers ask again.
+    Deadlines are in doubt when the SuperLink starts, when the clock was set, and when writes have failed. The upkeep
+    then extends the deadlines of all live nodes and runs by one patience, after which a dead one is detected.
+    Until the extension is written, callers retry.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -376,7 +378,7 @@ class _Deadlines(_EachSecond):
             session.execute(running)
 
     def _cleanup_expired_task_tokens(self) -> None:
-        """Leave it to the thread."""
+        """Do nothing; the upkeep thread cleans up."""
 
     def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
         if not self._doubtful():
@@ -390,22 +392,22 @@ class _Deadlines(_EachSecond):
 
     def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
         if self._doubtful():
-            raise TryAgainError("whether nodes are alive is not known yet")
+            raise TryAgainError("the deadlines of the nodes are not reliable yet")
         return super().get_message_res(message_ids, run_id)
 
-    def _or_again(self, found: T) -> T:
-        if not found and self._doubtful():
-            raise TryAgainError("whether the run is alive is not known yet")
-        return found
+    def _or_again(self, answer: T) -> T:
+        if not answer and self._doubtful():
+            raise TryAgainError("the deadline of the run is not reliable yet")
+        return answer
 
 
 def _difference() -> float:
-    """Return the wall clock's seconds less the monotonic one's: it changes when the clock is set, or after a sleep."""
+    """Return wall clock minus monotonic clock in seconds; it changes when the clock is set or the machine sleeps."""
     return time.time() - time.monotonic()
 
 
 class _Traffic(_EachSecond):
-    """Adds up a second's bytes and seconds of a run before they are written."""
+    """Sums the bytes and seconds of a run in memory and writes them once a second."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -414,7 +416,7 @@ class _Traffic(_EachSecond):
 
     def store_traffic(self, run_id: int, *, bytes_sent: int, bytes_recv: int) -> None:
         if min(bytes_sent, bytes_recv) < 0 or bytes_sent == bytes_recv == 0:
-            super().store_traffic(run_id, bytes_sent=bytes_sent, bytes_recv=bytes_recv)  # which refuses it
+            super().store_traffic(run_id, bytes_sent=bytes_sent, bytes_recv=bytes_recv)  # raises the error
         self._add(run_id, _Sums(bytes_sent, bytes_recv))
 
     def add_clientapp_runtime(self, run_id: int, runtime: float) -> None:
@@ -442,16 +444,16 @@ class _Traffic(_EachSecond):
         with self._sums_lock:
             written = dict(self._sums)
         for run_id, sums in written.items():
-            with contextlib.suppress(ValueError), self.session():  # of a run that is no more
+            with contextlib.suppress(ValueError), self.session():  # the run was deleted
                 if sums.sent or sums.received:
                     super().store_traffic(run_id, bytes_sent=sums.sent, bytes_recv=sums.received)
                 if sums.seconds:
                     super().add_clientapp_runtime(run_id, sums.seconds)
             with self._sums_lock:
-                if (left := self._sums[run_id] - sums) == _Sums():
+                if (unwritten := self._sums[run_id] - sums) == _Sums():
                     del self._sums[run_id]
                 else:
-                    self._sums[run_id] = left
+                    self._sums[run_id] = unwritten
 
 
 @dataclass(frozen=True)
@@ -468,7 +470,7 @@ class _Sums:
 
 
 class _Keys(Base):
-    """Looks up a node's key once a minute, not in each of its calls; only :meth:`delete_node` changes whose it is."""
+    """Looks up the node of a key once a minute, not in each call; only :meth:`delete_node` changes the answer."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -483,7 +485,7 @@ class _Keys(Base):
 
 
 class _Tasks(Base):
-    """Reads what state a run is in once a second, or when a task has changed, not in each call about it."""
+    """Reads the state of a run once a second, or after a task has changed, not in each call."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -499,7 +501,7 @@ class _Tasks(Base):
 
 
 class _Claims(Base):
-    """Looks for messages before it claims them: most nodes, and most ServerApps, ask in vain."""
+    """Looks for messages before it claims them, because most polls of nodes and ServerApps find none."""
 
     def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
         message = linkstate_models.MessageIns
@@ -516,7 +518,7 @@ class _Claims(Base):
             return super().get_message_ins(node_id, limit, run_id=run_id)
 
     def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
-        """Return nothing only if all is well with all messages, and none has a reply yet."""
+        """Return the replies; claim none if all messages are valid, all nodes are online, and no reply is waiting."""
         message, reply, node = linkstate_models.MessageIns, linkstate_models.MessageRes, linkstate_models.Node
         time_now = now().timestamp()
         well = select(func.count()).select_from(message).join(node, node.node_id == message.dst_node_id)
@@ -535,10 +537,10 @@ class _Claims(Base):
 
 
 class _Unreceived(Base):
-    """Hands out again what has not arrived.
+    """Resends messages that have not arrived.
 
-    A node or ServerApp confirms a message when it has all its objects, which are deleted then, and works on it only
-    after that. Whoever asks again while a message for it is there and not confirmed has not received it.
+    A node or ServerApp confirms a message when it has all objects of the message. Flower then deletes the objects, and
+    the receiver starts to work. A receiver that polls before it has confirmed its message has not received it.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -554,7 +556,7 @@ class _Unreceived(Base):
         for number, message in list(handed.items()):
             if self._is_lacked(number):
                 self._times[number] = self._times.get(number, 0) + 1
-                log(WARNING, "posy: node %s has not received message %s, which is handed out again", node_id, number)
+                log(WARNING, "posy: node %s has not received message %s; the SuperLink sends it again", node_id, number)
                 return [message]
             handed.pop(number, None)
             self._times.pop(number, None)
@@ -582,16 +584,17 @@ class _Unreceived(Base):
 
 
 def _is_claimed(state: Base, number: str) -> bool:
-    """Tell whether a message is there and claimed; a call that claimed it may have failed since."""
-    found = state.get_valid_message_ins(number)
-    return found is not None and found["delivered_at"] != ""
+    """Return whether a message exists and is claimed; the claim is reverted if its call failed."""
+    row = state.get_valid_message_ins(number)
+    return row is not None and row["delivered_at"] != ""
 
 
 class _Objects(_EachSecond):
-    """Keeps in memory which objects of messages are to come, as the objects themselves.
+    """Keeps the objects of messages in memory, and the list of objects that are still to arrive.
 
-    What is on its way dies with the SuperLink, and is sent again by the ServerApp. A message or reply is handed out
-    when it is whole: who is given one before waits for the rest of it, a ServerApp meanwhile for no other node.
+    The messages in transit are lost when the SuperLink ends, and the ServerApp sends them again. A message or reply is
+    delivered when all its objects have arrived. Otherwise its receiver would wait for the missing objects, and a
+    ServerApp would not poll the other nodes meanwhile.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -601,32 +604,34 @@ class _Objects(_EachSecond):
         self._lock_object_push_sessions = threading.RLock()
         self._overdue: set[str] = set()
         self._kept: dict[int | str, list[Message]] = {}
-        """What was claimed and may not be whole yet: messages by their node, replies by the id of their message."""
+        """Claimed messages by node, and claimed replies by the id of their message; objects may be missing."""
 
     def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
-        kept = self._whole(node_id, limit=limit)
-        claimed = [message for message in kept if _is_claimed(self, message.metadata.message_id)]
-        return claimed or self._whole(node_id, super().get_message_ins(node_id, limit, run_id=run_id), limit)
+        complete = self._take_complete(node_id, limit=limit)
+        claimed = [message for message in complete if _is_claimed(self, message.metadata.message_id)]
+        return claimed or self._take_complete(node_id, super().get_message_ins(node_id, limit, run_id=run_id), limit)
 
     def get_message_res(self, message_ids: set[str], run_id: int) -> list[Message]:
-        whole = [reply for number in message_ids for reply in self._whole(number)]
+        complete = [reply for number in message_ids for reply in self._take_complete(number)]
         for reply in super().get_message_res(message_ids - self._kept.keys(), run_id):
-            whole += self._whole(reply.metadata.reply_to_message_id, [reply])
-        return whole
+            complete += self._take_complete(reply.metadata.reply_to_message_id, [reply])
+        return complete
 
-    def _whole(self, key: int | str, new: Sequence[Message] = (), limit: int | None = None) -> list[Message]:
-        """Return so many messages that are whole, of those kept under a key and of new ones; keep the others."""
+    def _take_complete(self, key: int | str, new: Sequence[Message] = (), limit: int | None = None) -> list[Message]:
+        """Return at most ``limit`` complete messages, stored under a key or new, and store the other messages."""
         with self._lock_object_push_sessions:
-            kept = [message for message in self._kept.pop(key, ()) if message.metadata.message_id in self.object_store]
-            whole: list[Message] = []
-            parts: list[Message] = []
-            for message in (*kept, *new):
-                (parts if self._lacks_objects(message.metadata.message_id) else whole).append(message)
+            stored = [
+                message for message in self._kept.pop(key, ()) if message.metadata.message_id in self.object_store
+            ]
+            complete: list[Message] = []
+            waiting: list[Message] = []
+            for message in (*stored, *new):
+                (waiting if self._lacks_objects(message.metadata.message_id) else complete).append(message)
             if limit is not None:
-                parts, whole = parts + whole[limit:], whole[:limit]
-            if parts:
-                self._kept[key] = parts
-            return whole
+                waiting, complete = waiting + complete[limit:], complete[:limit]
+            if waiting:
+                self._kept[key] = waiting
+            return complete
 
     def _lacks_objects(self, number: str) -> bool:
         session = self._object_push_sessions.get(self._object_push_session_by_root.get(number, ""))
@@ -643,7 +648,7 @@ class _Objects(_EachSecond):
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
         stored = _Memory.store_object(self, run_id, session_id, object_id, object_content)
-        # Whoever has missed the first answer sends it again.
+        # A sender that has missed the first answer sends the object again.
         return stored or bool(self.object_store.get(object_id))
 
     def get_object(self, run_id: int, object_id: str) -> bytes | None:
@@ -653,7 +658,7 @@ class _Objects(_EachSecond):
         _Memory._cleanup_push_session(self, session_id, cleanup_messages=cleanup_messages)
 
     def _on_push_session_expired(self, message_object_ids: set[str]) -> None:
-        """Delete their messages later: who holds the lock of the sessions must not wait for a turn to write."""
+        """Delete the messages later, because the holder of the session lock may not wait for a turn to write."""
         self._overdue |= message_object_ids
 
     def _jobs(self) -> Iterator[Callable[[], None]]:
@@ -662,7 +667,7 @@ class _Objects(_EachSecond):
         yield self._delete_overdue
 
     def _end_sessions(self) -> None:
-        """Give up what lacks objects of which none has come for long: nobody asks for them, which would end it."""
+        """End expired sessions, because Flower ends a session only in a call for one of its objects."""
         with self._lock_object_push_sessions:
             for number, session in list(self._object_push_sessions.items()):
                 if session.expires_at <= now():
@@ -676,22 +681,22 @@ class _Objects(_EachSecond):
 
 
 class _Apps(Base):
-    """The code of a run, installed before a ServerApp asks for it: two that start together do not do so at once."""
+    """Installs the code of a run before a ServerApp receives it, so that two ServerApps do not install it at once."""
 
     def get_fab(self, fab_hash: str) -> "Fab | None":
         if fab := super().get_fab(fab_hash):
             try:
                 install_whole(fab)
             except (OSError, ValueError, click.ClickException, zipfile.BadZipFile) as error:
-                log(ERROR, "posy: the code %s is left for Flower to install: %s", fab_hash, error)
+                log(ERROR, "posy: Flower must install the code %s itself: %s", fab_hash, error)
         return fab
 
 
 class _Starts(Base):
-    """Starts no more ServerApps at once than there are cores; a further one waits until one of them runs.
+    """Starts at most as many ServerApps at once as the machine has cores; the next one waits until one of them runs.
 
-    Flower starts all that wait at once, and again each that has not reported after 30 seconds: with a dozen runs on a
-    busy machine that is soon so many processes that none reports in time.
+    Flower starts all waiting ServerApps at once. It restarts each ServerApp that has not reported after 30 seconds.
+    With a dozen runs on a busy machine, the processes soon become too many for any to report in time.
     """
 
     def claim_task(self, task_id: int) -> str | None:
@@ -715,28 +720,28 @@ def _objects_in_memory() -> None:
     vars(loader)["ObjectStoreFactory"] = lambda database: factory(core_constant.FLWR_IN_MEMORY_DB_NAME)
 
 
-# -- what all this needs ----------------------------------------------------------------------------------
+# -- the savings and the names of Flower that they use -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Something that is done in another way than Flower's."""
+    """A change of Flower's SuperLink."""
 
     name: str
     needs: Mapping[str, str | None]
-    """The names of Flower that it uses, as ``module:name``, with the parameters of functions."""
+    """The names of Flower that the saving uses, as ``module:name``, with the parameters of functions."""
     state: type | None = None
-    """What it changes of the SuperLink's state."""
+    """The mix-in class for the SuperLink's state."""
     use: Callable[[], object] = lambda: None
 
 
 def improve() -> None:
-    """Let a SuperLink that is started in this process after this write less, and lose nothing."""
+    """Apply the savings, before the SuperLink of this process starts, so that it writes less and loses no message."""
     TURNS.install()
     kinds = []
     for saving in SAVINGS:
         if missing := lacking(saving.needs):
-            log(WARNING, "posy: in Flower %s %s: the SuperLink goes without %s", flwr.__version__, missing, saving.name)
+            log(WARNING, "posy: in Flower %s %s: the SuperLink runs without %s", flwr.__version__, missing, saving.name)
             continue
         saving.use()
         kinds += [saving.state] if saving.state else []
@@ -744,22 +749,22 @@ def improve() -> None:
 
 
 def improved(*kinds: type) -> type[sql_linkstate.SqlLinkState]:
-    """Return the class of a SuperLink's state with some changes to it."""
+    """Return the class of a SuperLink's state with the mix-in classes ``kinds``."""
     return type("LinkState", (*kinds, sql_linkstate.SqlLinkState), {})
 
 
 def lacking(needs: Mapping[str, str | None]) -> str:
-    """Return what of these names Flower lacks or has in another form, in words; nothing if all is there."""
+    """Describe the first name that Flower lacks or that has other parameters; empty if Flower has all names."""
     for path, parameters in needs.items():
         module, _, name = path.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            value: Any = importlib.import_module(module)
             for part in name.split("."):
-                found = getattr(found, part)
+                value = getattr(value, part)
         except (ImportError, AttributeError):
-            return f"there is no {path}"
-        if parameters is not None and (given := " ".join(inspect.signature(found).parameters)) != parameters:
-            return f"{path} takes ({given}), not ({parameters})"
+            return f"{path} is missing"
+        if parameters is not None and (actual := " ".join(inspect.signature(value).parameters)) != parameters:
+            return f"{path} takes ({actual}), not ({parameters})"
     return ""
 
 
@@ -785,7 +790,7 @@ _PUSH_SESSIONS = {
 }
 SAVINGS = (
     Saving(
-        "errors that the other side retries",
+        "errors that the caller retries",
         {
             "flwr.superlink.cli.flower_superlink:_run_fleet_api_grpc_rere": (
                 "address state_factory objectstore_factory enable_supernode_auth certificates interceptors"
@@ -801,7 +806,7 @@ SAVINGS = (
         use=_whole_calls,
     ),
     Saving(
-        "messages handed out again that have not arrived",
+        "resending of messages that have not arrived",
         {
             f"{_STATE}.get_message_ins": "self node_id limit run_id",
             f"{_STATE}.get_message_res": "self message_ids run_id",
@@ -829,7 +834,7 @@ SAVINGS = (
         _objects_in_memory,
     ),
     Saving(
-        "code that is installed as a whole",
+        "code installed in advance",
         {
             f"{_STATE}.get_fab": "self fab_hash",
             "flwr.cli.install:install_from_fab": "fab_file install_dir skip_prompt",
@@ -887,7 +892,7 @@ SAVINGS = (
         _Traffic,
     ),
     Saving(
-        "deadlines that survive a clock that is set, and a look at them once a second",
+        "deadlines that survive a change of the clock, checked once a second",
         {
             **_SECOND,
             f"{_STATE}._cleanup_expired_task_tokens": "self",

@@ -41,15 +41,15 @@ class InProcessGrid(OwnGrid):
             for node in range(1, num_clients + 1)
         }
         self._replies: dict[str, Message] = {}
-        self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # as no other grid's
+        self._ids = map(f"{uuid4()}-{{}}".format, itertools.count(1))  # unique among grids
         self._engine: Engine | None = None
         self.states: StateStore | None = None
-        """Where the clients' states are kept; None: each call says it."""
+        """Store of the clients' states; None: each call names its store."""
         self.trusting = True
-        """Whether the server says where its clients write: they are of one process."""
+        """Whether the server chooses the folders of its clients, because they share its process."""
 
     def end(self) -> None:
-        """End what trains the clients, until the next messages come."""
+        """End the engine that trains the clients; the next messages start a new engine."""
         if self._engine is not None:
             self._engine.end()
             self._engine = None
@@ -59,17 +59,17 @@ class InProcessGrid(OwnGrid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Let the clients answer the messages at once; replies wait to be pulled."""
+        """Run the clients on the messages at once; the replies wait until the server pulls them."""
         pushed = list(messages)
         self._replies |= {m.metadata.reply_to_message_id: m for m in self._answers(pushed, float("inf"))}
         return [message.metadata.message_id for message in pushed]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to some messages."""
+        """Return the replies to the messages with these ids."""
         return [self._replies.pop(i) for i in message_ids if i in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Let the clients answer and return the replies; after ``timeout`` seconds no further client is asked."""
+        """Run the clients and return their replies; after ``timeout`` seconds no further client starts."""
         return self._answers(list(messages), time.monotonic() + timeout if timeout is not None else float("inf"))
 
     def _answers(self, messages: Sequence[Message], end: float) -> list[Message]:
@@ -81,31 +81,31 @@ class InProcessGrid(OwnGrid):
                 continue
             try:
                 received = self._receive(message)
-            except Exception as error:  # whatever a client raises is its reply, as on a real node
+            except Exception as error:  # a client's exception becomes its reply, as on a real node
                 received = _failure(message, error)
             if isinstance(received, Call):
                 calls[number] = received
             else:
                 replies[number] = received
-        numbers, asked = list(calls), list(calls.values())
+        numbers, pending = list(calls), list(calls.values())
 
-        def finish(place: int, result: Any) -> None:
+        def finish(index: int, result: Any) -> None:
             try:
-                reply = asked[place].close(result)
+                reply = pending[index].close(result)
             except Exception as error:
-                reply = _failure(asked[place].message, error)
-            replies[numbers[place]] = reply
+                reply = _failure(pending[index].message, error)
+            replies[numbers[index]] = reply
 
-        if asked:
-            if self._engine is None or self._engine.workspace is not asked[0].workspace:
-                self._engine = Engine(asked[0].workspace)
-            self._engine.run(asked, finish, end)
+        if pending:
+            if self._engine is None or self._engine.workspace is not pending[0].workspace:
+                self._engine = Engine(pending[0].workspace)
+            self._engine.run(pending, finish, end)
         for reply in replies.values():
             reply.metadata.__dict__["_message_id"] = next(self._ids)
         return [replies[number] for number in sorted(replies)]
 
     def _receive(self, message: Message) -> Message | Call:
-        """Return the reply to a message, or the work that it asks for."""
+        """Return the reply to a message, or the call that it requests."""
         context = self._contexts[message.metadata.dst_node_id]
         if message.metadata.message_type == MessageType.QUERY:
             return client_app(message, context)
@@ -113,7 +113,7 @@ class InProcessGrid(OwnGrid):
 
 
 def _failure(message: Message, error: Exception) -> Message:
-    """Return an exception of a client as a reply; log it unless its message is for the user.
+    """Return a client's exception as a reply; log it unless its message is for the user.
 
     The server logs the reason of every dropped reply.
     """

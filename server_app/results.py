@@ -1,4 +1,4 @@
-"""What a run leaves behind: a directory in which everything is on disk after each round, so that it survives a kill."""
+"""The results of a run: a directory that is complete on disk after each round, so that it survives a kill."""
 
 import csv
 import dataclasses
@@ -32,14 +32,14 @@ from posy.yaml12 import dump
 Status = Literal["running", "completed", "stopped", "failed", "diverged"]
 
 POINTS = ("served", "local")
-"""Evaluation points: the model that a client is served, and the one that it has after its training."""
+"""Evaluation points: the model that a client is served, and its local model after its training."""
 MEASURES = ("train_loss", "served_accuracy", "served_loss", "local_accuracy", "local_loss")
-"""Columns of the clients that a round sums up over them."""
+"""Client columns that each round summarises over the clients."""
 VALIDATION, TRAINING = (
     tuple(f"{point}_{split}_{measure}" for point in POINTS for measure in ("accuracy", "loss"))
     for split in ("validation", "training")
 )
-"""Further ones, where there are validation splits, and where ``evaluate-training`` asks for them."""
+"""Further client columns: those for validation splits, and the ones that ``evaluate-training`` adds."""
 CLIENT_COLUMNS = (
     *("round", "partition", "n_train", "n_test", *MEASURES[1:], *VALIDATION, *TRAINING, "train_loss"),
     *("chosen", "bytes_up", "bytes_down", "site"),
@@ -50,32 +50,32 @@ GROWING = ("rounds.jsonl", "clients.csv")
 
 @dataclass
 class Totals:
-    """What the finished rounds of a run add up to; a checkpoint holds it under the names of the fields."""
+    """Totals over the finished rounds of a run; a checkpoint stores them under the names of the fields."""
 
     trained: bool = False
     """Whether any client's training has been accepted."""
     asked: int = 0
     evaluated: int = 0
-    """Evaluations that were asked for, and those that were accepted."""
+    """Numbers of evaluations that the server requested and that it accepted."""
     worst_loss: float = 0.0
     """Highest mean training loss of a round."""
     bytes_up: int = 0
     bytes_down: int = 0
     samples: int = 0
-    """Samples that clients have trained on, as often as they have."""
+    """Training samples that the clients have processed, counted once per pass."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Reasons of the dropped replies."""
+    """Number of dropped replies for each reason."""
     delivery: Counter[str] = field(default_factory=Counter)
-    """Messages sent again, and late replies."""
+    """Numbers of resent messages and of late replies."""
     missing: list[int] = field(default_factory=list)
     """Clients that were missing in the last evaluation."""
     accuracy: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
     loss: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """At each of :data:`POINTS`, in the order of the rounds; rounds without an evaluation are left out."""
+    """Evaluations at each of :data:`POINTS`, in the order of the rounds, without rounds that were not evaluated."""
     validation: list[list[Evaluation]] = field(default_factory=lambda: [[], []])
-    """The accuracy on the validation splits, likewise."""
+    """Accuracy on the validation splits, in the same form."""
     system: list[tuple[int, float]] = field(default_factory=list)
-    """Rounds with their system accuracy, where it was found before the end."""
+    """System accuracy of the rounds in which it was computed, as pairs of round and value."""
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The last row of each client."""
     last_round: list[int] = field(default_factory=list)
@@ -83,39 +83,39 @@ class Totals:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """Return what :meth:`as_json` has written, which may stand among other keys."""
+        """Read the totals from the keys that :meth:`as_json` returns; ``stored`` may contain other keys."""
         keys = {f.name: key_of(f.name) for f in dataclasses.fields(cls)}
         # Checkpoints of earlier versions have no system accuracy of single rounds.
-        found = cls(**{name: stored[key] for name, key in keys.items() if name != "system" or key in stored})
-        found.dropped, found.delivery = Counter(found.dropped), Counter(found.delivery)
-        found.accuracy, found.loss, found.validation = (
+        totals = cls(**{name: stored[key] for name, key in keys.items() if name != "system" or key in stored})
+        totals.dropped, totals.delivery = Counter(totals.dropped), Counter(totals.delivery)
+        totals.accuracy, totals.loss, totals.validation = (
             [[Evaluation(*evaluation) for evaluation in evaluations] for evaluations in points]
-            for points in (found.accuracy, found.loss, found.validation)
+            for points in (totals.accuracy, totals.loss, totals.validation)
         )
-        found.clients = {int(client): row for client, row in found.clients.items()}
-        return found
+        totals.clients = {int(client): row for client, row in totals.clients.items()}
+        return totals
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it under the keys of a checkpoint."""
+        """Return all fields under the keys of a checkpoint."""
         return {key_of(f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add(self, record: RoundRecord, *, evaluated: bool) -> dict[str, Spread | None]:
-        """Add a round that was to be evaluated or not; return the spread of each of :data:`MEASURES` over the clients.
+        """Add a round and return the spread of each of :data:`MEASURES` over the clients.
 
-        Where no client has a measure, None stands in its place; those of :data:`VALIDATION` and :data:`TRAINING`
-        are left out then.
+        A measure that no client reports is None. A measure of :data:`VALIDATION` or :data:`TRAINING` that no client
+        reports has no entry. ``evaluated`` says whether an evaluation was due in the round.
         """
-        rows = dict(sorted(record.clients.items()))  # sums must not depend on who answered first
+        rows = dict(sorted(record.clients.items()))  # the order of the replies may not change the sums
         over_clients = {measure: spread_of(rows.values(), measure) for measure in MEASURES}
-        over_clients |= {m: found for m in (*VALIDATION, *TRAINING) if (found := spread_of(rows.values(), m))}
+        over_clients |= {m: values for m in (*VALIDATION, *TRAINING) if (values := spread_of(rows.values(), m))}
         for name, points in (
             ("accuracy", self.accuracy),
             ("loss", self.loss),
             ("validation_accuracy", self.validation),
         ):
             for point, evaluations in zip(POINTS, points, strict=True):
-                if found := over_clients.get(f"{point}_{name}"):
-                    evaluations.append(Evaluation(record.number, found, len(record.missing)))
+                if values := over_clients.get(f"{point}_{name}"):
+                    evaluations.append(Evaluation(record.number, values, len(record.missing)))
         if trained := over_clients["train_loss"]:
             self.trained, self.worst_loss = True, max(self.worst_loss, trained["mean"])
         if evaluated:
@@ -131,11 +131,11 @@ class Totals:
         return over_clients
 
     def summary(self, average_rounds: int = 0) -> dict[str, Any]:
-        """Return the totals that the summary of a run holds.
+        """Return the totals for the summary of a run.
 
-        ``best`` is the round that is best on the validation splits; the highest accuracy on the test splits is an
-        upper bound, for it was chosen on what it is measured by. With ``average_rounds`` there is the mean over the
-        evaluations of so many last rounds as ``average``.
+        ``best`` is the round with the highest accuracy on the validation splits. ``upper-bound`` is the highest
+        accuracy on the test splits, which selects the round on test data. If ``average_rounds`` is not 0, ``average``
+        is the mean over the evaluations of the last ``average_rounds`` rounds.
         """
         accuracy: dict[str, Any] = {
             point: {
@@ -148,19 +148,19 @@ class Totals:
         if average_rounds:
             for point, evaluations in zip(POINTS, self.accuracy, strict=True):
                 accuracy[point]["average"] = over_rounds(evaluations, average_rounds)
-            found = [value for number, value in self.system if number > self.system[-1][0] - average_rounds]
-            if found:
-                mean, deviation = float(np.mean(found)), float(np.std(found))
-                system = {"evaluations": len(found), "mean": mean, "deviation": deviation}
+            last = [value for number, value in self.system if number > self.system[-1][0] - average_rounds]
+            if last:
+                mean, deviation = float(np.mean(last)), float(np.std(last))
+                system = {"evaluations": len(last), "mean": mean, "deviation": deviation}
                 accuracy["system-accuracy-average"] = system
-        own = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down, "samples": self.samples}
-        return {**own, **accuracy, "dropped": self.dropped, **self.delivery, "missing": self.missing}
+        sums = {"bytes-up": self.bytes_up, "bytes-down": self.bytes_down, "samples": self.samples}
+        return {**sums, **accuracy, "dropped": self.dropped, **self.delivery, "missing": self.missing}
 
 
 class RunDirectory:
-    """The directory of one run, which exists, locked as long as the run goes on. Its id is no other run's.
+    """The existing directory of one run, locked until the run ends, with the unique id of the run.
 
-    Raises :class:`SettingsError` if a process is still at work in it.
+    Raises :class:`SettingsError` if a process still uses it.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
@@ -168,21 +168,23 @@ class RunDirectory:
         self.columns: tuple[str, ...] = CLIENT_COLUMNS
         """Columns of ``clients.csv``."""
         self.grown: dict[str, list[tuple[int, int]]] = {name: [] for name in GROWING}
-        """Size and checksum, after every round, of each file that grows."""
+        """Size and checksum of each file in :data:`GROWING` after every round."""
         self.models, self.figures = path / "models", path / "figures"
         self.state, self.checkpoints = path / "state", path / "checkpoints"
         try:
             self._lock = lock(path)
         except BlockingIOError:
-            raise SettingsError(f"resume = {path.name!r}: a process is still at work in {path}") from None
+            raise SettingsError(
+                f"resume = {path.name!r}: a process still uses {path}; wait for it or stop it"
+            ) from None
         self.models.mkdir(exist_ok=True)
         self.figures.mkdir(exist_ok=True)
 
     @classmethod
     def create(cls, output_dir: Path, run_name: str) -> Self:
-        """Make the directory of a new run, in one that is created if need be; to a name that exists -2, -3, … is added.
+        """Create the directory of a new run, and ``output_dir`` if it does not exist; append -2, -3, … to a used name.
 
-        Raises :class:`SettingsError` if the name is not that of a folder, or the directory cannot be created.
+        Raises :class:`SettingsError` if the name is not a valid folder name, or the directory cannot be created.
         """
         if not is_folder_name(run_name):
             raise SettingsError(
@@ -194,22 +196,22 @@ class RunDirectory:
             for number in count(1):
                 path = output_dir.absolute() / (run_name if number == 1 else f"{run_name}-{number}")
                 with suppress(FileExistsError):
-                    path.mkdir()  # also settles which of two runs started at once gets the name
+                    path.mkdir()  # of two runs that start at once, only one creates the directory
                     break
             return cls(path, secrets.token_hex(4))
         except OSError as error:
             raise SettingsError(
-                f"output-dir = {str(output_dir)!r}: it must be a directory that can be written to ({error})"
+                f"output-dir = {str(output_dir)!r}: it must be a writable directory ({error})"
             ) from error
 
     def release(self) -> None:
-        """Give up the lock: the run goes on no longer."""
+        """Release the lock at the end of the run."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def write_config(self, settings: Mapping[str, Any], gpu: str | None = None, **more: Any) -> None:
-        """Write ``config.yaml``: every setting, the versions, the machine with its GPU, and what is ``more``."""
+        """Write ``config.yaml``: every setting, the versions, the machine with its GPU, and the entries of ``more``."""
         content = {
             "settings": settings,
             "seed": settings.get("seed"),
@@ -221,7 +223,7 @@ class RunDirectory:
         self._write("config.yaml", dump(plain(content)))
 
     def write_partition(self, counts: npt.ArrayLike, class_names: Sequence[str]) -> None:
-        """Write ``partition.csv``: the samples of each class on each client, ``counts`` ``(M, C)``."""
+        """Write ``partition.csv``: the number of samples of each class on each client, ``counts`` ``(M, C)``."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["client", *class_names])
@@ -229,7 +231,7 @@ class RunDirectory:
         self._write("partition.csv", text.getvalue())
 
     def write_summary(self, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Write ``summary.json`` in place of the one before, and return what it holds."""
+        """Replace ``summary.json`` and return its content."""
         content: dict[str, Any] = plain(summary)
         self._write("summary.json", json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
         return content
@@ -238,11 +240,11 @@ class RunDirectory:
         replace(self.path / name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def append_round(self, row: Mapping[str, Any]) -> None:
-        """Append one round to ``rounds.jsonl``: a JSON object a line; NaN and infinity become null."""
+        """Append one round to ``rounds.jsonl`` as a line with a JSON object; NaN and infinity become null."""
         self._append("rounds.jsonl", json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n")
 
     def append_clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the clients of a round to ``clients.csv``; what is missing, None or NaN stays empty."""
+        """Append the clients of a round to ``clients.csv``; a missing value, None or NaN becomes an empty cell."""
         text = io.StringIO()
         writer = csv.DictWriter(text, self.columns, restval="", lineterminator="\n")
         if not any(size for size, _ in self.grown["clients.csv"][-1:]):
@@ -258,34 +260,34 @@ class RunDirectory:
         self.grown[name].append((size + len(content), zlib.crc32(content, checksum)))
 
     def sync(self) -> None:
-        """Wait until the disk has the files that grow by each round."""
+        """Flush the files in :data:`GROWING` to the disk."""
         for name in GROWING:
             sync(self.path / name)
 
     def cut_back(self, grown: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Cut the files that grow by each round back to the rounds in ``grown``.
+        """Truncate the files in :data:`GROWING` to the rounds in ``grown``.
 
-        If a file does not hold what was written, the rounds before the damage are kept, and a warning names the others.
+        If a file differs from its checksums, Posy keeps the rounds before the damage and warns about the others.
         """
         for name in GROWING:
             path, rounds = self.path / name, grown[name]
             content = path.read_bytes() if path.is_file() else b""
-            whole = [(0, 0)]
+            intact = [(0, 0)]
             for end, expected in rounds:
-                size, checksum = whole[-1]
+                size, checksum = intact[-1]
                 if end > len(content) or zlib.crc32(content[size:end], checksum) != expected:
-                    lost = f"rounds {len(whole)} to {len(rounds)}"
-                    log(WARNING, "%s is lost or damaged: it has no rows of %s any more", path, lost)
+                    lost = f"rounds {len(intact)} to {len(rounds)}"
+                    log(WARNING, "%s is lost or damaged: its rows of %s are lost", path, lost)
                     break
-                whole.append((end, expected))
+                intact.append((end, expected))
             path.touch()
-            os.truncate(path, whole[-1][0])
-            # A round without rows ends where the one before it did.
-            self.grown[name] = (whole + [whole[-1]] * len(rounds))[1 : len(rounds) + 1]
+            os.truncate(path, intact[-1][0])
+            # A round without rows has the same end as the round before it.
+            self.grown[name] = (intact + [intact[-1]] * len(rounds))[1 : len(rounds) + 1]
 
 
 def spread_of(rows: Iterable[Mapping[str, Any]], column: str) -> Spread | None:
-    """Sum up a column over the clients that have it, weighted by their training samples."""
+    """Return the spread of a column over the clients that have it, weighted by their training samples."""
     having = [row for row in rows if column in row]
     return spread([row[column] for row in having], [row["n_train"] for row in having])
 
@@ -299,7 +301,7 @@ def _flat(evaluation: Evaluation | None) -> dict[str, Any] | None:
 def cpu_model() -> str:
     """Return the name of this machine's processor."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        match = None
+    return match[1].strip() if match else platform.processor() or platform.machine()

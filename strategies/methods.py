@@ -1,4 +1,4 @@
-"""The methods by name: where their settings and strategies are found."""
+"""The registry of methods: it maps a name to settings and strategy."""
 
 from importlib import import_module
 from types import ModuleType
@@ -49,30 +49,30 @@ METHODS = {
     "fedas": "FedAS",
     "fedcp": "FedCP",
 }
-"""Name in the settings, and the word that the names of the method's classes begin with."""
+"""Maps the name of a method in the settings to the prefix of its class names."""
 
 
 def check_method(method: str, where: str = "") -> None:
-    """Raise :class:`SettingsError` for a method that does not exist, naming what is meant, or all.
+    """Raise :class:`SettingsError` for an unknown method, with the most similar name or a list of all methods.
 
-    One of people's own, ``file:Name``, is looked for when it is loaded.
+    A custom method, ``file:Name``, is checked when Posy loads it.
     """
     if method in METHODS or is_own(method):
         return
     near = nearest(method, METHODS)
-    all_of_them = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
-    hint = f"did you mean {near}? (`posy methods` lists all)" if near else all_of_them
+    allowed = f"it must be one of {', '.join(METHODS)}, or file:Name of your own"
+    hint = f"did you mean {near}? (`posy methods` lists all)" if near else allowed
     raise SettingsError(f"method = {shown(method)}" + (f" {at(where)}" if where else "") + f": {hint}")
 
 
 def settings_class(method: str) -> Any:
-    """Return the frozen dataclass with a method's own settings, and with what its server and clients agree on."""
+    """Return the frozen dataclass of a method's settings, which also declares what its server and clients share."""
     check_method(method)
     return _own_settings(method) if is_own(method) else getattr(_module(method), f"{METHODS[method]}Settings")
 
 
 def strategy_class(method: str) -> Any:
-    """Return the Flower strategy of a method: its own, or the one that all share, which is FedAvg."""
+    """Return the Flower strategy of a method; a method without one uses the shared strategy, FedAvg."""
     from posy.strategies.base import PersonalisedStrategy  # noqa: PLC0415 - the names of the methods need no PyTorch
 
     check_method(method)
@@ -82,31 +82,31 @@ def strategy_class(method: str) -> Any:
 
 
 def own_class(method: str, end: str, base: type[T]) -> type[T]:
-    """Return the class of a method of people's own whose name ends on something, else the base of all such classes.
+    """Return the class of a custom method with a suffix in its name, or the base class if its file has none.
 
     Raises
     ------
     SettingsError
-        If the file cannot be imported, or its class is no subclass of the base.
+        If Posy cannot import the file, or its class does not inherit from the base class.
     """
     name = method.rpartition(":")[2] + end
-    found = getattr(module_of(method, "method"), name, base)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    custom_class = getattr(module_of(method, "method"), name, base)
+    if not (isinstance(custom_class, type) and issubclass(custom_class, base)):
         raise SettingsError(f"method = {shown(method)}: {name} must be a subclass of {base.__name__}")
-    return found
+    return custom_class
 
 
 def _own_settings(method: str) -> Any:
-    """Return the declaration of a method of people's own, or say what is wrong with it."""
-    what, word = f"method = {shown(method)}", word_of(method)
+    """Return the settings class of a custom method; raise :class:`SettingsError` if it is missing or unusable."""
+    prefix, word = f"method = {shown(method)}", word_of(method)
     name = method.rpartition(":")[2] + "Settings"
-    found = own_class(method, "Settings", MethodSettings)
-    if found is MethodSettings:
-        held = ", ".join(key for key, value in vars(module_of(method, "method")).items() if isinstance(value, type))
-        raise SettingsError(f"{what}: its file must declare {name}, a subclass of MethodSettings; it holds {held}")
+    declared = own_class(method, "Settings", MethodSettings)
+    if declared is MethodSettings:
+        classes = ", ".join(key for key, value in vars(module_of(method, "method")).items() if isinstance(value, type))
+        raise SettingsError(f"{prefix}: its file must declare {name}, a subclass of MethodSettings; it holds {classes}")
     if word in METHODS:
-        raise SettingsError(f"{what}: {word} is a method of Posy's; give yours another name")
-    return found
+        raise SettingsError(f"{prefix}: {word} is a method of Posy's; give yours another name")
+    return declared
 
 
 def _module(method: str) -> ModuleType:

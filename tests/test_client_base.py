@@ -1,4 +1,4 @@
-"""What all clients share: predictors and ensembles, scores, state between rounds, replies, stored models."""
+"""The shared part of all clients: predictors and ensembles, scores, state between rounds, replies, stored models."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def drive(client: PersonalClient, steps: Steps[Any]) -> Any:
 
 
 def logits(client: PersonalClient, flat: Tensor, split: str = "test") -> Tensor:
-    """Return the outputs of a model built anew, not of the resident one."""
+    """Return the outputs of a new model, not of the resident model."""
     module = client.architecture.build().eval()
     module.load_state_dict(client.layout.views(flat))
     with torch.no_grad():
@@ -58,17 +58,17 @@ def members(client: PersonalClient, *coefficients: float) -> list[Member]:
 
 def test_one_model_predicts_its_log_probabilities(make_client: MakeClient) -> None:
     client = make_client("fedavg")
-    own = members(client, 0.0)  # a single member's coefficient does not matter
-    predicted = drive(client, client.predict(Predictor(own), "test"))
-    assert torch.allclose(predicted, logits(client, own[0].parameters).log_softmax(1), atol=1e-5)
+    ensemble = members(client, 0.0)  # a single member's coefficient does not matter
+    predicted = drive(client, client.predict(Predictor(ensemble), "test"))
+    assert torch.allclose(predicted, logits(client, ensemble[0].parameters).log_softmax(1), atol=1e-5)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_an_ensemble_is_the_mean_of_probabilities_by_coefficient(make_client: MakeClient, split: str) -> None:
     client = make_client("fedavg")
-    own = members(client, 3.0, 0.0, 1.0)
-    predicted = drive(client, client.predict(Predictor(own), split)).exp()
-    p = [logits(client, m.parameters, split).softmax(1) for m in own]
+    ensemble = members(client, 3.0, 0.0, 1.0)
+    predicted = drive(client, client.predict(Predictor(ensemble), split)).exp()
+    p = [logits(client, m.parameters, split).softmax(1) for m in ensemble]
     assert torch.allclose(predicted, 0.75 * p[0] + 0.25 * p[2], atol=1e-5)
     assert torch.allclose(predicted.sum(1), torch.ones(len(predicted)), atol=1e-5)
 
@@ -79,19 +79,19 @@ def test_an_ensemble_of_log_probabilities_is_their_geometric_mean(
 ) -> None:
     """Π_t p_t^(β_t / Σ |β|), divided by its sum over the classes."""
     client = make_client("fedavg")
-    own = members(client, *coefficients)
-    predicted = drive(client, client.predict(Predictor(own, logarithms=True), "test")).exp()
-    shares = np.array(coefficients) if any(coefficients) else np.ones(len(own))
-    p = [logits(client, m.parameters).softmax(1).numpy() for m in own]
+    ensemble = members(client, *coefficients)
+    predicted = drive(client, client.predict(Predictor(ensemble, logarithms=True), "test")).exp()
+    shares = np.array(coefficients) if any(coefficients) else np.ones(len(ensemble))
+    p = [logits(client, m.parameters).softmax(1).numpy() for m in ensemble]
     product = np.prod([q ** (b / np.abs(shares).sum()) for q, b in zip(p, shares, strict=True)], axis=0)
     np.testing.assert_allclose(predicted, product / product.sum(axis=1, keepdims=True), rtol=1e-4)
 
 
 def test_members_without_any_coefficient_count_alike(make_client: MakeClient) -> None:
     client = make_client("fedavg")
-    own = members(client, 0.0, 0.0)
-    predicted = drive(client, client.predict(Predictor(own), "test")).exp()
-    p = [logits(client, m.parameters).softmax(1) for m in own]
+    ensemble = members(client, 0.0, 0.0)
+    predicted = drive(client, client.predict(Predictor(ensemble), "test")).exp()
+    p = [logits(client, m.parameters).softmax(1) for m in ensemble]
     assert torch.allclose(predicted, (p[0] + p[1]) / 2, atol=1e-5)
 
 
@@ -101,17 +101,17 @@ def test_negative_coefficients_choose_the_class_with_the_largest_sum(
 ) -> None:
     """The ensemble's answer is argmax of sum_t beta_t p_t, whatever the signs."""
     client = make_client("fedavg")
-    own = members(client, *coefficients)
-    predicted = drive(client, client.predict(Predictor(own), "train"))
-    total = torch.stack([m.coefficient * logits(client, m.parameters, "train").softmax(1) for m in own]).sum(0)
+    ensemble = members(client, *coefficients)
+    predicted = drive(client, client.predict(Predictor(ensemble), "train"))
+    total = torch.stack([m.coefficient * logits(client, m.parameters, "train").softmax(1) for m in ensemble]).sum(0)
     assert torch.equal(predicted.argmax(1), total.argmax(1))
     assert torch.isfinite(predicted).all()
 
 
 def test_confident_members_that_agree_on_no_class_have_a_finite_loss(make_client: MakeClient) -> None:
     client = make_client("fedavg")
-    own = [Member(m.parameters * 1e5, m.architecture, 1.0) for m in members(client, 1.0, 1.0)]
-    predicted = drive(client, client.predict(Predictor(own), "test"))
+    ensemble = [Member(m.parameters * 1e5, m.architecture, 1.0) for m in members(client, 1.0, 1.0)]
+    predicted = drive(client, client.predict(Predictor(ensemble), "test"))
     assert math.isfinite(scores(predicted, client.data.y_test)[0])
 
 
@@ -224,7 +224,7 @@ def test_scores_are_left_out_where_not_asked_for(make_client: MakeClient) -> Non
 def test_a_client_with_one_sample_trains_and_is_not_scored(
     method: str, make_client: MakeClient, make_strategy: Callable[..., Any]
 ) -> None:
-    """Accuracy over no test samples would be 0 / 0."""
+    """Without test samples, the accuracy would be 0 / 0."""
     settings = {"model": "mlp", "num_server_rounds": 8}
     client, strategy = make_client(method, 3, **settings), make_strategy(method, **settings)
     config = {**TRAIN, **strategy.train_config(1, 3), "evaluate-personal": True}
@@ -288,7 +288,7 @@ def test_divergence_is_an_error_and_changes_no_state(make_client: MakeClient) ->
 
 
 class NoLoss(PersonalClient):
-    """A client whose method reports a loss that is none."""
+    """A client whose method reports a loss that is not a number."""
 
     def local_round(self, received: list[Tensor], config: Config) -> Steps[Result]:
         yield Train(received[0])
@@ -296,8 +296,8 @@ class NoLoss(PersonalClient):
 
 
 def test_a_loss_that_is_no_number_is_not_reported(make_client: MakeClient) -> None:
-    good = make_client("fedavg")
-    client = NoLoss(2, good.workspace, State())
+    regular = make_client("fedavg")
+    client = NoLoss(2, regular.workspace, State())
     with pytest.raises(ArithmeticError, match="the training loss is nan"):
         client.fit([initial(client)], TRAIN)
 
@@ -322,19 +322,19 @@ def test_a_client_that_has_not_trained_stores_what_it_is_served(make_client: Mak
     client = make_client("fedavg", 2)
     config = {"server-round": 1, "save-models-to": str(tmp_path)}
     client.evaluate([initial(client)], {**config, "evaluate-personal": False})
-    assert not list(tmp_path.glob("client-*"))  # it has stored its local model already
+    assert not list(tmp_path.glob("client-*"))  # the client has already stored its local model
     client.evaluate([initial(client)], {**config, "evaluate-personal": True})
     assert np.array_equal(client.layout.flatten(load_arrays(tmp_path / "client-2.safetensors")), initial(client))
 
 
 def test_an_ensemble_is_stored_with_its_coefficients(make_client: MakeClient, tmp_path: Path) -> None:
     client = make_client("fedavg")
-    own = members(client, 0.5, -2.0)
-    client._save(Predictor(own, "stage 2"), {"save-models-to": str(tmp_path)}, "local")
+    ensemble = members(client, 0.5, -2.0)
+    client._save(Predictor(ensemble, "stage 2"), {"save-models-to": str(tmp_path)}, "local")
     stored = load_arrays(tmp_path / "client-0.safetensors")
     assert stored["stage1.coefficient"].tolist() == [0.5]
     assert stored["stage2.coefficient"].tolist() == [-2.0]
-    for number, member in enumerate(own, start=1):
+    for number, member in enumerate(ensemble, start=1):
         prefix = f"stage{number}."
         named = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
         assert np.array_equal(client.layout.flatten(named), member.parameters.numpy())
@@ -417,11 +417,11 @@ def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[.
         return next(iter(grid.send_and_receive([Message(content, 1, MessageType.TRAIN)])))
 
     assert ask(1, 0.1, "").content.config_records["config"]["state"] == "0-1-0"
-    kept = ContextStore(grid._contexts[1]).load(0, NEXT)["model"]
+    before = ContextStore(grid._contexts[1]).load(0, NEXT)["model"]
     failed = ask(2, 1e38, "0-1-0")
     assert failed.has_error()
     assert "diverged" in str(failed.error.reason)
-    assert np.array_equal(ContextStore(grid._contexts[1]).load(0, NEXT)["model"], kept)
+    assert np.array_equal(ContextStore(grid._contexts[1]).load(0, NEXT)["model"], before)
 
 
 # -- messages --------------------------------------------------------------------------------------------
@@ -429,9 +429,9 @@ def test_an_error_leaves_the_state_of_the_node_as_it_was(make_config: Callable[.
 
 def test_numbers_and_texts_of_a_reply_travel_apart() -> None:
     InProcessGrid(1)
-    asked = Message(RecordDict({"config": ConfigRecord({"client": 5})}), 1, MessageType.TRAIN)
+    request = Message(RecordDict({"config": ConfigRecord({"client": 5})}), 1, MessageType.TRAIN)
     transposed = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    reply = client_app.reply_to(asked, [transposed], 9, {"train-loss": 0.5, "chosen": "2"})
+    reply = client_app.reply_to(request, [transposed], 9, {"train-loss": 0.5, "chosen": "2"})
     assert dict(reply.content["metrics"]) == {"train-loss": 0.5, "num-examples": 9}
     assert dict(reply.content["config"]) == {"chosen": "2", "client": 5}
     assert np.array_equal(reply.content.array_records["arrays"]["0"].numpy(), transposed)
@@ -439,16 +439,18 @@ def test_numbers_and_texts_of_a_reply_travel_apart() -> None:
 
 
 def test_arrays_of_a_message_keep_their_order(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve arrays: their keys, as texts, would sort as 0, 1, 10, 11, 2."""
+    """The keys of twelve arrays would sort as texts to 0, 1, 10, 11, 2."""
     InProcessGrid(1)
     arrays = ArrayRecord({str(i): Array(np.array(i)) for i in range(12)})
     states = ClientStates().config("train", 1, 0)
     config = {"settings": read_settings(make_config("fedavg")).to_json(), "client": 0, "server-round": 1, **states}
     message = Message(RecordDict({"arrays": arrays, "config": ConfigRecord(config)}), 1, MessageType.TRAIN)
-    told: list[tuple[list[int], dict[str, Any]]] = []
-    monkeypatch.setattr(PersonalClient, "fit_steps", lambda _, *args: told.append(([int(a) for a in args[0]], args[1])))
+    received: list[tuple[list[int], dict[str, Any]]] = []
+    monkeypatch.setattr(
+        PersonalClient, "fit_steps", lambda _, *args: received.append(([int(a) for a in args[0]], args[1]))
+    )
     client_app.Call(message, context()).open()
-    assert told == [(list(range(12)), {"client": 0, "server-round": 1})]
+    assert received == [(list(range(12)), {"client": 0, "server-round": 1})]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 10, 12])
@@ -477,11 +479,11 @@ def test_a_node_that_does_not_tell_its_share_is_told_how(config: dict[str, Any])
 
 
 def test_the_workspace_is_kept_until_the_settings_change(make_config: Callable[..., Any]) -> None:
-    one, other = (read_settings(make_config("fedavg", seed=seed)) for seed in (1, 2))
-    workspace = workspace_for(one, "")
-    assert workspace_for(one, "") is workspace
-    assert workspace_for(other, "") is not workspace
-    assert workspace_for(other, "").settings.run.seed == 2
+    first, second = (read_settings(make_config("fedavg", seed=seed)) for seed in (1, 2))
+    workspace = workspace_for(first, "")
+    assert workspace_for(first, "") is workspace
+    assert workspace_for(second, "") is not workspace
+    assert workspace_for(second, "").settings.run.seed == 2
 
 
 def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any]) -> None:
@@ -493,15 +495,15 @@ def test_clients_data_is_kept_while_there_is_room(make_config: Callable[..., Any
     again = workspace.client_data(1)
     assert again is not second
     assert torch.equal(again.x_train, second.x_train)
-    assert workspace.client_data(0) is first  # or clients that come in turns would all be made again
+    assert workspace.client_data(0) is first  # otherwise clients that alternate would all be rebuilt
 
 
 def test_initial_models_are_made_once_for_all_clients(make_config: Callable[..., Any]) -> None:
     workspace = Workspace(read_settings(make_config("fedavg")))
-    one = workspace.initial(workspace.architecture, 3)
-    assert workspace.initial(workspace.architecture, 3) is one
-    assert one.numpy().tolist() == workspace.architecture.initial(3).tolist()
-    assert not torch.equal(workspace.initial(workspace.architecture, 4), one)
+    model = workspace.initial(workspace.architecture, 3)
+    assert workspace.initial(workspace.architecture, 3) is model
+    assert model.numpy().tolist() == workspace.architecture.initial(3).tolist()
+    assert not torch.equal(workspace.initial(workspace.architecture, 4), model)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "meta", "mps"])

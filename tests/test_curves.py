@@ -1,6 +1,6 @@
-"""Posy beside the plain programs of ``benchmarks.plain``, which share nothing with it but the papers.
+"""Posy compared with the plain programs of ``benchmarks.plain``, which share only the papers with it.
 
-Every client's samples are one batch, so that nothing is drawn: both must then take the same steps.
+Every client's samples are one batch, so neither program draws batches, and both must take the same steps.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from posy.strategies.registry import read_settings
 ROUNDS, CLASSES, LR = 4, 3, 0.2
 EPOCHS, BATCH = 2, 200
 CONSTANTS: dict[str, dict[str, float]] = {
-    # Times lambda, the rate is the step. Where the search for theta begins after the first batch, the two differ.
+    # The step is the rate times lambda. The programs start the search for theta differently after the first batch.
     "pfedme": {"LR": 0.02, "EPOCHS": 1},
     "per-fedavg": {"PER_ALPHA": 0.3},
-    "fedamp": {"AMP_ALPHA": 3.0, "AMP_LAMBDA": 1.0, "AMP_SIGMA": 10.0},  # models are farther apart than in the curves
+    "fedamp": {"AMP_ALPHA": 3.0, "AMP_LAMBDA": 1.0, "AMP_SIGMA": 10.0},  # the models differ more than in the curves
     "fedfomo": {"FOMO_MODELS": 2, "FOMO_EPSILON": 0.0},  # all others
     "fedala": {"ALA_SAMPLE": 1.0},
     "cfl": {"CFL_EPS1": 100.0, "CFL_EPS2": 0.01},  # a split in each of the first rounds
@@ -41,20 +41,20 @@ SETTINGS: dict[str, dict[str, float]] = {
     "fedpac": {"fedpac_head_epochs": EPOCHS},
 }
 SERVED_ALIKE = ("fedavg", "fedfew", "fedprox", "scaffold")
-"""What leaves nothing to chance, in the plain programs and in Posy."""
+"""Methods that serve the same model to every client."""
 
 
 @pytest.fixture
 def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Return what writes images of three classes as PFLlib would, for three clients."""
+    """Return a function that writes images of three classes for three clients in PFLlib's format."""
 
-    def write(alike: bool = False) -> Path:
-        """Deal them out; with ``alike`` each client has copies of one image, so that any part is like the whole."""
+    def write(identical: bool = False) -> Path:
+        """Write the split; with ``identical`` each client has copies of one image, so that all batches are equal."""
         rng = np.random.default_rng(0)
         y = np.arange(150) % CLASSES
-        x = np.broadcast_to(rng.integers(0, 120, (1 if alike else 150, 16, 16, 1)), (150, 16, 16, 1))
+        x = np.broadcast_to(rng.integers(0, 120, (1 if identical else 150, 16, 16, 1)), (150, 16, 16, 1))
         x = (x + 60 * y[:, None, None, None]).astype(np.uint8)
-        curves.write_split(tmp_path / "split", x, y, clients=3, alpha=0.01 if alike else 1.0, seed=0)
+        curves.write_split(tmp_path / "split", x, y, clients=3, alpha=0.01 if identical else 1.0, seed=0)
         for name, value in {"EPOCHS": EPOCHS, "BATCH": BATCH, "LR": LR}.items():
             monkeypatch.setattr(plain, name, value)
         return tmp_path / "split"
@@ -69,21 +69,21 @@ def both(
     federate: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[str], Any]:
-    """Return what runs a method in Posy, and its plain program from the same initial models.
+    """Return a function that runs a method in Posy and its plain program from the same initial models.
 
-    It returns the models that both score ``(rounds, clients, d)``, and the initial one ``(d,)``.
+    It returns the scored models of both, ``(rounds, clients, d)``, and the initial model ``(d,)``.
     """
-    seen: dict[tuple[str, int, int], np.ndarray] = {}
+    scored_models: dict[tuple[str, int, int], np.ndarray] = {}
 
     def note(self: PersonalClient, point: str, predictor: Any) -> Any:
-        seen[point, self.round, self.client] = predictor.members[0].parameters.numpy().copy()
+        scored_models[point, self.round, self.client] = predictor.members[0].parameters.numpy().copy()
         return scores(self, point, predictor)
 
     scores = PersonalClient._scores
     monkeypatch.setattr(PersonalClient, "_scores", note)
 
     def run(method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        folder = split(alike=method == "per-fedavg")  # which divides its mini-batches
+        folder = split(identical=method == "per-fedavg")  # it divides its mini-batches
         for name, value in CONSTANTS.get(method, {}).items():
             monkeypatch.setattr(plain, name, value)
         settings = {"lr": LR, "local_epochs": EPOCHS} | curves.METHODS[method] | {"batch_size": BATCH}
@@ -98,14 +98,14 @@ def both(
         program = plain.PROGRAMS[method](model, [*map(torch.from_numpy, starts)], clients, plain.shares_of(clients))
         expected = [[flat(each) for each in scored] for scored in islice(program, ROUNDS)]
         federate(config)
-        found = [[seen[curves.point_of(method), r, c] for c in range(3)] for r in range(1, ROUNDS + 1)]
-        return np.array(found), np.array(expected), starts[0]
+        models = [[scored_models[curves.point_of(method), r, c] for c in range(3)] for r in range(1, ROUNDS + 1)]
+        return np.array(models), np.array(expected), starts[0]
 
     return run
 
 
 def flat(scored: plain.Scored) -> np.ndarray:
-    """Return a model; of one with prototypes, the one whose output layer finds the nearest, by 2 f·c - ||c||²."""
+    """Return a model; for prototypes, the model with the output layer 2 f·c - ||c||², which finds the nearest."""
     if isinstance(scored, torch.Tensor):
         return scored.numpy()
     c = scored.prototypes
@@ -125,12 +125,12 @@ def test_the_split_is_read_alike(split: Callable[..., Path], make_config: Callab
 
 @pytest.mark.parametrize("method", curves.METHODS)
 def test_models_are_those_of_the_plain_program(method: str, both: Callable[[str], Any]) -> None:
-    torch.manual_seed(0)  # the order of a batch's samples decides how its sum is rounded
-    found, expected, start = both(method)
-    # Of two inputs of a max-pooling that are nearly alike, rounding chooses one: a few parameters show it.
-    close = np.isclose(found, expected, rtol=1e-4, atol=1e-4 if method == "fedproto" else 1e-5)
-    assert close.mean() > 0.998 and np.abs(found - expected).max() < 1e-3
-    assert (np.abs(expected - start).max(axis=2) > 0.001).all()  # they have moved
+    torch.manual_seed(0)  # the order of a batch's samples affects the rounding of its sum
+    models, expected, start = both(method)
+    # Rounding decides between nearly equal inputs of a max-pooling, which changes a few parameters.
+    close = np.isclose(models, expected, rtol=1e-4, atol=1e-4 if method == "fedproto" else 1e-5)
+    assert close.mean() > 0.998 and np.abs(models - expected).max() < 1e-3
+    assert (np.abs(expected - start).max(axis=2) > 0.001).all()  # the models have changed
     distinct = {tuple(np.round(model, 4)) for model in expected[-1]}
     assert len(distinct) == (1 if method in SERVED_ALIKE else 3)
 
@@ -147,8 +147,8 @@ def test_what_was_computed_is_not_computed_again(tmp_path: Path) -> None:
 
 def test_curves_are_compared() -> None:
     plain_curves, ours = np.array([[0.1, 0.4], [0.3, 0.6]]), np.array([[0.3, 0.5], [0.5, 0.7]])
-    found = curves.compared(plain_curves, ours)
-    assert found["gap"] == pytest.approx([0.2, 0.1]) and found["mean_gap"] == pytest.approx(0.15)
-    assert found["spread_over_seeds"] == pytest.approx([0.02**0.5] * 2, abs=1e-4)
-    assert found["largest_gap_in_spreads"] == pytest.approx(0.2 / 0.02**0.5, abs=1e-4)
-    assert found["mean_gap_error"] == pytest.approx(0.02**0.5, abs=1e-4)  # two means of two curves each
+    comparison = curves.compared(plain_curves, ours)
+    assert comparison["gap"] == pytest.approx([0.2, 0.1]) and comparison["mean_gap"] == pytest.approx(0.15)
+    assert comparison["spread_over_seeds"] == pytest.approx([0.02**0.5] * 2, abs=1e-4)
+    assert comparison["largest_gap_in_spreads"] == pytest.approx(0.2 / 0.02**0.5, abs=1e-4)
+    assert comparison["mean_gap_error"] == pytest.approx(0.02**0.5, abs=1e-4)  # two means of two curves each

@@ -1,4 +1,4 @@
-"""How the SuperLink's process uses its database: writers in turns, errors that are retried, and fewer writes."""
+"""The SuperLink's use of its database: serialised writers, errors that callers retry, and fewer writes."""
 
 import hashlib
 import importlib
@@ -40,29 +40,30 @@ from posy.deploy import database
 from posy.deploy.database import SAVINGS, Saving, TryAgainError, Turns, can_be_retried, improved, lacking
 from posy.deploy.install import install_whole
 
-Made = Callable[[], Engine]
+MakeEngine = Callable[[], Engine]
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Made]:
-    """Return what makes engines for one database, whose connections wait for its lock for 50 ms."""
-    made: list[Engine] = []
+def engines(tmp_path: Path) -> Iterator[MakeEngine]:
+    """Return a function that makes engines for one database, whose connections wait 50 ms for its lock."""
+    created: list[Engine] = []
 
     def make() -> Engine:
-        made.append(create_engine(f"sqlite:///{tmp_path / 'a.db'}", connect_args={"check_same_thread": False}))
-        event.listen(made[-1], "connect", lambda connection, _: connection.execute("PRAGMA busy_timeout = 50") and None)
-        return made[-1]
+        created.append(create_engine(f"sqlite:///{tmp_path / 'a.db'}", connect_args={"check_same_thread": False}))
+        engine = created[-1]
+        event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA busy_timeout = 50") and None)
+        return engine
 
     with make().begin() as connection:
         connection.execute(text("PRAGMA journal_mode = WAL"))
         connection.execute(text("CREATE TABLE t (x INTEGER)"))
     yield make
-    for engine in made:
+    for engine in created:
         engine.dispose()
 
 
 def write_while_another_holds_on(engine: Engine, statement: str = "INSERT INTO t VALUES (2)") -> None:
-    """Write, and keep the transaction open for 0.3 s; write in another thread meanwhile."""
+    """Write while a transaction in another thread stays open for 0.3 s."""
     begun = threading.Event()
 
     def hold() -> None:
@@ -87,7 +88,7 @@ def numbers(engine: Engine) -> list[int]:
 @pytest.mark.parametrize(
     "statement", ["INSERT INTO t VALUES (2)", "WITH a AS (SELECT 2 AS x) INSERT INTO t SELECT x FROM a"]
 )
-def test_writers_wait_for_their_turn_however_long_sqlite_would(engines: Made, statement: str) -> None:
+def test_writers_wait_for_their_turn_however_long_sqlite_would(engines: MakeEngine, statement: str) -> None:
     engine = engines()
     with pytest.raises(OperationalError, match="database is locked") as locked:
         write_while_another_holds_on(engine, statement)
@@ -98,7 +99,7 @@ def test_writers_wait_for_their_turn_however_long_sqlite_would(engines: Made, st
     assert numbers(engine) == [1, 1, 2]
 
 
-def test_a_reader_does_not_wait_for_a_writer(engines: Made) -> None:
+def test_a_reader_does_not_wait_for_a_writer(engines: MakeEngine) -> None:
     engine = engines()
     Turns().install(engine)
     with engine.begin() as writer:
@@ -107,7 +108,7 @@ def test_a_reader_does_not_wait_for_a_writer(engines: Made) -> None:
 
 
 def test_the_turn_is_given_back_after_an_error_and_by_a_connection_that_is_thrown_away(
-    engines: Made, monkeypatch: pytest.MonkeyPatch
+    engines: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "TURN_SECONDS", 0.2)
     engine = engines()
@@ -122,7 +123,7 @@ def test_the_turn_is_given_back_after_an_error_and_by_a_connection_that_is_throw
     assert numbers(engine) == [2]
 
 
-def test_a_writer_whose_turn_never_comes_is_to_try_again(engines: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_whose_turn_never_comes_is_to_try_again(engines: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "TURN_SECONDS", 0.2)
     engine = engines()
     Turns().install(engine)
@@ -132,33 +133,33 @@ def test_a_writer_whose_turn_never_comes_is_to_try_again(engines: Made, monkeypa
             connection.execute(text("INSERT INTO t VALUES (2)"))
 
 
-def test_what_a_statement_with_a_subquery_has_written_does_not_outlive_an_error(engines: Made) -> None:
-    """Python's sqlite3 begins no transaction for it."""
+def test_what_a_statement_with_a_subquery_has_written_does_not_outlive_an_error(engines: MakeEngine) -> None:
+    """Python's sqlite3 begins no transaction for such a statement."""
     engine = engines()
     claim = text("WITH a AS (SELECT 1 AS x) INSERT INTO t SELECT x FROM a RETURNING x")
-    for kept in ([1], [1]):
+    for committed in ([1], [1]):
         with pytest.raises(ZeroDivisionError), engine.begin() as connection:
             connection.execute(claim).all()
             raise ZeroDivisionError
-        assert numbers(engine) == kept
+        assert numbers(engine) == committed
         Turns().install(engine)
 
 
-def test_errors_that_are_mistakes_are_not_retried(engines: Made) -> None:
+def test_errors_that_are_mistakes_are_not_retried(engines: MakeEngine) -> None:
     with pytest.raises(OperationalError) as mistake, engines().begin() as connection:
         connection.execute(text("SELECT nothing FROM t"))
     assert not can_be_retried(mistake.value)
     assert not can_be_retried(ValueError("database is locked"))
 
 
-def test_a_full_disk_can_be_retried(engines: Made) -> None:
+def test_a_full_disk_can_be_retried(engines: MakeEngine) -> None:
     with pytest.raises(OperationalError, match="full") as full, engines().begin() as connection:
         connection.execute(text("PRAGMA max_page_count = 1"))
         connection.execute(text("INSERT INTO t VALUES (zeroblob(100000))"))
     assert can_be_retried(full.value)
 
 
-# -- what Flower has --------------------------------------------------------------------------------------
+# -- the names of Flower ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saving", SAVINGS, ids=lambda saving: saving.name)
@@ -168,8 +169,8 @@ def test_flower_has_every_name_that_is_used(saving: Saving) -> None:
 
 def test_what_flower_lacks_or_has_in_another_form_is_named() -> None:
     module = "flwr.server.superlink.linkstate.sql_linkstate"
-    assert lacking({f"{module}:SqlLinkState.no_such": None}) == f"there is no {module}:SqlLinkState.no_such"
-    assert lacking({"flwr.nothing:x": None}) == "there is no flwr.nothing:x"
+    assert lacking({f"{module}:SqlLinkState.no_such": None}) == f"{module}:SqlLinkState.no_such is missing"
+    assert lacking({"flwr.nothing:x": None}) == "flwr.nothing:x is missing"
     path = f"{module}:SqlLinkState.get_run_status"
     assert lacking({path: "self runs"}) == f"{path} takes (self run_ids), not (self runs)"
 
@@ -182,7 +183,7 @@ def test_a_saving_that_flower_no_longer_admits_is_left_out_and_named(
     monkeypatch.setattr(database.TURNS, "install", lambda: None)
     monkeypatch.setattr(linkstate_factory, "SqlLinkState", linkstate_factory.SqlLinkState)
     database.improve()
-    assert "there is no flwr.nothing:x: the SuperLink goes without the moon" in caplog.text
+    assert "flwr.nothing:x is missing: the SuperLink runs without the moon" in caplog.text
     assert "the sun" not in caplog.text
     kind = linkstate_factory.SqlLinkState
     assert issubclass(kind, database._Tasks) and not issubclass(kind, database._Keys)
@@ -192,7 +193,7 @@ def test_a_saving_that_flower_no_longer_admits_is_left_out_and_named(
 
 
 class Ours:
-    """A state with a run and a node, as a SuperLink has it."""
+    """A SuperLink's state with a run and a node."""
 
     def __init__(self, path: Path, kind: type[SqlLinkState]) -> None:
         self.store = ObjectStoreFactory().store()
@@ -206,7 +207,7 @@ class Ours:
         self.state.activate_node(self.node, 30.0)
 
     def create_run(self) -> tuple[int, int]:
-        """Create a run and return its number and that of its task."""
+        """Create a run and return its number and the number of its task."""
         kind = TaskType.SERVER_APP
         number = self.state.create_run("posy", "1", "hash", {}, NOOP_FEDERATION_ID, None, "account", kind)
         [info] = self.state.get_run_info(run_ids=[number])
@@ -228,7 +229,7 @@ class Ours:
             assert store()
 
     def store_without_objects(self, message: Message) -> list[Callable[[], bool]]:
-        """Store a message; return a call for each of its objects that stores that one."""
+        """Store a message; return a function for each of its objects that stores the object."""
         message.metadata.__dict__["_message_id"] = message.object_id
         session = self.state.start_session(self.run)
         stored, missing = self.state.store_message_and_object_tree(message, get_object_tree(message), session)
@@ -249,10 +250,10 @@ class Ours:
 
     def receive(self) -> list[Message]:
         """Pull a message for the node, and confirm it."""
-        found = self.state.get_message_ins(self.node, 1)
-        for message in found:
+        messages = self.state.get_message_ins(self.node, 1)
+        for message in messages:
             self.store.delete(message.metadata.message_id)
-        return found
+        return messages
 
     def replies(self, message_ids: list[str]) -> list[str]:
         """Pull the replies to messages as a ServerApp does, and return their ids."""
@@ -261,38 +262,38 @@ class Ours:
         return [message.metadata.message_id for message in response.messages_list]
 
     def upkeep(self) -> None:
-        """Do what is done once a second."""
+        """Run the upkeep that the SuperLink runs once a second."""
         for job in self.state._jobs():
             job()
 
 
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ours]:
-    """Return a state whose upkeep the tests do themselves."""
+    """Return a state whose upkeep only the tests run."""
     monkeypatch.setattr(database._EachSecond, "_go_on", lambda state: None)
-    made = Ours(tmp_path / "state.db", improved(*(saving.state for saving in SAVINGS if saving.state)))
-    database.TURNS.install(made.engine)
-    made.state._look_at_deadlines()
-    yield made
-    made.engine.dispose()
+    superlink = Ours(tmp_path / "state.db", improved(*(saving.state for saving in SAVINGS if saving.state)))
+    database.TURNS.install(superlink.engine)
+    superlink.state._look_at_deadlines()
+    yield superlink
+    superlink.engine.dispose()
 
 
 def written(ours: Ours, statement: str) -> Any:
-    """Return what the database itself holds."""
+    """Return the first value of a query, read directly from the database file."""
     with sqlite3.connect(ours.state.database_url.removeprefix("sqlite:///")) as connection:
         return connection.execute(statement).fetchone()[0]
 
 
 def count_writes(ours: Ours) -> list[str]:
-    """Return a list that will hold the statements that write."""
-    found: list[str] = []
+    """Return a list that collects the writing statements."""
+    writes: list[str] = []
 
     def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
         if database._WRITES.match(statement):
-            found.append(statement)
+            writes.append(statement)
 
     event.listen(ours.engine, "before_cursor_execute", note)
-    return found
+    return writes
 
 
 def test_a_message_is_handed_out_once_and_only_while_it_lives(ours: Ours) -> None:
@@ -325,7 +326,7 @@ def test_a_reply_that_the_server_app_has_not_received_is_handed_out_again(ours: 
     ours.store_with_objects(reply)
     for _ in range(2):
         assert ours.replies([first, second]) == [reply.object_id]
-    ours.store.delete(reply.object_id)  # as its confirmation does
+    ours.store.delete(reply.object_id)  # as the confirmation does
     assert ours.replies([second]) == []
     assert ours.state._answers == {}
 
@@ -335,8 +336,8 @@ def test_a_message_that_lacks_an_object_is_handed_out_when_it_is_whole_and_holds
     *first, last = ours.store_without_objects(message)
     assert all(store() for store in first), "there are several"
     assert ours.pull() == []
-    later = ours.push()
-    assert ours.pull() == [later]
+    second = ours.push()
+    assert ours.pull() == [second]
     assert last()
     assert [ours.pull(), ours.pull()] == [[message.object_id], []]
 
@@ -391,7 +392,7 @@ def test_a_kept_message_whose_claim_was_taken_back_is_handed_out_once(ours: Ours
 
 
 def test_an_object_may_be_sent_twice(ours: Ours) -> None:
-    """Whoever has not got the answer to the first call makes it again, also that for the last object."""
+    """A caller that misses the answer to its first call repeats it, even for the last object."""
     ours.push()
     name = min(ours.objects)
     assert ours.state.store_object(ours.run, "", name, ours.objects[name])
@@ -440,12 +441,12 @@ def test_a_reply_and_a_node_that_is_gone_are_seen(ours: Ours) -> None:
     reply = Message(RecordDict(), reply_to=message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     assert ours.state.store_message_res(reply) == reply.object_id
-    [found] = ours.state.get_message_res({first, second}, ours.run)
-    assert found.metadata.reply_to_message_id == first
+    [answer] = ours.state.get_message_res({first, second}, ours.run)
+    assert answer.metadata.reply_to_message_id == first
     assert ours.state.get_message_res({second}, ours.run) == []
     ours.state.deactivate_node(ours.node)
-    [found] = ours.state.get_message_res({second}, ours.run)
-    assert found.error.code == ErrorCode.NODE_UNAVAILABLE
+    [answer] = ours.state.get_message_res({second}, ours.run)
+    assert answer.error.code == ErrorCode.NODE_UNAVAILABLE
 
 
 def test_a_node_that_is_unregistered_is_not_known_from_then_on(ours: Ours) -> None:
@@ -520,7 +521,7 @@ def test_upkeep_is_done_by_itself_and_goes_on_after_an_error(ours: Ours, monkeyp
     while written(ours, "SELECT bytes_sent FROM run") != 5:
         assert time.monotonic() < end
         time.sleep(0.02)
-    monkeypatch.setattr(ours.state, "_jobs", sys.exit)  # else it would tell other tests' states that all is well
+    monkeypatch.setattr(ours.state, "_jobs", sys.exit)  # otherwise it would reset the flags of other tests' states
     upkeep.join()
 
 
@@ -531,7 +532,7 @@ def the_clock_was_set(ours: Ours) -> None:
 def writes_failed_for_seconds(ours: Ours) -> None:
     database.TURNS._failing = time.monotonic() - 5
     with ours.engine.begin() as connection:
-        connection.execute(text("UPDATE run SET bytes_sent = 0"))  # by whoever comes first
+        connection.execute(text("UPDATE run SET bytes_sent = 0"))  # the first write that succeeds
 
 
 @pytest.mark.parametrize("fault", [the_clock_was_set, writes_failed_for_seconds])
@@ -562,13 +563,13 @@ def test_without_such_a_reason_deadlines_hold(ours: Ours) -> None:
 
 
 def past(ours: Ours) -> None:
-    """Let all signs of life be old."""
+    """Make all deadlines expire."""
     with ours.engine.begin() as connection:
         connection.execute(text("UPDATE node SET online_until = 1"))
         connection.execute(text("UPDATE task SET active_until = '2020-01-01 00:00:00.000000'"))
 
 
-# -- what the other side is told --------------------------------------------------------------------------
+# -- answers to callers -----------------------------------------------------------------------------------
 
 
 def locked() -> OperationalError:
@@ -600,7 +601,7 @@ def fail(error: Exception) -> Callable[[Any], Any]:
 def test_a_node_is_told_to_call_again_only_when_that_helps(
     method: str, act: Callable[[Any], Any], code: grpc.StatusCode
 ) -> None:
-    """The calls of nodes go through Flower's translator of errors first, as in a SuperLink."""
+    """Flower's translator of errors handles the calls of nodes first, as in a SuperLink."""
     from flwr.supercore.interceptors import RpcErrorTranslationServerInterceptor
 
     def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -650,7 +651,7 @@ def test_a_server_app_is_told_to_call_again_only_when_that_helps(monkeypatch: py
 
 @pytest.fixture
 def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fab:
-    """Return the code of an app, and let Flower install it below the test's own folder."""
+    """Return the code of an app, and make Flower install it in the folder of the test."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
     config = '[project]\nname = "a"\nversion = "1.0"\ndescription = ""\nlicense = "MIT"\n[tool.flwr.app]\n'
     config += 'publisher = "p"\n[tool.flwr.app.components]\nserverapp = "s:app"\nclientapp = "c:app"\n'
@@ -661,20 +662,20 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fab:
 
 def test_code_that_many_install_at_once_is_whole_as_soon_as_it_is_there(bundle: Fab, tmp_path: Path) -> None:
     apps = tmp_path / "flower" / "apps"
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def look() -> None:
-        while not any(seen):
-            seen.extend(len(list(folder.iterdir())) for folder in apps.glob("p.a.*"))
+        while not any(sizes):
+            sizes.extend(len(list(folder.iterdir())) for folder in apps.glob("p.a.*"))
 
     with futures.ThreadPoolExecutor(9) as threads:
         watching = threads.submit(look)
         for done in [threads.submit(install_whole, bundle) for _ in range(8)]:
             done.result()
         watching.result()
-    [code] = apps.iterdir()  # nothing else is left behind
+    [code] = apps.iterdir()  # the only folder
     assert code == get_project_dir("p/a", "1.0", bundle.hash_str)
-    assert set(seen) == {52}
+    assert set(sizes) == {52}
     before = code.stat().st_mtime_ns
     install_whole(bundle)
     assert code.stat().st_mtime_ns == before
@@ -690,4 +691,4 @@ def test_the_superlink_has_installed_the_code_that_it_hands_out(
     other = Fab(hashlib.sha256(b"no bundle").hexdigest(), b"no bundle", {})
     ours.state.store_fab(other)
     assert ours.state.get_fab(other.hash_str) == other
-    assert f"the code {other.hash_str} is left for Flower to install: File is not a zip file" in caplog.text
+    assert f"Flower must install the code {other.hash_str} itself: File is not a zip file" in caplog.text

@@ -1,4 +1,4 @@
-"""Partitions: who holds what, the split into train and test, and what is refused."""
+"""Partitions: the clients' samples, the split into train and test, and refused settings."""
 
 import dataclasses
 import json
@@ -18,8 +18,8 @@ from posy.data.settings import DataSettings
 from posy.settings import SettingsError
 
 
-def made(per_class, num_classes, groups=None):
-    """A data set whose sample i of class c comes in shuffled order."""
+def dataset(per_class, num_classes, groups=None):
+    """Return a data set with ``per_class`` samples of each class in random order."""
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(num_classes), per_class))
     x = np.arange(len(y), dtype=np.float32)[:, None]
     names = tuple(str(c) for c in range(num_classes))
@@ -30,7 +30,7 @@ def settings(**changes):
     return DataSettings(**changes)
 
 
-def whole(part):
+def samples_of(part):
     return np.concatenate([*part.train, *part.test])
 
 
@@ -48,11 +48,11 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_invariants_of_every_partition(kind):
-    data = made(60, 5, groups=np.arange(300) % 4)
+    data = dataset(60, 5, groups=np.arange(300) % 4)
     part = partition(data, KINDS[kind], seed=1)
     assert len(part.train) == len(part.test) == KINDS[kind].num_clients
-    everything = whole(part)
-    assert len(np.unique(everything)) == len(everything)  # no sample twice, none in train and test
+    everything = samples_of(part)
+    assert len(np.unique(everything)) == len(everything)  # no sample occurs twice
     assert everything.min() >= 0
     assert everything.max() < len(data)
     for train, test in zip(part.train, part.test, strict=True):
@@ -72,11 +72,11 @@ def test_invariants_of_every_partition(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_seed_makes_the_partition(kind):
-    data = made(60, 5, groups=np.arange(300) % 4)
-    one, again, other = (partition(data, KINDS[kind], seed) for seed in (1, 1, 2))
-    for a, b in zip(one.train + one.test, again.train + again.test, strict=True):
+    data = dataset(60, 5, groups=np.arange(300) % 4)
+    first, again, second = (partition(data, KINDS[kind], seed) for seed in (1, 1, 2))
+    for a, b in zip(first.train + first.test, again.train + again.test, strict=True):
         assert np.array_equal(a, b)
-    assert any(not np.array_equal(a, b) for a, b in zip(one.train, other.train, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(first.train, second.train, strict=True))
 
 
 @hypothesis_settings(max_examples=40, deadline=None)
@@ -87,7 +87,7 @@ def test_the_seed_makes_the_partition(kind):
     seed=st.integers(0, 99),
 )
 def test_small_iid_partitions_hold_everything_once(sizes, clients, fraction, seed):
-    data = made(1, len(sizes))
+    data = dataset(1, len(sizes))
     y = np.repeat(np.arange(len(sizes)), sizes)
     data = dataclasses.replace(data, x=np.zeros((len(y), 1), np.float32), y=y)
     s = settings(num_clients=clients, partition="iid", test_fraction=fraction)
@@ -96,7 +96,7 @@ def test_small_iid_partitions_hold_everything_once(sizes, clients, fraction, see
             partition(data, s, seed)
         return
     part = partition(data, s, seed)
-    assert sorted(whole(part).tolist()) == list(range(len(y)))
+    assert sorted(samples_of(part).tolist()) == list(range(len(y)))
     for train, test in zip(part.train, part.test, strict=True):
         total = len(train) + len(test)
         assert len(train) >= 1
@@ -104,7 +104,7 @@ def test_small_iid_partitions_hold_everything_once(sizes, clients, fraction, see
 
 
 def test_dirichlet_concentration():
-    data = made(500, 4)
+    data = dataset(500, 4)
     even = partition(data, settings(num_clients=4, dirichlet_alpha=1e5), 0).counts(data.y, 4)
     assert abs(even - 125).max() <= 3
     skewed = partition(data, settings(num_clients=4, dirichlet_alpha=0.05), 0).counts(data.y, 4)
@@ -113,15 +113,15 @@ def test_dirichlet_concentration():
 
 
 def test_balanced_dirichlet_gives_no_more_to_a_client_that_has_its_part():
-    """A client may pass its M-th part with one class, and then has none of those that follow."""
-    data, sizes = made(600, 10), {}
+    """A client may exceed its M-th part with one class, and then gets no sample of the following classes."""
+    data, sizes = dataset(600, 10), {}
     for balanced in (False, True):
         drawn = settings(num_clients=20, dirichlet_alpha=0.1, dirichlet_balanced=balanced)
         parts = [partition(data, drawn, seed).counts(data.y, 10) for seed in range(10)]
         sizes[balanced] = np.mean([counts.sum(1).max() for counts in parts]) / len(data.y)
         before = [counts.cumsum(1) - counts for counts in parts]
-        # What rounding leaves over of a class goes to the last client.
-        more = [counts[held > len(data.y) / 20].max() for counts, held in zip(parts, before, strict=True)]
+        # The last client gets the samples of a class that rounding leaves.
+        more = [counts[samples > len(data.y) / 20].max() for counts, samples in zip(parts, before, strict=True)]
         assert bool(max(more) <= 1) is balanced
     assert sizes[True] < 0.13 < sizes[False]
 
@@ -136,7 +136,7 @@ def test_balanced_dirichlet_gives_no_more_to_a_client_that_has_its_part():
     ],
 )
 def test_dirichlet_shares_by_hand(monkeypatch, balanced, expected):
-    """Five classes of 32 samples on four clients; the drawn shares are given here in place of random ones."""
+    """Five classes of 32 samples on four clients, with fixed shares instead of random shares."""
     shares = [
         [24 / 32, 4 / 32, 2 / 32, 2 / 32],
         [24 / 32, 4 / 32, 2 / 32, 2 / 32],
@@ -152,60 +152,61 @@ def test_dirichlet_shares_by_hand(monkeypatch, balanced, expected):
             self._rng = SimpleNamespace(dirichlet=lambda alpha: np.array(next(drawn)))
 
     monkeypatch.setattr(assign, "DirichletPartitioner", Given)
-    data = made(32, 5)
+    data = dataset(32, 5)
     counts = partition(data, settings(num_clients=4, dirichlet_balanced=balanced), 0).counts(data.y, 5)
     assert counts.T.tolist() == expected
 
 
 def test_a_balanced_dirichlet_has_each_sample_once_also_with_a_tiny_alpha():
     for seed in range(20):
-        part = partition(made(40, 4), settings(num_clients=4, dirichlet_alpha=0.005, dirichlet_balanced=True), seed)
-        assert sorted(whole(part).tolist()) == list(range(160))
+        part = partition(dataset(40, 4), settings(num_clients=4, dirichlet_alpha=0.005, dirichlet_balanced=True), seed)
+        assert sorted(samples_of(part).tolist()) == list(range(160))
 
 
 def test_dirichlet_that_cannot_be_drawn_is_an_error():
     with pytest.raises(SettingsError, match=r"dirichlet-alpha = 0\.001 with num-clients = 10"):
-        partition(made(10, 2), settings(num_clients=10, dirichlet_alpha=0.001), 0)
+        partition(dataset(10, 2), settings(num_clients=10, dirichlet_alpha=0.001), 0)
 
 
 def test_dirichlet_takes_fewer_samples_a_client_when_there_are_few():
-    part = partition(made(20, 2), settings(num_clients=10, dirichlet_alpha=5.0), 0)
+    part = partition(dataset(20, 2), settings(num_clients=10, dirichlet_alpha=5.0), 0)
     assert min(len(t) + len(v) for t, v in zip(part.train, part.test, strict=True)) >= 2
 
 
 def test_pathological_clients_have_their_classes_and_no_other():
-    data = made(60, 5)
+    data = dataset(60, 5)
     counts = partition(data, KINDS["classes"], 0).counts(data.y, 5)
     assert ((counts > 0).sum(1) == 2).all()
     assert counts.sum(0).tolist() == [60] * 5
     for column in counts.T:  # the clients that have a class share it evenly
-        held = column[column > 0]
-        assert held.max() - held.min() <= 1
+        sizes = column[column > 0]
+        assert sizes.max() - sizes.min() <= 1
 
 
 def test_clients_in_a_row_share_their_classes_unevenly():
     """10 clients with 2 of 5 classes: classes 0 and 1 go to clients 0 to 3, and so on; an even share is 25 of 100."""
-    data = made(100, 5)
+    data = dataset(100, 5)
     counts = partition(data, KINDS["pathological"], 0).counts(data.y, 5)
     holders = [np.flatnonzero(column).tolist() for column in counts.T]
     assert holders == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8, 9]]
     assert counts.sum(0).tolist() == [100] * 5
-    drawn = [counts[client, label] for label, own in enumerate(holders) for client in own[:-1]]
-    even = [100 / len(own) for own in holders for _ in own[:-1]]
+    drawn = [counts[client, label] for label, clients in enumerate(holders) for client in clients[:-1]]
+    even = [100 / len(clients) for clients in holders for _ in clients[:-1]]
     shares = np.array(drawn) / even
-    assert shares.min() >= 0.08 and shares.max() < 1  # 2 of 25 is the least
+    assert shares.min() >= 0.08 and shares.max() < 1  # the smallest share is 2 of 25
     assert shares.std() > 0.1
-    assert all(counts[own[-1], label] > 100 / len(own) for label, own in enumerate(holders))  # the rest
+    # The last client gets the remaining samples.
+    assert all(counts[clients[-1], label] > 100 / len(clients) for label, clients in enumerate(holders))
 
 
 def test_a_class_that_no_client_would_have_is_an_error():
     with pytest.raises(SettingsError, match="gives the 60 samples of class 4 of made to 0 clients"):
-        partition(made(60, 5), settings(num_clients=6, partition="pathological", classes_per_client=2), 0)
+        partition(dataset(60, 5), settings(num_clients=6, partition="pathological", classes_per_client=2), 0)
 
 
 def test_with_fewer_classes_than_there_are_each_client_has_its_own():
-    """CIFAR-100 with two classes on each of ten clients (FedFew, Table 1): 80 classes are left."""
-    data = made(600, 12)
+    """CIFAR-100 with two classes on each of ten clients (FedFew, Table 1): 80 classes remain."""
+    data = dataset(600, 12)
     counts = partition(data, settings(num_clients=3, partition="pathological", classes_per_client=2), 0).counts(
         data.y, 12
     )
@@ -215,19 +216,19 @@ def test_with_fewer_classes_than_there_are_each_client_has_its_own():
 
 
 def test_all_classes_on_every_client():
-    data = made(60, 5)
+    data = dataset(60, 5)
     counts = partition(data, settings(num_clients=6, partition="classes", classes_per_client=5), 0).counts(data.y, 5)
     assert (counts == 10).all()
 
 
 def test_equal_classes_as_in_ppfe():
-    """100 clients, S = 2 of 10 classes, 150 training samples and a third of that for the test."""
-    data = made(2000, 10)
+    """100 clients, S = 2 of 10 classes, 150 training samples and 50 test samples."""
+    data = dataset(2000, 10)
     s = settings(num_clients=100, partition="classes", classes_per_client=2, samples_per_client=150)
     part = partition(data, s, 0)
     assert {len(train) for train in part.train} == {150}
     assert {len(test) for test in part.test} == {50}
-    everything = whole(part)
+    everything = samples_of(part)
     assert len(np.unique(everything)) == len(everything) == 20_000
     for train, test in zip(part.train, part.test, strict=True):
         assert sorted(np.bincount(data.y[train], minlength=10).tolist()) == [0] * 8 + [75, 75]
@@ -235,24 +236,24 @@ def test_equal_classes_as_in_ppfe():
         assert set(data.y[test]) == set(data.y[train])
     counts = part.counts(data.y, 10)
     assert ((counts > 0).sum(0) == 20).all()  # every class on the same number of clients
-    assert len({tuple(row > 0) for row in counts}) > 10  # and in many combinations
+    assert len({tuple(row > 0) for row in counts}) > 10  # in many combinations
 
 
 def test_equal_classes_need_exactly_what_there_is():
     """CIFAR-100 with 5 classes a client: 5 clients a class, 107 each of 600."""
     s = settings(num_clients=10, partition="classes", classes_per_client=5, samples_per_client=40)
     # 40 and 13 of 5 classes: 8 + 3 or 8 + 2 a class and client, at most 5 * 11 = 55
-    part = partition(made(55, 10), s, 0)
+    part = partition(dataset(55, 10), s, 0)
     assert {len(train) for train in part.train} == {40}
     assert {len(test) for test in part.test} == {13}
     with pytest.raises(SettingsError, match=r"samples-per-client = 40 .* of class \d.* made has 45"):
-        partition(made(45, 10), s, 0)
+        partition(dataset(45, 10), s, 0)
     with pytest.raises(SettingsError, match="samples-per-client = 4 cannot hold classes-per-client = 5"):
-        partition(made(45, 10), dataclasses.replace(s, samples_per_client=4), 0)
+        partition(dataset(45, 10), dataclasses.replace(s, samples_per_client=4), 0)
 
 
 def test_equal_iid():
-    data = made(60, 5)
+    data = dataset(60, 5)
     s = settings(num_clients=10, partition="iid", samples_per_client=20, test_fraction=0.2)
     part = partition(data, s, 0)
     assert {len(train) for train in part.train} == {20}
@@ -263,7 +264,7 @@ def test_equal_iid():
 
 def test_shards_are_of_equal_size_and_of_one_class():
     """FedDRM: 8 clients with 5 shards each; here 40 shards of 15 in 10 classes of 60."""
-    data = made(60, 10)
+    data = dataset(60, 10)
     counts = partition(data, settings(num_clients=8, partition="shards", shards_per_client=5), 3).counts(data.y, 10)
     assert (counts.sum(1) == 75).all()
     assert (counts % 15 == 0).all()
@@ -272,7 +273,7 @@ def test_shards_are_of_equal_size_and_of_one_class():
 
 
 def test_samples_within_shards_are_drawn_at_random():
-    data = made(60, 2)
+    data = dataset(60, 2)
     parts = [partition(data, settings(num_clients=4, partition="shards", shards_per_client=1), seed) for seed in (1, 2)]
     blocks = [{tuple(np.sort(np.concatenate(p))) for p in zip(q.train, q.test, strict=True)} for q in parts]
     assert not blocks[0] & blocks[1]
@@ -280,19 +281,19 @@ def test_samples_within_shards_are_drawn_at_random():
 
 def test_natural_groups_the_largest_first():
     groups = np.repeat([7, 2, 9, 4], [10, 40, 20, 30])
-    data = made(25, 4, groups=groups)
+    data = dataset(25, 4, groups=groups)
     part = partition(data, settings(num_clients=3, partition="natural"), 0)
-    held = [set(groups[np.concatenate(pair)]) for pair in zip(part.train, part.test, strict=True)]
-    assert held == [{2}, {4}, {9}]
+    client_groups = [set(groups[np.concatenate(pair)]) for pair in zip(part.train, part.test, strict=True)]
+    assert client_groups == [{2}, {4}, {9}]
     assert [len(t) + len(v) for t, v in zip(part.train, part.test, strict=True)] == [40, 30, 20]
     with pytest.raises(SettingsError, match="num-clients = 5: made has 4 groups"):
         partition(data, settings(num_clients=5, partition="natural"), 0)
     with pytest.raises(SettingsError, match="needs data with groups"):
-        partition(made(25, 4), settings(num_clients=3, partition="natural"), 0)
+        partition(dataset(25, 4), settings(num_clients=3, partition="natural"), 0)
 
 
 def test_train_samples_caps_training_only():
-    data = made(60, 5)
+    data = dataset(60, 5)
     free = partition(data, settings(num_clients=4, partition="iid"), 0)
     capped = partition(data, settings(num_clients=4, partition="iid", train_samples=50), 0)
     for a, b, c, d in zip(free.train, capped.train, free.test, capped.test, strict=True):
@@ -309,7 +310,7 @@ def from_file(tmp_path, content, clients=2, data=None, **changes):
     path = tmp_path / "partition.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     s = settings(num_clients=clients, partition="file", partition_file=str(path), **changes)
-    return partition(data or made(5, 2), s, 0)
+    return partition(data or dataset(5, 2), s, 0)
 
 
 def test_partition_file_of_lists_is_split(tmp_path):
@@ -362,7 +363,7 @@ def test_partition_files_that_are_refused(tmp_path, content, error, message):
 def test_a_partition_file_must_exist(tmp_path):
     for name in ("", str(tmp_path / "none.json")):
         with pytest.raises(SettingsError, match="partition-file"):
-            partition(made(5, 2), settings(partition="file", partition_file=name), 0)
+            partition(dataset(5, 2), settings(partition="file", partition_file=name), 0)
 
 
 # Data that comes partitioned
@@ -370,7 +371,7 @@ def test_a_partition_file_must_exist(tmp_path):
 
 def test_given_partitions_are_used_and_no_other():
     pairs = ((np.array([4, 0]), np.array([1])), (np.array([2]), np.array([3])))
-    data = dataclasses.replace(made(5, 2), given=pairs)
+    data = dataclasses.replace(dataset(5, 2), given=pairs)
     for kind in ("dirichlet", "given"):
         part = partition(data, settings(num_clients=2, partition=kind), 0)
         assert [t.tolist() for t in part.train] == [[0, 4], [2]]
@@ -382,7 +383,7 @@ def test_given_partitions_are_used_and_no_other():
     with pytest.raises(SettingsError, match="num-clients = 10: made comes with 2 clients"):
         partition(data, settings(), 0)
     with pytest.raises(SettingsError, match="needs data that comes partitioned"):
-        partition(made(5, 2), settings(partition="given"), 0)
+        partition(dataset(5, 2), settings(partition="given"), 0)
 
 
 # Settings that do not suit
@@ -405,7 +406,7 @@ def test_given_partitions_are_used_and_no_other():
 )
 def test_settings_that_do_not_suit_the_data(changes, message):
     with pytest.raises(SettingsError, match=message):
-        partition(made(5, 2), settings(**changes), 0)
+        partition(dataset(5, 2), settings(**changes), 0)
 
 
 def test_more_clients_than_shifts_is_found_before_the_partition():

@@ -148,7 +148,7 @@ def test_float_pixels_are_taken_as_they_are(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(20, 6, 5, 3)).astype(np.float32)
     np.savez(tmp_path / "x.npz", x_train=x, y_train=np.arange(20) % 2)
     predictor = assert_prepared_alike(*run_on(tmp_path / "x.npz", tmp_path), raw=list(x))
-    with pytest.raises(DataError, match="does not tell the scale of its pixels; the model takes images of 3x6x5"):
+    with pytest.raises(DataError, match="does not define the scale of its pixels; the model takes images of 3x6x5"):
         predictor.predict(raw_images(tmp_path / "images", 2)[0])
 
 

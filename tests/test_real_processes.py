@@ -406,7 +406,7 @@ def test_status_log_and_stop(long: Federation, capsys: pytest.CaptureFixture[str
     assert "has ended as stopped" in long.log("run-long")
     assert [line.split()[3] for line in posy("status").splitlines() if line.split()[:1] == [number]] == ["stopped"]
     assert "has already ended" in posy("stop", number, status=2)
-    assert "'nosuch': no such run at 127.0.0.1" in posy("stop", "nosuch", status=2)
+    assert "'nosuch': no run at 127.0.0.1" in posy("stop", "nosuch", status=2)
     shown = posy("log", "long", status=1)
     assert "has ended as stopped" in shown
     assert "Results of this run: " in shown

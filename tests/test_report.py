@@ -1,4 +1,4 @@
-"""The page on runs: whole, needing nothing else, and with the numbers of the runs."""
+"""The report page: it is complete and self-contained, and it shows the numbers of the runs."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ VOID = {"meta", "img", "br"}
 
 
 class Page(HTMLParser):
-    """Checks that what is opened is closed, and collects what a page refers to, its words and its drawings."""
+    """Checks that every opened tag is closed, and collects the references, words and drawings of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def recorded(make_config: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
-    """Return what carries out a run of three rounds and returns its directory."""
+    """Return a function that runs three rounds and returns the directory of the run."""
 
     common = make_config("fedavg", save_models=False)
 
     def make(method: str, seed: int = 1, grid: InProcessGrid | None = None, **settings: Any) -> Path:
-        own = {name.replace("_", "-"): value for name, value in settings.items()}
+        changes = {name.replace("_", "-"): value for name, value in settings.items()}
         name = "-".join(map(str, (method, seed, *settings.values()))).replace("/", "_")
-        given = {**common, **own, "method": method, "seed": seed, "run-name": name}
-        return run(grid, given).directory.path
+        config = {**common, **changes, "method": method, "seed": seed, "run-name": name}
+        return run(grid, config).directory.path
 
     return make
 
@@ -77,23 +77,23 @@ def recorded(make_config: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
 def test_a_page_needs_nothing_else_and_has_the_numbers_of_its_runs(recorded: Callable[..., Path]) -> None:
     paths = [recorded("fedfew"), recorded("fedfew", 2), recorded("local"), recorded("local", 2)]
     text = page(paths)
-    found = Page(text)
-    for target in found.refers:
-        assert target in found.anchors or target.startswith("data:image/png;base64,")
+    parsed = Page(text)
+    for target in parsed.refers:
+        assert target in parsed.anchors or target.startswith("data:image/png;base64,")
     assert not re.search(r"https?:|@import|url\(|<script", text)
-    words = {word.strip() for word in found.words}
+    words = {word.strip() for word in parsed.words}
     for path in paths:
         assert path.name in words
         for point in ("served", "local"):
-            last = Recorded.read(path).summary[point]["last"] or {}  # Local serves nothing
+            last = Recorded.read(path).summary[point]["last"] or {}  # Local serves no model
             for of in {"mean", "std", "min", "tenth", "max", "weighted"} & last.keys():
                 assert f"{100 * last[of]:.2f} %" in words
     assert {"Comparison", "Costs", "Clients"} <= words
     assert any("None: every reply was used" in word for word in words)
-    assert "Accuracy of client 3" not in found.drawings  # it has no test samples
-    assert {"Accuracy of client 0", "Samples of each class on client 0"} <= set(found.drawings)
-    assert any(drawing.startswith("Effective clients") for drawing in found.drawings)
-    assert any(target.startswith("data:") for target in found.refers)  # FedFew's own picture
+    assert "Accuracy of client 3" not in parsed.drawings  # client 3 has no test samples
+    assert {"Accuracy of client 0", "Samples of each class on client 0"} <= set(parsed.drawings)
+    assert any(drawing.startswith("Effective clients") for drawing in parsed.drawings)
+    assert any(target.startswith("data:") for target in parsed.refers)  # the picture of FedFew
     assert len(text) < 500_000
 
 
@@ -116,8 +116,8 @@ def test_names_of_runs_stay_short(recorded: Callable[..., Path], tmp_path: Path)
         encoding="utf-8",
     )
     plain = recorded("fedavg")
-    own = recorded("fedavg", model=f"{tmp_path / 'nets.py'}:net")
-    names = [group.series.name for group in grouped([Recorded.read(path) for path in (plain, own)])]
+    custom = recorded("fedavg", model=f"{tmp_path / 'nets.py'}:net")
+    names = [group.series.name for group in grouped([Recorded.read(path) for path in (plain, custom)])]
     assert names == ["fedavg, model=auto", "fedavg, model=nets.py:net"]
     other = recorded("fedavg", lr=0.2, batch_size=7, momentum=0.5, weight_decay=0.01, local_epochs=3)
     names = [group.series.name for group in grouped([Recorded.read(path) for path in (plain, other)])]
@@ -129,21 +129,21 @@ def test_runs_that_differ_in_their_seed_are_one_group(recorded: Callable[..., Pa
     groups = grouped([Recorded.read(path) for path in paths])
     assert [group.series.name for group in groups] == ["fedprox, fedprox-mu=0.001", "fedprox, fedprox-mu=0.5", "fedavg"]
     assert [len(group.runs) for group in groups] == [2, 1, 1]
-    one, two = (run.curve("served_accuracy") for run in groups[0].runs)
+    first, second = (run.curve("served_accuracy") for run in groups[0].runs)
     assert [point[1] for point in groups[0].curve("served_accuracy")] == pytest.approx(
-        [(a[1] + b[1]) / 2 for a, b in zip(one, two, strict=True)]
+        [(a[1] + b[1]) / 2 for a, b in zip(first, second, strict=True)]
     )
     twice = grouped([Recorded.read(paths[0]), Recorded.read(paths[0])])
-    assert len(twice) == 2  # of one seed there is no spread over seeds
+    assert len(twice) == 2  # two runs with the same seed are not a group over seeds
 
 
 def test_a_run_that_has_diverged_ranks_last(recorded: Callable[..., Path]) -> None:
     paths = {(name, seed): recorded(name, seed) for name in ("local", "fedavg", "fedprox") for seed in (1, 2, 3)}
 
     def mean_ranks() -> dict[str, float]:
-        _, told = compared(grouped([Recorded.read(path) for path in paths.values()]))
-        assert "Mean rank over 3 blocks" in told
-        return {name: float(rank) for name, rank in re.findall(r"(local|fedavg|fedprox) (\d\.\d\d)", told)}
+        _, text = compared(grouped([Recorded.read(path) for path in paths.values()]))
+        assert "Mean rank over 3 blocks" in text
+        return {name: float(rank) for name, rank in re.findall(r"(local|fedavg|fedprox) (\d\.\d\d)", text)}
 
     before = mean_ranks()
     best = min(before, key=lambda name: before[name])
@@ -186,10 +186,10 @@ def test_an_axis_holds_its_values_and_has_some_ticks(values: list[float]) -> Non
 
 def test_lines_are_told_apart_without_colours() -> None:
     series = [Series(f"run {index}", index) for index in range(28)]
-    assert [one.letter for one in series[-3:]] == ["Z", "AA", "AB"]
-    looks = {re.sub(r"c\d", "", one.line) + re.sub(r"c\d", "", one.marker(0, 0)) for one in series[:4]}
+    assert [curve.letter for curve in series[-3:]] == ["Z", "AA", "AB"]
+    looks = {re.sub(r"c\d", "", curve.line) + re.sub(r"c\d", "", curve.marker(0, 0)) for curve in series[:4]}
     assert len(looks) == 4
-    drawing = lines({one: [(1, 0.5, 0.0), (2, 0.5, 0.0)] for one in series[:4]}, "accuracy", percent=True)
+    drawing = lines({curve: [(1, 0.5, 0.0), (2, 0.5, 0.0)] for curve in series[:4]}, "accuracy", percent=True)
     heights = [float(y) for y in re.findall(r'<text class="end c\d" x="[\d.]+" y="([\d.]+)"', drawing)]
     assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) >= 11
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped, by whatever means, and go on as if they had not been."""
+"""Runs that are stopped in various ways and resume as if they had not been stopped."""
 
 import json
 import os
@@ -49,7 +49,7 @@ CHANGES: dict[str, Config] = {
 
 def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
     """Return a small run on digits with checkpoints after rounds 2, 4 and 6."""
-    own = {
+    small = {
         "method": method,
         "num-clients": 4,
         "num-server-rounds": 6,
@@ -62,13 +62,13 @@ def settings(folder: Path, method: str, name: str, **more: Any) -> Config:
         "output-dir": str(folder / "runs"),
         "run-name": name,
     }
-    return {**own, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
+    return {**small, **CHANGES.get(method, {}), **{k.replace("_", "-"): v for k, v in more.items()}}
 
 
 def again(config: Config, name: str, **more: Any) -> Config:
-    """Return what a person gives to go on with a run: its name, and where it lies."""
-    given = {k.replace("_", "-"): v for k, v in more.items()}
-    return {"output-dir": config["output-dir"], "resume": name, **given}
+    """Return the settings that resume a run: its name, its directory and ``more``."""
+    changes = {k.replace("_", "-"): v for k, v in more.items()}
+    return {"output-dir": config["output-dir"], "resume": name, **changes}
 
 
 def grid_of(config: Config) -> InProcessGrid:
@@ -76,13 +76,13 @@ def grid_of(config: Config) -> InProcessGrid:
 
 
 class KilledError(BaseException):
-    """Stands for the end of the process: nothing of Posy handles it."""
+    """Represents the end of the process; Posy does not handle it."""
 
 
 def die_in(
     monkeypatch: pytest.MonkeyPatch, server_round: int, phase: str = "fit_steps", client: int | None = None
 ) -> None:
-    """End the process when a client is asked to train or evaluate, as kill -9 does: no summary, no last model."""
+    """End the process when a client starts to train or evaluate, as kill -9 does: no summary, no last model."""
     original = getattr(PersonalClient, phase)
 
     def killed(self: PersonalClient, parameters: Any, config: Config) -> Any:
@@ -99,7 +99,7 @@ def checkpoints_by_number_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints_module, "WRITING_SHARE", 0.0)
 
 
-# -- stopped and resumed is the same run ------------------------------------------------------------------
+# -- a stopped and resumed run equals an uninterrupted run --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,40 +109,40 @@ def checkpoints_by_number_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_killed_equals_one_that_was_not(
     method: str, more: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while its second client trains in round 6, and again in the evaluation of round 5: from 4 both times."""
+    """Kill the run in the training of round 6, and again in the evaluation of round 5: it resumes from 4 both times."""
     config = settings(tmp_path, method, "whole", **more)
-    whole = run(grid_of(config), config).directory.path
+    uninterrupted = run(grid_of(config), config).directory.path
     config = settings(tmp_path, method, "cut", **more)
     with monkeypatch.context() as patched:
         die_in(patched, 6)
         with pytest.raises(KilledError):
             run(grid_of(config), config)
-    path = whole.parent / "cut"
+    path = uninterrupted.parent / "cut"
     assert len(rounds_of(path)) == 5
     with monkeypatch.context() as patched:
         die_in(patched, 5, "evaluate_steps", client=2)
         with pytest.raises(KilledError):
             run(grid_of(config), again(config, "cut"))
     strategy = run(grid_of(config), again(config, "cut")).strategy
-    assert_same_results(path, whole)
+    assert_same_results(path, uninterrupted)
     written = yaml.safe_load((path / "config.yaml").read_text())
     assert [entry["round"] for entry in written["resumed"]] == [4, 4]
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["round-4", "round-6"]
-    # What the pictures are drawn from is that of all rounds too.
+    # The data of the pictures covers all rounds too.
     other = strategy_class(method)(strategy.settings, strategy.architecture)
-    other.load_server_state(load_arrays(whole / "checkpoints" / "round-6" / "server.safetensors"))
+    other.load_server_state(load_arrays(uninterrupted / "checkpoints" / "round-6" / "server.safetensors"))
     for name in ("losses", "weights", "objectives", "local_norms", "pictures", "betas"):
         if hasattr(other, name):
             np.testing.assert_equal(getattr(strategy, name), getattr(other, name))
 
 
 INTERRUPTS: dict[str, tuple[type, str, Callable[..., int]]] = {
-    "training": (PersonalClient, "fit_steps", lambda arrays, told: told["server-round"]),
+    "training": (PersonalClient, "fit_steps", lambda arrays, config: config["server-round"]),
     "aggregation": (PersonalisedStrategy, "aggregate_train", lambda server_round, replies: server_round),
-    "evaluation": (PersonalClient, "evaluate_steps", lambda arrays, told: told["server-round"]),
+    "evaluation": (PersonalClient, "evaluate_steps", lambda arrays, config: config["server-round"]),
     "record": (RunDirectory, "append_round", lambda row: row["round"]),
 }
-"""Where an interrupt comes: a method, and how it is told the round."""
+"""The point of an interrupt: a method, and a function that reads the round from its arguments."""
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ INTERRUPTS: dict[str, tuple[type, str, Callable[..., int]]] = {
 def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
     method: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in round 4, when one client has trained, or all have, and no checkpoint has been due yet."""
+    """Ctrl-C in round 4, after one client or all clients have trained, and before the first checkpoint is due."""
     more = {"num_server_rounds": 5, "checkpoint_every": 10, "stack": "loop"}
-    whole = run(InProcessGrid(4), settings(tmp_path, method, "whole", **more)).directory.path
+    uninterrupted = run(InProcessGrid(4), settings(tmp_path, method, "whole", **more)).directory.path
     config = settings(tmp_path, method, "cut", **more)
     where, name, round_of = INTERRUPTS[moment]
     original, calls = getattr(where, name), []
@@ -168,11 +168,11 @@ def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
         if round_of(*arguments) != 4:
             return original(self, *arguments)
         calls.append(name)
-        if len(calls) == 2:  # the client before has finished
+        if len(calls) == 2:  # the first client has finished
             raise KeyboardInterrupt
         result = original(self, *arguments)
         if moment == "record":
-            signal.raise_signal(signal.SIGINT)  # waits for the end of the record
+            signal.raise_signal(signal.SIGINT)  # takes effect at the end of the record
         elif moment == "aggregation":
             raise KeyboardInterrupt
         return result
@@ -181,62 +181,62 @@ def test_a_run_that_was_interrupted_goes_on_from_its_last_finished_round(
         patched.setattr(where, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(InProcessGrid(4), config)
-    path = whole.parent / "cut"
+    path = uninterrupted.parent / "cut"
     assert summary_of(path)["status"] == "stopped"
     run(InProcessGrid(4), again(config, "cut"))
     finished = 4 if moment == "record" else 3
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == finished
-    assert_same_results(path, whole)
+    assert_same_results(path, uninterrupted)
 
 
 def test_checkpoints_that_cost_little_follow_other_rounds_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first round is always followed by one, so that a run that is killed has not been for nothing."""
-    made: list[int] = []
+    """A checkpoint always follows the first round, so that a killed run can be resumed."""
+    written: list[int] = []
     usual = Checkpoints.write
 
     def write(self: Checkpoints, checkpoint: Any) -> None:
-        made.append(checkpoint.server_round)
+        written.append(checkpoint.server_round)
         usual(self, checkpoint)
 
     monkeypatch.setattr(Checkpoints, "write", write)
     for share, every, expected in ((1e-9, 5, [1, 5, 6]), (1e9, 5, [1, 2, 3, 4, 5, 6]), (1e9, 0, [])):
-        made.clear()
+        written.clear()
         monkeypatch.setattr(checkpoints_module, "WRITING_SHARE", share)
         config = settings(tmp_path, "fedavg", f"{share}-{every}", **{**TINY, "num_server_rounds": 6}, model="linear")
         run(InProcessGrid(2), {**config, "checkpoint-every": every})
-        assert made == expected
+        assert written == expected
 
 
 class Nodes(WaveGrid):
-    """Nodes of a federation, of which a new set has nothing but the directories of the one before."""
+    """Nodes of a federation; a new set of nodes shares only the directories of the previous set."""
 
     def __init__(self, count: int, state_dir: Path | None) -> None:
         nodes = InProcessGrid(count)
         nodes.trusting = state_dir is None
         for node, context in nodes._contexts.items():
             if state_dir is not None:
-                own = {**context.node_config, "state-dir": str(state_dir / f"node-{node}")}
-                nodes._contexts[node] = Context(context.run_id, node, own, context.state, {})
+                node_config = {**context.node_config, "state-dir": str(state_dir / f"node-{node}")}
+                nodes._contexts[node] = Context(context.run_id, node, node_config, context.state, {})
         super().__init__(nodes)
 
 
 @pytest.mark.parametrize("method", ["fedrep", "ppfe", "fedamp"])
 def test_nodes_that_keep_the_states_themselves(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One after the other: how many are trained side by side, which the number of nodes decides, is in the last bits.
-    whole = run(Nodes(4, None), settings(tmp_path, method, "whole", stack="loop")).directory.path
+    # Clients train one after the other, because the number of clients in a batch changes the last bits.
+    uninterrupted = run(Nodes(4, None), settings(tmp_path, method, "whole", stack="loop")).directory.path
     config = settings(tmp_path, method, "cut", stack="loop")
     with monkeypatch.context() as patched:
         die_in(patched, 4, "evaluate_steps", client=3)
         with pytest.raises(KilledError):
             run(Nodes(2, tmp_path / "nodes"), config)
     run(Nodes(2, tmp_path / "nodes"), again(config, "cut"))
-    (kept,) = {path.name for path in (tmp_path / "nodes").glob("node-*/*")}
-    cut = whole.parent / "cut"
+    (run_folder,) = {path.name for path in (tmp_path / "nodes").glob("node-*/*")}
+    cut = uninterrupted.parent / "cut"
     assert [path.name for path in (cut / "models").iterdir()] == ["server.safetensors"]
-    for file in (tmp_path / "nodes").glob(f"node-*/{kept}/models/*"):
+    for file in (tmp_path / "nodes").glob(f"node-*/{run_folder}/models/*"):
         shutil.copy(file, cut / "models")
-    assert_same_results(cut, whole)
-    assert not (cut / "state").exists()  # what a client keeps stays on its node
+    assert_same_results(cut, uninterrupted)
+    assert not (cut / "state").exists()  # a client's state stays on its node
     assert {p.name for p in (tmp_path / "nodes").glob("*/*/client-*")} == {f"client-{c}" for c in range(4)}
 
 
@@ -251,8 +251,9 @@ def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(
                 run(Nodes(4, None), config)
         summary = summary_of(run(Nodes(4, None), again(config, method)).directory.path)
         reason = "its state of round {} is not on its node (a node keeps it over a restart only with state-dir)"
-        said = {f"{reason.format(4)}; it begins anew": 3, f"{reason.format(3)}; it begins anew": 1}
-        assert summary["dropped"] == (said if dropped else {})  # each client has said so once
+        reasons = {text.partition("; ")[0]: count for text, count in summary["dropped"].items()}
+        expected = {reason.format(4): 3, reason.format(3): 1} if dropped else {}
+        assert reasons == expected  # each client has reported it once
 
 
 def test_a_client_whose_state_is_damaged_is_left_out_with_the_reason(
@@ -310,7 +311,7 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "before", "given", "parts"),
+    ("method", "before", "changes", "parts"),
     [
         ("fedavg", {}, {"lr": 0.2, "batch-size": 10, "seed": 7}, ("lr = 0.2, the run has 0.05", "seed = 7")),
         ("fedavg", {}, {"method": "fedprox"}, ("method = 'fedprox', the run has 'fedavg'",)),
@@ -321,20 +322,20 @@ def test_a_complete_run_goes_further(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_must_not_change_are_refused_by_name(
-    method: str, before: Config, given: Config, parts: tuple[str, ...], tmp_path: Path
+    method: str, before: Config, changes: Config, parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     config = {**settings(tmp_path, method, "mine"), **before}
     path = run(grid_of(config), config).directory.path
-    left = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with pytest.raises(SettingsError) as raised:
-        run(grid_of(config), {**again(config, "mine"), **given})
+        run(grid_of(config), {**again(config, "mine"), **changes})
     assert all(part in str(raised.value) for part in parts)
-    assert "batch-size" not in str(raised.value)  # given as it is
-    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == left
+    assert "batch-size" not in str(raised.value)  # its value does not change
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == files
 
 
 class Submitted(InProcessGrid):
-    """A grid that knows what the run was submitted with, as Flower's do."""
+    """A grid with the settings of the submitted run, as in Flower."""
 
     overrides: ClassVar[Config] = {}
 
@@ -344,16 +345,16 @@ class Submitted(InProcessGrid):
 
 
 def test_what_was_typed_is_known_although_it_is_the_default(tmp_path: Path) -> None:
-    """Flower hands over all keys; those typed are in its run, and an edited table differs from the declarations."""
+    """Flower passes all keys; its run has the typed keys, and an edited table differs from the declarations."""
     config = {**settings(tmp_path, "fedavg", "mine"), "lr": 0.1}
     run(grid_of(config), config)
     table = {**defaults(), "output-dir": config["output-dir"], "num-server-rounds": 8}  # edited in pyproject.toml
     grid = Submitted(4)
-    for typed, told in (({"lr": 0.05}, "lr = 0.05, the run has 0.1"), ({"num-clients": 10}, "num-clients = 10")):
+    for typed, difference in (({"lr": 0.05}, "lr = 0.05, the run has 0.1"), ({"num-clients": 10}, "num-clients = 10")):
         grid.overrides = {"resume": "mine", **typed}
         with pytest.raises(SettingsError) as raised:
             app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
-        assert told in str(raised.value) and str(raised.value).count("the run has") == 1
+        assert difference in str(raised.value) and str(raised.value).count("the run has") == 1
     grid.overrides = {"resume": "mine"}
     app(grid, Context(0, 0, {}, RecordDict(), {**table, **grid.overrides}))
     assert len(rounds_of(tmp_path / "runs" / "mine")) == 8
@@ -366,13 +367,11 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, "fedavg", "mine", dataset=str(tmp_path / "own.npz"), max_samples=0, num_server_rounds=2)
     run(grid_of(config), config)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
-    with pytest.raises(SettingsError, match="the labels and the clients' shares are not those that the run began with"):
+    with pytest.raises(SettingsError, match="the labels and the clients' shares are not "):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
     workspace_for.cache_clear()
     np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
-    with pytest.raises(
-        SettingsError, match=r"'mine' in .*: the samples are not those that the run began with, .*own\.npz"
-    ):
+    with pytest.raises(SettingsError, match=r"'mine' in .*: the samples are not .*own\.npz"):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
 
 
@@ -390,7 +389,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_resumed(tmp_path: Path, monkeypatch
     def finish_round(self: Recorder, server_round: int, arrays: Any) -> Any:
         if server_round == 3:
             monkeypatch.setattr(Recorder, "finish_round", original)
-            with pytest.raises(SettingsError, match="a process is still at work"):
+            with pytest.raises(SettingsError, match="a process still uses"):
                 run(grid_of(config), again(config, "mine"))
             refused.append(server_round)
         return original(self, server_round, arrays)
@@ -448,18 +447,18 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
     monkeypatch: pytest.MonkeyPatch,
     warnings: pytest.LogCaptureFixture,
 ) -> None:
-    whole = run(InProcessGrid(4), settings(tmp_path, "fedrep", "whole")).directory.path
+    uninterrupted = run(InProcessGrid(4), settings(tmp_path, "fedrep", "whole")).directory.path
     config = settings(tmp_path, "fedrep", "cut")
     with monkeypatch.context() as patched:
         die_in(patched, 6)
         with pytest.raises(KilledError):
             run(grid_of(config), config)
-    path = whole.parent / "cut"
+    path = uninterrupted.parent / "cut"
     damage(path)
     warnings.clear()
     run(grid_of(config), again(config, "cut"))
     assert len({id(r) for r in warnings.records if "the checkpoint of round 4 is not used" in r.message}) == 1
-    assert_same_results(path, whole)
+    assert_same_results(path, uninterrupted)
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == 2
 
 
@@ -485,8 +484,8 @@ def test_without_a_usable_checkpoint_the_reasons_are_told(tmp_path: Path, monkey
 def test_a_process_that_dies_while_it_writes_a_checkpoint(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a file, half a folder, or a folder that is moved but whose predecessors are not removed yet."""
-    whole = run(InProcessGrid(4), settings(tmp_path, "ditto", "whole")).directory.path
+    """Half a file, half a folder, or a renamed folder with older checkpoints that still exist."""
+    uninterrupted = run(InProcessGrid(4), settings(tmp_path, "ditto", "whole")).directory.path
     config = settings(tmp_path, "ditto", "cut")
     original = getattr(checkpoints_module, function)
     writing: list[int] = []
@@ -509,28 +508,28 @@ def test_a_process_that_dies_while_it_writes_a_checkpoint(
         patched.setattr(Recorder, "__exit__", lambda *_: None)
         with pytest.raises(KilledError):
             run(grid_of(config), config)
-    path = whole.parent / "cut"
+    path = uninterrupted.parent / "cut"
     run(grid_of(config), again(config, "cut"))
-    assert_same_results(path, whole)
-    # Where the folder of round 6 was in its place, nothing was left but to finish.
+    assert_same_results(path, uninterrupted)
+    # If the folder of round 6 was complete, the run only had to end.
     expected = 6 if function == "sync" else 4
     assert yaml.safe_load((path / "config.yaml").read_text())["resumed"][0]["round"] == expected
     assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["round-4", "round-6"]
 
 
 def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 MiB for the models of four clients, 40 kB each and 14 times as large: all but one lie on the disk."""
+    """The memory limit of 60 kB holds the model of one of the four clients, 40 kB each; the disk stores the others."""
     from posy.server_app import app
 
-    whole = run(InProcessGrid(4), settings(tmp_path, "local", "whole")).directory.path
+    in_memory = run(InProcessGrid(4), settings(tmp_path, "local", "whole")).directory.path
     config = settings(tmp_path, "local", "small", state_memory=1, checkpoint_every=0)
-    made = []
+    stores = []
     original = app.MemoryStore
 
     def tiny(path: Path, limit: int) -> Any:
         assert limit == 1 << 20
-        made.append(original(path, 60_000))
-        return made[0]
+        stores.append(original(path, 60_000))
+        return stores[0]
 
     monkeypatch.setattr(app, "MemoryStore", tiny)
     spilled: set[str] = set()
@@ -544,22 +543,22 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
     path = run(InProcessGrid(4), config).directory.path
     assert spilled == {f"client-{c}" for c in range(4)}
     assert not list(path.glob("state*"))
-    assert_same_results(path, whole)
+    assert_same_results(path, in_memory)
 
 
-# -- damaged runs: every file, every damage ----------------------------------------------------------------
+# -- damaged runs: every file, every damage -----------------------------------------------------------------
 
 FILES = {
-    "config.yaml": "config.yaml is written anew",
+    "config.yaml": "config.yaml is written",
     "summary.json": "",
-    "rounds.jsonl": "has no rows of rounds",
-    "clients.csv": "has no rows of rounds",
+    "rounds.jsonl": "its rows of rounds",
+    "clients.csv": "its rows of rounds",
     "models/server.safetensors": "",
     "checkpoints/round-2/progress.json": "the checkpoint of round 2 is not used",
     "checkpoints/round-2/server.safetensors": "the checkpoint of round 2 is not used",
     "state/client-1/0-2-0.safetensors": "the state of client 1 cannot be read",
 }
-"""The files of a run, and what is told of one that is damaged; nothing where it is made anew or only a copy."""
+"""The files of a run, and the warning about a damaged file; empty if Posy rewrites the file or it is only a copy."""
 DAMAGED: dict[str, Callable[[Path, Path], object]] = {
     "missing": lambda file, other: file.unlink(),
     "truncated": lambda file, other: file.write_bytes(file.read_bytes()[:-7]),
@@ -570,7 +569,7 @@ DAMAGED: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a whole run, one that was interrupted in round 3, and another one of other settings."""
+    """Return a folder with a complete run, a run interrupted in round 3, and such a run with other settings."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patched:
         run(InProcessGrid(2), settings(folder, "fedrep", "whole", **TINY))
@@ -588,7 +587,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
-# A state that is not there, or of another run, cannot be told from a good one by the server.
+# The server cannot detect a missing state or a state of another run.
 CASES = [(f, d) for f in FILES for d in DAMAGED if not f.startswith("state") or d in ("truncated", "nested")]
 
 
@@ -605,21 +604,21 @@ def test_a_damaged_file_costs_no_good_checkpoint(
     shutil.copytree(stopped / "cut", path)
     DAMAGED[damage](path / file, stopped / "other" / file)
     run(InProcessGrid(2), {"output-dir": str(tmp_path), "resume": "cut"})
-    told = {record.getMessage() for record in warnings.records if record.levelname in ("WARNING", "ERROR")}
+    messages = {record.getMessage() for record in warnings.records if record.levelname in ("WARNING", "ERROR")}
     expected = FILES[file]
-    assert expected == "" or sum(expected in line for line in told) >= 1
-    assert not [line for line in told if "\n" in line.strip()]
-    whole = stopped / "whole"
+    assert expected == "" or sum(expected in line for line in messages) >= 1
+    assert not [line for line in messages if "\n" in line.strip()]
+    complete = stopped / "whole"
     if file.startswith("state"):
         assert "cannot be read" in " ".join(summary_of(path)["dropped"])
         return
-    assert summary_of(path) == summary_of(whole)
+    assert summary_of(path) == summary_of(complete)
     for name in ("rounds.jsonl", "clients.csv"):
-        rows, all_rows = (rounds_of(run) if name == "rounds.jsonl" else clients_of(run) for run in (path, whole))
+        rows, all_rows = (rounds_of(run) if name == "rounds.jsonl" else clients_of(run) for run in (path, complete))
         lost = [row for row in all_rows if row not in rows]
         assert rows == [row for row in all_rows if row not in lost]
         assert bool(lost) == (name == file) and all(row["round"] in (1, 2, "1", "2") for row in lost)
-    for name, arrays in models_of(whole).items():
+    for name, arrays in models_of(complete).items():
         for key, array in arrays.items():
             np.testing.assert_array_equal(array, models_of(path)[name][key])
     refused = {p.name for p in (path / "checkpoints").glob("*refused")}
@@ -631,7 +630,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
     file = tmp_path / "cut" / "config.yaml"
     text = file.read_text()
     again = {"output-dir": str(tmp_path), "resume": "cut"}
-    for before, after, told in (
+    for before, after, difference in (
         ("  lr: 0.05\n", "  lr: 0.5\n", "lr = 0.5, the run has 0.05"),
         ("method: fedrep", "method: fedavg", "method = 'fedavg', the run has 'fedrep'"),
         ("num-server-rounds: 4", "num-server-rounds: 9", "num-server-rounds = 9, the run has 4"),
@@ -640,7 +639,7 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
         file.write_text(text.replace(before, after))
         with pytest.raises(SettingsError) as raised:
             run(InProcessGrid(2), again)
-        assert told in str(raised.value) and "Restore it, or delete the file" in str(raised.value)
+        assert difference in str(raised.value) and "Restore it, or delete the file" in str(raised.value)
     file.write_text(text)
     assert StoredRun.find(again, "a test") is not None
 
@@ -650,11 +649,11 @@ def test_an_edited_config_is_refused_with_the_keys_and_both_values(stopped: Path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a file system of 2 MiB, which only root can make."""
+    """Return a file system of 2 MiB, which only root can mount."""
     path = tmp_path / "disk"
     path.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], check=False).returncode:
-        pytest.skip("a file system of its own can be mounted by root only")
+        pytest.skip("only root can mount a file system")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
 
@@ -705,7 +704,7 @@ def finish_round(self, server_round, arrays):
 Recorder.finish_round = finish_round
 sys.exit(cli.main(sys.argv[3:]))
 """
-"""`posy`, in a process that gets a signal when a round is finished."""
+"""`posy` in a process that receives a signal at the end of a round."""
 
 
 def test_a_process_that_is_killed_and_one_that_is_interrupted(
@@ -723,7 +722,7 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted(
         )
 
     more = {"num_clients": 3, "num_server_rounds": 12, "checkpoint_every": 4}
-    whole = run(InProcessGrid(3), settings(tmp_path, "fedrep", "whole", **more)).directory.path
+    uninterrupted = run(InProcessGrid(3), settings(tmp_path, "fedrep", "whole", **more)).directory.path
     config, cut = settings(tmp_path, "fedrep", "cut", **more), tmp_path / "runs" / "cut"
     words = [f"{key}={value}" for key, value in config.items() if key != "output-dir"]
     assert posy(6, signal.SIGKILL, *words).returncode == -signal.SIGKILL
@@ -735,9 +734,9 @@ def test_a_process_that_is_killed_and_one_that_is_interrupted(
     assert "round  8/12" in done.stdout
     assert "INFO" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    told = f"posy: stopped after round 9; go on with: posy run resume=cut output-dir={cut.parent}"
-    assert done.stderr.splitlines()[-1] == told
+    hint = f"posy: stopped after round 9; resume with: posy run resume=cut output-dir={cut.parent}"
+    assert done.stderr.splitlines()[-1] == hint
     assert reached(cut) == (9, 12)
-    assert cli.main(["run", *told.split()[-2:]]) == 0
-    assert_same_results(cut, whole)
+    assert cli.main(["run", *hint.split()[-2:]]) == 0
+    assert_same_results(cut, uninterrupted)
     assert [entry["round"] for entry in yaml.safe_load((cut / "config.yaml").read_text())["resumed"]] == [4, 9]

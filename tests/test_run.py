@@ -1,4 +1,4 @@
-"""Whole runs through the ServerApp: what they leave, whatever becomes of them."""
+"""Complete runs through the ServerApp: their results, also after an early end."""
 
 import csv
 import json
@@ -92,7 +92,7 @@ def column(rows: list[dict[str, str]], server_round: int, name: str) -> dict[int
     return {int(r["partition"]): float(r[name]) for r in rows if int(r["round"]) == server_round and r[name] != ""}
 
 
-# -- what a run leaves -----------------------------------------------------------------------------------
+# -- the results of a run --------------------------------------------------------------------------------
 
 
 def test_the_files_of_a_run(make_config: MakeConfig, tmp_path: Path, pictures: None) -> None:
@@ -235,7 +235,7 @@ def test_without_stored_models(make_config: MakeConfig, warnings: pytest.LogCapt
 
 
 def test_a_run_again_from_its_own_record(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Also one that was made from an experiment file: what that brought stands in the record."""
+    """The record also contains the settings from an experiment file."""
     experiment = tmp_path / "mine.yaml"
     experiment.write_text("batch-size: 3\n", encoding="utf-8")
     config = make_config("fedfew", num_server_rounds=2, experiment=str(experiment))
@@ -244,8 +244,8 @@ def test_a_run_again_from_its_own_record(make_config: MakeConfig, tmp_path: Path
     again = started({"experiment": str(first / "config.yaml")}).directory.path
     assert again != first
     assert read_settings({"experiment": str(again / "config.yaml")}).train.batch_size == 3
-    one, other = (load_arrays(path / "models" / "server.safetensors") for path in (first, again))
-    assert np.array_equal(one["models"], other["models"])
+    before, after = (load_arrays(path / "models" / "server.safetensors") for path in (first, again))
+    assert np.array_equal(before["models"], after["models"])
 
 
 def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(make_config: MakeConfig) -> None:
@@ -294,10 +294,10 @@ def test_the_same_seed_gives_the_same_results(method: str, make_config: MakeConf
 def test_the_same_results_on_any_number_of_nodes(make_config: MakeConfig) -> None:
     """A node that hosts several clients keeps their states and their randomness apart."""
     config = make_config("ditto", fraction_train=0.75)
-    whole = started(dict(config), InProcessGrid(4)).directory.path
+    reference = started(dict(config), InProcessGrid(4)).directory.path
     for nodes in (1, 3):
         path = started(dict(config), InProcessGrid(nodes)).directory.path
-        assert (path / "clients.csv").read_bytes() == (whole / "clients.csv").read_bytes()
+        assert (path / "clients.csv").read_bytes() == (reference / "clients.csv").read_bytes()
 
 
 # -- runs that end early ---------------------------------------------------------------------------------
@@ -376,8 +376,8 @@ def test_a_clients_error_is_a_dropped_reply_not_the_end(
 
 
 def test_the_files_are_whole_after_every_round(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process would leave."""
-    seen = []
+    """The files are complete at any time at which the process may be killed."""
+    rounds = []
     original = Recorder.finish_round
 
     def finish_round(self: Recorder, server_round: int, arrays: ArrayRecord) -> Any:
@@ -388,11 +388,11 @@ def test_the_files_are_whole_after_every_round(make_config: MakeConfig, monkeypa
             assert summary["served"]["last"]["round"] == summary["rounds"] == server_round
             assert len(rounds_of(self.directory.path)) == server_round
             assert len(clients_of(self.directory.path)) == 4 * server_round
-        seen.append(server_round)
+        rounds.append(server_round)
 
     monkeypatch.setattr(Recorder, "finish_round", finish_round)
     started(make_config("fedavg"))
-    assert seen == [0, 1, 2, 3]
+    assert rounds == [0, 1, 2, 3]
 
 
 def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(
@@ -460,7 +460,7 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
 
 
 @pytest.mark.parametrize(
-    ("method", "more", "status", "told"),
+    ("method", "more", "status", "message"),
     [
         ("fedfew", {"fedfew_server_lr": 1e30}, "failed", "no client's evaluation was accepted in any round: .*"),
         (
@@ -474,11 +474,11 @@ def test_when_every_client_diverges_the_model_stays_and_no_loss_is_made_up(make_
     ],
 )
 def test_a_run_without_results_to_rely_on_says_so(
-    make_config: MakeConfig, method: str, more: dict[str, Any], status: str, told: str
+    make_config: MakeConfig, method: str, more: dict[str, Any], status: str, message: str
 ) -> None:
     config = make_config(method, **more)
-    if told:
-        with pytest.raises(RunError, match=told):
+    if message:
+        with pytest.raises(RunError, match=message):
             started(config)
     else:
         started(config)
@@ -567,7 +567,7 @@ def test_system_accuracy_is_a_majority_vote_of_the_stored_models(
 
 
 def test_system_accuracy_of_ensembles_without_coefficients(make_config: MakeConfig, tmp_path: Path) -> None:
-    """If all coefficients are 0 the members count alike; they must not all answer class 0."""
+    """If all coefficients are 0, the members have equal weights and do not all answer class 0."""
     from posy.server_app.system import stored_probabilities
 
     workspace = Workspace(read_settings(make_config("ppfe", model="linear")))
@@ -612,8 +612,8 @@ def test_feddrms_system_accuracy_by_hand(make_config: MakeConfig) -> None:
     right = [int(modules[client](x[i : i + 1])[0].argmax()) == y[i] for i, client in enumerate(routed)]
     assert summary_of(path)["system-accuracy"] == pytest.approx(np.mean(right))
     owners = [0] * 9 + [1] * 6 + [2] * 4
-    found = [client == owner for client, owner in zip(routed, owners, strict=True)]
-    assert summary_of(path)["routing-accuracy"] == pytest.approx(np.mean(found))
+    correct = [client == owner for client, owner in zip(routed, owners, strict=True)]
+    assert summary_of(path)["routing-accuracy"] == pytest.approx(np.mean(correct))
 
 
 def test_system_accuracy_where_nobody_asked_for_it(make_config: MakeConfig) -> None:

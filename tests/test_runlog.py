@@ -22,7 +22,7 @@ NOISE = [
     ERROR + "Exit Code: 201\n\nAn unhandled exception occurred in the ServerApp.\n\nFor more information, visit: <x>",
 ]
 NEWS = [
-    WARNING + "site-c is left out: a.npz: nan at index (3, 2)",
+    WARNING + "site-c is skipped: a.npz: nan at index (3, 2)",
     WARNING + "The run begins with 2 of 3 clients\n  and this belongs to it",
     ERROR + "client on node 3: ValueError('x')",
     "round 1/2  served 87.83 %",

@@ -675,7 +675,7 @@ def test_who_answers_first_does_not_change_the_run(sites: list[Config], config: 
 def test_a_site_with_bad_data_is_left_out(
     least: int, works: bool, sites: list[Config], config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "c" / "train" / "9" / "0.png").write_bytes(b"\x89PNG, but no more")
+    (tmp_path / "c" / "train" / "9" / "0.png").write_bytes(b"\x89PNG, truncated")
     # Without site-c, site-a alone has a nine.
     settings = config | {"min-clients": least, "method": "fedavg", "classes": "0,1,2,3,4,5,6,7,8,9"}
     reason = str(tmp_path / "c" / "train" / "9" / "0.png")
@@ -808,7 +808,7 @@ def test_features_that_change_during_the_run_are_noticed(config: Config, tmp_pat
 def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     for name in "ab":
         class_folders(tmp_path / name, grey(8), ["Cat", "cat", "dog", "dog"] * 2)
-    (tmp_path / "b" / "dog" / "torn.png").write_bytes(b"\x89PNG, but no more")
+    (tmp_path / "b" / "dog" / "torn.png").write_bytes(b"\x89PNG, truncated")
     answers: list[dict[str, Any]] = []
 
     class Listening(NodeGrid):

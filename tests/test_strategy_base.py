@@ -1,4 +1,4 @@
-"""What all strategies share: cohorts, messages, checks of the replies, learning rate, evaluation."""
+"""The shared part of all strategies: cohorts, messages, checks of the replies, learning rate, evaluation."""
 
 import io
 import math
@@ -35,7 +35,7 @@ def send(
     config: ConfigRecord | None = None,
     grid: InProcessGrid | None = None,
 ) -> tuple[list[Message], list[Message]]:
-    """Let the strategy make its messages and real clients answer them."""
+    """Send the messages of the strategy to real clients and return both the messages and the replies."""
     grid = grid or InProcessGrid(strategy.num_clients)
     configure = strategy.configure_train if phase == "train" else strategy.configure_evaluate
     messages = configure(server_round, ArrayRecord(), config or ConfigRecord(), grid)
@@ -207,7 +207,7 @@ def test_a_bad_reply_after_training_is_left_out(
     assert [client for client, _ in strategy.record.dropped] == [BAD]
     assert reason in strategy.record.dropped[0][1]
     assert noted == list(GOOD)
-    # Nothing of it enters the record but what was sent to the client.
+    # The record has only the bytes of the message to the client.
     assert set(strategy.record.row(BAD)) == {"bytes_up", "bytes_down"}
     assert strategy.record.row(BAD)["bytes_up"] == 0
     assert strategy.record.bytes_up == sum(strategy.record.row(c)["bytes_up"] for c in GOOD) > 0
@@ -218,22 +218,22 @@ def test_a_bad_reply_after_evaluation_is_left_out(
     fault: str, make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, reason = EVALUATE_FAULTS[fault]
-    strategy = make_strategy("fedavg", fraction_train=0.5)  # so that some rows have nothing but an evaluation
+    strategy = make_strategy("fedavg", fraction_train=0.5)  # so that some rows have only an evaluation
     trained = strategy.cohort(1)
     _, replies = send(strategy)
     take(strategy, replies)
     before = state_of(strategy)
-    bad = next(c for c in range(4) if c not in trained)
+    faulty = next(c for c in range(4) if c not in trained)
     _, replies = send(strategy, phase="evaluate")
     noted = acknowledged(strategy, monkeypatch)
-    change(replies[bad].content)
+    change(replies[faulty].content)
     take(strategy, replies, phase="evaluate")
     assert state_of(strategy) == before
-    assert [client for client, _ in strategy.record.dropped] == [bad]
+    assert [client for client, _ in strategy.record.dropped] == [faulty]
     assert reason in strategy.record.dropped[0][1]
-    assert bad not in noted
-    assert set(strategy.record.row(bad)) == {"bytes_up", "bytes_down"}
-    assert all("n_train" in strategy.record.row(c) for c in range(4) if c != bad)
+    assert faulty not in noted
+    assert set(strategy.record.row(faulty)) == {"bytes_up", "bytes_down"}
+    assert all("n_train" in strategy.record.row(c) for c in range(4) if c != faulty)
 
 
 def test_errors_lost_doubled_and_foreign_replies_are_counted_by_reason(make_strategy: MakeStrategy) -> None:
@@ -261,7 +261,7 @@ ERRORS: dict[str, tuple[Error, str]] = {
         "its message or its reply was lost or came too late",
     ),
     "late": (Error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE, "of 17"), "its reply came too late"),
-    "raised": (Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "<class 'x.E'>:<'no\nsuch'>"), "it failed: no such"),
+    "raised": (Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "<class 'x.E'>:<'no\nfile'>"), "it failed: no file"),
     "died": (Error(ErrorCode.CLIENT_APP_CRASHED, "signal 9"), "its app crashed: signal 9"),
     "no app": (Error(ErrorCode.LOAD_CLIENT_APP_EXCEPTION, "no x"), "its app could not be loaded: no x"),
     "unknown": (Error(99, "{odd}"), "error 99: {odd}"),
@@ -282,7 +282,7 @@ def test_an_error_is_told_in_plain_words_with_the_name_of_the_site(
     messages, replies = send(strategy, phase="evaluate")
     answers = [*(replies[c] for c in (0, 1, 3)), Message(sent, reply_to=messages[2])]
     take(strategy, answers, phase="evaluate")
-    [line] = lines_of(warnings)  # once, though it did not answer twice
+    [line] = lines_of(warnings)  # once, although it failed twice
     assert line == f"round 1: site-c (client 2) is dropped: {words}"
     assert strategy.record.dropped == [(2, words)] * 2
     assert strategy.record.missing == [2]
@@ -404,15 +404,15 @@ def test_every_node_gets_records_of_its_own_and_the_callers_config_stays(
     contents = [m.content for m in messages]
     for records in (contents, [c["arrays"] for c in contents], [c["config"] for c in contents]):
         assert len({id(record) for record in records}) == len(messages) == 4
-    told = [dict(c.config_records["config"]) for c in contents]
-    assert [t["client"] for t in told] == [0, 1, 2, 3]
+    configs = [dict(c.config_records["config"]) for c in contents]
+    assert [sent["client"] for sent in configs] == [0, 1, 2, 3]
     assert [m.metadata.dst_node_id for m in messages] == [1, 2, 3, 4]
-    assert all(t["mine"] == 1 and t["server-round"] == 1 for t in told)
+    assert all(sent["mine"] == 1 and sent["server-round"] == 1 for sent in configs)
     contents[0].config_records["config"]["mine"] = 2
     del contents[0].array_records["arrays"]["0"]
     assert contents[1].config_records["config"]["mine"] == 1
     assert list(contents[1].array_records["arrays"]) == ["0"]
-    assert not set(told[0]) & set(messages[0].content.metric_records)
+    assert not set(configs[0]) & set(messages[0].content.metric_records)
 
 
 def test_the_message_brings_what_the_strategy_serves_and_the_rounds_rate(make_strategy: MakeStrategy) -> None:
@@ -446,8 +446,8 @@ def test_models_are_saved_at_first_and_last_and_now_and_then(make_strategy: Make
     for server_round, expected in ((1, True), (2, False), (3, True)):
         for phase in ("train", "evaluate"):
             messages, _ = send(strategy, server_round, phase)
-            told = [m.content.config_records["config"] for m in messages]
-            assert all(("save-models-to" in t) is expected for t in told)
+            configs = [m.content.config_records["config"] for m in messages]
+            assert all(("save-models-to" in config) is expected for config in configs)
     stored = {f"{point}-{client}.safetensors" for point in ("client", "served") for client in range(4)}
     assert {path.name for path in (tmp_path / "models").iterdir()} == stored
 
@@ -472,13 +472,13 @@ def test_cohorts_depend_on_seed_and_round_alone(make_strategy: MakeStrategy) -> 
         strategy = make_strategy(method, fraction_train=0.5, **settings)
         return [strategy.cohort(r) for r in range(1, 21)]
 
-    here = cohorts()
-    assert here == cohorts() == cohorts("fedfew", lr=0.5, model="mlp")
-    assert here != cohorts(seed=43)
-    assert len({tuple(cohort) for cohort in here}) > 1
-    assert Counter(c for cohort in here for c in cohort).keys() == {0, 1, 2, 3}
+    drawn = cohorts()
+    assert drawn == cohorts() == cohorts("fedfew", lr=0.5, model="mlp")
+    assert drawn != cohorts(seed=43)
+    assert len({tuple(cohort) for cohort in drawn}) > 1
+    assert Counter(c for cohort in drawn for c in cohort).keys() == {0, 1, 2, 3}
     strategy = make_strategy("fedavg", fraction_train=0.5)
-    assert [strategy.cohort(r) for r in range(20, 0, -1)][::-1] == here
+    assert [strategy.cohort(r) for r in range(20, 0, -1)][::-1] == drawn
 
 
 def test_every_client_is_drawn_about_equally_often(make_strategy: MakeStrategy) -> None:
@@ -493,12 +493,12 @@ def test_only_the_cohort_trains_and_all_are_evaluated(make_strategy: MakeStrateg
     messages, replies = send(strategy)
     assert [m.content.config_records["config"]["client"] for m in messages] == cohort
     assert strategy.record.cohort == tuple(cohort)
-    first(math.nan)(replies[0].content)  # a client whose reply was dropped has not trained
+    first(math.nan)(replies[0].content)  # a client with a dropped reply counts as untrained
     take(strategy, replies)
     messages, _ = send(strategy, phase="evaluate")
-    told = {m.content.config_records["config"]["client"]: m.content.config_records["config"] for m in messages}
-    assert list(told) == [0, 1, 2, 3]
-    assert {c for c, config in told.items() if not config["evaluate-personal"]} == set(cohort[1:])
+    configs = {m.content.config_records["config"]["client"]: m.content.config_records["config"] for m in messages}
+    assert list(configs) == [0, 1, 2, 3]
+    assert {c for c, config in configs.items() if not config["evaluate-personal"]} == set(cohort[1:])
 
 
 def test_a_client_without_a_node_is_not_asked(make_strategy: MakeStrategy) -> None:
@@ -514,7 +514,7 @@ def test_a_client_without_a_node_is_not_asked(make_strategy: MakeStrategy) -> No
 )
 def test_rounds_that_are_evaluated(every: int, rounds: int, expected: list[int], make_strategy: MakeStrategy) -> None:
     strategy = make_strategy("fedavg", evaluate_every=every, num_server_rounds=rounds)
-    seen = []
+    evaluated = []
     for server_round in range(1, rounds + 1):
         messages, replies = send(strategy, server_round)
         assert {m.content.config_records["config"]["evaluate-local"] for m in messages} == {server_round in expected}
@@ -524,8 +524,8 @@ def test_rounds_that_are_evaluated(every: int, rounds: int, expected: list[int],
         take(strategy, answers, server_round, "evaluate")
         assert bool(evaluations) == scored == ("served_accuracy" in strategy.record.row(0))
         if evaluations:
-            seen.append(server_round)
-    assert seen == expected
+            evaluated.append(server_round)
+    assert evaluated == expected
 
 
 def test_the_learning_rate_by_hand(make_strategy: MakeStrategy) -> None:
@@ -639,13 +639,13 @@ def test_arrays_that_mean_nothing_to_the_method_are_refused(
 ) -> None:
     strategy = make_strategy(method, **settings)
     shapes = strategy.expected_shapes(0)
-    good = [np.zeros(shapes[0], np.float32), np.array(1) if method == "ifca" else np.full(shapes[1], 1 / shapes[1][0])]
-    strategy.check(good)
+    valid = [np.zeros(shapes[0], np.float32), np.array(1) if method == "ifca" else np.full(shapes[1], 1 / shapes[1][0])]
+    strategy.check(valid)
     with pytest.raises(BadReplyError):
-        strategy.check(spoil(good))
+        strategy.check(spoil(valid))
 
 
-# -- limits on what a reply may hold ---------------------------------------------------------------------
+# -- limits on the content of a reply --------------------------------------------------------------------
 
 LIMITED = (
     "fedavg",
@@ -664,11 +664,11 @@ LIMITED = (
 
 
 def moved_by_3_and_4(strategy: Any) -> Change:
-    """Return what makes a reply of an update that is 0 but for a 3 and a 4: its norm is 5."""
+    """Return a function that replaces an update by zeros, a 3 and a 4, so that its norm is 5."""
 
     def change(content: RecordDict) -> None:
         record = content.array_records["arrays"]
-        if strategy.settings.run.method == "fedfew":  # sends the updates of K models
+        if strategy.settings.run.method == "fedfew":  # FedFew sends the updates of K models
             update = np.zeros(strategy.models.shape, np.float32)
             update[0, 1], update[2, 0] = 3, 4
         elif strategy.settings.run.method == "ifca":
@@ -676,7 +676,7 @@ def moved_by_3_and_4(strategy: Any) -> Change:
             update = strategy.models[1].copy()
             update[:2] += (3, -4)
         else:
-            update = np.concatenate(strategy.serve(BAD))  # cwFedAvg sends the head, which comes last, apart
+            update = np.concatenate(strategy.serve(BAD))  # cwFedAvg sends the head, the last part, separately
             update[[0, -1]] += (3, -4)
         record["0"] = Array(update)
 
@@ -709,8 +709,8 @@ def test_an_update_beyond_the_limit_is_dropped_not_clipped(method: str, make_str
         if dropped:
             assert strategy.record.dropped[0][1] == "the norm of the update exceeds max-update-norm = 4.999"
             without_it = make_strategy(method, lr=1e-4)
-            _, others = send(without_it)
-            take(without_it, [others[c] for c in GOOD])
+            _, replies = send(without_it)
+            take(without_it, [replies[c] for c in GOOD])
             assert state_of(strategy) == state_of(without_it)
 
 
@@ -739,7 +739,7 @@ def test_local_training_sends_nothing_that_could_be_too_large(make_strategy: Mak
 def test_a_huge_reply_is_refused_before_its_arrays_are_made(
     make_strategy: MakeStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For d float64 numbers and a header there is room, for more there is not."""
+    """The limit admits d float64 numbers and a header, and no larger reply."""
     strategy = make_strategy("fedavg")
     _, replies = send(strategy)
     d = strategy.size
@@ -748,17 +748,17 @@ def test_a_huge_reply_is_refused_before_its_arrays_are_made(
     many = replies[2].content.array_records["arrays"]
     for number in range(1, 50):
         many[str(number)] = Array(np.zeros(d, np.float32))
-    made: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     for kind in (Array, ByReference):
 
         def numpy(self: Array, original: Callable[[Array], Any] = kind.numpy) -> Any:
-            made.append(self.shape)
+            shapes.append(self.shape)
             return original(self)
 
         monkeypatch.setattr(kind, "numpy", numpy)
     take(strategy, replies)
-    assert made == [(d,), (d,)]  # those of the clients 0 and 3
+    assert shapes == [(d,), (d,)]  # clients 0 and 3
     reasons = dict(strategy.record.dropped)
     assert sorted(reasons) == [1, 2]
     assert f"with the shape ({d},) it may have at most {8 * d + 4096}" in reasons[1]

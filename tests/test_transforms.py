@@ -1,4 +1,4 @@
-"""Augmentation by flips, and by torchvision's transforms, each image by numbers of its own."""
+"""Augmentation by flips and torchvision's transforms, with separate random numbers for each image."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (60, 8, 10, 3), np.uint8)
 
 @pytest.fixture(params=[np.uint8, np.float32])
 def images(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the path of images, of bytes or scaled already."""
+    """Return the path of images with bytes or scaled pixels."""
     x = PIXELS if request.param is np.uint8 else (PIXELS / 255).astype(np.float32)
     np.savez(tmp_path / "a.npz", x_train=x, y_train=np.arange(60) % 3)
     return str(tmp_path / "a.npz")
@@ -37,44 +37,44 @@ def augmented(data: str, seed: int = 0, **settings: str) -> tuple[Workspace, Aug
 
 
 def pixels(workspace: Workspace, x: Tensor) -> Tensor:
-    """Return normalised images as they were before, from 0 to 1."""
+    """Return the pixels of normalised images before normalisation, from 0 to 1."""
     mean, std = (torch.from_numpy(v).view(-1, 1, 1) for v in (workspace.dataset.mean, workspace.dataset.std))
     return x * std + mean
 
 
 def test_a_flip_by_hand() -> None:
     x = torch.arange(12.0).view(2, 1, 2, 3)
-    found = flip(x, torch.tensor([[0.49], [0.5]]))
-    assert found.tolist() == [[[[2, 1, 0], [5, 4, 3]]], [[[6, 7, 8], [9, 10, 11]]]]
+    changed = flip(x, torch.tensor([[0.49], [0.5]]))
+    assert changed.tolist() == [[[[2, 1, 0], [5, 4, 3]]], [[[6, 7, 8], [9, 10, 11]]]]
 
 
 def test_half_of_the_images_are_mirrored(images: str) -> None:
     _, augment, x = augmented(images, augment="flip")
     many = x[:1].expand(2000, -1, -1, -1)
-    found = augment.change(many, augment.numbers([1000, 1000]))
-    mirrored = (found == many.flip(3)).all(dim=(1, 2, 3))
-    assert ((found == many).all(dim=(1, 2, 3)) ^ mirrored).all()
+    changed = augment.change(many, augment.numbers([1000, 1000]))
+    mirrored = (changed == many.flip(3)).all(dim=(1, 2, 3))
+    assert ((changed == many).all(dim=(1, 2, 3)) ^ mirrored).all()
     assert abs(float(mirrored.float().mean()) - 0.5) < 0.04
 
 
 def test_transforms_see_pixels_from_0_to_1(images: str) -> None:
     workspace, augment, x = augmented(images, transforms="RandomInvert(1.0), RandomVerticalFlip(p=1)")
-    found = pixels(workspace, augment.change(x, augment.numbers([len(x)])))
-    torch.testing.assert_close(found, 1 - pixels(workspace, x).flip(2), rtol=0, atol=1e-6)
+    changed = pixels(workspace, augment.change(x, augment.numbers([len(x)])))
+    torch.testing.assert_close(changed, 1 - pixels(workspace, x).flip(2), rtol=0, atol=1e-6)
 
 
 def test_each_image_is_changed_by_its_own_numbers(images: str) -> None:
     words = "RandomRotation(40), ColorJitter(0.5, 0.5, 0.5, 0.1), RandAugment, GaussianNoise(sigma=0.1)"
     _, augment, x = augmented(images, augment="crop-flip", transforms=words)
-    before, kept = torch.random.get_rng_state(), x.clone()
+    before, original = torch.random.get_rng_state(), x.clone()
     numbers = augment.numbers([len(x)])
-    found = augment.change(x, numbers)
+    changed = augment.change(x, numbers)
     turned = torch.arange(len(x)).flip(0)
-    assert torch.equal(augment.change(x[turned], numbers[turned]), found[turned])
-    assert torch.equal(augment.change(x[3:4], numbers[3:4]), found[3:4])
+    assert torch.equal(augment.change(x[turned], numbers[turned]), changed[turned])
+    assert torch.equal(augment.change(x[3:4], numbers[3:4]), changed[3:4])
     same = augment.change(x[:1].expand(len(x), -1, -1, -1), numbers)
     assert len({image.numpy().tobytes() for image in same}) == len(x)
-    assert torch.equal(torch.random.get_rng_state(), before) and torch.equal(x, kept)
+    assert torch.equal(torch.random.get_rng_state(), before) and torch.equal(x, original)
 
 
 @pytest.mark.parametrize("settings", [{"augment": "flip"}, {"transforms": "RandomRotation(15), RandomErasing(p=0.5)"}])

@@ -1,7 +1,7 @@
-"""What a SuperLink is asked to do: list its runs and nodes, register keys, take a run, show its log, stop it.
+"""Control of a SuperLink: list its runs and nodes, register keys, submit a run, show its log, stop it.
 
-All through Flower's own client of its Control API. Flower's command line does the same in processes of their own, and
-tells neither the names that nodes were registered under nor the settings of a run.
+All calls use Flower's client of its Control API. Flower's command line starts a process for each call. It shows neither
+the names of registered nodes nor the settings of a run.
 """
 
 import hashlib
@@ -40,9 +40,9 @@ from posy.settings import LaunchError, Scalar, SettingsError
 from posy.strategies.settings import RunSettings
 
 OUTAGE_SECONDS = 600.0
-"""Seconds that a SuperLink may stay out of reach while a run on it is followed: the run itself may outlive that."""
+"""Seconds for which a SuperLink may be unreachable while Posy follows a run, which may survive the outage."""
 LOOK_SECONDS = 1.0
-"""Seconds between two attempts to reach a SuperLink, or two looks at a run that has not ended."""
+"""Seconds between two attempts to reach a SuperLink, or between two checks of a run that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -51,49 +51,49 @@ class Run:
 
     number: str
     config: Mapping[str, Any]
-    """The settings that were given."""
+    """The submitted settings."""
     status: str
     """``pending``, ``starting``, ``running``, ``completed``, ``failed`` or ``stopped``."""
     since: str
-    """When that began, in local time."""
+    """Local time at which the status began."""
     seconds: float
-    """How long it has run."""
+    """Duration of the run in seconds."""
     details: str
-    """Why it failed."""
+    """Reason for a failure."""
 
     @property
     def name(self) -> str:
-        """The folder of its results, if it was chosen."""
+        """Folder of the results, if the settings choose it; otherwise empty."""
         return str(self.config.get("run-name") or self.config.get("resume") or "")
 
     @property
     def method(self) -> str:
-        """Its method, as far as the settings that were given say it."""
+        """Method of the run; empty if the submitted settings do not determine it."""
         unknown = self.config.get("resume") or self.config.get("experiment")
         return str(self.config.get("method", "" if unknown else RunSettings.method))
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the run has ended."""
         return self.status in ("completed", "failed", "stopped")
 
 
 class Control:
-    """A SuperLink at ``host:port`` that takes orders, through Flower's client of it."""
+    """The Control API of a SuperLink at ``host:port``, called through Flower's client."""
 
     def __init__(self, client: ControlHttpClient, address: str) -> None:
         self._client = client
         self.address = address
 
     def nodes(self) -> list[NodeInfo]:
-        """Return the nodes that are registered, by name; one without a name has its number for it."""
-        found = self._client.ListNodes(ListNodesRequest()).nodes_info
-        for node in found:
+        """Return the registered nodes, sorted by name; a node without a name gets its number as a name."""
+        nodes = self._client.ListNodes(ListNodesRequest()).nodes_info
+        for node in nodes:
             node.name = node.name or str(node.node_id)
-        return sorted((node for node in found if node.status != "unregistered"), key=lambda node: node.name)
+        return sorted((node for node in nodes if node.status != "unregistered"), key=lambda node: node.name)
 
     def runs(self) -> list[Run]:
-        """Return all runs, the newest first."""
+        """Return all runs, newest first."""
         answer = self._client.ListRuns(ListRunsRequest())
         runs = sorted(answer.run_dict.values(), key=lambda run: str(run.pending_at), reverse=True)
         return [
@@ -109,34 +109,39 @@ class Control:
         ]
 
     def find(self, word: str) -> Run:
-        """Return a run by its number, or the newest of a name, or of all; raise :class:`SettingsError` if none is."""
+        """Return the run with a number, the newest run with a name, or the newest run if ``word`` is empty.
+
+        Raises :class:`SettingsError` if the SuperLink has no matching run.
+        """
         runs = self.runs()
         for run in runs:
             if word in ("", run.number, run.name):
                 return run
         if not word:
             raise SettingsError(f"no run was submitted to {self.address}")
-        known = ", ".join(run.name or run.number for run in runs[:5]) or "none"
-        raise SettingsError(f"{word!r}: no such run at {self.address}; the newest are: {known}")
+        newest = ", ".join(run.name or run.number for run in runs[:5]) or "none"
+        raise SettingsError(f"{word!r}: no run at {self.address} has this name or number; the newest are: {newest}")
 
     def register(self, name: str, public_key: bytes) -> None:
-        """Let the node that has a key (PEM) take part, under a name."""
+        """Register the public key (PEM) of a node under a name, so that the node may join."""
         self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name))
 
     def unregister(self, number: int) -> None:
-        """Exclude the node of a number; its key cannot be registered again."""
+        """Exclude the node with a number; its key cannot be registered again."""
         self._client.UnregisterNode(UnregisterNodeRequest(node_id=number))
 
-    def submit(self, given: Mapping[str, Scalar]) -> str:
-        """Submit this very code with settings as a run, and return its number; see :func:`bundle`.
+    def submit(self, settings: Mapping[str, Scalar]) -> str:
+        """Submit the running code with settings as a run, and return the run's number; see :func:`bundle`.
 
-        It raises :class:`LaunchError` if the SuperLink does not take it.
+        Raises :class:`LaunchError` if the SuperLink rejects the code.
         """
-        content, given = bundle(given)
+        content, config = bundle(settings)
         fab = Fab(hash_str=hashlib.sha256(content).hexdigest(), content=content)
-        answer = self._client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(given))))
+        answer = self._client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(dict(config))))
         if not answer.run_id:
-            raise LaunchError(f"the SuperLink at {self.address} does not take the app: it has {len(content)} bytes")
+            raise LaunchError(
+                f"the SuperLink at {self.address} rejects the app of {len(content)} bytes; its log shows the reason"
+            )
         return str(answer.run_id)
 
     def stop(self, number: str) -> None:
@@ -144,23 +149,23 @@ class Control:
         self._client.StopRun(StopRunRequest(run_id=int(number)))
 
     def follow(self, number: str, show: Callable[[str], object], patience: float = OUTAGE_SECONDS) -> Run:
-        """Hand over the log of a run line by line until the run ends, and return the run.
+        """Pass each line of a run's log to ``show`` until the run ends, and return the run.
 
-        The SuperLink may stay out of reach for ``patience`` seconds, each time.
+        Each outage of the SuperLink may last ``patience`` seconds.
         """
-        after, rest, deadline = 0.0, "", None
+        after, unfinished, deadline = 0.0, "", None
         while True:
             try:
                 for part in self._client.StreamLogs(StreamLogsRequest(run_id=int(number), after_timestamp=after)):
                     after, deadline = part.latest_timestamp, None
-                    *lines, rest = (rest + part.log_output).split("\n")
+                    *lines, unfinished = (unfinished + part.log_output).split("\n")
                     for line in lines:
                         show(line + "\n")
                 run = self.find(number)
                 deadline = None
                 if run.ended:
-                    if rest:
-                        show(rest + "\n")
+                    if unfinished:
+                        show(unfinished + "\n")
                     return run
             except httpx.TransportError:
                 deadline = deadline or time.monotonic() + patience
@@ -170,14 +175,14 @@ class Control:
 
 
 class Online:
-    """Tells in words how many nodes are online; it asks once in a while."""
+    """Describes how many nodes are online; it queries the SuperLink at most once in :data:`LOOK_SECONDS`."""
 
     def __init__(self, api: Control) -> None:
         self._api = api
         self._text, self._asked = "", -math.inf
 
     def __call__(self) -> str:
-        """Return such as ``3 of 4 nodes online``."""
+        """Return a text such as ``3 of 4 nodes online``."""
         if time.monotonic() - self._asked > LOOK_SECONDS:
             nodes = self._api.nodes()
             online = sum(node.status == "online" for node in nodes)
@@ -187,9 +192,9 @@ class Online:
 
 @contextmanager
 def control(superlink: Connection) -> Iterator[Control]:
-    """Provide a SuperLink to give orders to.
+    """Open the Control API of a SuperLink.
 
-    It raises :class:`LaunchError` if it cannot be reached, its certificate is not trusted, or it refuses.
+    Raises :class:`LaunchError` if the SuperLink is unreachable or refuses a call, or its certificate is not trusted.
     """
     os.environ |= without_proxy()
     ca = superlink.root_certificates
@@ -210,14 +215,14 @@ def control(superlink: Connection) -> Iterator[Control]:
         client.close()
 
 
-def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verbose: bool = False) -> int:
+def run_on_superlink(settings: Mapping[str, Scalar], superlink: Connection, *, verbose: bool = False) -> int:
     """Submit a run to a SuperLink with SuperNodes, follow it, and return the exit status; Ctrl-C stops the run.
 
-    Paths among the settings are those of the SuperLink's machine. It raises what :func:`control` does.
+    The settings contain paths on the SuperLink's machine. Raises the errors of :func:`control`.
     """
     log = RunLog(verbose)
     with control(superlink) as api:
-        number = api.submit(given)
+        number = api.submit(settings)
         try:
             run = api.follow(number, log.add)
             status, how = _exit_status(run, log), run.status
@@ -226,22 +231,22 @@ def run_on_superlink(given: Mapping[str, Scalar], superlink: Connection, *, verb
             print("\nposy: stopping the run", file=sys.stderr)
             api.stop(number)
             status, how = INTERRUPTED, "stopped"
-    if status:  # the checkpoints lie on the SuperLink's machine
-        if log.rounds or (log.results and given.get("resume")):
-            folder = [f"output-dir={given['output-dir']}"] if "output-dir" in given else []
+    if status:  # the checkpoints are on the SuperLink's machine
+        if log.rounds or (log.results and settings.get("resume")):
+            folder = [f"output-dir={settings['output-dir']}"] if "output-dir" in settings else []
             after = f" after round {log.rounds}" if log.rounds else ""
             command = resume_command(Path(log.results).name, *folder, *superlink.words())
-            print(f"posy: {how}{after}; go on with: {command}", file=sys.stderr)
+            print(f"posy: {how}{after}; resume with: {command}", file=sys.stderr)
         elif status == INTERRUPTED:
-            print("posy: stopped before a round was finished; start it anew", file=sys.stderr)
+            print("posy: stopped before the first round ended; start a new run", file=sys.stderr)
     return status
 
 
 def show_run(superlink: Connection, word: str, *, verbose: bool = False, nodes: bool = False) -> int:
-    """Show the log of a run until the run ends, and return the exit status; Ctrl-C leaves the run alone.
+    """Show the log of a run until the run ends, and return the exit status; Ctrl-C does not stop the run.
 
-    Without a ``word`` it is the newest. With ``nodes`` each round is shown in the place of the one before, and with the
-    nodes that are online.
+    An empty ``word`` selects the newest run. With ``nodes``, each round replaces the line of the previous round and
+    shows the number of online nodes.
     """
     with control(superlink) as api:
         run = api.find(word)
@@ -251,17 +256,17 @@ def show_run(superlink: Connection, word: str, *, verbose: bool = False, nodes: 
         except KeyboardInterrupt:
             log.end()
             command = " ".join(["posy", "stop", run.number, *superlink.words()])
-            print(f"\nposy: the run goes on\nposy: this stops it: {command}", file=sys.stderr)
+            print(f"\nposy: the run continues\nposy: to stop it: {command}", file=sys.stderr)
             return INTERRUPTED
 
 
 def local_time(time: str) -> str:
-    """Return a time that the SuperLink names in local time; empty if it names none."""
+    """Return a time of the SuperLink as local time; an empty time stays empty."""
     return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else ""
 
 
 def _exit_status(run: Run, log: RunLog) -> int:
-    """Show the end of a log, and how the run has ended unless it is completed; return the exit status."""
+    """Show the end of a log, and the status of a run that is not completed; return the exit status."""
     completed = run.status == "completed"
     log.end(failed=not completed)
     if not completed:
@@ -271,12 +276,12 @@ def _exit_status(run: Run, log: RunLog) -> int:
 
 
 def _unreached(superlink: Connection, error: BaseException) -> str:
-    """Return why a SuperLink cannot be reached."""
+    """Explain why a SuperLink cannot be reached."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
-        hint = "" if superlink.root_certificates else ", or does it want certificates (without --insecure)"
+        hint = "" if superlink.root_certificates else ", or does it require TLS (without --insecure)"
         return f"no SuperLink answers at {superlink.address} ({error}); does `posy superlink` run there{hint}?"
     if cause.reason == "WRONG_VERSION_NUMBER":
         return f"the SuperLink at {superlink.address} speaks no TLS; was it started with --insecure?"
