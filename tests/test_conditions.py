@@ -109,9 +109,8 @@ def test_the_length_of_fine_tuning_at_evaluation_needs_an_evaluation_that_fine_t
     """The methods inherit the settings; each condition names the method's keys."""
     epochs, steps, rounds = f"{method}-epochs", f"{method}-steps", f"{method}-rounds"
     for idle, other in ((epochs, steps), (epochs, rounds), (steps, rounds)):
-        with pytest.raises(
-            SettingsError, match=f"{idle} = 3 .* it needs .*{other} = 0.*, but {other} = 2 on {COMMAND_LINE};"
-        ):
+        match = f"{idle} = 3 on {COMMAND_LINE} has no effect: it needs .*{other} = 0.*, but {other} = 2;"
+        with pytest.raises(SettingsError, match=match):
             read_settings({"method": method, idle: 3, other: 2}, COMMAND_LINE)
     assert read_settings({"method": method, epochs: 3}, COMMAND_LINE).method.epochs == 3
     assert read_settings({"method": method, steps: 3}, COMMAND_LINE).method.steps == 3
@@ -477,7 +476,7 @@ def test_nothing_without_an_effect_is_tuned(monkeypatch: pytest.MonkeyPatch) -> 
     assert "lr-decay" not in without_effect({"method": "fedavg"})
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").rglob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks/tables").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_tables_of_the_project_hold_no_setting_without_an_effect(file: Path) -> None:
     assert read_plan(file).cells
 
