@@ -33,8 +33,6 @@ UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """Wrong use of a command. Older versions of Typer import it from click. Newer versions include a copy of click."""
 WRONG_USE = 2
 """Exit status for a wrong command or a wrong setting."""
-WHERE = COMMAND_LINE
-"""Source that error messages name for typed settings."""
 
 typer.core.HAS_RICH = False  # plain help: with rich installed, Typer escapes brackets (`\\[default: 1]`)
 app = typer.Typer(
@@ -122,15 +120,15 @@ def run(
     words = settings or []
     if words and words[0] and ("=" not in words[0] or is_file(Path(words[0]))):
         words[0] = f"experiment={words[0]}"
-    config = parse_words(words, WHERE)
+    config = parse_words(words, COMMAND_LINE)
     if superlink is None:
-        return run_in_process(config, WHERE)
-    merged = merge_experiment(config, WHERE)
+        return run_in_process(config, COMMAND_LINE)
+    merged = merge_experiment(config, COMMAND_LINE)
     if merged.notice:
         print(f"posy: {merged.notice}", file=sys.stderr)
     config = merged.values
     if not config.get("resume"):  # the SuperLink's machine stores the other settings of a resumed run
-        read_settings(config, WHERE, sources=merged.sources)
+        read_settings(config, COMMAND_LINE, sources=merged.sources)
     reached = connection(superlink, root_certificates, insecure)
     from posy.commands.deploy.control import run_on_superlink  # noqa: PLC0415 - imports Flower
 
@@ -160,7 +158,7 @@ def table(
     """
     from posy.commands.table import read_plan, run_table  # noqa: PLC0415 - imports pandas and the methods
 
-    plan = read_plan(file, parse_words(settings or [], WHERE), output)
+    plan = read_plan(file, parse_words(settings or [], COMMAND_LINE), output)
     if ray is None or only_print:
         return run_table(plan, jobs=jobs, only_print=only_print)
     if importlib.util.find_spec("ray") is None:
@@ -195,7 +193,7 @@ def tune(
     from posy.commands.table import as_words, read_plan  # noqa: PLC0415 - imports pandas and the methods
     from posy.commands.tuning import tune as search  # noqa: PLC0415 - imports Optuna
 
-    overrides = parse_words(settings or [], WHERE)
+    overrides = parse_words(settings or [], COMMAND_LINE)
     plan = read_plan(file, overrides)
     target = output or file.with_name(f"{file.stem}-tuned.yaml")
     text = dump(search(plan, trials=trials, jobs=jobs))
@@ -242,7 +240,7 @@ def paper(
         return list_papers()
     if not part:
         return show_paper(name)
-    return run_part(name, part, scale, parse_words(settings or [], WHERE), jobs, seeds)
+    return run_part(name, part, scale, parse_words(settings or [], COMMAND_LINE), jobs, seeds)
 
 
 Run = Annotated[str, typer.Argument(metavar="RUN")]
@@ -371,10 +369,10 @@ def settings(method: Annotated[str, typer.Argument(metavar="[METHOD]")] = "") ->
 def _not_a_method(word: str) -> str:
     """Return the error message about an argument of `posy settings`, which suggests similar methods."""
     if word in declared():
-        return f"{word} {at(WHERE)} is a setting, not a method; `posy settings` lists all settings"
+        return f"{word} {at(COMMAND_LINE)} is a setting, not a method; `posy settings` lists all settings"
     near = suggestions(word, METHODS, cutoff=0.5)
     hint = f"did you mean {near}? " if near else ""
-    return f"{word} {at(WHERE)} is not a method; {hint}`posy methods` lists all methods"
+    return f"{word} {at(COMMAND_LINE)} is not a method; {hint}`posy methods` lists all methods"
 
 
 def _meaning(item: Setting) -> str:
@@ -411,8 +409,8 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
 
     node_config = dict(word.split("=", 1) for word in words if word.partition("=")[0] in NODE_WORDS)
     check_node_config(node_config)
-    config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], WHERE)
-    settings = read_settings({**config, "dataset": SITES}, WHERE)
+    config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], COMMAND_LINE)
+    settings = read_settings({**config, "dataset": SITES}, COMMAND_LINE)
     site.show(site.check_site(node_config, settings.data, settings.run.seed))
     return 0
 
@@ -448,7 +446,7 @@ def _wrong_use(error: Any, words: Sequence[str], group: typer.core.TyperGroup) -
         if key:
             word, *following = words[[word.partition("=")[0] for word in words].index(option) :]
             value = word.partition("=")[2] or next((text for text in following[:1] if not text.startswith("-")), "...")
-            return f"{word} {at(WHERE)}: {key} is a setting, not an option; type {key}={value}"
+            return f"{word} {at(COMMAND_LINE)}: {key} is a setting, not an option; type {key}={value}"
         message = f"{option} is not an option"
     return f"{message[0].lower()}{message[1:]}; see `{typed} --help`"
 

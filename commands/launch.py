@@ -1,4 +1,4 @@
-"""Carry out a run in this process, and what every command that starts something needs."""
+"""Run in this process, and shared parts of the commands that start processes or runs."""
 
 import json
 import logging
@@ -25,18 +25,18 @@ ENVIRONMENT = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""Environment of every Flower process: it asks nobody on the internet for anything."""
+"""Environment of every Flower process, which then contacts no server on the internet."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Host and port where a SuperLink takes orders, and how it is recognised."""
+    """Address of a SuperLink's control API, and the certificate that identifies it."""
 
     address: str
     root_certificates: Path | None = None
-    """Certificate of the authority that has signed the SuperLink's; None: no TLS."""
+    """Certificate of the authority that signed the SuperLink's certificate; None: no TLS."""
 
     def words(self) -> list[str]:
         """Return the options that name this SuperLink on the command line."""
@@ -47,7 +47,7 @@ class Connection:
 def run_in_process(given: Mapping[str, Any], where: str) -> int:
     """Run the whole federation in this process, with a live progress bar, and return the exit status.
 
-    ``where`` says in messages where a person has given the settings.
+    ``where`` names the source of the settings in messages.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def run_in_process(given: Mapping[str, Any], where: str) -> int:
 def record_in_process(
     given: Mapping[str, Any], where: str, begun: Callable[[Path], object] = lambda path: None
 ) -> "Recorder":
-    """Do the same and return the record of the run; ``begun`` is called with its directory once that is there."""
+    """Run in this process and return the record of the run; call ``begun`` with its directory once it exists."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from posy.server_app.app import run  # noqa: PLC0415 - imports PyTorch
@@ -92,9 +92,9 @@ def script(name: str) -> str:
 
 
 def without_proxy() -> dict[str, str]:
-    """Return environment variables that keep proxies away from this machine's own addresses."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, ("127.0.0.1,localhost", given))))
+    """Return environment variables that exclude this machine's addresses from proxies."""
+    excluded = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, ("127.0.0.1,localhost", excluded))))
 
 
 def toml(value: Scalar) -> str:

@@ -251,9 +251,8 @@ def test_nodes_without_a_directory_cannot_go_on_with_what_they_have_lost(
                 run(Nodes(4, None), config)
         summary = summary_of(run(Nodes(4, None), again(config, method)).directory.path)
         reason = "its state of round {} is not on its node (a node keeps it over a restart only with state-dir)"
-        reasons = {text.partition("; ")[0]: count for text, count in summary["dropped"].items()}
-        expected = {reason.format(4): 3, reason.format(3): 1} if dropped else {}
-        assert reasons == expected  # each client has reported it once
+        expected = {f"{reason.format(4)}; it begins anew": 3, f"{reason.format(3)}; it begins anew": 1}
+        assert summary["dropped"] == (expected if dropped else {})  # each client has reported it once
 
 
 def test_a_client_whose_state_is_damaged_is_left_out_with_the_reason(
@@ -367,11 +366,12 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     config = settings(tmp_path, "fedavg", "mine", dataset=str(tmp_path / "own.npz"), max_samples=0, num_server_rounds=2)
     run(grid_of(config), config)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.roll(y, 1))
-    with pytest.raises(SettingsError, match="the labels and the clients' shares are not "):
+    with pytest.raises(SettingsError, match="the labels and the clients' shares are not those that the run began with"):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
     workspace_for.cache_clear()
     np.savez(tmp_path / "own.npz", x_train=x + np.float32(1e-3), y_train=y)
-    with pytest.raises(SettingsError, match=r"'mine' in .*: the samples are not .*own\.npz"):
+    match = r"'mine' in .*: the samples are not those that the run began with, .*own\.npz"
+    with pytest.raises(SettingsError, match=match):
         run(grid_of(config), again(config, "mine", num_server_rounds=4))
 
 
@@ -549,10 +549,10 @@ def test_states_that_do_not_fit_into_memory_change_nothing(tmp_path: Path, monke
 # -- damaged runs: every file, every damage -----------------------------------------------------------------
 
 FILES = {
-    "config.yaml": "config.yaml is written",
+    "config.yaml": "config.yaml is written anew",
     "summary.json": "",
-    "rounds.jsonl": "its rows of rounds",
-    "clients.csv": "its rows of rounds",
+    "rounds.jsonl": "is lost or damaged: its rows of rounds",
+    "clients.csv": "is lost or damaged: its rows of rounds",
     "models/server.safetensors": "",
     "checkpoints/round-2/progress.json": "the checkpoint of round 2 is not used",
     "checkpoints/round-2/server.safetensors": "the checkpoint of round 2 is not used",
