@@ -1,0 +1,81 @@
+"""The policy of a site: one file on its node that limits what a run may do with the site's data.
+
+Only the node reads the file (``policy`` in its node config). A node with data but without a file uses the defaults.
+:mod:`posy.client_app.policy` checks a run against the policy before the node works on any message.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from posy.data.columns import names_in
+from posy.settings import build, checked, setting, settings_of
+from posy.yaml12 import read_yaml
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules of one site. The name of a rule in a refusal is its key in the file."""
+
+    columns: str = setting(
+        "", "columns that a run may use as inputs, separated by commas, or a JSON list; empty: all columns"
+    )
+    label: str = setting("", "column that a run may use as label; empty: `label`, else the last column")
+    min_rows: int = setting(
+        10, "smallest number of rows behind a statistic, a label, a gradient or a score that leaves the site", minimum=2
+    )
+    test_fraction: float = setting(
+        0.25,
+        "fraction of the rows that the site keeps for tests; the site draws them once for each version of its data, "
+        "and no setting of a run selects rows",
+        above=0,
+        maximum=0.5,
+    )
+    methods: str = setting("", "methods that a run may use, separated by commas; empty: all methods of Posy")
+    code: str = setting(
+        "installed",
+        "code that the node runs; `installed`: the Posy on this node; `signed`: also an app that the trusted entities "
+        "of the node have signed (`posy supernode --trusted-entities`); `any`: every app that a run brings",
+        choices=("installed", "signed", "any"),
+    )
+    max_local_epochs: int = setting(100, "largest number of passes over the data in a round", minimum=1)
+    max_rounds: int = setting(1000, "largest number of rounds of a run", minimum=1)
+    max_parameters: int = setting(100_000_000, "largest number of parameters of a model", minimum=1)
+    max_runs_per_day: int = setting(50, "largest number of runs that begin on one day (UTC)", minimum=1)
+    min_clients: int = setting(2, "smallest number of clients in a round", minimum=2)
+    secure_aggregation: str = setting(
+        "optional",
+        "with `required` the node sends updates and scores under masks only",
+        choices=("optional", "required"),
+    )
+    scores: str = setting(
+        "rounded",
+        "accuracy and loss of this site; `rounded`: to two decimals; `withheld`: they leave the site only in masked "
+        "sums",
+        choices=("exact", "rounded", "withheld"),
+    )
+    epsilon: float = setting(
+        0.0, "privacy budget of the site for all runs together; 0: runs without noise are allowed", minimum=0
+    )
+    delta: float = setting(1e-5, "delta of the privacy budget", needs="epsilon > 0", above=0, maximum=0.1)
+
+    @cached_property
+    def allowed_methods(self) -> tuple[str, ...]:
+        """The names of the allowed methods; empty: all methods of Posy."""
+        return names_in("methods", self.methods)
+
+    @cached_property
+    def allowed_columns(self) -> tuple[str, ...]:
+        """The names of the columns that may be inputs; empty: all columns."""
+        return names_in("columns", self.columns)
+
+
+def read_policy(path: Path) -> Policy:
+    """Return the policy in a YAML file.
+
+    Raises
+    ------
+    SettingsError
+        If the file cannot be read, or contains an unknown rule or a value outside its range.
+    """
+    return build(Policy, checked(read_yaml(path), settings_of(Policy), str(path)))
