@@ -1,5 +1,6 @@
 """The ClientApp: it passes Flower's messages to the method's NumPyClient and packs the replies."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from flwr.clientapp import ClientApp
 from posy.client_app import secure_aggregation
 from posy.client_app.base import PersonalClient, Steps
 from posy.client_app.node_config import TRUSTED, check_node_config
+from posy.client_app.policy import admit, check_once, guarded, limited_scores, pin_state, site_policy
 from posy.client_app.registry import client_class
 from posy.client_app.site import check_unchanged, describe, enrol, workspace_of
 from posy.client_app.state import ContextStore, DirectoryStore, MissingStateError, State, StateStore, Versions
@@ -41,12 +43,14 @@ app = ClientApp(mods=[answer_in_kind])
 
 @app.train()
 @app.evaluate()
+@guarded
 def work(message: Message, context: Context) -> Message:
     """Run a client's training round or evaluation, and return the reply."""
     return Call(message, context, trusting=of_simulation()).answer()
 
 
 @app.query()
+@guarded
 def query(message: Message, context: Context) -> Message:
     """Return the clients of this node, their numbers of samples, and the versions of the installed packages.
 
@@ -59,12 +63,14 @@ def query(message: Message, context: Context) -> Message:
     if "secure-round" in config:
         answer = ConfigRecord({"answer": secure_aggregation.answer(message, context)})
         return Message(RecordDict({"config": answer}), reply_to=message)
-    settings = str(config["settings"])
+    settings, describes = str(config["settings"]), bool(config.get("describe"))
     check_node_config(context.node_config)
-    if config.get("describe"):
-        description = describe(settings, context)
+    if policy := site_policy(context.node_config):
+        admit(policy, settings, context, message.metadata.run_id, pin=not describes)
+    if describes:
+        description = describe(settings, context, policy)
     else:
-        workspace = workspace_of(settings, context)
+        workspace = workspace_of(settings, context, policy)
         description = enrol(workspace, context) if workspace.of_sites else hosted(workspace, context)
         _ = workspace.criterion  # reports a missing loss function before the first round
         if fingerprint := workspace.architecture.fingerprint:
@@ -99,11 +105,12 @@ def hosted_clients(context: Context, workspace: Workspace) -> list[int]:
     return list(range(first, workspace.settings.data.num_clients, step))
 
 
-def own_places(config: dict[str, Any], context: Context) -> None:
+def own_places(config: dict[str, Any], context: Context, settings_json: str = "") -> None:
     """Replace the server's folders in a message's config by the folders that the node's config names.
 
     The client's state goes to a folder of the run in ``state-dir``. Its model goes to a folder of the run in
-    ``models``, or by default to a subfolder of the state's folder.
+    ``models``, or by default to a subfolder of the state's folder. A site passes the settings of the run, to which it
+    binds the folder.
     """
     wanted = config.pop("save-models-to", "")
     config.pop("state-directory", None)
@@ -116,7 +123,10 @@ def own_places(config: dict[str, Any], context: Context) -> None:
             f"run = {run!r} in the server's message is not the name of a folder; change run-name on the server"
         )
     if state:
-        config["state-directory"] = str(absolute(state) / run)
+        folder = absolute(state) / run
+        if settings_json:
+            pin_state(folder, json.loads(settings_json))
+        config["state-directory"] = str(folder)
     if wanted:
         config["save-models-to"] = str(absolute(models) / run if models else absolute(state) / run / "models")
 
@@ -141,11 +151,15 @@ class Call:
     ) -> None:
         self.message = message
         self._config: dict[str, Any] = dict(entries_of(record_in(message.content, "config", ConfigRecord)))
-        self.workspace = workspace_of(self._config.pop("settings"), context)
+        settings = str(self._config.pop("settings"))
+        self._policy = site_policy(context.node_config)
+        if self._policy:
+            admit(self._policy, settings, context, message.metadata.run_id)
+        self.workspace = workspace_of(settings, context, self._policy)
         if self.workspace.of_sites:
             check_unchanged(self.workspace, context)
         if not trusting:
-            own_places(self._config, context)
+            own_places(self._config, context, settings if self._policy else "")
         folder = self._config.pop("state-directory", None)
         self._store = store or (DirectoryStore(Path(folder)) if folder else ContextStore(context))
         self._versions = Versions.take(self._config)
@@ -158,6 +172,9 @@ class Call:
         arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
         self.received = [array.numpy() for array in arrays.values()]
         """The arrays from the server, not copied."""
+        if self._policy:
+            phase, server_round = message.metadata.message_type, int(self._config["server-round"])
+            check_once(context, self.number, phase, server_round, self.received)
         # The class is imported here, because open() may run on one of several threads.
         self._make: type[PersonalClient] = client_class(self.workspace.settings.run.method)
 
@@ -204,6 +221,8 @@ class Call:
         if isinstance(result, Exception):
             raise result
         arrays, num_examples, metrics = result
+        if self._policy:
+            metrics = limited_scores(self._policy, metrics)
         version = self._store.save(self.number, self._versions, state)
         return reply_to(self.message, arrays if self._training else [], num_examples, {**metrics, "state": version})
 

@@ -4,12 +4,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from posy.settings import SettingsError, nearest
+from posy.settings import NodeConfigError, nearest
 from posy.strategies.registry import defaults
 
 SIGNING, TRUSTED = "signing-key", "trusted-keys"
 NODE_WORDS = (
-    "data", "name", "state-dir", "models", "skip-unreadable", "partition-id", "num-partitions", SIGNING, TRUSTED,
+    "data", "policy", "name", "state-dir", "models", "skip-unreadable", "partition-id", "num-partitions",
+    SIGNING, TRUSTED,
 )  # fmt: skip
 """The words that a node reads in its config."""
 NODE_NAME = "{name}"
@@ -28,24 +29,24 @@ def check_node_config(config: Mapping[str, Any]) -> None:
 
     Raises
     ------
-    SettingsError
+    NodeConfigError
         If a node does not read a word, or a value is not allowed.
     """
     check_words(config)
     for word, least in LEAST.items():
         value = str(config.get(word, least))
         if not re.fullmatch(r"[0-9]+", value) or int(value) < least:
-            raise SettingsError(f"{word} = {value!r} in the node config: it must be a whole number >= {least}")
+            raise NodeConfigError(f"{word} = {value!r} in the node config: it must be a whole number >= {least}")
     for word, value in config.items():
         if NODE_NAME in str(value):
-            raise SettingsError(
+            raise NodeConfigError(
                 f"{word} = {value!r} in the node config: {NODE_NAME} is the name of a node's key, and no --key of "
                 "`posy supernode` names this node; write the name itself"
             )
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Raise :class:`SettingsError` for the first word that a node does not read, with the word that is likely meant."""
+    """Raise :class:`NodeConfigError` for the first word that a node does not read, and suggest a similar word."""
     for word in words:
         if word in NODE_WORDS:
             continue
@@ -55,4 +56,4 @@ def check_words(words: Iterable[str]) -> None:
             hint = "it is a setting of a run, for `posy run`"
         else:
             hint = f"a node reads {', '.join(NODE_WORDS)}"
-        raise SettingsError(f"{word} in the node config: a node does not read this word; {hint}")
+        raise NodeConfigError(f"{word} in the node config: a node does not read this word; {hint}")

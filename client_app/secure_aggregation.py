@@ -46,6 +46,8 @@ UNSIGNED = (b"", b"")
 class ProtocolError(RuntimeError):
     """A request that would reveal more than the sum, or that needs secrets which the client has deleted."""
 
+    shareable = True
+
 
 @dataclass
 class Session:

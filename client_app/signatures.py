@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from posy.client_app.node_config import SIGNING, TRUSTED
 from posy.paths import absolute
-from posy.settings import SettingsError
+from posy.settings import NodeConfigError
 
 _PURPOSE = b"posy secure aggregation, keys of "
 
@@ -37,10 +37,10 @@ class Signatures:
             private = load_ssh_private_key(key.read_bytes(), None)
             public = {path.name: load_ssh_public_key(path.read_bytes()) for path in sorted(trusted.glob("*.pub"))}
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise SettingsError(f"{SIGNING} or {TRUSTED} in the node config cannot be used: {error}") from error
+            raise NodeConfigError(f"{SIGNING} or {TRUSTED} in the node config cannot be used: {error}") from error
         wrong = [name for name, loaded in public.items() if not isinstance(loaded, EllipticCurvePublicKey)]
         if not isinstance(private, EllipticCurvePrivateKey) or wrong or not public:
-            raise SettingsError(
+            raise NodeConfigError(
                 f"{SIGNING} = {str(key)!r} must be a private key and {TRUSTED} = {str(trusted)!r} a directory with "
                 "public ones (*.pub), as `posy certificates` makes them"
             )
@@ -49,7 +49,7 @@ class Signatures:
         self._trusted = {_name(trusted_key): trusted_key for trusted_key in keys}
         self.own = _name(private.public_key())
         if self.own not in self._trusted:
-            raise SettingsError(f"{TRUSTED} = {str(trusted)!r} lacks the public half of {SIGNING} = {str(key)!r}")
+            raise NodeConfigError(f"{TRUSTED} = {str(trusted)!r} lacks the public half of {SIGNING} = {str(key)!r}")
 
     def sign(self, text: bytes) -> list[bytes]:
         """Return a signature and the public key that verifies it."""
@@ -71,7 +71,7 @@ def signatures_of(node_config: Mapping[str, Any]) -> Signatures | None:
     if not key and not trusted:
         return None
     if not key or not trusted:
-        raise SettingsError(f"the node config has only one of {SIGNING} and {TRUSTED}; set both or neither")
+        raise NodeConfigError(f"the node config has only one of {SIGNING} and {TRUSTED}; set both or neither")
     return Signatures(absolute(key), absolute(trusted))
 
 

@@ -1,13 +1,16 @@
 """A node with local data: its name, the description of its data, and a check that the data does not change."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import ConfigRecord, Context
 
+from posy.client_app.policy import PolicyError, size_violations
 from posy.client_app.workspace import Workspace, data_path, workspace_for
-from posy.data.agreement import told_of
-from posy.data.errors import DataError
+from posy.data.agreement import site_notices
+from posy.data.errors import DataError, Note
+from posy.data.policy import Policy
 from posy.data.settings import SITES
 from posy.data.sites import describe_site, read_site
 from posy.strategies.registry import from_json
@@ -15,12 +18,14 @@ from posy.strategies.registry import from_json
 _RECORD = "site-data"
 
 
-def workspace_of(settings_json: str, context: Context) -> Workspace:
+def workspace_of(settings_json: str, context: Context, policy: Policy | None) -> Workspace:
     """Return this process's workspace for the settings and this node's data."""
     settings = from_json(settings_json)
     if settings.data.dataset != SITES:
         return workspace_for(settings, "")
-    return workspace_for(settings, str(context.node_config.get("data", "")), skips(context.node_config))
+    policy = policy or Policy()
+    settings = replace(settings, data=replace(settings.data, data_dir=policy.weights))
+    return workspace_for(settings, str(context.node_config.get("data", "")), skips(context.node_config), policy)
 
 
 def skips(node_config: Mapping[str, Any]) -> bool:
@@ -38,15 +43,16 @@ def identity(context: Context) -> dict[str, Any]:
     return name if partition_id is None else {**name, "client": int(partition_id)}
 
 
-def describe(settings_json: str, context: Context) -> dict[str, Any]:
+def describe(settings_json: str, context: Context, policy: Policy | None) -> dict[str, Any]:
     """Describe the properties of this node's data that the settings do not fix.
 
     Raises :class:`DataError` if the data cannot be used.
     """
     settings = from_json(settings_json)
     path = data_path(str(context.node_config.get("data", "")))
-    content = read_site(path, settings.data, skips(context.node_config))
-    description = describe_site(content, settings.data, settings.run.seed)
+    policy = policy or Policy()
+    content = read_site(path, settings.data, policy, skips(context.node_config))
+    description = describe_site(content, settings.data, policy)
     return {**identity(context), **description.as_answer()}
 
 
@@ -59,10 +65,14 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         "num-train": len(part.train[0]),
         "num-test": len(part.test[0]),
         "fingerprint": workspace.fingerprint,
-        **told_of((*workspace.trainer.notes, *dataset.notes), dataset.skipped),
+        **site_notices((*map(Note, workspace.trainer.notes), *dataset.notes), dataset.skipped),
     }
+    counts: list[int] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
+    parameters = workspace.architecture.layout.size
+    if refused := size_violations(workspace.policy, workspace.settings, len(part.train[0]), counts, parameters):
+        raise PolicyError(refused[0])
     if workspace.settings.data.share_class_counts:
-        answer["class-counts"] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
+        answer["class-counts"] = [n if n >= workspace.policy.min_rows else 0 for n in counts]
     return answer
 
 
@@ -73,4 +83,4 @@ def check_unchanged(workspace: Workspace, context: Context) -> None:
     """
     before = context.state.config_records.setdefault(_RECORD, ConfigRecord({"fingerprint": workspace.fingerprint}))
     if before["fingerprint"] != workspace.fingerprint:
-        raise DataError(f"{workspace.site}: the data has changed during the run; start a new run")
+        raise DataError(f"{workspace.site}: the data has changed during the run; start a new run", "changed-data")

@@ -26,6 +26,7 @@ from posy.data.datasets import load_clients
 from posy.data.errors import DataError
 from posy.data.inputs import Preprocessing
 from posy.data.partitions import Partition
+from posy.data.policy import Policy
 from posy.data.settings import SITES
 from posy.data.sites import fingerprint, load_site, read_site
 from posy.data.task import Task
@@ -38,6 +39,7 @@ from posy.strategies.settings import Settings
 
 CACHED_PART = 0.25
 """Part of the device's memory that the clients' tensors of all processes may use."""
+DEFAULT_POLICY = Policy()
 REMEMBERED = 8
 """Number of initial models, and number of arrays from messages, that stay on the device for several clients."""
 
@@ -75,10 +77,15 @@ class Workspace:
         With ``dataset = sites``, the path of the node's data; empty on the server.
     skip_unreadable : bool
         With ``dataset = sites``, whether the node skips image files that it cannot read.
+    policy : Policy
+        With ``dataset = sites``, the policy of the node.
     """
 
-    def __init__(self, settings: Settings, site: str = "", skip_unreadable: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, site: str = "", skip_unreadable: bool = False, policy: Policy = DEFAULT_POLICY
+    ) -> None:
         self.settings = settings
+        self.policy = policy
         self.site = site
         self.skip_unreadable = skip_unreadable
         self.of_sites = settings.data.dataset == SITES
@@ -87,7 +94,7 @@ class Workspace:
             keep_freed_memory()
             if settings.train.threads:
                 torch.set_num_threads(settings.train.threads)
-        self.trainer = Trainer(settings.train, self.device)
+        self.trainer = Trainer(settings.train, self.device, policy.min_rows if self.of_sites and site else 1)
         self._local = local()
         self._clients: dict[int, ClientData] = {}
         self._cached = 0
@@ -216,20 +223,25 @@ class Workspace:
 
     @cached_property
     def _loaded(self) -> tuple[Dataset, Partition]:
-        data, seed = self.settings.data, self.settings.run.seed
+        data = self.settings.data
         if not self.of_sites:
-            return load_clients(data, Path(data.data_dir), seed)
-        return load_site(read_site(data_path(self.site), data, self.skip_unreadable), data, seed)
+            return load_clients(data, Path(data.data_dir), self.settings.run.seed)
+        content = read_site(data_path(self.site), data, self.policy, self.skip_unreadable)
+        return load_site(content, data, self.policy)
 
 
 @lru_cache(maxsize=1)
-def workspace_for(settings: Settings, site: str, skip_unreadable: bool = False, /) -> Workspace:
+def workspace_for(
+    settings: Settings, site: str, skip_unreadable: bool = False, policy: Policy = DEFAULT_POLICY, /
+) -> Workspace:
     """Return this process's workspace for some settings; other settings replace it."""
-    return Workspace(settings, site, skip_unreadable)
+    return Workspace(settings, site, skip_unreadable, policy)
 
 
 def data_path(site: str) -> Path:
     """Return the path of a node's data, or raise :class:`DataError` if its config has none."""
     if not site:
-        raise DataError("this node has no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'")
+        raise DataError(
+            "this node has no data: its node config needs data, as in --node-config 'data=\"/srv/site\"'", "no-data"
+        )
     return expanded(site)

@@ -9,11 +9,13 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from posy.client_app.policy import policy_of
 from posy.client_app.site import skips
 from posy.data.agreement import Description, is_complete, open_settings, task_of, with_statistics
 from posy.data.dataset import Content, Dataset
 from posy.data.errors import DataError
 from posy.data.partitions import Partition
+from posy.data.policy import Policy
 from posy.data.settings import DataSettings
 from posy.data.sites import check_suits, describe_site, load_site, read_site
 from posy.data.values import moments
@@ -43,11 +45,11 @@ class Report:
     """Unreadable files, each with the reason."""
 
 
-def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int) -> Report:
+def check_site(node_config: Mapping[str, Any], settings: DataSettings) -> Report:
     """Do on a site's data what its node does: describe it, then load it for the task.
 
-    The node config gives ``data``, and perhaps ``name`` and ``skip-unreadable``. This site gives the settings that are
-    empty; its ``seed`` draws the split.
+    The node config gives ``data``, and perhaps ``policy``, ``name`` and ``skip-unreadable``. This site gives the
+    settings that are empty.
 
     Raises
     ------
@@ -59,11 +61,12 @@ def check_site(node_config: Mapping[str, Any], settings: DataSettings, seed: int
     if not node_config.get("data"):
         raise DataError("which data? It is given as data=/srv/site-a, as in the node config of `posy supernode`")
     path = expanded(str(node_config["data"]))
-    content = read_site(path, settings, skips(node_config))
-    description = describe_site(content, settings, seed)
+    policy = policy_of(node_config) or Policy()
+    content = read_site(path, settings, policy, skips(node_config))
+    description = describe_site(content, settings, policy)
     check_suits(content, settings)
-    alone = _completed(settings, description)
-    dataset, part = load_site(content, alone, seed)
+    alone = _completed(settings, description, content.distinct[1])
+    dataset, part = load_site(content, alone, policy)
     x = content.x
     run_classes = task_of(settings).class_names if is_complete(settings) else ()
     classes = _counts(dataset, part)
@@ -111,10 +114,10 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(Text("This site can take part."))
 
 
-def _completed(settings: DataSettings, description: Description) -> DataSettings:
+def _completed(settings: DataSettings, description: Description, labels: tuple[str, ...]) -> DataSettings:
     """Return the settings, completed as for a run with this site alone."""
     # A run needs two classes; a site may have one, because the others have the rest.
-    names = [*description.classes, "another class"] if len(description.classes) < 2 else description.classes
+    names = [*labels, "another class"] if len(labels) < 2 else labels
     complete = replace(
         settings,
         sample_kind=description.kind,

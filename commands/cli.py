@@ -14,6 +14,7 @@ import typer
 import typer.core
 
 from posy.commands.deploy import commands as deployment
+from posy.commands.deploy import policy
 from posy.commands.deploy.commands import Insecure, RootCertificates, Verbose, connection
 from posy.commands.launch import APP, INTERRUPTED, run_in_process, toml
 from posy.data.errors import DataError
@@ -401,8 +402,8 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
     """Check a site's data before any run.
 
     Loads a site's data as its node does in a run with dataset=sites. Shows kind, shape, classes, split, warnings and
-    unreadable files. Sends nothing. The key=value words are the node config (data, name, skip-unreadable) and the
-    settings of the run, if you know them.
+    unreadable files. Sends nothing. The key=value words are the node config (data, policy, name, skip-unreadable) and
+    the settings of the run, if you know them.
     """
     from posy.client_app.node_config import NODE_WORDS, check_node_config  # noqa: PLC0415
     from posy.commands import check_site as site  # noqa: PLC0415 - imports PyTorch
@@ -411,11 +412,12 @@ def check_site(words: Annotated[list[str], typer.Argument(metavar="key=value..."
     check_node_config(node_config)
     config = parse_words([word for word in words if word.partition("=")[0] not in NODE_WORDS], COMMAND_LINE)
     settings = read_settings({**config, "dataset": SITES}, COMMAND_LINE)
-    site.show(site.check_site(node_config, settings.data, settings.run.seed))
+    site.show(site.check_site(node_config, settings.data))
     return 0
 
 
 app.add_typer(deployment.app)
+app.add_typer(policy.app, name="policy")
 
 
 def _check_command(words: Sequence[str], group: typer.core.TyperGroup) -> None:

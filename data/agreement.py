@@ -15,7 +15,7 @@ import numpy as np
 
 from posy.data.augment import check_augment
 from posy.data.columns import names_in
-from posy.data.errors import DataError
+from posy.data.errors import DataError, shared_notes
 from posy.data.labels import label_name, listed, nearly_equal, sorted_names
 from posy.data.settings import DataSettings
 from posy.data.task import TASK_KINDS, Task
@@ -59,7 +59,7 @@ class Description:
         """Return it as the values of a Flower ConfigRecord."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         arrays = {"mean": self.mean.tolist(), "squares": self.squares.tolist()}
-        return values | arrays | told_of(self.warnings, self.skipped)
+        return values | arrays | site_notices(self.warnings, self.skipped)
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> "Description":
@@ -93,9 +93,9 @@ class Description:
         return cls(kind, shape, bool(answer["fixed"]), classes, count, mean, squares, columns)
 
 
-def told_of(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
-    """Return a site's notes on its data for an answer: at most 20 warnings of 300 characters each."""
-    return {"warnings": [warning[:_MAX_NAME] for warning in warnings[:20]], "skipped": skipped}
+def site_notices(warnings: Sequence[str], skipped: int) -> dict[str, Any]:
+    """Return the shared text of a site's notes on its data: at most 20 warnings of 300 characters each."""
+    return {"warnings": [warning[:_MAX_NAME] for warning in shared_notes(warnings)[:20]], "skipped": skipped}
 
 
 # -- the settings ----------------------------------------------------------------------------------------

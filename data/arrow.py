@@ -11,7 +11,7 @@ import numpy as np
 
 from posy.data.columns import Columns, name_notes, roles
 from posy.data.dataset import Content
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 from posy.data.files import check_fits, check_regular
 from posy.data.functions import content_of
 from posy.data.image import Encoded, image_content
@@ -144,9 +144,9 @@ def _pooled(loaded: Any, where: str) -> tuple[_Rows, np.ndarray | None, list[str
     import pyarrow as pa  # noqa: PLC0415 - needed by these data alone
 
     splits = dict(loaded) if isinstance(loaded, Mapping) else {"": loaded}
-    notes = []
+    notes: list[str] = []
     if "train" in splits and (odd := [name for name in splits if name not in {"train"}.union(*_TESTS)]):
-        notes.append(f"splits that are not used: {', '.join(odd)}")
+        notes.append(Note(f"splits that are not used: {', '.join(odd)}", "some splits are not used"))
         splits = {name: split for name, split in splits.items() if name not in odd}
     if not splits:
         raise DataError(f"{where}: no split; at least one is needed")
@@ -222,7 +222,9 @@ def _content(
         if (invalid := ~(np.abs(value.astype(np.float64)) <= FLOAT32_MAX)).any():
             raise DataError(
                 f"{rows.at(int(invalid.argmax()), name)}: {value[invalid][0]}; "
-                "finite numbers are allowed, in the range of float32"
+                "finite numbers are allowed, in the range of float32",
+                "not-a-number",
+                name,
             )
         notes += precision_notes(value[:, None], np.float64, (name,))
     parts["x"] = np.column_stack([value.astype(np.float64) for value in values])
@@ -237,7 +239,7 @@ def _column(rows: _Rows, name: str) -> Any:
     column = rows.table.column(name)
     if column.null_count:
         first = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        raise DataError(f"{rows.at(first, name)}: it is empty; each row needs a value")
+        raise DataError(f"{rows.at(first, name)}: it is empty; each row needs a value", "missing-value", name)
     return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
@@ -251,7 +253,9 @@ def _labels(rows: _Rows, name: str) -> np.ndarray:
         numbers = column.to_numpy()
         if (invalid := (numbers < 0) | (numbers >= len(kind.names))).any():
             allowed = f"allowed are 0 to {len(kind.names) - 1}, the numbers of its classes"
-            raise DataError(f"{rows.at(int(invalid.argmax()), name)}: label {numbers[invalid][0]}; {allowed}")
+            raise DataError(
+                f"{rows.at(int(invalid.argmax()), name)}: label {numbers[invalid][0]}; {allowed}", "wrong-label", name
+            )
         return as_labels(np.array(kind.names)[numbers], where)
     if _is_text(column.type):
         return as_labels(np.array(column.to_pylist()), where)
@@ -269,7 +273,7 @@ def _files(rows: _Rows, name: str) -> list[Path | Encoded]:
         elif cell["path"].is_valid:
             files.append(Path(cell["path"].as_py()))
         else:
-            raise DataError(f"{rows.at(row, name)}: it is empty; each row needs an image")
+            raise DataError(f"{rows.at(row, name)}: it is empty; each row needs an image", "missing-value", name)
     return files
 
 
@@ -282,7 +286,7 @@ def _nested(values: Any, rows_each: int, at: Callable[[int], str]) -> np.ndarray
         values = values.storage
     if values.null_count:
         first = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise DataError(f"{at(first // rows_each)}: a value is missing; only numbers are allowed")
+        raise DataError(f"{at(first // rows_each)}: a value is missing; only numbers are allowed", "missing-value")
     if _is_number(values.type):
         return np.asarray(values.to_numpy(zero_copy_only=False))
     kind = pa.types

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 from posy.data.labels import label_name, nearly_equal
 from posy.data.settings import DataSettings
 from posy.settings import SettingsError
@@ -63,7 +63,9 @@ def roles(
         if name not in header:
             more = f" and {len(header) - _SHOWN} more" if len(header) > _SHOWN else ""
             shown = ", ".join(header[:_SHOWN]) + more
-            raise DataError(f"{where}: {key} = {name!r}: there is no such column; there are {shown}")
+            raise DataError(
+                f"{where}: {key} = {name!r}: there is no such column; there are {shown}", "missing-column", name
+            )
         if other := [them for them, twin in named if twin == name and them != key]:
             raise DataError(f"{where}: the column {name!r} is named by {key} and by {other[0]}; it can be one of them")
     lower = [title.lower() for title in header]
@@ -76,7 +78,7 @@ def roles(
     label = header.index(columns.label) if columns.label else (likely if len(likely) == 1 else free)[-1]
     notes = []
     if not columns.label and len(likely) != 1:
-        notes.append(f"no column is named label; the last one, {header[label]}, is taken for it")
+        notes.append(Note(f"no column is named label; Posy uses the last one, {header[label]}"))
     free = [place for place in free if place != label]
     if group is None and (known := [place for place in free if lower[place] == "group"]):
         group = known[0]
@@ -93,14 +95,14 @@ def roles(
         )
     chosen = tuple(texts or pictures or others)
     if unused := [header[place] for place in others if place not in chosen]:
-        notes.append(f"columns beside the {'text' if texts else 'image'} are not used: {', '.join(unused)}")
+        notes.append(Note(f"Posy does not use these columns: {', '.join(unused)}"))
     return Roles(label, chosen, group, bool(texts), tuple(notes))
 
 
 def name_notes(names: Sequence[str], header: Sequence[str]) -> list[str]:
     """Return what may be a mistake in the names of features."""
-    notes = [f"column {1 + header.index('')} has no name and is a feature"] if "" in names else []
-    return notes + [f"columns of nearly the same name: {', '.join(twins)}" for twins in nearly_equal(names)]
+    notes = [Note(f"column {1 + header.index('')} has no name and is a feature")] if "" in names else []
+    return [*notes, *(Note(f"columns of nearly the same name: {', '.join(twins)}") for twins in nearly_equal(names))]
 
 
 def names_in(key: str, text: str) -> tuple[str, ...]:

@@ -1,5 +1,66 @@
-"""What is raised when the data on disk is not what it should be."""
+"""Errors and notes about data, with the part of their text that may leave the machine of the data."""
+
+from collections.abc import Sequence
+
+CODES = {
+    "unusable-data": "its data cannot be used",
+    "no-data": "its data is missing",
+    "unreadable-images": "image files cannot be read",
+    "missing-value": "a value is missing",
+    "not-a-number": "a cell is not a finite number in the range of float32",
+    "wrong-label": "a label is missing, or is neither a whole number nor a text",
+    "missing-column": "a column that the run names does not exist",
+    "other-columns": "its columns differ from the run's columns",
+    "other-kind": "its samples are of another kind than the run's samples",
+    "other-shape": "its samples have another shape than the run's samples",
+    "other-classes": "it has labels that are not classes of the run",
+    "extreme-value": "a feature exceeds the range of float32 after standardisation",
+    "too-few-rows": "it has too few rows",
+    "changed-data": "its data has changed during the run; start a new run",
+}
+"""The errors that another machine receives, by code."""
 
 
 class DataError(ValueError):
-    """Data is missing, damaged, or holds values that cannot be used."""
+    """Data is missing or damaged, or contains values that cannot be used.
+
+    Parameters
+    ----------
+    message : str
+        The message for the machine that holds the data. It may contain paths, labels and cells.
+    code : str
+        The key in :data:`CODES` of the error that other machines receive.
+    column : str
+        The name of the column with the error.
+    count : int
+        Number of rows or files with the error; 0 if it is unknown.
+    """
+
+    def __init__(self, message: str, code: str = "unusable-data", column: str = "", count: int = 0) -> None:
+        super().__init__(message)
+        self.code, self.column, self.count = code, column, count
+
+    @property
+    def shared(self) -> str:
+        """The message for other machines: code, column and count."""
+        column = f", column {self.column}" if self.column else ""
+        count = f", count {self.count}" if self.count else ""
+        return f"{CODES[self.code]} ({self.code}{column}{count}); the log of the node has the details"
+
+
+class Note(str):
+    """A warning about data. ``shared`` is the text that other machines receive; it is empty if they receive none."""
+
+    __slots__ = ("shared",)
+    shared: str
+
+    def __new__(cls, text: str, shared: str | None = None) -> "Note":
+        """Return a note; by default other machines receive the whole text."""
+        note = super().__new__(cls, text)
+        note.shared = text if shared is None else shared
+        return note
+
+
+def shared_notes(notes: Sequence[str]) -> list[str]:
+    """Return the texts of notes that may leave the machine of the data."""
+    return [note.shared for note in notes if isinstance(note, Note) and note.shared]

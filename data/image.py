@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from posy.data.dataset import Content
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 from posy.data.files import check_fits, check_regular
 from posy.data.labels import as_labels
 from posy.data.values import as_float32
@@ -177,9 +177,15 @@ def image_content(
     good = np.setdiff1d(np.arange(len(files)), list(problems))
     first = ", ".join(str(files[number]).removeprefix(f"{path}{os.sep}") for number in list(problems)[:3])
     first += ", …" * (len(problems) > 3)
-    notes = [f"{len(problems)} of {len(files)} image files cannot be read and are left out: {first}"]
+    count = f"{len(problems)} of {len(files)} image files cannot be read and are skipped"
+    notes = [Note(f"{count}: {first}", count)]
     if gone := np.setdiff1d(labels, labels[good]).tolist():
-        notes.append(f"classes without an image that can be read: {', '.join(map(str, gone))}")
+        notes.append(
+            Note(
+                f"classes without an image that can be read: {', '.join(map(str, gone))}",
+                "some classes have no image that can be read",
+            )
+        )
     kept = {key: None if value is None else value[good] for key, value in others.items()}
     told = tuple(map(str, problems.values()))
     return Content(path, "image", x, labels[good], read_notes=tuple(notes), unreadable=told, resized=True, **kept)  # type: ignore[arg-type]
@@ -204,8 +210,12 @@ def unreadable(problems: Mapping[int, DataError], count: int, hint: str = "") ->
     """Return the error for image files that cannot be read: the first three of them, and how many."""
     first = "; ".join(str(error) for error in list(problems.values())[:3])
     if len(problems) == 1:
-        return DataError(f"{first}{hint}")
-    return DataError(f"{len(problems)} of {count} images cannot be read: {first}{'; …' * (len(problems) > 3)}{hint}")
+        return DataError(f"{first}{hint}", "unreadable-images", count=1)
+    return DataError(
+        f"{len(problems)} of {count} images cannot be read: {first}{'; …' * (len(problems) > 3)}{hint}",
+        "unreadable-images",
+        count=len(problems),
+    )
 
 
 def _kind(path: Path | Encoded) -> tuple[tuple[int, int], str] | DataError:

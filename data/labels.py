@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _INTEGER_OR_FLOAT = re.compile(r"([+-]?[0-9]{1,4000})(?:\.0*)?")
@@ -145,18 +145,36 @@ def written_label(cell: str) -> str:
 
 def label_notes(y: np.ndarray, names: Sequence[str], is_test: np.ndarray | None = None) -> list[str]:
     """Return warnings about labels 0..C-1, ``(N,)``, and their names; ``is_test`` as in ``Content``."""
-    notes = []
+    notes: list[str] = []
     if all(map(_INTEGER.fullmatch, names)) and (below := [name for name in names if name.startswith("-")]):
-        notes.append(f"negative labels are separate classes: {', '.join(below)}")
+        notes.append(
+            Note(f"negative labels are separate classes: {', '.join(below)}", "negative labels are separate classes")
+        )
     if absent := [name for name in names if name.casefold() in _ABSENT]:
-        notes.append(f"a missing value is a separate class: {', '.join(absent)}")
+        notes.append(
+            Note(f"a missing value is a separate class: {', '.join(absent)}", "a missing value is a separate class")
+        )
     notes += [
-        f"{listed(twins)} are separate classes, although their names nearly agree" for twins in nearly_equal(names)
+        Note(
+            f"{listed(twins)} are separate classes, although their names nearly agree",
+            "the names of some classes nearly agree",
+        )
+        for twins in nearly_equal(names)
     ]
     if is_test is not None and (unseen := np.setdiff1d(y[is_test], y[~is_test])).size:
-        notes.append(f"classes of the test set alone: {', '.join(names[label] for label in unseen)}")
+        notes.append(
+            Note(
+                f"classes of the test set alone: {', '.join(names[label] for label in unseen)}",
+                "some classes exist in the test set only",
+            )
+        )
     if len(y) >= 20 and 2 * len(names) > len(y):
-        notes.append(f"{len(y)} samples have {len(names)} different labels: they may not be names of classes")
+        notes.append(
+            Note(
+                f"{len(y)} samples have {len(names)} different labels: they may not be names of classes",
+                "more than half of the labels differ: they may not be names of classes",
+            )
+        )
     return notes
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from posy.data.columns import names_in
-from posy.settings import build, checked, setting, settings_of
+from posy.settings import NodeConfigError, SettingsError, build, checked, setting, settings_of
 from posy.yaml12 import read_yaml
 
 
@@ -31,12 +31,21 @@ class Policy:
         above=0,
         maximum=0.5,
     )
+    validation_fraction: float = setting(
+        0.2,
+        "the only fraction of the training rows, other than 0, that a run may use for validation",
+        above=0,
+        maximum=0.5,
+    )
     methods: str = setting("", "methods that a run may use, separated by commas; empty: all methods of Posy")
     code: str = setting(
         "installed",
         "code that the node runs; `installed`: the Posy on this node; `signed`: also an app that the trusted entities "
         "of the node have signed (`posy supernode --trusted-entities`); `any`: every app that a run brings",
         choices=("installed", "signed", "any"),
+    )
+    weights: str = setting(
+        "", "directory of the files with initial weights that a run may use; empty: a run may name no file", place=True
     )
     max_local_epochs: int = setting(100, "largest number of passes over the data in a round", minimum=1)
     max_rounds: int = setting(1000, "largest number of rounds of a run", minimum=1)
@@ -62,12 +71,12 @@ class Policy:
     @cached_property
     def allowed_methods(self) -> tuple[str, ...]:
         """The names of the allowed methods; empty: all methods of Posy."""
-        return names_in("methods", self.methods)
+        return names_in("methods", self.methods) if self.methods else ()
 
     @cached_property
     def allowed_columns(self) -> tuple[str, ...]:
         """The names of the columns that may be inputs; empty: all columns."""
-        return names_in("columns", self.columns)
+        return names_in("columns", self.columns) if self.columns else ()
 
 
 def read_policy(path: Path) -> Policy:
@@ -75,7 +84,10 @@ def read_policy(path: Path) -> Policy:
 
     Raises
     ------
-    SettingsError
+    NodeConfigError
         If the file cannot be read, or contains an unknown rule or a value outside its range.
     """
-    return build(Policy, checked(read_yaml(path), settings_of(Policy), str(path)))
+    try:
+        return build(Policy, checked(read_yaml(path), settings_of(Policy), str(path)))
+    except SettingsError as error:
+        raise NodeConfigError(str(error)) from error

@@ -105,20 +105,22 @@ class DataSettings:
         minimum=0,
         needs="dataset != sites",
     )
-    train_samples: int = setting(0, "most training samples of each client (FedACS: 50); 0: no limit", minimum=0)
+    train_samples: int = setting(
+        0, "most training samples of each client (FedACS: 50); 0: no limit", minimum=0, needs="dataset != sites"
+    )
     test_set: str = setting(
         "supplied",
         "a test set that comes with the data (`x_test`, a folder or split `test`): `supplied` keeps it for tests and "
         "divides it among the clients, each class in proportion to their training samples; `pooled` joins it with the "
         "training samples before they are assigned",
         choices=("supplied", "pooled"),
-        needs=f"dataset != {WITHOUT_TEST_SET}",
+        needs=f"dataset != sites | {WITHOUT_TEST_SET}",
         earlier="pooled",
     )
     test_fraction: float = setting(
         0.25,
-        "fraction of each client's samples for its tests, unless a test set is supplied",
-        needs="partition != given",
+        "fraction of each client's samples for its tests, unless a test set is supplied; a site's policy has its own",
+        needs="partition != given and dataset != sites",
         above=0,
         maximum=0.9,
     )

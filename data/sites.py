@@ -1,9 +1,11 @@
 """A site's data: read it, describe it, load it for the task of the run.
 
-Every site reads its data against the run's settings and refuses what does not fit (see :mod:`posy.data.agreement`).
+Every site reads its data against the run's settings and refuses data that does not fit (see
+:mod:`posy.data.agreement`). The site's policy decides which rows are test samples, so no setting of a run selects rows.
 """
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import numpy as np
 
 from posy.data.agreement import (
     MAX_UNLIKE,
-    MIN_SHOWN,
     MODES,
     UNLIKE_MEAN,
     Description,
@@ -23,21 +24,21 @@ from posy.data.agreement import (
 )
 from posy.data.columns import Columns, names_in
 from posy.data.dataset import Content, Dataset, bytes_of, make_dataset
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 from posy.data.labels import renumbered
 from posy.data.own import read_own
 from posy.data.partitions import Partition, finished, split
+from posy.data.policy import Policy
 from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
 from posy.data.values import check_scaled, moments
 from posy.paths import exists
-from posy.randomness import numpy_generator
 
 
-def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False) -> Content:
-    """Read the data of a site; image files are brought to the shape that the settings give.
+def read_site(path: Path, settings: DataSettings, policy: Policy, skip_unreadable: bool = False) -> Content:
+    """Read the data of a site, in the columns that its policy allows; resize image files to the run's shape.
 
     Raises
     ------
@@ -45,41 +46,51 @@ def read_site(path: Path, settings: DataSettings, skip_unreadable: bool = False)
         If the path is not absolute, or the data cannot be used.
     """
     if not path.is_absolute():
-        raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path")
+        raise DataError(f"data = {str(path)!r} in the node config: it must be an absolute path", "no-data")
     if not exists(path):
-        raise DataError(f"{path}: this file or directory does not exist (data in the node config)")
+        raise DataError(f"{path}: this file or directory does not exist (data in the node config)", "no-data")
     size, mode = None, None
     if settings.input_shape and settings.sample_kind == "image":
         channels, height, width = shape_in(settings, "image")
         size, mode = (width, height), MODES[channels]
-    return read_own(path, size, mode, skip_unreadable, Columns.of(settings))
+    return read_own(path, size, mode, skip_unreadable, _columns(settings, policy))
 
 
-def describe_site(content: Content, settings: DataSettings, seed: int) -> Description:
-    """Describe the data of a site, as far as the settings leave the task open; features by their training samples."""
+def describe_site(content: Content, settings: DataSettings, policy: Policy) -> Description:
+    """Describe the data of a site, as far as the settings leave the task open.
+
+    Mean and variance of the features are over all rows outside the test split, which the settings do not change. Each
+    label has at least ``policy.min_rows`` of these rows.
+
+    Raises
+    ------
+    DataError
+        If the site has fewer than ``policy.min_rows`` such rows.
+    """
+    rows, _ = site_split(content, policy)
+    _check_rows(content, len(rows), policy)
     count, mean, squares = 1, np.empty(0), np.empty(0)
     if content.kind == "features" and not (settings.feature_mean and settings.feature_std):
-        rows = _partition(content, settings, seed).train[0]
         count, (mean, squares) = len(rows), moments(content.x, rows)
+    classes, rare = _frequent_classes(content, rows, policy)
     return Description(
         kind=content.kind,
         shape=_shape(content, settings),
         fixed=content.kind != "text" and not content.resized,
-        classes=() if settings.classes else content.distinct[1],
+        classes=() if settings.classes else classes,
         count=count,
         mean=mean,
         squares=squares,
         columns=content.columns,
-        warnings=(*content.notes, *_idle_notes(content, settings)),
+        warnings=(*content.notes, *(() if settings.classes else rare)),
         skipped=len(content.unreadable),
     )
 
 
-def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Dataset, Partition]:
+def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple[Dataset, Partition]:
     """Return the samples that a site trains on in the run, and a partition with this one client.
 
-    The test samples are the supplied test set, unless ``test_set`` pools it; else ``test_fraction`` of the
-    samples, drawn by the seed of the run. Columns are put into the order of the run.
+    :func:`site_split` gives the test samples. The function puts columns into the order of the run.
 
     Raises
     ------
@@ -94,44 +105,99 @@ def load_site(content: Content, settings: DataSettings, seed: int) -> tuple[Data
     if kind == "text":
         x = hashed(x, task.input_shape[0], task.vocabulary)
     elif kind == "tokens" and x.max() >= task.vocabulary:
-        raise DataError(f"{path}: token {x.max()}; the run's vocabulary allows 0 to {task.vocabulary - 1}")
+        raise DataError(
+            f"{path}: token {x.max()}; the run's vocabulary allows 0 to {task.vocabulary - 1}", "other-shape"
+        )
     elif kind == "features":
         x = _in_columns(content, settings)
         scale = statistics_in(settings, task.input_shape[0])
     y = _numbers_in_run(content, task.class_names)
-    part = _partition(content, settings, seed)
-    columns, notes = content.columns, (*content.notes, *_idle_notes(content, settings))
+    part, few = _partition(content, settings, policy)
+    columns, notes = content.columns, (*content.notes, *few)
     if scale is not None:
         columns = columns_in(settings, task.input_shape[0]) or columns
         check_scaled(x, *scale, str(path), columns)
-        notes = (*notes, *_far_notes(x, part.train[0], *scale, columns))
+        notes = (*notes, *_far_notes(x, part.train[0], *scale, columns, policy.min_rows))
     about: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
     return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **about), part
 
 
-def _idle_notes(content: Content, settings: DataSettings) -> list[str]:
-    """Return a note for each setting about test samples that has no effect at this site."""
-    notes = []
-    if settings.test_set == "pooled" and content.is_test is None:
-        notes.append("test-set = 'pooled' has no effect at this site, whose data comes without a test set")
-    tested = settings.test_set == "supplied" and content.is_test is not None
-    if tested and settings.test_fraction != DataSettings.test_fraction:
-        notes.append(
-            f"test-fraction = {settings.test_fraction:g} has no effect at this site, whose data comes with a test set; "
-            "test-set=pooled splits all its samples"
+def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of a site for training (and validation), and for tests, int64.
+
+    The test rows are the supplied test set, else ``policy.test_fraction`` of the rows. A hash of the data seeds the
+    draw, so that each version of the data has one split, and no setting of a run changes it.
+
+    Raises
+    ------
+    DataError
+        If no row is left for training.
+    """
+    if content.is_test is None:
+        seed = int.from_bytes(_digest(content)[:8], "big") >> 1
+        ((train, test),) = split([np.arange(len(content.labels))], policy.test_fraction, np.random.default_rng(seed))
+    else:
+        train, test = np.flatnonzero(~content.is_test), np.flatnonzero(content.is_test)
+    if not len(train):
+        raise DataError(f"{content.path}: all samples belong to the test set; at least one is needed for training")
+    return np.sort(train), np.sort(test)
+
+
+def _digest(content: Content) -> bytes:
+    """Return a hash of the samples and labels of a site."""
+    digest = hashlib.blake2b(digest_size=16)
+    if content.kind == "text":
+        for text in content.x:
+            digest.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
+    else:
+        digest.update(f"{content.x.dtype} {content.x.shape}".encode())
+        for block in bytes_of(content.x):
+            digest.update(block)
+    for label in content.labels.tolist():
+        digest.update(f"{label}\0".encode(errors="surrogatepass"))
+    return digest.digest()
+
+
+def _columns(settings: DataSettings, policy: Policy) -> Columns:
+    """Return the columns that a run uses: the settings name them, else the policy."""
+    columns = Columns.of(settings)
+    return replace(columns, label=columns.label or policy.label, inputs=columns.inputs or policy.allowed_columns)
+
+
+def _check_rows(content: Content, count: int, policy: Policy) -> None:
+    """Raise :class:`DataError` if a site has too few rows for training."""
+    if count < policy.min_rows:
+        raise DataError(
+            f"{content.path}: {count} rows for training; the site's policy needs min-rows = {policy.min_rows}",
+            "too-few-rows",
         )
-    return notes
+
+
+def _frequent_classes(content: Content, rows: np.ndarray, policy: Policy) -> tuple[tuple[str, ...], list[Note]]:
+    """Return the labels with at least ``min_rows`` of some rows, and a note if the site has other labels."""
+    y, names = content.distinct
+    counts = np.bincount(y[rows], minlength=len(names))
+    frequent = tuple(name for name, count in zip(names, counts, strict=True) if count >= policy.min_rows)
+    if rare := len(names) - len(frequent):
+        text = (
+            f"{rare} of its labels stay at the site: they have fewer than {policy.min_rows} rows (min-rows); "
+            "set classes if the run needs them"
+        )
+        return frequent, [Note(text)]
+    return frequent, []
 
 
 def _far_notes(
-    x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...]
-) -> list[str]:
+    x: np.ndarray, train: np.ndarray, mean: np.ndarray, std: np.ndarray, columns: tuple[str, ...], min_rows: int
+) -> list[Note]:
     """Return a note for each feature whose mean at this site is far from the mean of the run, as in other units."""
     far = np.abs(moments(x, train)[0] - mean) / std
     return [
-        f"feature {columns[feature] if columns else feature}: the mean of this site is "
-        + (f"{far[feature]:.2g} standard deviations" if len(train) >= MIN_SHOWN else "far")
-        + " from the mean of the run; other units?"
+        Note(
+            f"feature {columns[feature] if columns else feature}: the mean of this site is "
+            + (f"{far[feature]:.2g} standard deviations" if len(train) >= min_rows else "far")
+            + " from the mean of the run; other units?"
+        )
         for feature in np.flatnonzero(far > UNLIKE_MEAN)[:MAX_UNLIKE]
     ]
 
@@ -140,18 +206,20 @@ def check_suits(content: Content, settings: DataSettings) -> None:
     """Raise :class:`DataError` if data is not of the kind and the shape that the settings give, as far as they do."""
     if settings.sample_kind not in ("auto", content.kind):
         raise DataError(
-            f"{content.path}: holds samples of the kind {content.kind}; the run's sample-kind is {settings.sample_kind}"
+            f"{content.path}: {content.kind} samples; the run's sample-kind is {settings.sample_kind}",
+            "other-kind",
         )
     if content.columns and settings.feature_names:
         names = names_in("feature-names", settings.feature_names)
         if unlike := difference(content.columns, names):
-            raise DataError(f"{content.path}: its columns are not the run's feature-names ({unlike})")
+            raise DataError(f"{content.path}: its columns are not the run's feature-names ({unlike})", "other-columns")
     if not settings.input_shape:
         return
     shape, wanted = _shape(content, settings), shape_in(settings, content.kind)
     if shape != wanted:
         raise DataError(
-            f"{content.path}: samples of shape {shape_text(shape)}; the run's input-shape is {shape_text(wanted)}"
+            f"{content.path}: samples of shape {shape_text(shape)}; the run's input-shape is {shape_text(wanted)}",
+            "other-shape",
         )
 
 
@@ -172,26 +240,34 @@ def _shape(content: Content, settings: DataSettings) -> tuple[int, ...]:
     return (shape[2], *shape[:2]) if TASK_KINDS[content.kind] == "image" else shape
 
 
-def _partition(content: Content, settings: DataSettings, seed: int) -> Partition:
-    rng = numpy_generator(seed, "site")
-    if content.is_test is None or settings.test_set == "pooled":
-        pairs = split([np.arange(len(content.labels))], settings.test_fraction, rng)
-    else:
-        pairs = ((np.flatnonzero(~content.is_test), np.flatnonzero(content.is_test)),)
-    if not len(pairs[0][0]):
-        raise DataError(f"{content.path}: all samples belong to the test set; at least one is needed for training")
-    return finished(pairs, settings, rng)
+def _partition(content: Content, settings: DataSettings, policy: Policy) -> tuple[Partition, list[Note]]:
+    """Return the split of a site with the run's validation samples, and notes on splits that are too small for scores.
+
+    A test or validation split of fewer than ``min_rows`` rows is empty, because its scores could reveal a row.
+    """
+    pair = site_split(content, policy)
+    seed = int.from_bytes(_digest(content)[8:], "big") >> 1
+    part, notes = finished((pair,), settings, np.random.default_rng(seed)), []
+    _check_rows(content, len(part.train[0]), policy)
+    for name in ("test", "validation"):
+        rows = getattr(part, name)[0]
+        if 0 < len(rows) < policy.min_rows:
+            part = replace(part, **{name: (rows[:0],)})
+            notes.append(Note(f"fewer than {policy.min_rows} {name} rows (min-rows): this site sends no {name} scores"))
+    return part, notes
 
 
 def _numbers_in_run(content: Content, names: tuple[str, ...]) -> np.ndarray:
     """Return a site's labels as numbers of the run's classes, ``(N,)`` int64."""
     (y, own_names), classes = content.distinct, set(names)
-    for number, name in enumerate(own_names):
-        if name not in classes:
-            raise DataError(
-                f"{content.path}: label {name!r} of sample {int(np.argmax(y == number))} is not a class of the run; "
-                f"allowed are {', '.join(names)}"
-            )
+    if foreign := [number for number, name in enumerate(own_names) if name not in classes]:
+        number = foreign[0]
+        raise DataError(
+            f"{content.path}: label {own_names[number]!r} of sample {int(np.argmax(y == number))} is not a class of "
+            f"the run; allowed are {', '.join(names)}",
+            "other-classes",
+            count=int(np.isin(y, foreign).sum()),
+        )
     return renumbered(y, own_names, names)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from posy.data.columns import Columns, name_notes, roles
 from posy.data.dataset import Content
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 from posy.data.files import check_fits, check_regular
 from posy.data.labels import as_labels, label_name, numbered_groups, written_label
 from posy.data.values import FLOAT32_MAX, LOST, as_features
@@ -161,17 +161,21 @@ def _problem(
         for index, cell in enumerate(row):
             where = f"{path}: row {number}, column {header[index]}"
             if (index, cell) in wrong:
-                return DataError(f"{where}: {wrong[index, cell]}")
+                return DataError(f"{where}: {wrong[index, cell]}", "wrong-label", header[index])
             value = _number(cell)
             if index in features and cell.strip().lower() in _MISSING:
                 return DataError(
                     f"{where}: {cell!r} is a missing value; fill it in, remove the row, or leave the column out of "
-                    "input-columns"
+                    "input-columns",
+                    "missing-value",
+                    header[index],
                 )
             if index in features and (value is None or not abs(value) <= FLOAT32_MAX):
                 return DataError(
                     f"{where}: {cell!r}; finite numbers are allowed, in the range of float32 (a column of texts must "
-                    "be named text, or be the only one of input-columns)"
+                    "be named text, or be the only one of input-columns)",
+                    "not-a-number",
+                    header[index],
                 )
     return DataError(f"{path}: not a .csv file that can be read")
 
@@ -194,7 +198,7 @@ def _lost_digits(path: Path, header: Sequence[str], cells: np.ndarray, features:
     ]
     if not lost:
         return []
-    return [f"float64 cannot distinguish values of these columns: {', '.join(lost)}; subtract a common offset"]
+    return [Note(f"float64 cannot distinguish values of these columns: {', '.join(lost)}; subtract a common offset")]
 
 
 def _number(cell: str) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LOST = 1e-3
@@ -102,7 +102,8 @@ def precision_notes(x: np.ndarray, kind: npt.DTypeLike, names: Sequence[str] = (
         return []
     shown = ", ".join(str(names[column] if names else column) for column in coarse[:5])
     more = f" and {len(coarse) - 5} more" if len(coarse) > 5 else ""
-    return [f"{np.dtype(kind)} cannot distinguish values of these features: {shown}{more}; subtract a common offset"]
+    text = f"{np.dtype(kind)} cannot distinguish values of these features: {shown}{more}; subtract a common offset"
+    return [Note(text)]
 
 
 def moments(x: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -135,7 +136,9 @@ def check_scaled(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, n
             column = int(columns[0])
             raise DataError(
                 f"{where}: feature {names[column] if names else column} exceeds the range of float32 after "
-                f"standardisation (mean {mean[column]}, standard deviation {std[column]}); remove its extreme values"
+                f"standardisation (mean {mean[column]}, standard deviation {std[column]}); remove its extreme values",
+                "extreme-value",
+                str(names[column] if names else column),
             )
 
 
@@ -144,7 +147,8 @@ def _check_range(x: np.ndarray, allowed: np.ndarray, where: str) -> None:
     if not allowed.all():
         position = tuple(np.argwhere(~allowed)[0].tolist())
         raise DataError(
-            f"{where}: {x[position]} at index {position}; only finite numbers are allowed, in the range of float32"
+            f"{where}: {x[position]} at index {position}; only finite numbers are allowed, in the range of float32",
+            "not-a-number",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run brings to a node that is not the code of the Posy that is installed there."""
+"""The check of the code that a run brings to a node, against the Posy that is installed there."""
 
 import io
 import os
@@ -7,40 +7,64 @@ import zipfile
 from logging import getLogger
 from pathlib import Path
 
+from posy.data.policy import Policy
+
 _LOG = getLogger("flwr")  # the logger of a node
 REFUSE = "POSY_REFUSE_FOREIGN_CODE"
-"""Environment variable; where it is set, this node takes no other code than its own."""
+"""Environment variable; if it is set, the node runs only its installed code."""
+TRUSTED_ENTITIES = "POSY_TRUSTED_ENTITIES"
+"""Environment variable; if it is set, Flower's node verifies the signature of every app."""
 _HERE = Path(__file__).resolve().parent.parent
 _STARTED = {"serverapp": "posy.server_app.app:app", "clientapp": "posy.client_app.app:app"}
 """What Flower starts of the app."""
-_DATA = {".yaml", ".yml", ".md", ".txt", ""}
-"""Ends of the names of files that are not run."""
+_DATA = (".yaml", ".yml", ".md", ".txt")
+"""Endings of the names of data files, which an installed Posy does not read from a bundle."""
 
 
 class ForeignCodeError(PermissionError):
-    """A run brings code that this node does not take."""
+    """A run brings code that this node refuses. The message names only files of the run."""
+
+    shareable = True
 
 
-def check_code(content: bytes) -> None:
-    """Name in the log what of an app's bundle (the bytes of a zip file) is other code than that installed here.
+def code_rule(policy: Policy | None) -> str:
+    """Return the rule of a node on code: ``installed``, ``signed`` or ``any``."""
+    if os.environ.get(REFUSE):
+        return "installed"
+    return policy.code if policy else "any"
+
+
+def check_code(content: bytes, rule: str) -> bool:
+    """Return whether a node runs its installed Posy for an app's bundle (the bytes of a zip file).
+
+    With the rule ``installed`` it does, and nothing of the bundle is unpacked or run. Otherwise it runs the bundle, and
+    the log names the files that differ from the installed Posy.
 
     Raises
     ------
     ForeignCodeError
-        If there is such code, and the node was told to refuse it. Nothing of the bundle has been unpacked then.
+        If the rule is ``installed`` and the bundle has other code, or the rule is ``signed`` and Flower's node verifies
+        no signatures.
     """
-    if not (files := foreign_code(content)):
-        return
-    told = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
-    if os.environ.get(REFUSE):
+    files = foreign_code(content)
+    listed = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+    if rule == "installed" and files:
         raise ForeignCodeError(
-            f"this node takes no code but that of the Posy installed on it (--refuse-foreign-code); the run has {told}"
+            f"this node runs the Posy that is installed on it, and no other code; the run brings {listed} (rule code "
+            "of its policy, or --refuse-foreign-code)"
         )
-    _LOG.warning("this run brings code that is not that of the Posy installed here: %s", told)
+    if rule == "signed" and not os.environ.get(TRUSTED_ENTITIES):
+        raise ForeignCodeError(
+            "this node runs signed apps only (rule code of its policy), but it verifies no signatures: start it with "
+            "--trusted-entities"
+        )
+    if files:
+        _LOG.warning("this run brings code that differs from the installed Posy: %s", listed)
+    return rule == "installed"
 
 
 def foreign_code(content: bytes) -> list[str]:
-    """Return the files of a bundle that may be run and are not, byte by byte, those of this Posy."""
+    """Return the code files of a bundle that differ from the files of the installed Posy."""
     found = []
     with zipfile.ZipFile(io.BytesIO(content)) as bundle:
         for name in sorted(bundle.namelist()):
@@ -48,10 +72,16 @@ def foreign_code(content: bytes) -> list[str]:
             if name == "pyproject.toml":  # Flower writes it anew
                 same = tomllib.loads(data.decode())["tool"]["flwr"]["app"]["components"] == _STARTED
             else:
-                same = Path(name).suffix in _DATA or name.startswith(".info/") or data == _installed(name)
+                same = _is_data(name) or data == _installed(name)
             if not same:
                 found.append(name)
     return found
+
+
+def _is_data(name: str) -> bool:
+    """Return whether the name of a file in a bundle is the name of a data file; a dot file is code."""
+    file = name.rpartition("/")[2].lower()
+    return name.startswith(".info/") or "." not in file or file.endswith(_DATA)
 
 
 def _installed(name: str) -> bytes | None:

@@ -156,11 +156,18 @@ class Apps:
         self._folder: Path | None = None
         self._app: Callable[[Message, Context], Message] | None = None
 
-    def load(self, run: Run, fab: Fab) -> Callable[[Message, Context], Message]:
-        """Install the code of a run, if it is new, and return its ClientApp; see :func:`check_code`."""
+    def load(self, run: Run, fab: Fab, rule: str) -> Callable[[Message, Context], Message]:
+        """Return the ClientApp of a run: the installed one, or the run's, which is installed if it is new.
+
+        :func:`posy.deploy.foreign.check_code` decides by the node's rule on code.
+        """
         if self._app is None or self._hash != fab.hash_str:
             self._app = None
-            check_code(fab.content)
+            if check_code(fab.content, rule):
+                from posy.client_app.app import app as installed  # noqa: PLC0415 - imports PyTorch
+
+                self._hash, self._app = fab.hash_str, installed
+                return self._app
             install_whole(fab)
             folder = Path(get_project_dir(run.fab_id, run.fab_version, fab.hash_str))
             _forget(self._folder, folder)

@@ -20,9 +20,11 @@ from logging import ERROR, INFO, WARNING
 from typing import Any, TextIO
 
 import httpx
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.logger import log
 
+from posy.client_app.policy import policy_of, shared_text
+from posy.deploy.foreign import code_rule
 from posy.deploy.internals import Apps, MessageGoneError, Task, envelope, error_reply
 from posy.flower import CLOCK_SECONDS, look_for_parts_sooner
 
@@ -98,10 +100,10 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
                     message.metadata.message_type,
                     message.metadata.group_id,
                 )
-                reply = apps.load(run, fab)(message, context)
+                reply = apps.load(run, fab, code_rule(policy_of(context.node_config)))(message, context)
         except Exception as wrong:
             log(ERROR, "the ClientApp raised an exception", exc_info=wrong)
-            error = f"{type(wrong).__name__}: {wrong}"
+            error = f"{type(wrong).__name__}: {_text_for_server(wrong, context)}"
             reply = error_reply(message, error)
         task.push(reply, context)
         _report(node, event="pushed")
@@ -119,6 +121,11 @@ def serve(task: Task, apps: Apps, node: TextIO, last: Answered) -> None:
     finally:
         task.close()
     _report(node, event="done")
+
+
+def _text_for_server(error: Exception, context: Context) -> str:
+    """Return the message of an error for the server; on a node with data without anything about the data."""
+    return shared_text(error) if "data" in context.node_config else str(error)
 
 
 def _listen(connection: socket.socket, tokens: "queue.Queue[str]") -> None:

@@ -53,6 +53,15 @@ class DivergedError(RunError):
 class SettingsError(ValueError):
     """A setting is unknown, of the wrong type, or outside its range."""
 
+    shareable = True
+    """Whether a node with data may send the message to the server: it repeats only settings of the run."""
+
+
+class NodeConfigError(SettingsError):
+    """The node config is wrong. The message may contain paths of the node, so it stays in the node's log."""
+
+    shareable = False
+
 
 class Comparison(NamedTuple):
     """A comparison of a setting with constants, a part of a condition in :attr:`Setting.needs`."""

@@ -41,6 +41,7 @@ class FedNHSettings(MethodSettings, noise=ALLOWED, sums=ALLOWED):
         search=Search(5.0, 50.0, log=True),
     )
 
+    class_statistics = True
     card = MethodCard(
         paper=Paper(
             "Dai et al.",

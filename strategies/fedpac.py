@@ -57,6 +57,7 @@ class FedPACSettings(
         earlier=0.0,
     )
 
+    class_statistics = True
     card = MethodCard(
         paper=Paper(
             "Xu et al.",

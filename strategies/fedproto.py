@@ -42,6 +42,7 @@ class FedProtoSettings(
         search=Search(0.1, 10.0, log=True),
     )
 
+    class_statistics = True
     card = MethodCard(
         paper=Paper(
             "Tan et al.",

@@ -50,6 +50,8 @@ class MethodSettings:
     point: ClassVar[str] = "local"
     """The model that clients predict with: ``served``, or ``local`` if a client first trains the served model."""
 
+    class_statistics: ClassVar[bool] = False
+    """Whether clients send statistics of each class, such as mean features; a site refuses them for rare classes."""
     card: "ClassVar[MethodCard | None]" = None
     """The facts of the method's documentation page; None for a custom method without a page."""
 

@@ -28,6 +28,7 @@ class PFedFDASettings(
 ):
     """Settings of pFedFDA."""
 
+    class_statistics = True
     card = MethodCard(
         paper=Paper(
             "McLaughlin and Su",

@@ -12,8 +12,13 @@ from flwr.proto.node_pb2 import NodeInfo
 from PIL import Image
 
 from posy.client_app.app import app as client_app
+from posy.data.policy import read_policy
 from posy.server_app.grids import OwnGrid
 from posy.server_app.in_process import InProcessGrid
+
+LENIENT = Path(__file__).with_name("lenient-policy.yaml")
+"""The policy of nodes with data whose config names none: rows, scores and code are hardly limited."""
+POLICY = read_policy(LENIENT)
 
 
 class NodeGrid(OwnGrid):
@@ -31,7 +36,8 @@ class NodeGrid(OwnGrid):
             self.connect(number, config)
 
     def connect(self, node: int, config: Mapping[str, Any], registered: str = "") -> None:
-        self.nodes[node] = Context(run_id=0, node_id=node, node_config=dict(config), state=RecordDict(), run_config={})
+        words = {"policy": str(LENIENT), **config} if "data" in config else dict(config)
+        self.nodes[node] = Context(run_id=0, node_id=node, node_config=words, state=RecordDict(), run_config={})
         self.names[node] = registered
 
     def leave(self, node: int) -> None:

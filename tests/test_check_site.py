@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nodes import class_folders, table
+from nodes import LENIENT, POLICY, class_folders, table
 from rich.console import Console
 
 from posy.commands.check_site import check_site, show
@@ -15,6 +15,7 @@ from posy.data.errors import DataError
 from posy.data.settings import DataSettings
 from posy.data.sites import load_site, read_site
 
+NODE = {"policy": str(LENIENT)}
 OPEN = DataSettings(dataset="sites")
 
 
@@ -25,17 +26,17 @@ def folder(root: Path) -> Path:
 def test_a_folder_of_images(tmp_path: Path) -> None:
     (folder(tmp_path) / "a" / "torn.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"torn\.png: not an image.*skip-unreadable=true in its node config"):
-        check_site({"data": str(tmp_path)}, OPEN, 1)
-    report = check_site({"data": str(tmp_path), "name": "here", "skip-unreadable": "true"}, OPEN, 1)
+        check_site(NODE | {"data": str(tmp_path)}, OPEN)
+    report = check_site(NODE | {"data": str(tmp_path), "name": "here", "skip-unreadable": "true"}, OPEN)
     samples = "8: 6 for training, 2 for the test"
     assert [report.facts[key] for key in ("site", "kind", "shape", "samples")] == ["here", "image", "1x4x5", samples]
     assert {name: sum(counts) for name, counts in report.classes.items()} == {"a": 6, "b": 2}
     assert report.facts["agreed on in a run"] == "sample-kind, input-shape, classes"
     assert len(report.unreadable) == 1
     task = replace(OPEN, sample_kind="image", input_shape="3x8x8", classes="a,b,c")
-    report = check_site({"data": str(tmp_path), "skip-unreadable": "true"}, task, 1)
+    report = check_site(NODE | {"data": str(tmp_path), "skip-unreadable": "true"}, task)
     assert [report.facts[key] for key in ("shape", "classes it lacks", "agreed on in a run")] == ["3x8x8", "c", ""]
-    dataset, part = load_site(read_site(tmp_path, task, True), task, 1)
+    dataset, part = load_site(read_site(tmp_path, task, POLICY, skip_unreadable=True), task, POLICY)
     for column, rows in enumerate((part.train[0], part.test[0])):
         counts = np.bincount(dataset.y[rows], minlength=3).tolist()
         assert [report.classes[name][column] for name in "ab"] == counts[:2]
@@ -45,37 +46,41 @@ def test_features_worth_a_look(tmp_path: Path) -> None:
     x = np.array([[i % 7, 5.0, 1.7e9 + i] for i in range(400)])
     x[17, 0] = 1e5
     path = table(tmp_path / "s.csv", x, np.arange(400) % 2)
-    report = check_site({"data": str(path)}, OPEN, 1)
+    report = check_site(NODE | {"data": str(path)}, OPEN)
     assert [feature[:3] for feature in report.features] == [("f0", "0", "100000"), ("f1", "5", "5")]
     assert [why.split()[0] for *_, why in report.features] == ["reaches", "constant"]
     # In a run with another unit for a feature, all values of this column are far from the mean.
     run = replace(OPEN, sample_kind="features", input_shape="3", classes="0,1", feature_mean="0,5,0", feature_std="9")
-    assert [name for name, *_ in check_site({"data": str(path)}, run, 1).features] == ["f0", "f1", "f2"]
+    assert [name for name, *_ in check_site(NODE | {"data": str(path)}, run).features] == [
+        "f0",
+        "f1",
+        "f2",
+    ]
 
 
 def test_the_statistics_that_leave_the_site_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = np.column_stack([np.arange(8.0), np.full(8, 6.2)])
     path = table(tmp_path / "s.csv", x, [0, 1] * 4)
-    report = check_site({"data": str(path)}, OPEN, 1)
-    rows = load_site(read_site(path, OPEN), replace(OPEN, sample_kind="features", input_shape="2", classes="0,1",
-                                                    feature_mean="0", feature_std="1"), 1)[1].train[0]  # fmt: skip
+    report = check_site(NODE | {"data": str(path)}, OPEN)
+    task = replace(OPEN, sample_kind="features", input_shape="2", classes="0,1", feature_mean="0", feature_std="1")
+    rows = load_site(read_site(path, OPEN, POLICY), task, POLICY)[1].train[0]
     mean = sum(rows.tolist()) / 6
     deviation = (sum((row - mean) ** 2 for row in rows.tolist()) / 6) ** 0.5
     assert report.statistics == [("f0", f"{mean:.4g}", f"{deviation:.3g}"), ("f1", "6.2", "0")]
-    assert main(["check-site", f"data={path}"]) == 0
+    assert main(["check-site", f"policy={LENIENT}", f"data={path}"]) == 0
     assert "standard deviation" in capsys.readouterr().out
 
 
 def test_columns_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(tmp_path / "s.csv", np.ones((4, 3)), [0, 1] * 2)
     words = ["sample-kind=features", "input-shape=2", "feature-names=f0,f1", "classes=0,1"]
-    assert main(["check-site", f"data={path}", *words]) == 2
+    assert main(["check-site", f"policy={LENIENT}", f"data={path}", *words]) == 2
     assert "its columns are not the run's feature-names (unknown: f2)" in capsys.readouterr().err
 
 
 def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
-    path = table(tmp_path / "s.csv", np.ones((4, 2)), ["ill"] * 4)
-    assert check_site({"data": str(path)}, OPEN, 1).classes == {"ill": (3, 1)}
+    path = table(tmp_path / "s.csv", np.ones((8, 2)), ["ill"] * 8)
+    assert check_site(NODE | {"data": str(path)}, OPEN).classes == {"ill": (6, 2)}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_a_site_with_one_class_can_take_part(tmp_path: Path) -> None:
         (("data=s.csv",), "must be an absolute path"),
         (("data={}/gone.csv",), "this file or directory does not exist"),
         (("data={}/s.csv", "classes=a,b"), "label '0' of sample 0 is not a class of the run"),
-        (("data={}/s.csv", "sample-kind=image"), "holds samples of the kind features; .* is image"),
+        (("data={}/s.csv", "sample-kind=image"), "features samples; .* is image"),
         (("data={}/s.csv", "input-shape=3"), "samples of shape 2; .* is 3"),
         (("data={}/s.csv", "input-shape=3x3"), "input-shape = '3x3'"),
         (("data={}/s.csv", "shift=low"), "shift = 'low' on the command line has no effect"),
@@ -97,7 +102,7 @@ def test_what_a_node_would_refuse_is_one_line(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table(tmp_path / "s.csv", np.arange(8.0).reshape(4, 2), [0, 1, 0, 1])
-    status = main(["check-site", "name=a", *(word.format(tmp_path) for word in words)])
+    status = main(["check-site", f"policy={LENIENT}", "name=a", *(word.format(tmp_path) for word in words)])
     captured = capsys.readouterr()
     assert (status, captured.out) == (2, "")
     (line,) = [line for line in captured.err.splitlines() if line.startswith("posy:")]
@@ -108,7 +113,7 @@ def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     folder(tmp_path)
     for number in range(25):
         (tmp_path / "b" / f"torn-{number}.png").write_bytes(b"no image")
-    assert main(["check-site", f"data={tmp_path}", "name=here", "skip-unreadable=true"]) == 0
+    assert main(["check-site", f"policy={LENIENT}", f"data={tmp_path}", "name=here", "skip-unreadable=true"]) == 0
     shown = capsys.readouterr().out
     for part in ("here", "1x4x5", "8: 6 for training, 2 for the test", "2 classes", "25 of 33 image files"):
         assert part in shown
@@ -116,8 +121,8 @@ def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "and 5 more" in shown
     assert shown.endswith("This site can take part.\n")
     names = [f"[red]class-{i}[/]" for i in range(3)]  # no markup
-    path = table(tmp_path / "s.csv", np.eye(3), names)
+    path = table(tmp_path / "s.csv", np.arange(24.0).reshape(8, 3), [*names, *names, *names[:2]])
     console = Console(width=100)
     with console.capture() as capture:
-        show(check_site({"data": str(path)}, OPEN, 1), console)
+        show(check_site(NODE | {"data": str(path)}, OPEN), console)
     assert all(name in capture.get() for name in names)

@@ -533,7 +533,7 @@ def test_csv_of_texts(tmp_path, warnings):
     assert load(tmp_path / "mine.csv", text_length=1).x.tolist() == [[2], [2]]
     assert "not used" not in warnings.text
     assert np.array_equal(load(csv(tmp_path, "id,text,label,stars\n1,hello world,a,5\n2,hello,b,3\n")).x, dataset.x)
-    assert "mine.csv: columns beside the text are not used: id, stars" in warnings.text
+    assert "mine.csv: Posy does not use these columns: id, stars" in warnings.text
     assert load(csv(tmp_path, "review,stars\ngood,1\nbad,0\n")).task.kind == "text"
 
 

@@ -734,7 +734,7 @@ def test_a_site_skips_unreadable_images_on_request(tmp_path):
     damage(images(tmp_path / "torn"))
     dataset, part = own_site(tmp_path / "torn", site_of_images(), skip=True)
     assert (dataset.x.tolist(), dataset.y.tolist(), dataset.skipped) == (intact.x.tolist(), intact.y.tolist(), 5)
-    assert dataset.notes[0].startswith("5 of 11 image files cannot be read and are left out: a/empty.png, a/torn.png")
+    assert dataset.notes[0].startswith("5 of 11 image files cannot be read and are skipped: a/empty.png, a/torn.png")
     assert len(part.train[0]) + len(part.test[0]) == 6
 
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nodes import NodeGrid, class_folders, pfllib, table
+from nodes import POLICY, NodeGrid, class_folders, pfllib, table
 
 import posy
 from posy.client_app.site import skips
 from posy.client_app.workspace import Workspace
-from posy.data.agreement import Description, is_complete, task_of, told_of, unlike_features, with_statistics
+from posy.data.agreement import Description, is_complete, site_notices, task_of, unlike_features, with_statistics
 from posy.data.agreement import agreed as agreed_with_warnings
 from posy.data.dataset import Dataset
 from posy.data.datasets import load_dataset
-from posy.data.errors import DataError
+from posy.data.errors import DataError, Note
 from posy.data.partitions import Partition
+from posy.data.policy import Policy
 from posy.data.settings import DataSettings
 from posy.data.sites import describe_site, fingerprint, load_site, read_site
 from posy.data.text import hashed
@@ -54,8 +55,8 @@ def grey(n: int, side: int = 4) -> np.ndarray:
 # -- training data of a site -----------------------------------------------------------------------------
 
 
-def loaded(path: Path, settings: DataSettings, seed: int = 1) -> tuple[Dataset, Partition]:
-    return load_site(read_site(path, settings), settings, seed)
+def loaded(path: Path, settings: DataSettings, policy: Policy = POLICY) -> tuple[Dataset, Partition]:
+    return load_site(read_site(path, settings, policy), settings, policy)
 
 
 def test_images_of_folders_and_npz_are_the_same_samples(tmp_path: Path) -> None:
@@ -78,23 +79,36 @@ def test_image_files_are_brought_to_the_shape_of_the_run(tmp_path: Path) -> None
 
 
 def test_a_site_with_one_class_and_one_without_some_take_part(tmp_path: Path) -> None:
-    single, part = loaded(npz(tmp_path / "one.npz", grey(4), ["c"] * 4), IMAGES)
-    assert single.y.tolist() == [2] * 4
+    single, part = loaded(npz(tmp_path / "one.npz", grey(8), ["c"] * 8), IMAGES)
+    assert single.y.tolist() == [2] * 8
     assert single.task.num_classes == 3
-    assert part.counts(single.y, 3).tolist() == [[0, 0, 4]]
+    assert part.counts(single.y, 3).tolist() == [[0, 0, 8]]
     folder, _ = loaded(class_folders(tmp_path / "site", grey(3), "bbb"), IMAGES)
     assert folder.y.tolist() == [1] * 3
 
 
-def test_the_split_depends_on_the_seed_and_the_fraction(tmp_path: Path) -> None:
+def test_the_site_chooses_its_test_rows_once_for_each_version_of_its_data(tmp_path: Path) -> None:
     path = npz(tmp_path / "site.npz", grey(8), list("abababab"))
     _, first = loaded(path, IMAGES)
     assert [len(first.train[0]), len(first.test[0])] == [6, 2]
     assert sorted([*first.train[0], *first.test[0]]) == list(range(8))
-    assert loaded(path, IMAGES)[1].test[0].tolist() == first.test[0].tolist()
-    assert any(loaded(path, IMAGES, seed)[1].test[0].tolist() != first.test[0].tolist() for seed in range(2, 6))
-    _, few = loaded(path, replace(IMAGES, train_samples=2, test_fraction=0.5))
-    assert [len(few.train[0]), len(few.test[0])] == [2, 4]
+    assert loaded(path, replace(IMAGES, test_fraction=0.9, test_set="pooled"))[1].test[0].tolist() == [*first.test[0]]
+    _, half = loaded(path, IMAGES, replace(POLICY, test_fraction=0.5))
+    assert [len(half.train[0]), len(half.test[0])] == [4, 4]
+    others = [npz(tmp_path / f"{step}.npz", grey(8) + np.uint8(step), list("abababab")) for step in range(1, 6)]
+    assert any(loaded(other, IMAGES)[1].test[0].tolist() != first.test[0].tolist() for other in others)
+
+
+def test_a_split_that_is_too_small_for_scores_is_empty(tmp_path: Path) -> None:
+    path, strict = npz(tmp_path / "site.npz", grey(40), list("ab") * 20), replace(POLICY, min_rows=9)
+    settings = replace(IMAGES, validation_fraction=0.2)
+    dataset, part = loaded(path, settings, strict)
+    assert [len(rows[0]) for rows in (part.train, part.test, part.validation)] == [24, 10, 0]
+    (note,) = [note for note in dataset.notes if "min-rows" in note]
+    assert note == "fewer than 9 validation rows (min-rows): this site sends no validation scores"
+    with pytest.raises(DataError, match=r"24 rows for training.*min-rows = 31") as caught:
+        loaded(path, replace(IMAGES, validation_fraction=0.2), replace(POLICY, min_rows=31))
+    assert caught.value.code == "too-few-rows"
 
 
 def test_the_test_set_of_the_data_is_used(tmp_path: Path) -> None:
@@ -201,8 +215,8 @@ def broken_cases() -> dict[str, tuple[Callable[[Path], Path], DataSettings, str]
         "missing label": (words("f0,f1,f2,label\n1,2,3,\n"), FEATURES, "row 2, column label: the label is missing"),
         "other shape": (lambda r: npz(r / "s.npz", grey(3, 5), list("abc")), IMAGES, "shape 1x5x5; .* is 1x4x4"),
         "other width": (lambda r: table(r / "s.csv", np.ones((2, 4)), [0, 1]), FEATURES, "shape 4; .* is 3"),
-        "other kind": (lambda r: npz(r / "s.npz", np.ones((3, 3)), list("abc")), IMAGES, "kind features; .* image"),
-        "float pixels": (lambda r: npz(r / "s.npz", inf[2:], list("ab")), IMAGES, "kind image-float"),
+        "other kind": (lambda r: npz(r / "s.npz", np.ones((3, 3)), list("abc")), IMAGES, "features samples; .* image"),
+        "float pixels": (lambda r: npz(r / "s.npz", inf[2:], list("ab")), IMAGES, "image-float samples"),
         "truncated": (truncated, IMAGES, r"s\.npz: not a whole \.npz file"),
         "damaged": (damaged, IMAGES, r"s\.npz: not a whole \.npz file"),
         "missing file": (lambda r: r / "gone.npz", IMAGES, r"gone\.npz: this file or directory does not exist"),
@@ -380,7 +394,9 @@ def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> 
     descriptions, trained = [], []
     for number, part in enumerate(parts):
         path = npz(tmp_path / f"{number}.npz", part, np.arange(len(part)) % 2)
-        descriptions.append(Description.from_answer(describe_site(read_site(path, settings), settings, 1).as_answer()))
+        descriptions.append(
+            Description.from_answer(describe_site(read_site(path, settings, POLICY), settings, POLICY).as_answer())
+        )
         task = agreed(settings, descriptions)
         trained.append(part[loaded(path, task)[1].train[0]])
     pooled = np.concatenate(trained).astype(np.float64)
@@ -394,12 +410,12 @@ def test_pooled_statistics_are_those_of_all_training_samples(tmp_path: Path) -> 
 
 
 def test_what_the_settings_give_no_site_tells(tmp_path: Path) -> None:
-    path = npz(tmp_path / "s.npz", np.ones((4, 3)), [0, 1, 2, 1])
-    content = read_site(path, OPEN)
-    silent = describe_site(content, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), 1)
+    path = npz(tmp_path / "s.npz", np.ones((16, 3)), [0, 1, 2, 1] * 4)
+    content = read_site(path, OPEN, POLICY)
+    silent = describe_site(content, replace(OPEN, classes="0,1,2", feature_mean="0", feature_std="1"), POLICY)
     assert (silent.classes, silent.mean.size, silent.squares.size) == ((), 0, 0)
-    open_ = describe_site(content, OPEN, 1)
-    assert (open_.classes, open_.count, open_.mean.tolist()) == (("0", "1", "2"), 3, [1.0, 1.0, 1.0])
+    open_ = describe_site(content, OPEN, POLICY)
+    assert (open_.classes, open_.count, open_.mean.tolist()) == (("0", "1", "2"), 12, [1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -442,7 +458,7 @@ def hospitals(tmp_path: Path) -> list[Config]:
 
 
 def described(configs: list[Config]) -> list[Description]:
-    return [describe_site(read_site(Path(site["data"]), OPEN), OPEN, 1) for site in configs]
+    return [describe_site(read_site(Path(site["data"]), OPEN, POLICY), OPEN, POLICY) for site in configs]
 
 
 def test_sites_that_name_their_classes_differently_are_refused(config: Config, tmp_path: Path) -> None:
@@ -566,7 +582,7 @@ def test_a_site_far_from_the_mean_of_the_run_says_so(tmp_path: Path) -> None:
 def test_an_extra_column_is_named(hospitals: list[Config], config: Config, tmp_path: Path) -> None:
     odd = hospital(tmp_path, "va", [0, 1], 2, weight=np.arange(60))
     done = run(NodeGrid(*hospitals[:2], odd), config | {"method": "fedavg", "model": "linear", "min-clients": 2})
-    assert any("(unknown: weight)" in reason for _, reason in done.federation.left_out)
+    assert any("its columns differ from the run's columns" in reason for _, reason in done.federation.left_out)
     assert done.strategy.clients.keys() == {0, 1}
     names = [site["name"] for site in (hospitals[0], odd)]
     with pytest.raises(
@@ -678,11 +694,11 @@ def test_a_site_with_bad_data_is_left_out(
     (tmp_path / "c" / "train" / "9" / "0.png").write_bytes(b"\x89PNG, truncated")
     # Without site-c, site-a alone has a nine.
     settings = config | {"min-clients": least, "method": "fedavg", "classes": "0,1,2,3,4,5,6,7,8,9"}
-    reason = str(tmp_path / "c" / "train" / "9" / "0.png")
+    reason = "image files cannot be read (unreadable-images, count 1); the log of the node has the details"
     if not works:
         with pytest.raises(SettingsError, match="nodes host 2 of them") as caught:
             run(NodeGrid(*sites), settings)
-        assert reason in str(caught.value)
+        assert reason in str(caught.value) and str(tmp_path) not in str(caught.value)
         return
     done = run(NodeGrid(*sites), settings)
     summary = json.loads((done.directory.path / "summary.json").read_text())
@@ -691,6 +707,7 @@ def test_a_site_with_bad_data_is_left_out(
     assert (left_out["site"], left_out["times"]) == (None, 1)  # the site could not report its name
     assert reason in left_out["reason"]
     assert len({id(record) for record in warnings.records if reason in record.getMessage()}) == 1
+    assert str(tmp_path / "c" / "train" / "9" / "0.png") in warnings.text  # the log of the node, which is this process
     assert {row[1] for row in rows_of(done)} == {"0", "1"}
 
 
@@ -699,8 +716,9 @@ def test_a_site_that_does_not_fit_the_task_is_left_out(sites: list[Config], conf
     done = run(NodeGrid(*sites), settings)
     reasons = " ".join(reason for _, reason in done.federation.left_out)
     assert done.strategy.clients.keys() == {0}  # only site-b has no nine
-    assert f"{tmp_path / 'a.npz'}: label '9' of sample 9 is not a class of the run" in reasons
-    assert f"{tmp_path / 'c'}: label '9'" in reasons
+    for count in (16, 31):  # of site-a and site-c
+        assert f"it has labels that are not classes of the run (other-classes, count {count})" in reasons
+    assert str(tmp_path) not in reasons and "'9'" not in reasons
 
 
 def test_a_node_without_data_is_left_out(sites: list[Config], config: Config) -> None:
@@ -720,7 +738,7 @@ def test_features_of_three_formats(config: Config, tmp_path: Path) -> None:
     done = run(grid, config | {"method": "fedavg", "num-server-rounds": 4, "local-epochs": 5})
     trained = np.concatenate(
         [
-            x[start : start + 100][loaded(tmp_path / name, done.settings.data, 42)[1].train[0]]
+            x[start : start + 100][loaded(tmp_path / name, done.settings.data)[1].train[0]]
             for start, name in ((0, "a.npz"), (100, "b.csv"), (200, "c"))
         ]
     )
@@ -754,7 +772,7 @@ def test_data_that_changes_during_the_run_is_noticed(sites: list[Config], config
     grid.__class__ = Changing
     done = run(grid, config | {"method": "fedavg", "save-models": False})
     assert (
-        sum(times for reason, times in done.totals.dropped.items() if "the data has changed during the run" in reason)
+        sum(times for reason, times in done.totals.dropped.items() if "its data has changed during the run" in reason)
         > 0
     )
     assert {row[1] for row in rows_of(done) if row[0] == "2" and row[2]} == {"1", "2"}
@@ -767,14 +785,14 @@ def test_any_change_of_samples_is_noticed(form: str, tmp_path: Path) -> None:
     if form == "image":
         settings, x, y = IMAGES, grey(8).copy(), ["abc"[v] for v in y]
 
-    def mark(x: np.ndarray, y: list[Any], seed: int = 1) -> str:
+    def mark(x: np.ndarray, y: list[Any], policy: Policy = POLICY) -> str:
         if form == "text":
             path = tmp_path / "s.csv"
             path.write_text(
                 "text,label\n" + "".join(f"w{a[0]},{['no', 'yes', 'yes'][b]}\n" for a, b in zip(x, y, strict=True))
             )
-            return fingerprint(*loaded(path, TEXTS, seed))
-        return fingerprint(*loaded(npz(tmp_path / "s.npz", x, y), settings, seed))
+            return fingerprint(*loaded(path, TEXTS, policy))
+        return fingerprint(*loaded(npz(tmp_path / "s.npz", x, y), settings, policy))
 
     first = mark(x, y)
     assert len(first) == 16
@@ -785,7 +803,7 @@ def test_any_change_of_samples_is_noticed(form: str, tmp_path: Path) -> None:
     assert mark(other, y) != first
     assert mark(x, [*y[1:], y[0]]) != first
     assert mark(x[:7], y[:7]) != first
-    assert mark(x, y, seed=2) != first
+    assert mark(x, y, replace(POLICY, test_fraction=0.5)) != first
     assert mark(x[::-1], y[::-1]) != first
 
 
@@ -802,12 +820,12 @@ def test_features_that_change_during_the_run_are_noticed(config: Config, tmp_pat
 
     grid = Changing(*({"data": str(tmp_path / f"{name}.npz"), "name": name} for name in "ab"))
     done = run(grid, config | {"num-clients": 2, "method": "fedavg"})
-    assert any("the data has changed during the run" in reason for reason in done.totals.dropped)
+    assert any("its data has changed during the run" in reason for reason in done.totals.dropped)
 
 
 def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     for name in "ab":
-        class_folders(tmp_path / name, grey(8), ["Cat", "cat", "dog", "dog"] * 2)
+        class_folders(tmp_path / name, grey(16), ["Cat", "cat", "dog", "dog"] * 4)
     (tmp_path / "b" / "dog" / "torn.png").write_bytes(b"\x89PNG, truncated")
     answers: list[dict[str, Any]] = []
 
@@ -822,10 +840,10 @@ def test_a_node_tells_what_it_finds(config: Config, tmp_path: Path, warnings: py
     nodes[1]["skip-unreadable"] = True
     run(Listening(*nodes), config | {"num-clients": 2, "method": "fedavg"})
     by_site = {str(answer["name"]): answer for answer in answers if "num-train" in answer}
-    near = "'Cat' and 'cat' are separate classes, although their names nearly agree"
+    near = "the names of some classes nearly agree"
     assert by_site["a"]["warnings"] == [near]
     assert by_site["b"]["warnings"] == [
-        "1 of 9 image files cannot be read and are left out: dog/torn.png",
+        "1 of 17 image files cannot be read and are skipped",
         near,
     ]
     assert (by_site["a"]["skipped"], by_site["b"]["skipped"]) == (0, 1)
@@ -843,7 +861,7 @@ def test_a_node_that_neither_skips_nor_does_not_is_told(tmp_path: Path) -> None:
 
 
 def test_no_more_is_told_than_can_be_shown() -> None:
-    reported = told_of(["x" * 1000] * 50, 3)
+    reported = site_notices([Note("x" * 1000)] * 50 + ["a note without a shared text"], 3)
     assert [len(warning) for warning in reported["warnings"]] == [300] * 20
     assert reported["skipped"] == 3
 

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+from nodes import POLICY
 from PIL import Image
 
 import posy
@@ -88,7 +89,7 @@ def test_a_table_of_texts_holds_the_samples_of_the_csv(form: str, tmp_path: Path
     found = loaded(paths[form], text_length=6)
     same(found, loaded(paths["csv"], text_length=6))
     assert found.words == loaded(paths["csv"], text_length=6).words
-    assert found.notes == ("columns beside the text are not used: number",)
+    assert found.notes == ("Posy does not use these columns: number",)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -163,20 +164,20 @@ def test_the_splits_are_pooled_and_the_test_set_is_a_sites_own(tmp_path: Path) -
     same(found, loaded(tmp_path / "a.npz"))
     assert found.notes == ("splits that are not used: unsupervised",)
     sites = DataSettings(dataset="sites", sample_kind="image", input_shape="3x4x4", classes="cat,dog,eel,fox")
-    dataset, part = load_site(read_site(tmp_path / "s", sites), sites, 1)
+    dataset, part = load_site(read_site(tmp_path / "s", sites, POLICY), sites, POLICY)
     assert part.test[0].tolist() == list(range(25, 40)) and dataset.x.shape == (40, 4, 4, 3)
     described = describe_site(
-        read_site(tmp_path / "s", DataSettings(dataset="sites")), DataSettings(dataset="sites"), 1
+        read_site(tmp_path / "s", DataSettings(dataset="sites"), POLICY), DataSettings(dataset="sites"), POLICY
     )
     assert not described.fixed and described.classes == ("cat", "dog", "eel", "fox")
     datasets.DatasetDict(train=pictures(slice(25)), validation=pictures(slice(25, 40))).save_to_disk(tmp_path / "v")
-    assert load_site(read_site(tmp_path / "v", sites), sites, 1)[1].test[0].tolist() == list(range(25, 40))
+    assert load_site(read_site(tmp_path / "v", sites, POLICY), sites, POLICY)[1].test[0].tolist() == list(range(25, 40))
 
 
 def test_a_site_reads_the_columns_that_the_run_names(tmp_path: Path) -> None:
     path = writers(tmp_path, table().rename(columns={"label": "kind"})[["kind", "a", "b", "c"]])["parquet"]
     sites = DataSettings(dataset="sites", label_column="kind", input_columns="a,c")
-    content = read_site(path, sites)
+    content = read_site(path, sites, POLICY)
     assert content.columns == ("a", "c") and content.labels.tolist() == NAMES.tolist()
 
 
@@ -188,7 +189,7 @@ def test_an_image_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) -> No
     datasets.Dataset.from_dict(rows, features=kinds).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "s")
     with pytest.raises(DataError, match="row 4, column image: not an image that can be read"):
         loaded(tmp_path / "s")
-    content = read_site(tmp_path / "s", DataSettings(dataset="sites"), skip_unreadable=True)
+    content = read_site(tmp_path / "s", DataSettings(dataset="sites"), POLICY, skip_unreadable=True)
     assert np.array_equal(content.x, np.delete(PIXELS, 3, 0)) and len(content.unreadable) == 1
     assert content.read_notes[0].endswith("row 4, column image")
 
@@ -349,7 +350,7 @@ def test_a_folder_of_arrays_holds_the_samples_of_the_npz(first: bool, tmp_path: 
     assert isinstance(found.x, np.memmap)
     same(loaded(arrays(tmp_path / "f", x=FEATURES)), npz(tmp_path / "f.npz", FEATURES))
     sites = DataSettings(dataset="sites", sample_kind="image", input_shape="3x6x5", classes="cat,dog,eel,fox")
-    assert load_site(read_site(path, sites), sites, 1)[1].test[0].tolist() == list(range(30, 40))
+    assert load_site(read_site(path, sites, POLICY), sites, POLICY)[1].test[0].tolist() == list(range(30, 40))
 
 
 def test_what_is_wrong_with_a_folder_of_arrays_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import standins
-from nodes import class_folders, pfllib, table
+from nodes import POLICY, class_folders, pfllib, table
 
 import posy
 from posy.client_app.workspace import Workspace
@@ -20,7 +20,7 @@ from posy.data.errors import DataError
 from posy.data.partitions import Partition, share_test_set
 from posy.data.published import DATASETS
 from posy.data.settings import DataSettings
-from posy.data.sites import describe_site, load_site, read_site
+from posy.data.sites import load_site, read_site
 from posy.settings import SettingsError
 from posy.strategies.registry import declared, read_settings
 
@@ -279,31 +279,14 @@ def test_a_subset_keeps_train_and_test_apart(tmp_path: Path) -> None:
     assert min(values(space, np.concatenate(space.partition.test))) >= TRAIN
 
 
-def test_a_site_can_pool_its_test_set(tmp_path: Path) -> None:
+def test_a_site_keeps_its_supplied_test_set(tmp_path: Path) -> None:
     settings = DataSettings(dataset="sites", sample_kind="features", input_shape="1", classes="0,1,2,3")
-    content = read_site(write_npz(tmp_path), settings)
+    content = read_site(write_npz(tmp_path), settings, POLICY)
     complete = replace(settings, feature_mean="0", feature_std="1")
-    assert load_site(content, complete, 1)[1].test[0].tolist() == list(range(TRAIN, TRAIN + TEST))
-    pooled = load_site(content, replace(complete, test_set="pooled"), 1)[1]
-    assert len(pooled.test[0]) == 20 and pooled.test[0].min() < TRAIN
-
-
-def test_a_site_reports_settings_without_an_effect_on_its_test_samples(tmp_path: Path) -> None:
-    settings = DataSettings(dataset="sites", sample_kind="features", input_shape="1", classes="0,1,2,3")
-    settings = replace(settings, feature_mean="30", feature_std="30")
-    tested = read_site(write_npz(tmp_path), settings)
-    untested = replace(tested, is_test=None)
-    for content, changes, note in (
-        (untested, {"test_set": "pooled"}, "test-set = 'pooled' has no effect at this site"),
-        (tested, {"test_fraction": 0.5}, "test-fraction = 0.5 has no effect at this site"),
-        (tested, {"test_set": "pooled", "test_fraction": 0.5}, ""),
-        (untested, {"test_fraction": 0.5}, ""),
-        (tested, {}, ""),
-    ):
-        changed = replace(settings, **changes)
-        for notes in (load_site(content, changed, 1)[0].notes, describe_site(content, changed, 1).warnings):
-            idle = [text for text in notes if "has no effect" in text]
-            assert len(idle) == bool(note) and all(text.startswith(note) for text in idle)
+    for changed in (complete, replace(complete, test_set="pooled", test_fraction=0.9)):
+        assert load_site(content, changed, POLICY)[1].test[0].tolist() == list(range(TRAIN, TRAIN + TEST))
+    with pytest.raises(SettingsError, match="test-set = 'pooled' in a has no effect: it needs dataset != sites"):
+        read_settings({"dataset": "sites", "test-set": "pooled"}, "a")
 
 
 def test_a_pfllib_folder_keeps_the_test_set_of_each_client(tmp_path: Path) -> None:

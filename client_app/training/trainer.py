@@ -45,11 +45,15 @@ SMALL, SMALL_PERCEPTRON = 30_000, 200_000
 
 
 class Trainer:
-    """Runs :class:`Train` and :class:`Forward` requests on a device."""
+    """Runs :class:`Train` and :class:`Forward` requests on a device.
 
-    def __init__(self, settings: TrainSettings, device: torch.device) -> None:
+    ``min_batch`` is the smallest number of samples in a mini-batch; a smaller last batch is skipped.
+    """
+
+    def __init__(self, settings: TrainSettings, device: torch.device, min_batch: int = 1) -> None:
         self.settings = settings
         self.device = device
+        self.min_batch = min_batch
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.precision == "tf32"
         self._graphs = Graphs(device) if device.type == "cuda" else None
@@ -233,7 +237,7 @@ class Trainer:
 
     def share(self, job: Job, smallest: int = 1) -> Share:
         """Return the batches of a job: epochs or steps of the job, by default of the settings."""
-        work, size = job.work, self.settings.batch_size
+        work, size, smallest = job.work, self.settings.batch_size, max(smallest, self.min_batch)
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
         passes = plan_passes(epochs, steps, job.samples.y.shape[0], size, smallest)

@@ -21,6 +21,8 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class TrainingDivergedError(ArithmeticError):
     """Local training produced NaN or infinite numbers."""
 
+    shareable = True
+
 
 def advice_on_divergence(train: TrainSettings, lr: float = 0.0) -> str:
     """Return a clause about the settings that may make a training diverge.

@@ -1,0 +1,368 @@
+"""The checks of a run against the policy of a site, before the node works on a message."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, wraps
+from hashlib import sha256
+from logging import ERROR
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+from flwr.app import ConfigRecord, Context, Message
+from flwr.common.logger import log
+
+from posy.data.columns import names_in
+from posy.data.errors import DataError
+from posy.data.policy import Policy, read_policy
+from posy.data.settings import SITES, DataSettings
+from posy.extensions import is_own
+from posy.models.catalogue import PRETRAINED
+from posy.paths import absolute
+from posy.settings import NodeConfigError, Setting, settings_of, shown
+from posy.storage import read_json, write_json
+from posy.strategies.methods import METHODS, settings_class
+from posy.strategies.settings import RunSettings, Settings, TrainSettings
+
+POLICY = "policy"
+"""The word of the node config that names the file of the policy."""
+DIGITS = 2
+"""Decimals of rounded scores."""
+PINNED = "run.json"
+"""File in the state folder of a run with the digest of its settings."""
+_RECORD = "site-run"
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+class Violation(NamedTuple):
+    """A rule of the policy that a run violates, and the reason."""
+
+    rule: str
+    reason: str
+
+
+class PolicyError(PermissionError):
+    """The site's policy refuses a run. The message repeats only settings of the run."""
+
+    shareable = True
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(f"the policy of the site refuses this run, rule {violation.rule}: {violation.reason}")
+        self.violation = violation
+
+
+class NodeError(RuntimeError):
+    """The error that a node with data sends to the server: it contains no record, label, file name or path."""
+
+    shareable = True
+
+
+def policy_of(node_config: Mapping[str, Any]) -> Policy | None:
+    """Return the policy of a node: the file that its config names, the default if it has data, else None.
+
+    Raises
+    ------
+    NodeConfigError
+        If the file cannot be read or has a wrong rule.
+    """
+    if path := str(node_config.get(POLICY, "")):
+        file = absolute(path)
+        try:
+            about = file.stat()
+        except OSError as error:
+            raise NodeConfigError(f"{POLICY} = {path!r} in the node config cannot be read: {error.strerror}") from error
+        return _stored_policy(file, about.st_mtime_ns, about.st_size)
+    return Policy() if "data" in node_config else None
+
+
+def site_policy(node_config: Mapping[str, Any]) -> Policy | None:
+    """Return the policy of a node with data, or None for a node without data."""
+    return policy_of(node_config) if "data" in node_config else None
+
+
+@lru_cache(maxsize=8)
+def _stored_policy(path: Path, modified: int, size: int) -> Policy:
+    """Return the policy in a file; another time or size of the file reads it again."""
+    return read_policy(path)
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+
+
+def violations(policy: Policy, config: Mapping[str, Any]) -> list[Violation]:
+    """Return the rules that the settings of a run violate, before any of its code is imported.
+
+    Parameters
+    ----------
+    policy : Policy
+        The policy of the site.
+    config : mapping
+        The settings by key; a missing shared setting has its default.
+    """
+    values = {**_shared_defaults(), **config}
+    return [violation for rule in (_sources, _rows, _limits) for violation in rule(policy, values)]
+
+
+def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield violations of the rules on data, columns, code and files."""
+    if values["dataset"] != SITES:
+        yield Violation("data", f"dataset = {shown(values['dataset'])}; a node with data serves dataset = {SITES} only")
+    method = str(values["method"])
+    for key, setting in _shared_settings().items():
+        value = str(values[key])
+        if setting.or_own and is_own(value) and not value.startswith(f"{PRETRAINED}:") and policy.code != "any":
+            path = value.rpartition(":")[0]
+            if policy.code == "installed" or path.startswith("/") or ".." in Path(path).parts:
+                yield Violation("code", f"{key} = {shown(value)} is custom code; this site allows code = {policy.code}")
+    if policy.allowed_methods and method not in policy.allowed_methods:
+        yield Violation("methods", f"method = {shown(method)}; this site allows {', '.join(policy.allowed_methods)}")
+    elif method not in METHODS and not is_own(method):
+        yield Violation("methods", f"method = {shown(method)} is not a method of Posy")
+    if (weights := str(values["weights"])) and not _is_allowed_file(weights, policy.weights):
+        yield Violation("weights", f"weights = {shown(weights)} is not a file that the site offers")
+    inputs = names_in("input-columns", values["input-columns"]) if values["input-columns"] else ()
+    usable = policy.allowed_columns
+    for key, names in (("input-columns", inputs), ("group-column", (values["group-column"],))):
+        if forbidden := [name for name in names if name and usable and name not in usable]:
+            yield Violation("columns", f"{key} = {shown(values[key])}; the site does not offer {forbidden[0]!r}")
+    if policy.label and values["label-column"] not in ("", policy.label):
+        yield Violation("label", f"label-column = {shown(values['label-column'])}; the site offers another label only")
+
+
+def _is_allowed_file(weights: str, folder: str) -> bool:
+    """Return whether a file of weights is inside the folder that a policy names."""
+    if not folder or weights == PRETRAINED:
+        return False
+    root = absolute(folder).resolve()
+    file = (root / weights).resolve()
+    return file.is_relative_to(root) and file.is_file()
+
+
+def _rows(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield violations of the rules on rows: no setting selects rows, and each gradient is over enough rows."""
+    if values["test-set"] != DataSettings.test_set:
+        yield Violation("test-fraction", f"test-set = {shown(values['test-set'])}; the site chooses its test rows")
+    fraction = values["test-fraction"]
+    if fraction not in (DataSettings.test_fraction, policy.test_fraction):
+        yield Violation(
+            "test-fraction", f"test-fraction = {fraction:g}; the site keeps {policy.test_fraction:g} of its rows"
+        )
+    fraction = values["validation-fraction"]
+    if fraction not in (0, policy.validation_fraction):
+        yield Violation(
+            "validation-fraction",
+            f"validation-fraction = {fraction:g}; the site allows 0 and {policy.validation_fraction:g}",
+        )
+    if values["train-samples"]:
+        yield Violation("min-rows", f"train-samples = {values['train-samples']}; a run trains on all training rows")
+    if values["batch-size"] < policy.min_rows:
+        yield Violation(
+            "min-rows",
+            f"batch-size = {values['batch-size']}; each gradient needs at least {policy.min_rows} rows",
+        )
+
+
+def _limits(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield violations of the numerical limits and of the rules on masks and scores."""
+    for rule, key, largest in (
+        ("max-local-epochs", "local-epochs", policy.max_local_epochs),
+        ("max-rounds", "num-server-rounds", policy.max_rounds),
+    ):
+        if values[key] > largest:
+            yield Violation(rule, f"{key} = {values[key]}; the site allows at most {largest}")
+    if values["num-clients"] < policy.min_clients:
+        yield Violation("min-clients", f"num-clients = {values['num-clients']}; at least {policy.min_clients} clients")
+    masked = values["secure-aggregation"]
+    if policy.secure_aggregation == "required" and not masked:
+        yield Violation("secure-aggregation", "secure-aggregation = false; the site sends updates under masks only")
+    if policy.scores == "withheld" and not masked:
+        yield Violation("scores", "secure-aggregation = false; the site sends scores in masked sums only")
+
+
+@lru_cache(maxsize=1)
+def _shared_settings() -> Mapping[str, Setting]:
+    return {**settings_of(RunSettings), **settings_of(DataSettings), **settings_of(TrainSettings)}
+
+
+@lru_cache(maxsize=1)
+def _shared_defaults() -> Mapping[str, Any]:
+    return {key: setting.default for key, setting in _shared_settings().items()}
+
+
+def size_violations(
+    policy: Policy, settings: Settings, rows: int, class_counts: list[int], parameters: int
+) -> list[Violation]:
+    """Return the rules that a run violates on the data of this site.
+
+    Parameters
+    ----------
+    policy, settings : Policy, Settings
+        The policy of the site and the settings of the run.
+    rows : int
+        Training rows of the site.
+    class_counts : list of int
+        Training rows of each class of the run.
+    parameters : int
+        Parameters of the network.
+    """
+    train, found = settings.train, []
+    if train.local_steps * train.batch_size > policy.max_local_epochs * rows:
+        found.append(
+            Violation(
+                "max-local-epochs",
+                f"local-steps = {train.local_steps} is more than {policy.max_local_epochs} passes over the rows",
+            )
+        )
+    if parameters > policy.max_parameters:
+        found.append(
+            Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
+        )
+    if settings_class(settings.run.method).class_statistics and any(0 < n < policy.min_rows for n in class_counts):
+        found.append(
+            Violation(
+                "min-rows",
+                f"method = {settings.run.method!r} sends statistics of each class, and a class of this site has fewer "
+                f"than {policy.min_rows} rows",
+            )
+        )
+    return found
+
+
+# -- admission --------------------------------------------------------------------------------------------
+
+
+def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, pin: bool = True) -> None:
+    """Check a message's run against the policy; the first message with complete settings pins them for the run.
+
+    Raises
+    ------
+    PolicyError
+        If the run violates a rule, the site has begun too many runs today, or the settings of the run have changed.
+    """
+    check_settings(policy, settings_json)
+    _count_run(policy, context.node_config, run_id)
+    if not pin:
+        return
+    digest = sha256(settings_json.encode()).hexdigest()
+    pinned = context.state.config_records.setdefault(_RECORD, ConfigRecord({"settings": digest}))
+    if pinned["settings"] != digest:
+        raise PolicyError(Violation("settings", "the settings have changed since the site joined the run"))
+
+
+@lru_cache(maxsize=64)
+def check_settings(policy: Policy, settings_json: str) -> None:
+    """Raise :class:`PolicyError` for the first rule that the settings violate."""
+    if found := violations(policy, json.loads(settings_json)):
+        raise PolicyError(found[0])
+
+
+_begun: dict[str, list[int]] = {}
+
+
+def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> None:
+    """Count the runs of a day (UTC); the count survives a restart if the node has a ``state-dir``."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    folder = str(node_config.get("state-dir", ""))
+    file = absolute(folder) / "policy-runs.json" if folder else None
+    stored = _begun if file is None or not file.exists() else read_json(file)
+    runs = list(stored.get(today, []))
+    if run_id in runs:
+        return
+    if len(runs) >= policy.max_runs_per_day:
+        raise PolicyError(Violation("max-runs-per-day", f"{len(runs)} runs have begun today; try again tomorrow (UTC)"))
+    runs.append(run_id)
+    _begun.clear()
+    _begun[today] = runs
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {today: runs})
+
+
+def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
+    """Bind the state folder of a run to its settings, so that no other run can read or remove the state.
+
+    Settings that may change when a run resumes are not part of the binding.
+
+    Raises
+    ------
+    PolicyError
+        If the folder belongs to a run with other settings.
+    """
+    shared = _shared_settings()
+    kept = {key: value for key, value in config.items() if key not in shared or not _may_change(shared[key])}
+    digest = sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    file = folder / PINNED
+    if file.exists():
+        if read_json(file).get("settings") != digest:
+            raise PolicyError(Violation("state", "the state of this run name belongs to a run with other settings"))
+        return
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_json(file, {"settings": digest})
+
+
+def _may_change(setting: Setting) -> bool:
+    return setting.resumable or setting.once or not setting.affects_results
+
+
+# -- scores -----------------------------------------------------------------------------------------------
+
+
+def limited_scores(policy: Policy, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with accuracies and losses rounded to two decimals, unless the policy allows exact scores."""
+    if policy.scores == "exact":
+        return dict(metrics)
+    return {
+        key: round(float(value), DIGITS) if key.endswith(("-accuracy", "-loss")) else value
+        for key, value in metrics.items()
+    }
+
+
+def check_once(context: Context, client: int, phase: str, server_round: int, arrays: list[Any]) -> None:
+    """Raise :class:`PolicyError` unless a client works on one model in each phase of a round, in order of the rounds.
+
+    A repeated message with the same arrays is allowed, because replies get lost.
+    """
+    digest = sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(memoryview(array).cast("B") if array.flags.c_contiguous and array.size else array.tobytes())
+    key = f"site-{phase}-{client}"
+    if record := context.state.config_records.get(key):
+        last: Any = record["round"]
+        if server_round < last or (server_round == last and digest.hexdigest() != record["digest"]):
+            raise PolicyError(Violation("scores", f"a second model in round {last}; the site scores one model a round"))
+    context.state[key] = ConfigRecord({"round": server_round, "digest": digest.hexdigest()})
+
+
+# -- errors -----------------------------------------------------------------------------------------------
+
+
+def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
+    """Return a message handler whose errors contain nothing about the data of a site.
+
+    On a node with data, the log of the node has the whole error, and the server receives :func:`shared_text`.
+    """
+
+    @wraps(work)
+    def handler(message: Message, context: Context) -> Message:
+        if "data" not in context.node_config:
+            return work(message, context)
+        try:
+            return work(message, context)
+        except Exception as error:
+            log(ERROR, "the node refuses a message: %s", error, exc_info=error)
+            raise NodeError(shared_text(error)) from None
+
+    return handler
+
+
+def shared_text(error: BaseException) -> str:
+    """Return the message of an error that may leave the node."""
+    if getattr(error, "shareable", False):
+        return str(error)
+    if isinstance(error, DataError):
+        return error.shared
+    frames = [(Path(frame.f_code.co_filename), line) for frame, line in walk_tb(error.__traceback__)]
+    ours = [f"{path.relative_to(_PACKAGE)}:{line}" for path, line in frames if path.is_relative_to(_PACKAGE)]
+    return f"{type(error).__name__} at {ours[-1] if ours else 'an unknown place'}; the log of the node has the message"
