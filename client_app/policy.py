@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, wraps
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from logging import ERROR
 from pathlib import Path
 from traceback import walk_tb
@@ -206,27 +206,27 @@ def size_violations(
     parameters : int
         Parameters of the network.
     """
-    train, found = settings.train, []
+    train, violated = settings.train, []
     if train.local_steps * train.batch_size > policy.max_local_epochs * rows:
-        found.append(
+        violated.append(
             Violation(
                 "max-local-epochs",
                 f"local-steps = {train.local_steps} is more than {policy.max_local_epochs} passes over the rows",
             )
         )
     if parameters > policy.max_parameters:
-        found.append(
+        violated.append(
             Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
         )
     if settings_class(settings.run.method).class_statistics and any(0 < n < policy.min_rows for n in class_counts):
-        found.append(
+        violated.append(
             Violation(
                 "min-rows",
                 f"method = {settings.run.method!r} sends statistics of each class, and a class of this site has fewer "
                 f"than {policy.min_rows} rows",
             )
         )
-    return found
+    return violated
 
 
 # -- admission --------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def admit(policy: Policy, settings_json: str, context: Context, run_id: int, *, 
 @lru_cache(maxsize=64)
 def check_settings(policy: Policy, settings_json: str) -> None:
     """Raise :class:`PolicyError` for the first rule that the settings violate."""
-    if found := violations(policy, json.loads(settings_json)):
-        raise PolicyError(found[0])
+    if violated := violations(policy, json.loads(settings_json)):
+        raise PolicyError(violated[0])
 
 
 _begun: dict[str, list[int]] = {}
@@ -280,7 +280,7 @@ def _count_run(policy: Policy, node_config: Mapping[str, Any], run_id: int) -> N
 
 
 def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
-    """Bind the state folder of a run to its settings, so that no other run can read or remove the state.
+    """Bind the state folder of a run to its settings, so that another run cannot read or remove the state.
 
     Settings that may change when a run resumes are not part of the binding.
 
@@ -290,8 +290,8 @@ def pin_state(folder: Path, config: Mapping[str, Any]) -> None:
         If the folder belongs to a run with other settings.
     """
     shared = _shared_settings()
-    kept = {key: value for key, value in config.items() if key not in shared or not _may_change(shared[key])}
-    digest = sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    pinned = {key: value for key, value in config.items() if key not in shared or not _may_change(shared[key])}
+    digest = sha256(json.dumps(pinned, sort_keys=True).encode()).hexdigest()
     file = folder / PINNED
     if file.exists():
         if read_json(file).get("settings") != digest:
@@ -323,7 +323,7 @@ def check_once(context: Context, client: int, phase: str, server_round: int, arr
 
     A repeated message with the same arrays is allowed, because replies get lost.
     """
-    digest = sha256()
+    digest = blake2b(digest_size=16)
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(memoryview(array).cast("B") if array.flags.c_contiguous and array.size else array.tobytes())

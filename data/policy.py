@@ -1,4 +1,4 @@
-"""The policy of a site: one file on its node that limits what a run may do with the site's data.
+"""The policy of a site: one file on its node that limits the use of the site's data by runs.
 
 Only the node reads the file (``policy`` in its node config). A node with data but without a file uses the defaults.
 :mod:`posy.client_app.policy` checks a run against the policy before the node works on any message.

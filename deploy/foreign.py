@@ -50,7 +50,7 @@ def check_code(content: bytes, rule: str) -> bool:
     listed = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     if rule == "installed" and files:
         raise ForeignCodeError(
-            f"this node runs the Posy that is installed on it, and no other code; the run brings {listed} (rule code "
+            f"this node runs only the Posy that is installed on it; the run brings {listed} (rule code "
             "of its policy, or --refuse-foreign-code)"
         )
     if rule == "signed" and not os.environ.get(TRUSTED_ENTITIES):
@@ -65,17 +65,17 @@ def check_code(content: bytes, rule: str) -> bool:
 
 def foreign_code(content: bytes) -> list[str]:
     """Return the code files of a bundle that differ from the files of the installed Posy."""
-    found = []
+    foreign = []
     with zipfile.ZipFile(io.BytesIO(content)) as bundle:
         for name in sorted(bundle.namelist()):
             data = bundle.read(name)
-            if name == "pyproject.toml":  # Flower writes it anew
+            if name == "pyproject.toml":  # Flower rewrites it
                 same = tomllib.loads(data.decode())["tool"]["flwr"]["app"]["components"] == _STARTED
             else:
                 same = _is_data(name) or data == _installed(name)
             if not same:
-                found.append(name)
-    return found
+                foreign.append(name)
+    return foreign
 
 
 def _is_data(name: str) -> bool:

@@ -20,6 +20,7 @@ import pandas as pd
 
 from posy.commands.launch import toml
 from posy.commands.papers.page import told_of, verdicts
+from posy.data.policy import Policy
 from posy.data.published import describe
 from posy.models.catalogue import MODELS
 from posy.settings import MOST, settings_of
@@ -59,6 +60,12 @@ def settings() -> str:
         if group:
             parts += [f"## {title}", table(["key", "default", "allowed", "meaning"], rows)]
     return "\n\n".join(parts)
+
+
+def policy() -> str:
+    """Return the rules of a site's policy with their defaults."""
+    rows = [[f"`{key}`", f"`{toml(s.default)}`", s.described] for key, s in settings_of(Policy).items()]
+    return table(["rule", "default", "meaning"], rows)
 
 
 def methods() -> str:
@@ -499,6 +506,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 MAKERS = (
     config,
     settings,
+    policy,
     methods,
     overview,
     headline,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nodes import LENIENT
 from sklearn.datasets import load_digits
 
 from benchmarks.local_federation import Deployment
@@ -21,7 +22,8 @@ def test_a_run_starts_with_two_of_four_sites(tmp_path: Path) -> None:
     try:
         for number in range(2):
             np.savez(tmp_path / f"{number}.npz", x_train=x[number::20].astype(np.float32), y_train=y[number::20])
-            deployment.node(f"site-{number}", f"data={tmp_path / f'{number}.npz'}", f"state-dir=state-{number}")
+            words = [f"data={tmp_path / f'{number}.npz'}", f"policy={LENIENT}", f"state-dir=state-{number}"]
+            deployment.node(f"site-{number}", *words)
         for number in range(2):
             deployment.until(lambda name=f"site-{number}": deployment.ready(name), f"site-{number}")
         settings = {

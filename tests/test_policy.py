@@ -120,9 +120,9 @@ def send(grid: NodeGrid, config: Config, model: np.ndarray, server_round: int = 
     ],
 )
 def test_a_run_that_violates_a_rule_is_refused_by_its_name(policy: Config, changes: Config, rule: str) -> None:
-    found = violations(Policy(**policy), values(**changes))
-    assert [violation.rule for violation in found] == [rule]
-    assert str(PolicyError(found[0])).startswith(f"the policy of the site refuses this run, rule {rule}: ")
+    violated = violations(Policy(**policy), values(**changes))
+    assert [violation.rule for violation in violated] == [rule]
+    assert str(PolicyError(violated[0])).startswith(f"the policy of the site refuses this run, rule {rule}: ")
 
 
 def test_allowed_runs_pass(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_labels_of_single_rows_do_not_leave_the_site(site: Config) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {**OPEN},  # the column of names is no number: the message named row and cell
+        {**OPEN},  # names are not numbers: the message contained row and cell
         {"input_columns": "name,f0"},
         {"input_columns": "f0,f1,f2", "classes": "x,y"},  # the message named a label
         {"input_columns": "f0,f1,f2", "feature_std": "1e-38"},  # the message named an extreme value
@@ -269,18 +269,18 @@ def test_settings_cannot_name_files_folders_or_hosts(site: Config, tmp_path: Pat
     """H4: another file was trained on, a hash of /etc/shadow was sent, and folders were created anywhere."""
     other = tmp_path / "payroll.csv"
     other.write_text("a,label\n1,0\n2,1\n")
-    made = tmp_path / "made"
+    folder = tmp_path / "made"
     for changes, rule in (
         ({"dataset": str(other)}, "data"),
         ({"dataset": "hf:owner/name"}, "data"),
-        ({"dataset": "mnist", "data_dir": str(made)}, "data"),
+        ({"dataset": "mnist", "data_dir": str(folder)}, "data"),
         ({"weights": str(other)}, "weights"),
     ):
         reply = ask(site, values(input_columns="f0,f1,f2", **changes))
         assert f"rule {rule}:" in reply.error.reason
-    reply = ask(site, values(input_columns="f0,f1,f2", data_dir=str(made), output_dir=str(made)))
+    reply = ask(site, values(input_columns="f0,f1,f2", data_dir=str(folder), output_dir=str(folder)))
     assert not reply.has_error()
-    assert not made.exists()
+    assert not folder.exists()
 
 
 def test_custom_code_in_settings_does_not_run(site: Config, tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def random_settings(rng: np.random.Generator) -> Config:
 
 
 def secrets_of(cells: np.ndarray, folder: Path) -> Iterator[bytes]:
-    """Yield the bytes that a message must not contain: each cell as text and as numbers, each name, and the path."""
+    """Yield the bytes that a message may not contain: each cell as text and as numbers, each name, and the path."""
     for value in cells.ravel().tolist():
         yield repr(value).encode()
         yield from (struct.pack(form, value) for form in ("<d", "<f"))

@@ -200,7 +200,7 @@ def supernode(
 
     Starts a SuperNode that keeps PyTorch, code and data loaded between messages. The key=value words are the node
     config. For a part of a benchmark's data, type partition-id=0 num-partitions=5. For a site's files, type
-    data=PATH.
+    data=PATH, and policy=FILE for rules other than the defaults (`posy policy new`).
 
     Repeat --key to start one node per key. The nodes share the loaded code and data. By default, n nodes hold the
     partitions 0 to n - 1 of n; partition-id sets the partition of the first node. Posy replaces
@@ -231,6 +231,8 @@ def supernode(
     if stock and refuse_foreign_code:
         raise SettingsError("--refuse-foreign-code does not go with --stock: Flower's node runs any code; drop --stock")
     environment |= {REFUSE: "1"} if refuse_foreign_code else {}
+    for pairs in configs:
+        _check_policy(dict(pair.split("=", 1) for pair in pairs), stock=stock)
     if stock:
         command = [script("flower-supernode"), *words, "--host", "127.0.0.1", "--port", str(free_port())]
     else:
@@ -525,6 +527,18 @@ def node_configs(words: Sequence[str], names: Sequence[str]) -> list[list[str]]:
         [*([f"partition-id={int(first) + i}"] if numbered else []), *(word.replace(NODE_NAME, name) for word in common)]
         for i, name in enumerate(names)
     ]
+
+
+def _check_policy(node_config: Mapping[str, str], *, stock: bool) -> None:
+    """Check the policy of a node with data before the node starts, and refuse a stock node that it does not allow."""
+    from posy.client_app.policy import site_policy  # noqa: PLC0415 - imports Flower
+
+    policy = site_policy(node_config)
+    if stock and policy is not None and policy.code != "any":
+        raise SettingsError(
+            f"--stock with data={node_config['data']}: Flower's node runs all code that a run brings, but the policy "
+            f"of the site has code = {policy.code}; drop --stock, or set code: any in the policy"
+        )
 
 
 def _exclude(insecure: bool, option: str, value: object) -> None:

@@ -56,11 +56,11 @@ def check(
         print_table(f"rules of {file}", ("rule", "value", "", "meaning"), rows)
         return 0
     config = {"dataset": SITES, **parse_words(settings, COMMAND_LINE)}
-    found = violations(policy, read_settings(config, COMMAND_LINE).as_config())
-    if not found:
+    violated = violations(policy, read_settings(config, COMMAND_LINE).as_config())
+    if not violated:
         print("accepted: the settings violate no rule")
         return 0
-    print_table("refused", ("rule", "reason"), found)
+    print_table("refused", ("rule", "reason"), violated)
     return REFUSED
 
 
