@@ -1,6 +1,7 @@
 """What travels to the nodes: the app, and the files that people have brought along; and what nodes say to them."""
 
 import io
+import re
 import tomllib
 import zipfile
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from posy.commands.cli import main
 from posy.commands.deploy.bundle import bundle
-from posy.deploy.foreign import REFUSE, ForeignCodeError, check_code, foreign_code
+from posy.data.policy import Policy
+from posy.deploy.foreign import REFUSE, TRUSTED_ENTITIES, ForeignCodeError, check_code, code_rule, foreign_code
 from posy.extensions import with_neighbours
 from posy.settings import LaunchError, SettingsError
 
@@ -96,23 +98,41 @@ def test_what_is_wrong_is_told_where_the_run_is_submitted(folder: Path) -> None:
 
 
 def test_a_node_names_foreign_code_or_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of the node decides; a dot file such as own/.py is code too."""
     files = members(bundle({})[0])
-    check_code(packed(files))
+    assert check_code(packed(files), "installed") and not check_code(packed(files), "any")
     for name, data in (
         ("client_app/app.py", files["client_app/app.py"] + b"# changed\n"),
         ("client_app/fast.so", b"\x7fELF"),
         ("sitecustomize.py", b""),
+        ("own/.py", b"open('ran', 'w')"),
         ("pyproject.toml", files["pyproject.toml"].replace(b"posy.client_app.app:app", b"own.mine:app")),
     ):
         changed = packed({**files, name: data})
         assert foreign_code(changed) == [name]
-        monkeypatch.delenv(REFUSE, raising=False)
-        check_code(changed)  # named in the log
-        monkeypatch.setenv(REFUSE, "1")
-        with pytest.raises(ForeignCodeError, match=name):
-            check_code(changed)
-    check_code(packed(files))
-    check_code(packed({**files, "papers/fedfew/settings/other.yaml": b"lr: 0.1"}))  # is not run
+        assert not check_code(changed, "any")  # the log names the files
+        with pytest.raises(ForeignCodeError, match=re.escape(name)):
+            check_code(changed, "installed")
+        monkeypatch.delenv(TRUSTED_ENTITIES, raising=False)
+        with pytest.raises(ForeignCodeError, match="it verifies no signatures"):
+            check_code(changed, "signed")
+        monkeypatch.setenv(TRUSTED_ENTITIES, "1")
+        assert not check_code(changed, "signed")
+    assert check_code(packed({**files, "papers/fedfew/settings/other.yaml": b"lr: 0.1"}), "installed")  # data
+
+
+def test_the_rule_on_code_is_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(REFUSE, raising=False)
+    assert [code_rule(policy) for policy in (None, Policy(), Policy(code="signed"))] == ["any", "installed", "signed"]
+    monkeypatch.setenv(REFUSE, "1")
+    assert code_rule(Policy(code="any")) == "installed"
+
+
+def test_a_stock_node_runs_any_code_so_it_needs_a_policy_that_allows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["supernode", "--insecure", "--stock", f"data={tmp_path}"]) == 2
+    assert "has code = installed; drop --stock, or set code: any in the policy" in capsys.readouterr().err
 
 
 def test_a_stock_node_cannot_refuse(capsys: pytest.CaptureFixture[str]) -> None:

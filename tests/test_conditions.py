@@ -51,7 +51,10 @@ WITHOUT_EFFECT: list[tuple[str, Scalar, dict[str, Scalar], dict[str, Scalar]]] =
     ("samples-per-client", 30, {}, {"partition": "iid"}),
     ("partition-file", "/p.json", {}, {"partition": "file"}),
     ("test-set", "pooled", {}, {"dataset": "mnist"}),
-    ("test-set", "pooled", {"dataset": "sent140"}, {"dataset": "sites"}),
+    ("test-set", "pooled", {"dataset": "sent140"}, {"dataset": "femnist"}),
+    ("test-set", "pooled", {"dataset": "sites"}, {"dataset": "mnist"}),
+    ("train-samples", 50, {"dataset": "sites"}, {}),
+    ("test-fraction", 0.5, {"dataset": "sites"}, {}),
     ("test-fraction", 0.5, {"partition": "given"}, {"partition": "natural"}),
     ("partition", "iid", {"dataset": "sites"}, {}),
     ("max-samples", 100, {"dataset": "sites"}, {}),
@@ -360,10 +363,11 @@ def test_an_override_leaves_out_what_it_makes_useless_in_a_file(tmp_path: Path) 
 
 
 def test_a_setting_without_an_effect_counts_as_its_default_in_conditions() -> None:
-    """Sites ignore the partition and split their data by test-fraction, which needs ``partition != given``."""
     config = {"dataset": "sites", "partition": "given", "test-fraction": 0.5}
-    assert effective(config) == {"dataset": "sites", "test-fraction": 0.5}
-    assert normalised(config) == {"dataset": "sites", "partition": "dirichlet", "test-fraction": 0.5}
+    assert effective(config) == {"dataset": "sites"}
+    assert normalised(config) == {
+        "dataset": "sites", "partition": "dirichlet", "test-fraction": 0.25, "test-set": "supplied",
+    }  # fmt: skip
 
 
 def test_the_record_of_an_earlier_run_is_read(tmp_path: Path) -> None:

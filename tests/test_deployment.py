@@ -123,7 +123,10 @@ def test_node_config_must_be_key_and_value() -> None:
         ("state_dir=/x", "state_dir in the node config: a node does not read this word; did you mean state-dir?"),
         ("partition_id=0", "did you mean partition-id?"),
         ("local-epochs=50", "local-epochs in the node config: .* it is a setting of a run, for `posy run`"),
-        ("colour=red", "a node reads data, name, state-dir, models, skip-unreadable, partition-id, num-partitions, "),
+        (
+            "colour=red",
+            "a node reads data, policy, name, state-dir, models, skip-unreadable, partition-id, ",
+        ),
         ("partition-id=-1", "partition-id = '-1' in the node config: it must be a whole number >= 0"),
         ("num-partitions=0", "num-partitions = '0' in the node config: it must be a whole number >= 1"),
         ("state-dir=/srv/{name}", r"\{name\} is the name of a node's key, and no --key of `posy supernode` names this"),

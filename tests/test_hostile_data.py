@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from nodes import POLICY
 from PIL import Image
 
 from posy.commands.cli import main
@@ -54,7 +55,7 @@ def load_own(path, name):
 
 
 def own_site(path, settings, skip=False):
-    return load_site(read_site(path, settings, skip), settings, 1)
+    return load_site(read_site(path, settings, POLICY, skip), settings, POLICY)
 
 
 def tensors(dataset, n=None):
@@ -199,7 +200,7 @@ def test_pfllibs_features_are_standardised_in_float64(tmp_path):
 
 
 def test_a_standard_deviation_that_leaves_no_number_is_refused(tmp_path):
-    path = save(tmp_path / "a.npz", x_train=np.array([[1e30], [2.0]]), y_train=[0, 1])
+    path = save(tmp_path / "a.npz", x_train=np.array([[1e30], [2.0], [3.0]]), y_train=[0, 1, 0])
     task = DataSettings(
         dataset="sites", sample_kind="features", input_shape="1", classes="0,1", feature_mean="0", feature_std="1e-30"
     )
@@ -403,7 +404,7 @@ def test_groups_keep_their_identity(tmp_path):
 def test_possible_mistakes_are_noted(tmp_path, warnings):
     dataset = load_own(write(tmp_path / "a.csv", ",X,x,kind\n1,2,3,Cat\n1,2,3,cat\n1,2,3,nan\n"), "a")
     assert dataset.notes == (
-        "no column is named label; the last one, kind, is taken for it",
+        "no column is named label; Posy uses the last one, kind",
         "column 1 has no name and is a feature",
         "columns of nearly the same name: X, x",
         "a missing value is a separate class: nan",
