@@ -25,7 +25,9 @@ class FedFomoClient(PersonalClient):
         fraction, count = self.method.validation, len(self.data.y_train)
         if len(self.data.y_validation) or not fraction or count < 2:
             return
-        generator = numpy_generator(self.settings.run.seed, "fedfomo-validation", self.client)
+        generator = numpy_generator(
+            self.settings.run.seed, "fedfomo-validation", self.client, *self.workspace.order_key
+        )
         pairs = split([np.arange(count)], fraction, generator)
         train, validation = (torch.from_numpy(np.sort(rows)).to(self.device) for rows in pairs[0])
         x, y = self.data.x_train, self.data.y_train

@@ -126,7 +126,7 @@ def _sources(policy: Policy, values: Mapping[str, Any]) -> Iterator[Violation]:
     for key, names in (("input-columns", inputs), ("group-column", (values["group-column"],))):
         if forbidden := [name for name in names if name and usable and name not in usable]:
             yield Violation("columns", f"{key} = {shown(values[key])}; the site does not offer {forbidden[0]!r}")
-    if policy.label and values["label-column"] not in ("", policy.label):
+    if values["label-column"] not in ("", policy.label):
         yield Violation("label", f"label-column = {shown(values['label-column'])}; the site offers another label only")
 
 
@@ -218,7 +218,24 @@ def size_violations(
         violated.append(
             Violation("max-parameters", f"the model has {parameters:,} parameters, at most {policy.max_parameters:,}")
         )
-    if settings_class(settings.run.method).class_statistics and any(0 < n < policy.min_rows for n in class_counts):
+    if 0 < train.local_steps * train.batch_size < rows:
+        violated.append(
+            Violation(
+                "min-rows",
+                f"local-steps = {train.local_steps} with batch-size = {train.batch_size} is less than a pass over the "
+                "rows; a round trains on all of them",
+            )
+        )
+    rare = any(0 < count < policy.min_rows for count in class_counts)
+    if rare and train.class_weights != "none":
+        violated.append(
+            Violation(
+                "min-rows",
+                f"class-weights = {train.class_weights!r} gives a large weight to a class with fewer than "
+                f"{policy.min_rows} rows",
+            )
+        )
+    if rare and settings_class(settings.run.method).class_statistics:
         violated.append(
             Violation(
                 "min-rows",
@@ -352,17 +369,25 @@ def guarded(work: Callable[[Message, Context], Message]) -> Callable[[Message, C
             return work(message, context)
         except Exception as error:
             log(ERROR, "the node refuses a message: %s", error, exc_info=error)
-            raise NodeError(shared_text(error)) from None
+            raise NodeError(shared_text(error, _min_rows(context.node_config))) from None
 
     return handler
 
 
-def shared_text(error: BaseException) -> str:
-    """Return the message of an error that may leave the node."""
+def _min_rows(node_config: Mapping[str, Any]) -> int:
+    """Return the rule min-rows of a node's policy; the default if the policy cannot be read."""
+    try:
+        return (policy_of(node_config) or Policy()).min_rows
+    except NodeConfigError:
+        return Policy.min_rows
+
+
+def shared_text(error: BaseException, min_rows: int = Policy.min_rows) -> str:
+    """Return the message of an error that may leave the node; the policy's ``min_rows`` limits the counts in it."""
     if getattr(error, "shareable", False):
         return str(error)
     if isinstance(error, DataError):
-        return error.shared
+        return error.shared(min_rows)
     frames = [(Path(frame.f_code.co_filename), line) for frame, line in walk_tb(error.__traceback__)]
     ours = [f"{path.relative_to(_PACKAGE)}:{line}" for path, line in frames if path.is_relative_to(_PACKAGE)]
     return f"{type(error).__name__} at {ours[-1] if ours else 'an unknown place'}; the log of the node has the message"

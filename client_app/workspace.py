@@ -115,6 +115,11 @@ class Workspace:
         return self._loaded[1]
 
     @cached_property
+    def order_key(self) -> tuple[int, ...]:
+        """Further key of the random streams of a site: the server does not know which samples are in a batch."""
+        return (self.dataset.order_seed,) if self.of_sites and self.site else ()
+
+    @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of a site's data and split; it changes if either changes."""
         return fingerprint(self.dataset, self.partition)

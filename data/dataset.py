@@ -1,5 +1,6 @@
 """A data set in memory: the content of a file or folder, and the task and samples made from it."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,6 +44,7 @@ class Dataset:
     sample_kind: str = ""  # as in :class:`Content`
     words: tuple[str, ...] = ()  # of texts, in the order of their tokens from 2; none where words are hashed
     columns: tuple[str, ...] = ()  # names of the features, where the data gives them
+    order_seed: int = 0  # secret of a site for the order of its samples in batches; 0: the seed of the run decides
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -71,6 +73,21 @@ class Content:
     def distinct(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """Labels as numbers of the classes that occur, ``(N,)`` int64, and the names of these."""
         return distinct_labels(self.labels)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Hash of the samples and labels."""
+        digest = hashlib.blake2b()
+        if self.kind == "text":
+            for text in self.x:
+                digest.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
+        else:
+            digest.update(f"{self.x.dtype} {self.x.shape}".encode())
+            for block in bytes_of(self.x):
+                digest.update(block)
+        for label in self.labels.tolist():
+            digest.update(f"{label}\0".encode(errors="surrogatepass"))
+        return digest.digest()
 
     @property
     def notes(self) -> tuple[str, ...]:

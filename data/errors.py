@@ -14,7 +14,7 @@ CODES = {
     "other-kind": "its samples are of another kind than the run's samples",
     "other-shape": "its samples have another shape than the run's samples",
     "other-classes": "it has labels that are not classes of the run",
-    "extreme-value": "a feature exceeds the range of float32 after standardisation",
+    "extreme-value": "a feature may exceed the range of float32 after standardisation",
     "too-few-rows": "it has too few rows",
     "changed-data": "its data has changed during the run; start a new run",
 }
@@ -40,11 +40,11 @@ class DataError(ValueError):
         super().__init__(message)
         self.code, self.column, self.count = code, column, count
 
-    @property
-    def shared(self) -> str:
-        """The message for other machines: code, column and count."""
+    def shared(self, min_rows: int) -> str:
+        """Return the message for other machines: code, column and count; a count below ``min_rows`` is not exact."""
         column = f", column {self.column}" if self.column else ""
-        count = f", count {self.count}" if self.count else ""
+        counted = str(self.count) if self.count >= min_rows else f"below {min_rows}"
+        count = f", count {counted}" if self.count else ""
         return f"{CODES[self.code]} ({self.code}{column}{count}); the log of the node has the details"
 
 

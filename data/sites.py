@@ -33,7 +33,7 @@ from posy.data.settings import SITES, DataSettings
 from posy.data.task import TASK_KINDS
 from posy.data.text import MAX_LENGTH, hashed
 from posy.data.transforms import shape_text
-from posy.data.values import check_scaled, moments
+from posy.data.values import FLOAT32_MAX, moments
 from posy.paths import exists
 
 
@@ -116,9 +116,10 @@ def load_site(content: Content, settings: DataSettings, policy: Policy) -> tuple
     columns, notes = content.columns, (*content.notes, *few)
     if scale is not None:
         columns = columns_in(settings, task.input_shape[0]) or columns
-        check_scaled(x, *scale, str(path), columns)
+        _check_scale(x, *scale, str(path), columns)
         notes = (*notes, *_far_notes(x, part.train[0], *scale, columns, policy.min_rows))
     about: dict[str, Any] = {"columns": columns, "notes": notes, "skipped": len(content.unreadable)}
+    about["order_seed"] = _seed(content, "order")
     return make_dataset(SITES, kind, x, y, task.class_names, task.vocabulary, scale, **about), part
 
 
@@ -134,8 +135,8 @@ def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray
         If no row is left for training.
     """
     if content.is_test is None:
-        seed = int.from_bytes(_digest(content)[:8], "big") >> 1
-        ((train, test),) = split([np.arange(len(content.labels))], policy.test_fraction, np.random.default_rng(seed))
+        rng = np.random.default_rng(_seed(content, "split"))
+        ((train, test),) = split([np.arange(len(content.labels))], policy.test_fraction, rng)
     else:
         train, test = np.flatnonzero(~content.is_test), np.flatnonzero(content.is_test)
     if not len(train):
@@ -143,25 +144,34 @@ def site_split(content: Content, policy: Policy) -> tuple[np.ndarray, np.ndarray
     return np.sort(train), np.sort(test)
 
 
-def _digest(content: Content) -> bytes:
-    """Return a hash of the samples and labels of a site."""
-    digest = hashlib.blake2b(digest_size=16)
-    if content.kind == "text":
-        for text in content.x:
-            digest.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
-    else:
-        digest.update(f"{content.x.dtype} {content.x.shape}".encode())
-        for block in bytes_of(content.x):
-            digest.update(block)
-    for label in content.labels.tolist():
-        digest.update(f"{label}\0".encode(errors="surrogatepass"))
-    return digest.digest()
+def _seed(content: Content, purpose: str) -> int:
+    """Return a seed for one purpose from the hash of a site's data, which other machines cannot compute."""
+    return int.from_bytes(hashlib.blake2b(content.digest, digest_size=8, key=purpose.encode()).digest(), "big") >> 1
 
 
 def _columns(settings: DataSettings, policy: Policy) -> Columns:
     """Return the columns that a run uses: the settings name them, else the policy."""
     columns = Columns.of(settings)
     return replace(columns, label=columns.label or policy.label, inputs=columns.inputs or policy.allowed_columns)
+
+
+def _check_scale(x: np.ndarray, mean: np.ndarray, std: np.ndarray, where: str, columns: tuple[str, ...]) -> None:
+    """Raise :class:`DataError` if the run's statistics may bring a feature out of the range of float32.
+
+    The bound |x_i - m| <= |mean(x) - m| + sqrt(N) std(x) uses only statistics over all N rows. A run therefore cannot
+    find an extreme value by trying statistics.
+    """
+    centre, squares = moments(x)
+    with np.errstate(over="ignore"):
+        reach = (np.abs(centre - mean) + np.sqrt(squares)) / std
+    if (wrong := np.flatnonzero(~(reach <= FLOAT32_MAX))).size:
+        name = str(columns[wrong[0]] if columns else wrong[0])
+        raise DataError(
+            f"{where}: feature {name} may exceed the range of float32 after standardisation (mean {mean[wrong[0]]}, "
+            f"standard deviation {std[wrong[0]]}); correct feature-mean or feature-std",
+            "extreme-value",
+            name,
+        )
 
 
 def _check_rows(content: Content, count: int, policy: Policy) -> None:
@@ -246,8 +256,7 @@ def _partition(content: Content, settings: DataSettings, policy: Policy) -> tupl
     A test or validation split of fewer than ``min_rows`` rows is empty, because its scores could reveal a row.
     """
     pair = site_split(content, policy)
-    seed = int.from_bytes(_digest(content)[8:], "big") >> 1
-    part, notes = finished((pair,), settings, np.random.default_rng(seed)), []
+    part, notes = finished((pair,), settings, np.random.default_rng(_seed(content, "validation"))), []
     _check_rows(content, len(part.train[0]), policy)
     for name in ("test", "validation"):
         rows = getattr(part, name)[0]

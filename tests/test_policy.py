@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from nodes import NodeGrid
 
+from posy.client_app.base import PersonalClient
 from posy.client_app.policy import (
     PolicyError,
     admit,
@@ -22,13 +24,18 @@ from posy.client_app.policy import (
     shared_text,
     violations,
 )
+from posy.client_app.registry import client_class
+from posy.client_app.state import State
+from posy.client_app.training.batches import full_batches
+from posy.client_app.training.work import Train
+from posy.client_app.workspace import Workspace
 from posy.commands.cli import main
 from posy.commands.deploy.policy import default_text
 from posy.data.errors import DataError
 from posy.data.policy import Policy, read_policy
 from posy.flower import record_of
 from posy.settings import NodeConfigError
-from posy.strategies.registry import read_settings
+from posy.strategies.registry import from_json, read_settings
 
 ROWS, FEATURES = 60, 3
 Config = dict[str, Any]
@@ -106,6 +113,7 @@ def send(grid: NodeGrid, config: Config, model: np.ndarray, server_round: int = 
         ({"columns": "f0,f1"}, {"input_columns": "f0,f2"}, "columns"),
         ({"columns": "f0,f1"}, {"group_column": "f2"}, "columns"),
         ({"label": "label"}, {"label_column": "name"}, "label"),
+        ({}, {"label_column": "name"}, "label"),
         ({}, {"test_set": "pooled"}, "test-fraction"),
         ({}, {"test_fraction": 0.9}, "test-fraction"),
         ({"test_fraction": 0.4}, {"test_fraction": 0.3}, "test-fraction"),
@@ -238,13 +246,68 @@ def test_no_setting_of_a_run_selects_the_rows_behind_the_statistics(site: Config
     assert "rule min-rows: train-samples = 1; a run trains on all training rows" in reply.error.reason
 
 
-def test_labels_of_single_rows_do_not_leave_the_site(site: Config) -> None:
+def test_labels_of_single_rows_do_not_leave_the_site(site: Config, tmp_path: Path) -> None:
     """C1: `label-column=name` returned all names as classes."""
     columns = {**OPEN, "label_column": "name", "input_columns": "f0,f1,f2"}
-    answer = ask(site, values(**columns), describe=True).content.config_records["config"]
+    assert "rule label: label-column = 'name'" in ask(site, values(**columns), describe=True).error.reason
+    (tmp_path / "policy.yaml").write_text("label: name\n")  # even a site that offers the column keeps rare labels
+    reply = ask(site | {"policy": str(tmp_path / "policy.yaml")}, values(**columns), describe=True)
+    answer = reply.content.config_records["config"]
     assert answer["classes"] == []
     assert "Patient" not in str(dict(answer))
     assert any("60 of its labels stay at the site" in text for text in answer["warnings"])  # type: ignore[union-attr]
+
+
+def test_an_error_does_not_depend_on_an_extreme_value(tmp_path: Path, cells: np.ndarray) -> None:
+    """A search over feature-std found the largest value of a column, because it decided whether the site failed."""
+    answers = []
+    for value in (cells[3, 0], 2 * cells[3, 0]):
+        cells[3, 0] = value
+        lines = [f"{','.join(map(repr, row))},{i % 2}" for i, row in enumerate(cells.tolist())]
+        (tmp_path / "site.csv").write_text("\n".join(["f0,f1,f2,label", *lines]) + "\n")
+        spread = cells[:, 0].std() * np.sqrt(ROWS) + abs(cells[:, 0].mean())
+        limit = float(spread / np.finfo(np.float32).max)
+        node = {"data": str(tmp_path / "site.csv"), "name": "a", "policy": ""}
+        for factor in (0.99, 1.01):
+            std = f"{limit * factor!r},1,1"
+            answers.append(ask(node, values(feature_mean="0,0,0", feature_std=std)).has_error())
+    assert answers == [True, False, True, False]  # the bound from mean and variance decides
+
+
+def test_batches_of_a_site_are_full_and_secret(site: Config) -> None:
+    config = values(input_columns="f0,f1,f2", model="linear", local_epochs=1, lr=0.5)
+    model = np.zeros(FEATURES * 2 + 2, np.float32)
+    updates = []
+    for _ in range(2):
+        reply = send(NodeGrid(site), config, model, kind="train")
+        updates.append(reply.content.array_records["arrays"]["0"].numpy())
+    assert np.array_equal(*updates)  # repeatable for the same data
+    clients = [client_of_site(site, config, secret=secret) for secret in (True, False)]
+    job = clients[0].job(Train(clients[0].initial()))
+    sizes = [len(batch.y) for batch, _ in clients[0].workspace.trainer.share(job)]
+    assert sum(sizes) == 45 and min(sizes) >= 10  # batches of 10 would leave one of 5 rows
+    orders = [client.job(Train(client.initial())).generator.get_state() for client in clients]
+    assert not torch.equal(*orders)  # the seed of the run does not give the order
+
+
+def client_of_site(site: Config, config: Config, *, secret: bool) -> PersonalClient:
+    """Return the client of a site in round 1, with or without the secret order of its batches."""
+    workspace = Workspace(from_json(json.dumps(config)), site["data"], policy=Policy())
+    if not secret:
+        workspace.__dict__["order_key"] = ()
+    client = client_class("fedavg")(0, workspace, State())
+    client._begin({"server-round": 1})
+    return client
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "least", "expected"),
+    [(45, 10, 10, 15), (45, 10, 5, 10), (12, 10, 10, 12), (40, 10, 10, 10), (35, 10, 10, 12), (10, 32, 10, 32)],
+)
+def test_every_batch_of_a_pass_has_enough_samples(count: int, size: int, least: int, expected: int) -> None:
+    larger = full_batches(size, count, least)
+    assert larger == expected
+    assert all(min(larger, count - start) >= least for start in range(0, count, larger))
 
 
 @pytest.mark.parametrize(
@@ -316,9 +379,11 @@ def test_errors_of_a_node_with_data_name_their_place_only() -> None:
     context.node_config = {}
     with pytest.raises(ValueError, match="Patient A0"):
         guarded(fails)(None, context)  # type: ignore[arg-type]
-    assert shared_text(DataError("/srv/x.csv: row 2", "missing-value", "age", 3)) == (
-        "a value is missing (missing-value, column age, count 3); the log of the node has the details"
+    error = DataError("/srv/x.csv: row 2", "missing-value", "age", 13)
+    assert shared_text(error) == (
+        "a value is missing (missing-value, column age, count 13); the log of the node has the details"
     )
+    assert "count below 20" in shared_text(error, min_rows=20)
     assert shared_text(NodeConfigError("/srv/key")).startswith("NodeConfigError at")
 
 

@@ -75,6 +75,13 @@ def plan_passes(epochs: int, steps: int, count: int, size: int, smallest: int = 
     return [None] * full + ([rest] if rest else [])
 
 
+def full_batches(size: int, count: int, least: int) -> int:
+    """Return the smallest batch size from ``size`` on with which a pass has no batch below ``least`` samples."""
+    while size < count and 0 < count % size < least:
+        size += 1
+    return size
+
+
 @dataclass(slots=True)
 class Share:
     """One client's samples, and the passes that it makes over them in random order."""

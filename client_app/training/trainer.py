@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posy.client_app.training.batches import Batch, Samples, Schedule, Share, plan_passes
+from posy.client_app.training.batches import Batch, Samples, Schedule, Share, full_batches, plan_passes
 from posy.client_app.training.graphs import Graphs
 from posy.client_app.training.networks import LoopedModels, Models, Network, StackedModels, by_tensor, rows_of
 from posy.client_app.training.optimiser import Optimiser
@@ -47,7 +47,8 @@ SMALL, SMALL_PERCEPTRON = 30_000, 200_000
 class Trainer:
     """Runs :class:`Train` and :class:`Forward` requests on a device.
 
-    ``min_batch`` is the smallest number of samples in a mini-batch; a smaller last batch is skipped.
+    ``min_batch`` is the smallest number of samples in a mini-batch. If a last batch would be smaller, the mini-batches
+    of this client are larger.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device, min_batch: int = 1) -> None:
@@ -237,7 +238,7 @@ class Trainer:
 
     def share(self, job: Job, smallest: int = 1) -> Share:
         """Return the batches of a job: epochs or steps of the job, by default of the settings."""
-        work, size, smallest = job.work, self.settings.batch_size, max(smallest, self.min_batch)
+        work, size = job.work, full_batches(self.settings.batch_size, job.samples.y.shape[0], self.min_batch)
         steps = work.steps if work.steps is not None else (0 if work.epochs is not None else self.settings.local_steps)
         epochs = work.epochs if work.epochs is not None else self.settings.local_epochs
         passes = plan_passes(epochs, steps, job.samples.y.shape[0], size, smallest)
