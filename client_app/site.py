@@ -1,5 +1,9 @@
 """A node with local data: its name, the description of its data, and a check that the data does not change."""
 
+import contextlib
+import hashlib
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,8 +17,11 @@ from posy.data.errors import DataError, Note
 from posy.data.policy import Policy
 from posy.data.settings import SITES
 from posy.data.sites import describe_site, read_site
+from posy.paths import absolute
 from posy.strategies.registry import from_json
 
+SECRET_FILE = "site-secret"
+"""File in a node's ``state-dir`` with the key of the fingerprint that it sends."""
 _RECORD = "site-data"
 
 
@@ -64,7 +71,7 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
         **identity(context),
         "num-train": len(part.train[0]),
         "num-test": len(part.test[0]),
-        "fingerprint": workspace.fingerprint,
+        "fingerprint": salted(workspace.fingerprint, context.node_config),
         **site_notices((*map(Note, workspace.trainer.notes), *dataset.notes), dataset.skipped),
     }
     counts: list[int] = part.counts(dataset.y, workspace.task.num_classes)[0].tolist()
@@ -74,6 +81,24 @@ def enrol(workspace: Workspace, context: Context) -> dict[str, Any]:
     if workspace.settings.data.share_class_counts:
         answer["class-counts"] = [n if n >= workspace.policy.min_rows else 0 for n in counts]
     return answer
+
+
+def salted(fingerprint: str, node_config: Mapping[str, Any]) -> str:
+    """Return the fingerprint of a site's data for the server: 16 hexadecimal digits under a secret of the node.
+
+    The secret is a file in ``state-dir``. The server cannot compare the fingerprint with a data set that it has.
+    Without ``state-dir`` the node has no secret that survives a restart, so the fingerprint stays as it is.
+    """
+    folder = str(node_config.get("state-dir", ""))
+    if not folder:
+        return fingerprint
+    file = absolute(folder) / SECRET_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(secrets.token_bytes(32))
+    return hashlib.blake2b(fingerprint.encode(), key=file.read_bytes(), digest_size=8).hexdigest()
 
 
 def check_unchanged(workspace: Workspace, context: Context) -> None:

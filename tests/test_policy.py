@@ -222,6 +222,16 @@ def test_a_site_scores_one_model_a_round(site: Config) -> None:
     assert "rule scores: a second model in round 2" in send(grid, config, models[0], 1).error.reason
 
 
+def test_the_fingerprint_of_the_data_needs_a_secret_of_the_node(site: Config, tmp_path: Path) -> None:
+    def fingerprint(node: Config) -> Any:
+        return ask(node, values(input_columns="f0,f1,f2")).content.config_records["config"]["fingerprint"]
+
+    folders = [site | {"state-dir": str(tmp_path / name)} for name in "ab"]
+    first, second = map(fingerprint, folders)
+    assert first == fingerprint(folders[0]) and len({first, second, fingerprint(site)}) == 3
+    assert ((tmp_path / "a" / "site-secret").stat().st_mode & 0o777) == 0o600
+
+
 # -- attacks ---------------------------------------------------------------------------------------------
 
 
