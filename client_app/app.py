@@ -151,8 +151,11 @@ class Call:
         self._versions = Versions.take(self._config)
         self._training = message.metadata.message_type == MessageType.TRAIN
         self._masking: secure_aggregation.Masking | None = None
-        if self._training and (self.workspace.settings.run.secure_aggregation or TRUSTED in context.node_config):
-            self._masking = secure_aggregation.Masking(self._config, message, context)
+        settings = self.workspace.settings
+        if settings.run.secure_aggregation or TRUSTED in context.node_config:
+            self._masking = secure_aggregation.Masking(
+                self._config, message, context, training=self._training, per_client=settings.method.per_client
+            )
         self._state = State()
         self.number = int(self._config["client"])
         arrays = entries_of(record_in(message.content, "arrays", ArrayRecord))
@@ -205,7 +208,8 @@ class Call:
             raise result
         arrays, num_examples, metrics = result
         version = self._store.save(self.number, self._versions, state)
-        return reply_to(self.message, arrays if self._training else [], num_examples, {**metrics, "state": version})
+        sent = arrays if isinstance(arrays, list) else []  # an evaluation without masks returns its loss instead
+        return reply_to(self.message, sent, num_examples, {**metrics, "state": version})
 
     def answer(self) -> Message:
         """Run the client's training or evaluation, and return the reply."""
